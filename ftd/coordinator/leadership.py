@@ -231,6 +231,7 @@ class LeaderSession:
         self._left = False
         self._early: list[tuple[str, bytes, bool]] = []
         self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
+        self._of_the_last_leader = (topics.leader, topics.journal)
         self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
         gone = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
         presence = encode_peer(me, program.version)
@@ -269,7 +270,7 @@ class LeaderSession:
             if not retained and not self._read:
                 self._read = True
                 self._on_read(self)
-        elif topic in (self._topics.leader, self._topics.journal):
+        elif topic in self._of_the_last_leader:
             if payload and not self._read:
                 self._read_retained(topic, payload)
         elif self.leads:
@@ -331,6 +332,14 @@ class FollowerSession:
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
         self._own = topics.coordinator_peer(me.incarnation)
+        self._handlers: dict[str, Callable[[bytes], None]] = {
+            topics.events: self._take_event,
+            topics.cluster_state: self._take_state,
+            topics.journal: self._take_journal,
+            topics.leader: self._take_leader,
+            topics.leader_beat: self._take_heartbeat,
+        }
+        """By topic; what comes on any other one is about a peer."""
         self.session = transport.session(
             client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
             subscriptions=(
@@ -395,36 +404,46 @@ class FollowerSession:
             self._take(topic, payload)
 
     def _take(self, topic: str, payload: bytes) -> None:
+        """Take one message. A standby whose disk is full stays one: it keeps less, and the others see that."""
         try:
             self._route(topic, payload)
         except WireError as error:
             _log.warning("refused", topic=topic, problem=str(error))
+        except JournalError as error:
+            _log.error("not_kept", topic=topic, problem=str(error))
 
     def _route(self, topic: str, payload: bytes) -> None:
-        """:raises WireError: it is not what this topic is for."""
-        topics, feed = self._topics, self._feed
-        if topic == topics.events:
-            if not self._leading():
-                self._callbacks.heard(payload)
-        elif topic == topics.cluster_state:
-            said = decode_json(payload, CoordinatorSaid)
-            if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
-                graceful = said.graceful is True
-                feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
-            if not self._leading():
-                self._callbacks.seen(decode_json(payload, dict[str, Any]))
-        elif topic == topics.journal:
-            if payload and not self._leading():
-                self._check(decode_copy(payload))
-        elif topic == topics.leader:
-            if payload:
-                feed(LeaderSeen(**self._stamp(), leader=decode_leader(payload)))
-        elif topic == topics.leader_beat:
-            feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
+        """:raises WireError: it is not what this topic is for. :raises JournalError: it cannot be kept."""
+        handler = self._handlers.get(topic)
+        if handler is not None:
+            handler(payload)
         elif payload:
             self._see_peer(topic, decode_json(payload, PeerMessage))
         elif (last := topic.rpartition("/")[2]).isdecimal():
-            feed(PeerVanished(**self._stamp(), incarnation=int(last)))
+            self._feed(PeerVanished(**self._stamp(), incarnation=int(last)))
+
+    def _take_event(self, payload: bytes) -> None:
+        if not self._leading():
+            self._callbacks.heard(payload)
+
+    def _take_state(self, payload: bytes) -> None:
+        said = decode_json(payload, CoordinatorSaid)
+        if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
+            graceful = said.graceful is True
+            self._feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
+        if not self._leading():
+            self._callbacks.seen(decode_json(payload, dict[str, Any]))
+
+    def _take_journal(self, payload: bytes) -> None:
+        if payload and not self._leading():
+            self._check(decode_copy(payload))
+
+    def _take_leader(self, payload: bytes) -> None:
+        if payload:
+            self._feed(LeaderSeen(**self._stamp(), leader=decode_leader(payload)))
+
+    def _take_heartbeat(self, payload: bytes) -> None:
+        self._feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
 
     def _check(self, copy: JournalCopy) -> None:
         problem = self._callbacks.keep(copy)
@@ -434,8 +453,11 @@ class FollowerSession:
     def _see_peer(self, topic: str, seen: PeerMessage) -> None:
         if topic != self._topics.coordinator_peer(seen.incarnation):
             raise WireError(f"it claims to be of {seen.incarnation}")
+        self._feed_peer(topic, seen)
         if seen.name != self._me.name:  # Otherwise an earlier process of this coordinator left it.
             self._callbacks.met()
+
+    def _feed_peer(self, topic: str, seen: PeerMessage) -> None:
         if seen.gone:
             self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))
             if self._leading():
@@ -692,7 +714,7 @@ class Leadership:
             case PublishCluster():
                 self._leader.publish_state()
             case AnnouncePeer():
-                self._follower_session.announce(wanted.peer)
+                self._follower_session.announce(self._present(wanted.peer))
             case RefuseTakeover():
                 event, before = wanted.event, self.machine.leader
                 whose = before.incarnation if before is not None else None  # As its last will says.
@@ -702,12 +724,16 @@ class Leadership:
             case _:
                 assert_never(wanted)
 
+    def _present(self, me: Peer) -> Peer:
+        """Return this coordinator as the others are to see it: they wait for one with a newer journal than theirs."""
+        return dataclasses.replace(me, position=self._follower.position())
+
     def _acquire(self) -> None:
         self._release()
         self._leader_session = LeaderSession(
             self._transport,
             self._topics,
-            self._me,
+            self._present(self.machine.me),
             self._program,
             subscriptions=self._subscriptions,
             unacknowledged=self._unacknowledged,

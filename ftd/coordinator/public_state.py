@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 from ftd.wire.public import SCHEMA, timestamp
+
+_version = cache(version)
 
 
 def public_state(
@@ -21,7 +24,7 @@ def public_state(
         **state,
         "planning": progress and {"done": progress[0], "total": progress[1]},
         "schema": SCHEMA,
-        "version": version("ftd"),
+        "version": _version("ftd"),
         **coordinator,
         "at": timestamp(),
     }

@@ -9,12 +9,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from ftd.config.address import BrokerAddress
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
+from ftd.errors import JournalError
 from ftd.mqtt.session import MqttSession
 from ftd.mqtt.transport import MqttTransport
 from ftd.wire.coordinators import JournalCopy
@@ -45,6 +47,9 @@ class Coordinator:
         self.told: list[list[str]] = []
         """What the cluster's state says of who stands by, as often as it was published for that."""
         self.copies: list[JournalCopy] = []
+        self.position = (0, 0)
+        self.full = False
+        """Its disk takes no journal."""
         self.leadership = Leadership(
             MqttTransport(broker, TOPICS.cluster),
             TOPICS,
@@ -63,7 +68,7 @@ class Coordinator:
                 publish_state=self._shown,
             ),
             follower=FollowerCallbacks(
-                position=lambda: (0, 0),
+                position=lambda: self.position,
                 met=lambda: None,
                 alive=lambda: None,
                 keep=self._keep,
@@ -90,6 +95,8 @@ class Coordinator:
         self.events.append(event.name)
 
     def _keep(self, copy: JournalCopy) -> str:
+        if self.full:
+            raise JournalError("the disk is full")
         self.copies.append(copy)
         return ""
 
@@ -329,5 +336,52 @@ def test_many_that_come_at_once_agree(
         terms = [leader.term for one in all_of_them for leader, _ in one.begun]
         assert len(terms) == len(set(terms))
         await asyncio.gather(*(one.end() for one in all_of_them))
+
+    run(play())
+
+
+def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBroker) -> None:
+    """The others leave it to a coordinator with a newer journal to lead."""
+    seen: list[dict[str, Any]] = []
+
+    async def play() -> None:
+        watching = MqttSession(
+            mosquitto.address,
+            client_id="watching",
+            subscriptions=[TOPICS.coordinator_peer()],
+            on_message=lambda topic, payload, retained: seen.append(msgspec.json.decode(payload)),
+        )
+        task = asyncio.ensure_future(watching.run())
+        await watching.wait_connected(PATIENCE_S)
+        anna = Coordinator("anna", 1, mosquitto.address)
+        anna.position = (3, 7)
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        await until(lambda: len(seen) >= 2, "both sessions have shown anna")
+        await anna.end()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
+    assert [message["position"] for message in seen if not message["gone"]] == [[3, 7], [3, 7]]
+
+
+def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None:
+    """It reads the retained journal before anything else, and cannot keep it."""
+
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.full = True
+        bert.start()
+        await until(
+            lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.told, "bert follows"
+        )
+        await until(lambda: bert.leadership._follower_session._began, "bert has read everything")
+        await anna.leadership.say_goodbye(b"{}", PATIENCE_S)
+        await anna.end()
+        await until(lambda: bert.connections == 1, "bert leads")
+        await bert.end()
 
     run(play())
