@@ -12,6 +12,7 @@ under one *canonical* name: the first one in model order.
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -568,8 +569,15 @@ class Model:
                 given = x
                 try:
                     watching = nullcontext() if self._regions is None else self._regions.watching(index)
-                    with probe, watching, self.provided(index):
-                        x = self.forward(index, index + 1, x, step=0, row=0, batch=batch)
+                    with self.provided(index):
+                        with probe, watching:
+                            x = self.forward(index, index + 1, given, step=0, row=0, batch=batch)
+                        if self._regions is not None:
+                            self._regions.compare_part(
+                                index,
+                                partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
+                                tolerance=0.05 if self._precision.compute is not None else 1e-3,
+                            )
                 except TrainingError:
                     raise
                 except Exception as error:

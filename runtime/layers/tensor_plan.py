@@ -246,6 +246,8 @@ class SplitRegions(TorchFunctionMode):
         self.forward_bytes: list[int] = []
         """Sizes of what devices of a stage exchange in the forward pass of the layer that was watched last."""
         self._inputs: dict[int, torch.Tensor] = {}
+        self._calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        """For each module of the layer that was watched last, the input and the output of each of its calls."""
 
     @property
     def is_open(self) -> bool:
@@ -269,7 +271,7 @@ class SplitRegions(TorchFunctionMode):
     @contextmanager
     def watching(self, layer: int) -> Iterator[None]:
         """Watch one run of a layer."""
-        self.forward_bytes, self._inputs = [], {}
+        self.forward_bytes, self._inputs, self._calls = [], {}, {}
         mine = {one.name: one for one in self._plan.linears if one.layer == layer}
         if not mine or self.problem is not None:
             yield
@@ -294,6 +296,62 @@ class SplitRegions(TorchFunctionMode):
                 f"what {self._open} (colwise) computes is not put together again by a rowwise module of its layer"
             )
         self._open = None
+
+    def compare_part(self, layer: int, run: Callable[[], object], *, tolerance: float) -> None:
+        """Run the layer that was just watched again, with a part of its features, and compare that with the whole.
+
+        This finds code that computes something else in a split region, such as attention that reads the size of a
+        head from the number of features and not the number of heads. Devices are stood for by the last of as few as
+        the plan allows. What they would exchange comes from the whole run.
+
+        :param run: runs the layer on the same input with the same values.
+        :param tolerance: relative to the largest value.
+        """
+        mine = [one for one in self._plan.linears if one.layer == layer and one.name in self._calls]
+        most = gcd(*(count for _, count in (*self._heads.items(), *self._plan.counts)))
+        devices = next((count for count in range(2, most + 1) if most % count == 0), 1)
+        if not mine or devices == 1 or self.problem is not None:
+            return
+        whole = {one.name: iter(self._calls[one.name]) for one in mine}
+        before = {one.name: dict(one.module._parameters) for one in mine}
+
+        def substitute(one: SplitLinear) -> Callable[[torch.Tensor], torch.Tensor]:
+            def forward(x: torch.Tensor) -> torch.Tensor:
+                given, output = next(whole[one.name])
+                if one.style == "rowwise":
+                    expected = _last_part(given, devices, -1)
+                    if x.shape != expected.shape or not _close(x, expected, tolerance):
+                        raise _OtherPartError
+                return output
+
+            return forward
+
+        try:
+            for one in mine:
+                if one.style != "colwise":
+                    one.module.forward = substitute(one)  # type: ignore[method-assign, assignment]
+                    continue
+                for name, value in before[one.name].items():
+                    if value is not None:
+                        part = _last_part(value.detach(), devices, 0)
+                        one.module._parameters[name] = nn.Parameter(part, requires_grad=False)
+            run()
+        except _OtherPartError:
+            self._say(self._other_part(mine, devices))
+        except Exception as error:
+            self._say(f"{self._other_part(mine, devices)}: {error}")
+        finally:
+            for one in mine:
+                one.module._parameters.update(before[one.name])
+                one.module.__dict__.pop("forward", None)
+
+    @staticmethod
+    def _other_part(linears: Sequence[SplitLinear], devices: int) -> str:
+        opener = next(one.name for one in linears if one.style == "colwise")
+        return (
+            f"after {opener} (colwise), a device with 1/{devices} of the features computes something else than that "
+            "part of the whole; split whole heads, and read their number from the size of the tensor"
+        )
 
     def __torch_function__(
         self,
@@ -346,6 +404,8 @@ class SplitRegions(TorchFunctionMode):
     def _ends(self, one: SplitLinear) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             self._open = one.name if one.style == "colwise" else None
+            if arguments and isinstance(arguments[0], torch.Tensor) and isinstance(output, torch.Tensor):
+                self._calls.setdefault(one.name, []).append((arguments[0], output))
             if one.style != "colwise" and isinstance(output, torch.Tensor):
                 self.forward_bytes.append(_exchanged_bytes(output))
 
@@ -368,6 +428,21 @@ class SplitRegions(TorchFunctionMode):
     def _say(self, problem: str) -> None:
         if self.problem is None:
             self.problem = problem
+
+
+class _OtherPartError(Exception):
+    """A part of the features gives something else than that part of the whole."""
+
+
+def _last_part(x: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
+    """Return what the last of so many devices has of a dimension."""
+    size = x.shape[dim] // devices
+    return x.narrow(dim, x.shape[dim] - size, size)
+
+
+def _close(x: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    difference = (x.double() - expected.double()).abs().max()
+    return bool(difference <= tolerance * expected.double().abs().max().clamp_min(1e-12))
 
 
 def _exchanged_bytes(x: torch.Tensor) -> int:

@@ -35,9 +35,12 @@ class Tokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
 class Block(nn.Module):
     """Pre-norm attention and feed-forward network; the sizes of what is split are found from the tensors."""
 
-    def __init__(self, width: int, heads: int, dropout: float, inner_dropout: float) -> None:
+    def __init__(
+        self, width: int, heads: int, dropout: float, inner_dropout: float, shape: tuple[int, int] | None
+    ) -> None:
         super().__init__()
         self.size = width // heads
+        self.shape = (-1, self.size) if shape is None else shape
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.query = nn.Linear(width, width, bias=False)
         self.key = nn.Linear(width, width)
@@ -51,9 +54,10 @@ class Block(nn.Module):
         taken = self.norm_1(x)
         rows, length, _ = x.shape
         query, key, value = (
-            part(taken).view(rows, length, -1, self.size) for part in (self.query, self.key, self.value)
+            part(taken).view(rows, length, *self.shape) for part in (self.query, self.key, self.value)
         )
-        query = self.query_norm(query)
+        if query.shape[-1] == self.size:
+            query = self.query_norm(query)
         mixed = functional.scaled_dot_product_attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), is_causal=True
         )
@@ -87,9 +91,12 @@ def build(
     plan: dict[str, str] | None = None,
     tied: bool = False,
     held_out: bool = False,
+    shape: tuple[int, int] | None = None,
 ) -> Training:
-    """:param tied: two blocks share a weight that the plan splits."""
-    blocks = [Block(width, heads, dropout, inner_dropout) for _ in range(3)]
+    """:param tied: two blocks share a weight that the plan splits.
+    :param shape: number and size of the heads as attention reads them; left out: the number follows from the tensor.
+    """
+    blocks = [Block(width, heads, dropout, inner_dropout, shape) for _ in range(3)]
     if tied:
         blocks[1].up.weight = blocks[0].up.weight
 

@@ -211,6 +211,11 @@ def test_low_precision_is_summed_in_float32() -> None:
         ),
         ({"tied": True}, "1.up.weight is frozen, or shared with another module"),
         ({"plan": {}}, "its plan names no module"),
+        (
+            {"shape": (4, -1)},
+            "after 1.query (colwise), a device with 1/2 of the features computes something else than that part",
+        ),
+        ({"shape": (4, 4)}, "computes something else than that part of the whole; split whole heads"),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
