@@ -224,7 +224,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
 
 
 def test_an_order_to_build_that_is_lost_and_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeouts, "remind", lambda c, node, after_s: None)
+    monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
     found("to build", leaning=Leaning(rarer=False, strikes=(*lossy, *submitted)))
@@ -409,7 +409,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
-    monkeypatch.setattr(timeouts, "fruitless", lambda c: [])  # It would be found out, a minute later.
+    monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)  # It would be found out.
     found("no progress after the healing", leaning=Leaning(duplicates=0.1))
 
 
