@@ -25,6 +25,8 @@ from ftd.node.processes import (
 )
 
 _GONE_TIMEOUT_S = 5.0
+_END_NOTICED_S = 5.0
+"""Time for a process that was killed to be gone before one of its name starts."""
 _MAX_BASE_LENGTH = 30
 # What a scenario mounted there goes first (``ftd.local.mounts``).
 _JANITOR = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
@@ -111,6 +113,10 @@ class Fleet:
 
         :raises PeerError: a process of this name is running, or the program cannot be started.
         """
+        if name in self.children and self.children[name].running:
+            # It may have been killed a moment ago, and its end not been noticed.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.children[name].process.wait(), _END_NOTICED_S)
         if name in self.children and self.children[name].running:
             raise PeerError(f"{name} is running already")
         log = self.logs / f"{name}.log"

@@ -18,6 +18,10 @@ CONNECTION_TIMEOUT_S = 60.0
 """Time after which a connection whose other end does not acknowledge anything is broken. The kernel of a host
 acknowledges for processes that compute, wait or are stopped."""
 
+SHUT_DOWN_DELAY_S = 1.0
+"""Time from an abort until the connections are shut down. Ranks are aborted at about the same time, and one whose order
+comes a little later must not take the shutdown for the end of a peer."""
+
 _PROBES = 4
 """Unanswered probes after which an idle connection is broken."""
 
@@ -56,6 +60,8 @@ class Connections:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._shut = False
+        self._pending = 0
+        """Shutdowns that are still to come; the connections are kept until then."""
         old = self._listener.accepted()
         self._older = frozenset(old)
         for connection in old.values():
@@ -77,22 +83,40 @@ class Connections:
                     _watch(connection)
                     self._open.append(connection)
 
-    def shut_down(self) -> None:
-        """End what waits on these connections, here and at the other ends. From any thread, more than once."""
+    def shut_down_soon(self) -> None:
+        """End what waits on these connections, here and at the other ends, after ``SHUT_DOWN_DELAY_S``.
+
+        From any thread, more than once.
+        """
+        with self._lock:
+            self._pending += 1
+        timer = threading.Timer(SHUT_DOWN_DELAY_S, self._shut_down)
+        timer.daemon = True
+        timer.start()
+
+    def _shut_down(self) -> None:
         with self._lock:
             for connection in self._open:
                 with contextlib.suppress(OSError):  # It was closed by the other end.
                     connection.shutdown(socket.SHUT_RDWR)
+            self._pending -= 1
+            ends = self._shut and not self._pending
+        if ends:
+            self._give_up()
 
     def release(self) -> None:
         """Let a later communicator use the listener; gloo keeps the connections while it needs them."""
         with self._lock:
-            released, self._shut = not self._shut, True
-            for connection in self._open:
-                connection.close()
-            self._open = []
-        if released:
-            _give_back(self._listener)
+            ends = not self._shut and not self._pending
+            self._shut = True
+        if ends:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        for connection in self._open:
+            connection.close()
+        self._open = []
+        _give_back(self._listener)
 
 
 def _watch(connection: socket.socket) -> None:
@@ -133,6 +157,8 @@ def _listening() -> frozenset[int]:
     return frozenset(ports)
 
 
+_MOST_FREE = 2
+"""Listeners that are kept; one is in use, and another one still ends what was aborted."""
 _free: list[Listener] = []
 _lock = threading.Lock()
 
@@ -148,4 +174,5 @@ def _take(host: str) -> Listener:
 
 def _give_back(listener: Listener) -> None:
     with _lock:
-        _free.append(listener)
+        if len(_free) < _MOST_FREE:
+            _free.append(listener)

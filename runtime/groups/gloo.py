@@ -120,7 +120,7 @@ class GlooCommunicator(Communicator):
         finally:
             self._connections.find()
             if self._aborted:
-                self._connections.shut_down()
+                self._connections.shut_down_soon()
         self._groups = formed
         self._close_stores()
 
@@ -236,7 +236,7 @@ class GlooCommunicator(Communicator):
     def abort(self) -> None:
         super().abort()
         self._close_stores()
-        self._connections.shut_down()
+        self._connections.shut_down_soon()
 
     def _close_stores(self) -> None:
         with self._condition:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.training import TrainingError, torch_device
 from statemachine.messages import trainer as p
-from statemachine.messages.common import Prepared
+from statemachine.messages.common import Finished, Prepared
 from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script
@@ -219,7 +219,7 @@ def test_no_timeout_but_that_of_a_group_ends_a_step_in_which_a_peer_is_slow(
         if reduced == "GROUP_TIMEOUT_S":
             assert "Timed out" in trainers[1].take(p.PeerSuspected).detail
         else:
-            assert [trainer.take(p.Done).step for trainer in trainers] == [2, 2]
+            assert [trainer.take(Finished).step for trainer in trainers] == [2, 2]
 
 
 def test_aborts_in_the_middle_of_steps_leave_no_threads_and_no_descriptors(

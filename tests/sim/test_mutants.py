@@ -409,7 +409,9 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
-    monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)  # It would be found out.
+    monkeypatch.setattr(
+        signals, "take_acknowledgement", lambda c, node, signal: None
+    )  # It would be found out.
     found("no progress after the healing", leaning=Leaning(duplicates=0.1))
 
 
