@@ -15,10 +15,9 @@ Members = tuple[int, ...]
 """Global ranks of a group, ascending."""
 Channel = Literal["activation", "gradient", "state"]
 """What travels between two ranks; each channel of a pair of ranks is first in, first out."""
-GROUP_TIMEOUT_S = 3600.0
-"""Timeout of torch's process groups. It bounds how long a rank may wait for a peer in one operation, and how long a
-thread that an abort could not free keeps its buffers. The control plane notices failures, and the kernel notices broken
-connections (``runtime.groups.connections``), so this is much longer than any step."""
+GROUP_TIMEOUT_S = 60.0
+"""Of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
+held for as long. Not how failures are noticed: the control plane does that."""
 Talk = tuple[Channel, int, int]
 """Two ranks, ascending, that will send to each other on a channel."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)

@@ -3,10 +3,8 @@
 gloo tells most survivors nothing when a peer dies and its abort calls free nobody, so operations are
 *posted* by the main thread, which never blocks, and *waited for* on communication threads. The main
 thread waits on a condition that ``abort`` also sets, and so is free within a fraction of a millisecond
-whatever gloo does. ``abort`` then shuts the connections down (``runtime.groups.connections``), which ends the
-operations of most threads within some milliseconds. A thread that gloo leaves stuck all the same ends when gloo's own
-timeout does (``timeout_s``); it holds the buffers and the group until then, so neither may be used again: take fresh
-ones.
+whatever gloo does. A thread that is left stuck ends when gloo's own timeout does (``timeout_s``); it
+holds the buffers and the group until then, so neither may be used again: take fresh ones.
 """
 
 import threading
@@ -33,7 +31,6 @@ from runtime.groups.communicator import (
     plain_words,
     run_of,
 )
-from runtime.groups.connections import Connections
 from runtime.groups.store import Rendezvous, RendezvousStore
 
 _GATHER_TAG = len(CHANNELS)
@@ -104,23 +101,18 @@ class GlooCommunicator(Communicator):
         """:param host: own address that the other ranks connect to."""
         super().__init__(rank, size)
         self._rendezvous = rendezvous
+        self._host = host
         self._timeout_s = timeout_s
         self._groups: dict[Members, Group] = {}
         self._stores: list[RendezvousStore] = []
         self._lanes: dict[tuple[str, int], _Lane] = {}
-        self._connections = Connections(host)
 
     def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
         formed: dict[Members, Group] = {}
         forming = [self._start_forming(members, formed) for members in wanted]
-        try:
-            for pending in forming:
-                self.wait(pending)
-        finally:
-            self._connections.find()
-            if self._aborted:
-                self._connections.shut_down_soon()
+        for pending in forming:
+            self.wait(pending)
         self._groups = formed
         self._close_stores()
 
@@ -147,7 +139,7 @@ class GlooCommunicator(Communicator):
                 raise Aborted
             self._stores.append(store)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [self._connections.device]
+        options._devices = [_device(self._host)]
         options._timeout = timedelta(seconds=self._timeout_s)
         options._threads = 1
         name = "-".join(map(str, members)) if len(members) < self.size else "world"
@@ -236,7 +228,6 @@ class GlooCommunicator(Communicator):
     def abort(self) -> None:
         super().abort()
         self._close_stores()
-        self._connections.shut_down_soon()
 
     def _close_stores(self) -> None:
         with self._condition:
@@ -249,4 +240,15 @@ class GlooCommunicator(Communicator):
         for lane in self._lanes.values():
             lane.end()
         self._groups = {}
-        self._connections.release()
+
+
+_devices: dict[str, object] = {}
+_devices_lock = threading.Lock()
+
+
+def _device(host: str) -> object:
+    """gloo's listener and event loop for one address: one per process, shared by all generations."""
+    with _devices_lock:
+        if host not in _devices:
+            _devices[host] = ProcessGroupGloo.create_device(hostname=host)
+        return _devices[host]

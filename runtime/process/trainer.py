@@ -224,7 +224,6 @@ class Trainer:
         except Aborted:
             self._close()
         except PeerLost as error:
-            self._communicator.abort()  # What else waits on its connections would keep its buffers.
             self._close()
             self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
 

@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ import pytest
 import torch
 
 from runtime.device import HostRuntime
-from runtime.groups import connections
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
     Aborted,
@@ -185,40 +183,6 @@ def test_abort_frees_every_kind_of_wait(server: ServerThread, others: set[thread
         one.close()
         two.close()
     eventually(lambda: communication_threads() <= others)
-
-
-def test_an_abort_of_all_ends_the_threads_that_wait_in_gloo(
-    server: ServerThread, others: set[threading.Thread]
-) -> None:
-    """Each rank waits for others in an all-reduce, in a receive and in a send, none of which can complete."""
-    for generation in range(1, 11):
-        communicators = world(server, 3, ((0, 1),), generation=generation, timeout_s=FAR_S)
-        communicators[0].all_reduce(torch.ones(10), (0, 1))
-        for communicator in communicators[1:]:
-            communicator.all_reduce(torch.ones(10), communicator.world)
-        for communicator in communicators:
-            communicator.receive(torch.ones(10), (communicator.rank + 1) % 3, "activation")
-            communicator.send(torch.ones(10), (communicator.rank + 1) % 3, "state")
-        assert not communication_threads() <= others
-        for communicator in communicators:
-            communicator.abort()
-        for communicator in communicators:
-            communicator.close()
-        eventually(lambda: communication_threads() <= others, timeout_s=FAR_S / 10)
-
-
-def test_the_kernel_watches_every_connection(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[socket.socket] = []
-    watch = connections._watch
-    monkeypatch.setattr(connections, "_watch", lambda each: (watch(each), watched.append(each)))
-    communicators = world(server, 3)
-    assert len(watched) == 3, "one of the two ends of each connection"
-    for connection in watched:
-        limit_ms = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-        assert limit_ms == connections.CONNECTION_TIMEOUT_S * 1000
-        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    for communicator in communicators:
-        communicator.close()
 
 
 def test_abort_while_a_group_is_forming(server: ServerThread, others: set[threading.Thread]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from runtime.training import TrainingError, torch_device
 from statemachine.messages import trainer as p
-from statemachine.messages.common import Finished, Prepared
+from statemachine.messages.common import Prepared
 from storage.description import ModelDescription, decode_description
 from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
 from tests.runtime.support import data_for, gpt_data, script
@@ -179,79 +179,6 @@ def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_
         report = cluster.quiesce(trainers)[0]
         assert time.monotonic() - asked_at < 0.6
         assert report.committed_step == 0 and report.ready_step is None
-
-
-SLOW = """
-        import pathlib, time
-        slow = pathlib.Path(__file__).with_name("slow")
-        class Slow(nn.Linear):
-            def forward(self, x):
-                if slow.exists():
-                    time.sleep(4.0)
-                return super().forward(x)
-
-        def build():
-            layers = [Slow(3, 3), nn.Linear(3, 1)]
-            return Training(layers=layers, loss=functional.mse_loss, optimizer=sgd, dataset=Rows())
-"""
-
-
-@pytest.mark.parametrize("reduced", ["CONNECTION_TIMEOUT_S", "GROUP_TIMEOUT_S"])
-def test_no_timeout_but_that_of_a_group_ends_a_step_in_which_a_peer_is_slow(
-    tmp_path: Path, reduced: str
-) -> None:
-    """The last stage waits for 4 s for what the first one computes, with one of the timeouts reduced to 1 s."""
-    patch = {
-        "CONNECTION_TIMEOUT_S": "from runtime.groups import connections\nconnections.CONNECTION_TIMEOUT_S = 1.0\n",
-        "GROUP_TIMEOUT_S": "from runtime.groups.gloo import GlooCommunicator\n"
-        "GlooCommunicator.__init__.__kwdefaults__['timeout_s'] = 1.0\n",
-    }
-    (tmp_path / "reduced.py").write_text(patch[reduced])
-    script(tmp_path, SLOW)
-    with Cluster("reduced", path=tmp_path) as cluster:
-        trainers = cluster.fork(2)
-        data = data_for("mine.py:build", tmp_path, global_batch=4, microbatch_rows=4, steps=2)
-        cluster.prepare(trainers, data)
-        cluster.quiesce(trainers)
-        (tmp_path / "slow").touch()
-        stages = (pipeline((0, 1, [0]), (1, 2, [1]), first_microbatch=0, microbatches=1),)
-        cluster.resume(trainers, stages, step=0)
-        if reduced == "GROUP_TIMEOUT_S":
-            assert "Timed out" in trainers[1].take(p.PeerSuspected).detail
-        else:
-            assert [trainer.take(Finished).step for trainer in trainers] == [2, 2]
-
-
-def test_aborts_in_the_middle_of_steps_leave_no_threads_and_no_descriptors(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    script(tmp_path, SLOW.replace("4.0", "0.2"))
-    trainers = cluster.fork(2)
-    cluster.prepare(
-        trainers, data_for("mine.py:build", tmp_path, global_batch=4, microbatch_rows=4, steps=10**6)
-    )
-    (tmp_path / "slow").touch()
-    stages = (pipeline((0, 1, [0]), (1, 2, [1]), first_microbatch=0, microbatches=1),)
-
-    def sizes() -> list[int]:
-        return [len(list(Path(f"/proc/{t.pid}/{of}").iterdir())) for t in trainers for of in ("task", "fd")]
-
-    def interrupt() -> None:
-        report = cluster.quiesce(trainers)[0]
-        cluster.resume(trainers, stages, report.committed_step, report.vote)
-        trainers[1].take(p.Resumed)
-        time.sleep(0.1)
-
-    interrupt()
-    before = sizes()
-    for _ in range(20):
-        interrupt()
-    deadline = time.monotonic() + 20.0
-    while any(now > then + 4 for now, then in zip(sizes(), before, strict=True)):
-        assert time.monotonic() < deadline, (before, sizes())
-        time.sleep(0.1)
-    for trainer in trainers:
-        trainer.close()
 
 
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
