@@ -23,7 +23,7 @@ from runtime.data.seeds import stream_seed
 _CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
     {functional.dropout1d, functional.dropout2d, functional.dropout3d}
 )
-DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
+_DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropout}
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class SampleDropout(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in DROPOUTS:
+        if func in _DROPOUTS:
             x, p, training, inplace = _dropout_arguments(*args, **kwargs)
             if training and p > 0.0:
                 mask = self._mask(x, p, per_channel=func in _CHANNEL_DROPOUTS)
@@ -114,10 +114,16 @@ class DropoutProbe(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in DROPOUTS:
-            _, p, training, _ = _dropout_arguments(*args, **kwargs)
-            self.seen = self.seen or (training and p > 0.0)
+        self.seen = self.seen or is_active_dropout(func, args, kwargs)
         return func(*args, **kwargs)
+
+
+def is_active_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is one of ``F.dropout`` (1d, 2d, 3d too) that draws random numbers."""
+    if func not in _DROPOUTS:
+        return False
+    _, p, training, _ = _dropout_arguments(*args, **kwargs)
+    return training and p > 0.0
 
 
 def _dropout_arguments(

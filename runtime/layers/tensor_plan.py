@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from runtime.layers.randomness import DROPOUTS
+from runtime.layers.randomness import is_active_dropout
 from runtime.training import TrainingError
 
 LinearStyle = Literal["colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"]
@@ -454,7 +454,4 @@ def _drops_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if func is torch.nn.functional.scaled_dot_product_attention:
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return bool(rate)
-    if func not in DROPOUTS:
-        return False
-    rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
-    return bool(rate) and bool(kwargs.get("training", args[2] if len(args) > 2 else True))
+    return is_active_dropout(func, args, kwargs)
