@@ -1,12 +1,16 @@
 """A training function for tests: a module of equal blocks, which no trainer makes wholly."""
 
+import sys
 from collections import OrderedDict
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from ftd import Training
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 from tests.e2e.tiny import Points
 
 
