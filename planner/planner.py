@@ -13,11 +13,9 @@ from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import Layout, first_layout, layouts
 from planner.changes.cover import Masks, Needs, whole_layers
 from planner.changes.parts import moved_bytes, part_needs
-from planner.changes.placement import placed
 from planner.changes.stragglers import estimates_s, notable, rebalance, still_true
-from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
-from planner.changes.transfers import transfers
-from planner.changes.transition import released
+from planner.changes.tradeoff import DEFAULT_HORIZON_S, placed, weigh
+from planner.changes.transition import released, transfers
 from planner.errors import InfeasibleError, SolverError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator

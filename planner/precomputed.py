@@ -13,7 +13,7 @@ from planner.errors import RestoreError
 from planner.pipelines.instantiation import Instantiation
 from planner.reasons import WITHIN_WORDS
 from planner.stages.costs import StageCosts
-from planner.values import StageTemplate, Template
+from planner.values import Template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +69,12 @@ def _check_template(template: Template, costs: StageCosts) -> None:
         _require(stage.recompute == quickest.recompute, f"{name} has a stage that {recomputes}")
         divides = f"is {WITHIN_WORDS[stage.within]} and should be {WITHIN_WORDS[quickest.within]}"
         _require(stage.within == quickest.within, f"{name} has a stage that {divides}")
-        _require(_fits(stage, behind, costs), f"{name} has a stage that is too large for a device's memory")
+    _require(costs.memory.fit(stages), f"{name} has a stage that is too large for a device's memory")
 
 
 def _devices_used(template: Template) -> Iterator[int]:
     for offset in range(template.nodes):
         yield sum(stage.devices for stage in template.stages if stage.node_offset == offset)
-
-
-def _fits(stage: StageTemplate, behind: int, costs: StageCosts) -> bool:
-    limit = costs.memory.limit_bytes
-    size = costs.memory.stage_bytes(
-        stage.first_layer, stage.end_layer, stage.devices, behind, stage.recompute, stage.within
-    )
-    return limit is None or size <= limit
 
 
 def _require(true: bool, otherwise: str) -> None:

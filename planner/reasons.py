@@ -138,10 +138,12 @@ def names(nodes: Sequence[str]) -> str:
 def pipelines_of(sizes: Sequence[int]) -> str:
     """``3 pipelines (2 of 2 nodes, 1 of 3 nodes)``."""
     if len(sizes) == 1:
-        return f"1 pipeline of {_nodes(sizes[0])}"
+        return f"1 pipeline of {node_count(sizes[0])}"
     if len(set(sizes)) == 1:
-        return f"{len(sizes)} pipelines of {_nodes(sizes[0])}"
-    kinds = ", ".join(f"{sizes.count(size)} of {_nodes(size)}" for size in sorted(set(sizes), reverse=True))
+        return f"{len(sizes)} pipelines of {node_count(sizes[0])}"
+    kinds = ", ".join(
+        f"{sizes.count(size)} of {node_count(size)}" for size in sorted(set(sizes), reverse=True)
+    )
     return f"{len(sizes)} pipelines ({kinds})"
 
 
@@ -153,5 +155,6 @@ def safety(pipelines: int) -> str:
     return f"any {pipelines - 1} nodes can fail and a copy of every layer is left"
 
 
-def _nodes(count: int) -> str:
+def node_count(count: int) -> str:
+    """Return ``1 node`` or ``2 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"

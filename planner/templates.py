@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
-from planner.reasons import WITHIN_WORDS
+from planner.reasons import WITHIN_WORDS, node_count
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import Fullest, fewest_nodes, fullest_stage
 from planner.stages.memory import StageMemory, in_flight
@@ -61,12 +61,6 @@ class Templates:
         """Nodes per template, ascending."""
         return tuple(self.by_nodes)
 
-    @property
-    def covers_all(self) -> bool:
-        """Theorem A.1's conditions: p > n₀ − 1 sizes, consecutive. Then no number ≥ n₀ leaves a node idle."""
-        consecutive = self.sizes[-1] - self.sizes[0] + 1 == len(self.sizes)
-        return consecutive and len(self.sizes) > self.n0 - 1
-
 
 def expected_share(policy: Policy, size: int, nodes: int) -> int:
     """What a pipeline of ``size`` nodes gets of the batch's microbatches when all ``nodes`` work."""
@@ -87,7 +81,9 @@ def smallest_pipeline(costs: StageCosts) -> int:
     fewest = fewest_nodes(costs)
     if fewest is not None:
         return fewest
-    settings = [f"{setting}, which fits on {_nodes(n)} or more" for setting, n in _helpful_settings(costs)]
+    settings = [
+        f"{setting}, which fits on {node_count(n)} or more" for setting, n in _helpful_settings(costs)
+    ]
     _, memory = _fullest(costs, costs.most_nodes)
     remedies = ["devices with more memory"]
     if memory.total - memory.activations <= (costs.memory.limit_bytes or 0):
@@ -101,7 +97,7 @@ def smallest_pipeline(costs: StageCosts) -> int:
 
 def why_so_many(costs: StageCosts, n0: int) -> str:
     """Say what does not fit on a node less than n₀; empty where a single one suffices."""
-    return f"on {_nodes(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
+    return f"on {node_count(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
 
 
 def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
@@ -158,8 +154,8 @@ def check_tolerance(policy: Policy, n0: int, nodes: int, costs: StageCosts | Non
         settings = [] if costs is None else _helpful_settings(costs)
         enough = [setting for setting, fewest in settings if replicas * fewest <= nodes]
         raise InfeasibleError(
-            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {_nodes(n0)} each, "
-            f"{_nodes(replicas * n0)}, and there {_are(nodes)}; {advice} {_nodes(replicas * n0)}"
+            f"tolerance.failures = {policy.tolerate} needs {replicas} replicas of {node_count(n0)} each, "
+            f"{node_count(replicas * n0)}, and there {_are(nodes)}; {advice} {node_count(replicas * n0)}"
             + (f", or use {' or '.join(enough)}" if enough else "")
         )
     if policy.microbatches < replicas:
@@ -211,9 +207,5 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes / GIB:.2f} GiB ({size_bytes} bytes)"
 
 
-def _nodes(count: int) -> str:
-    return f"{count} node{'' if count == 1 else 's'}"
-
-
 def _are(nodes: int) -> str:
-    return f"{'is' if nodes == 1 else 'are'} {_nodes(nodes)}"
+    return f"{'is' if nodes == 1 else 'are'} {node_count(nodes)}"

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s
-from planner.changes.transfers import transfers
+from planner.changes.transition import transfers
 from planner.mapping.recut import recut
 from planner.pipelines.batch import distribute_for
 from planner.stages.costs import StageCosts

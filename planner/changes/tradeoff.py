@@ -7,7 +7,7 @@ a step*, T·e^(t/H), is taken: the transfer is paid back by the steps until the 
 number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times as dear.
 
 Of layouts whose steps take nearly as long, those come first whose devices have room for old and new layers
-together (``planner.changes.transition``).
+together (``planner.changes.transition``). ``placed`` puts the layout that was taken on its nodes.
 """
 
 import math
@@ -21,7 +21,7 @@ from planner.changes.transition import rooms_of
 from planner.errors import StateLostError
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.stages.memory import MemoryModel
-from planner.values import Considered, Link, Plan, Template
+from planner.values import Considered, Device, Link, PipelinePlacement, Plan, StagePlacement, Template
 
 DEFAULT_HORIZON_S = 3600.0
 """Where nothing is known: an hour, the middle one of the failure rates that Oobleck was measured at (§7.2:
@@ -154,3 +154,59 @@ def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Posit
         if before is not None
         for offset, node in enumerate(earlier[before])
     }
+
+
+def placed(
+    weighed: Weighed, by_size: Mapping[int, Template], assigner: Assigner, masks: Masks
+) -> tuple[PipelinePlacement, ...]:
+    """Return the pipelines on named nodes, in the order of the layout; of equal ones the first get the larger
+    shares."""
+    found = weighed.instantiation
+    shares: dict[int, list[tuple[int, float]]] = {}
+    for size, microbatches, time_ms in zip(found.sizes, found.microbatches, found.pipeline_ms, strict=True):
+        shares.setdefault(size, []).append((microbatches, time_ms))
+    for of_size in shares.values():
+        of_size.reverse()
+    placements: list[PipelinePlacement] = []
+    first = 0
+    for size, nodes, places in zip(
+        weighed.layout.sizes, weighed.assignment.taken, weighed.places, strict=True
+    ):
+        orders = [assigner.order_inside(masks[n], place) for n, place in zip(nodes, places, strict=True)]
+        microbatches, time_ms = shares[size].pop()
+        placements.append(
+            PipelinePlacement(
+                stages=_on_devices(by_size[size], nodes, orders),
+                first_microbatch=first,
+                microbatches=microbatches,
+                estimated_s=time_ms / 1e3,
+            )
+        )
+        first += microbatches
+    return tuple(placements)
+
+
+def _on_devices(
+    template: Template, nodes: Sequence[str], orders: Sequence[Sequence[int]]
+) -> tuple[StagePlacement, ...]:
+    """The template's stages on ``nodes``, which are in the order of its places.
+
+    :param orders: for each node, which device takes each range of its place.
+    """
+    used = [0] * len(nodes)
+    stages: list[StagePlacement] = []
+    for stage in template.stages:
+        offset = stage.node_offset
+        begin = used[offset]
+        used[offset] = begin + stage.devices
+        taken = sorted(orders[offset][begin : begin + stage.devices])
+        stages.append(
+            StagePlacement(
+                first_layer=stage.first_layer,
+                end_layer=stage.end_layer,
+                devices=tuple(Device(node=nodes[offset], index=index) for index in taken),
+                recompute=stage.recompute,
+                within=stage.within,
+            )
+        )
+    return tuple(stages)

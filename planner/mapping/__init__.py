@@ -1,5 +1,5 @@
 """Which layers and how many devices each stage of a template gets (Oobleck §4.1.2).
 
-``mapper`` asks either ``paper`` (Eq. 1–4, over ``additive``) or ``iteration`` (the true step; bounds in
-``paths`` and ``stagebounds``). ``recut`` is for stages whose devices are given.
+``mapper`` asks either ``paper`` (Eq. 1–4, over ``additive``) or ``iteration`` (the true step; lower bounds in
+``paths``, simulation and local search in ``quickest``). ``recut`` is for stages whose devices are given.
 """

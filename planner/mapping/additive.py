@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
 from planner.stages.feasibility import memory_ends, sizes_allowed
-from planner.stages.makespan import Floats
+from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
-Ints = NDArray[np.int64]
 Range = tuple[int, int]
 """An interval of B: indices of ``times_ms``, both included."""
 AFTER, AT, DONE = range(3)

@@ -16,10 +16,17 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from planner.mapping.descent import Row, as_row, descend, quickest_of
-from planner.mapping.enumeration import all_mappings, mapping_count, quickest
-from planner.mapping.paths import Option, PathTables, PathWeights, join, round_trips, through_slowest
-from planner.mapping.stagebounds import StageBounds
+from planner.mapping.paths import (
+    Option,
+    PathTables,
+    PathWeights,
+    StageBounds,
+    evenly,
+    join,
+    round_trips,
+    through_slowest,
+)
+from planner.mapping.quickest import Row, all_mappings, as_row, descend, mapping_count, quickest, quickest_of
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import ROUNDING, Floats
 from planner.values import StageTemplate, Template
@@ -210,16 +217,8 @@ class _Search:
         if most <= self.microbatches - 1:
             return most
         price_ms = np.linspace(0.0, 4 * costs.time_ms[allowed].max(), PRICES)
-        each, none = np.ones(PRICES), np.zeros(PRICES)
-        weights = PathWeights(
-            before_trip=each,
-            before_ms=-price_ms,
-            at_trip=each,
-            at_link=none,
-            at_ms=-price_ms,
-            after_trip=each,
-            after_ms=-price_ms,
-        )
+        none = np.zeros(PRICES)
+        weights = evenly(np.ones(PRICES), -price_ms)
         sums = PathTables(costs, self.nodes, allowed, weights, none, none + np.inf, most, most).least
         stages = np.arange(1, most + 1)
         bounds = (sums + price_ms * stages[:, None]).max(axis=1) + (self.microbatches - 1) * self._work_ms()

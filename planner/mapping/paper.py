@@ -131,10 +131,7 @@ class _Search:
         """Return whether what the looser program found is what the exact one would find."""
         if self._loose is self._additive:
             return True
-        memory = self._additive.costs.memory
-        limit = memory.limit_bytes
-        fits = limit is None or max(memory.template_bytes(stages)) <= limit
-        return fits and self._quickest(stages) == stages
+        return self._additive.costs.memory.fit(stages) and self._quickest(stages) == stages
 
     def _may_hold_better(self, bound_ms: float) -> bool:
         if bound_ms == inf:

@@ -17,10 +17,16 @@ stages behind it that there can be it fits, and the quickest mode of all does no
 
 The first two need N − 2 stages behind k* at most. So k* is the slowest of the stages that surely have no more
 behind them; others may be slower, as far as a mapping better than the best one known can have them.
+
+``StageBounds`` says how quick a mapping can be that has a given stage in a given place, which rules stages
+out. It takes the same paths through stage [u, v) on d devices with g devices behind it, where the stages in
+front of it and those behind it are the best that there can be. A stage behind counts as 2·trip − t or as trip
+− μ, with t the stage's time and μ the shorter of its forward and backward; so their least sums are needed for
+every t and μ, and are taken at the next higher value of a grid.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -71,15 +77,20 @@ def through_slowest(microbatches: int, low_ms: Floats, shorter_ms: Floats, twice
 
 def round_trips(microbatches: int, times: int, low_ms: Floats) -> PathWeights:
     """The third path with p = ``times``; with p = 0 and N = 1 the sum of all trips, at no cost for B."""
-    each = np.full_like(low_ms, times + 1.0)
+    weights = evenly(np.full_like(low_ms, times + 1.0), -times * low_ms)
+    return replace(weights, at_ms=(microbatches - 1 - times) * low_ms)
+
+
+def evenly(trip: Floats, each_ms: Floats) -> PathWeights:
+    """The same for every stage, the slowest like the others."""
     return PathWeights(
-        before_trip=each,
-        before_ms=-times * low_ms,
-        at_trip=each,
-        at_link=np.zeros_like(low_ms),
-        at_ms=(microbatches - 1 - times) * low_ms,
-        after_trip=each,
-        after_ms=-times * low_ms,
+        before_trip=trip,
+        before_ms=each_ms,
+        at_trip=trip,
+        at_link=np.zeros_like(trip),
+        at_ms=each_ms,
+        after_trip=trip,
+        after_ms=each_ms,
     )
 
 
@@ -327,3 +338,76 @@ def _windows(rest: Floats, shape: tuple[int, ...]) -> Floats:
     """``[w, q, u]`` is ``rest[q, u + 1 + w]``."""
     row, step = rest.strides
     return as_strided(rest[:, 1:], shape=shape, strides=(step, row, step), writeable=False)
+
+
+GRID = 24
+"""Values of t, and of μ, that sums are made for."""
+
+
+class StageBounds:
+    """``of[option, g]`` has shape (W, L + 1): a bound for stage [u, u + 1 + w) at ``[w, u]``, or ``inf``."""
+
+    def __init__(
+        self,
+        costs: StageCosts,
+        nodes: int,
+        microbatches: int,
+        allowed: NDArray[np.bool_],
+        most_stages: int,
+    ) -> None:
+        """
+        :param allowed: stages to choose from, shape as ``costs.time_ms``.
+        :param most_stages: of a mapping that is looked for.
+        """
+        self._microbatches = microbatches
+        self._devices = nodes * costs.devices_per_node
+        shorter_ms = np.where(allowed, np.minimum(costs.forward_ms, costs.backward_ms), 0.0)
+        self._times = np.linspace(0.0, costs.time_ms[allowed].max(), GRID)
+        self._shorter = np.linspace(0.0, shorter_ms.max(), GRID)
+        twice = np.repeat([1.0, 0.0], GRID)
+        less = np.concatenate((self._times, self._shorter))
+        weights = evenly(1 + twice, -less)
+        none = np.zeros(len(less))
+        self._behind = PathTables(
+            costs, nodes, allowed, weights, none, none + np.inf, costs.layers, costs.layers
+        )
+        self._in_front = _fronts(costs, self._devices, allowed)
+        self.of: dict[tuple[Option, int], Floats] = {}
+        for option in options(costs):
+            _, d = option
+            band = Band(costs, np.where(allowed[option], costs.time_ms[option], np.inf), np.inf)
+            shorter = shorter_ms[option][np.arange(costs.layers + 1), band.inside]
+            for left in range(self._devices - d + 1):
+                if d in self._behind.splits_before(left + d):
+                    most = most_behind(costs, self._devices, d, left, most_stages)
+                    if most >= 0:
+                        self.of[option, left] = self._place(band, shorter, d, left, most)
+                    else:
+                        self.of[option, left] = np.full_like(band.time_ms, np.inf)
+
+    def _place(self, band: Band, shorter_ms: Floats, d: int, left: int, most_behind: int) -> Floats:
+        turns, ends = self._microbatches, band.inside
+        known = np.isfinite(band.time_ms)
+        time_ms = np.where(known, band.time_ms, 0.0)
+        rest = self._behind.after[left]
+        most = np.minimum(most_behind, band.layers - ends)
+        sums = rest[np.searchsorted(self._times, time_ms).clip(max=GRID - 1), ends]
+        twice = np.maximum(sums, rest[0, ends] - most * time_ms) + 4 * band.link_ms
+        sums = rest[GRID + np.searchsorted(self._shorter, shorter_ms).clip(max=GRID - 1), ends]
+        hidden_ms = np.minimum(most, turns - 1) * shorter_ms
+        once = np.maximum(sums, rest[GRID, ends] - hidden_ms) + 2 * band.link_ms
+        longest = np.where(most <= turns - 2, np.maximum(once, twice), once)
+        bound = self._in_front[self._devices - left - d] + turns * time_ms + longest
+        return np.where(known, bound, np.inf)
+
+
+def _fronts(costs: StageCosts, devices: int, allowed: NDArray[np.bool_]) -> Floats:
+    """The least sum of trips of layers [0, v) on the first g devices, shape (G + 1, L + 1)."""
+    fronts = np.full((devices + 1, costs.layers + 1), np.inf)
+    fronts[0, 0] = 0.0
+    trips = np.where(allowed, costs.time_ms + 2 * costs.link_ms, np.inf).min(axis=0)
+    for g in range(1, devices + 1):
+        for d in costs.stage_devices:
+            if d <= g and costs.can_start((g - d) % costs.devices_per_node, d):
+                fronts[g] = np.minimum(fronts[g], (fronts[g - d][:, None] + trips[d]).min(axis=0))
+    return fronts

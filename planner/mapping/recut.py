@@ -12,10 +12,9 @@ from math import comb, isfinite
 import numpy as np
 
 from planner.errors import InfeasibleError
-from planner.mapping.descent import shifted
-from planner.mapping.enumeration import quickest
-from planner.stages.costs import Ints, StageCosts
-from planner.stages.makespan import Floats
+from planner.mapping.quickest import quickest, shifted
+from planner.stages.costs import StageCosts
+from planner.stages.makespan import Floats, Ints
 from planner.values import StageTemplate
 
 ENUMERATED_CUTS = 5_000

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from planner.stages.clocks import Ints
-from planner.stages.makespan import Floats
+from planner.stages.makespan import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from planner.pipelines.knapsack import bound, fill, most_work
-from planner.stages.clocks import Clocks, Ints
+from planner.stages.clocks import Clocks
 from planner.stages.costs import StageCosts
-from planner.stages.makespan import ROUNDING, Floats
+from planner.stages.makespan import ROUNDING, Floats, Ints
 from planner.values import Template
 
 PRECISION = 1e-9

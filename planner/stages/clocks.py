@@ -19,11 +19,9 @@ the rest:
 from collections.abc import Collection, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-from planner.stages.makespan import PERIODIC, Floats
+from planner.stages.makespan import PERIODIC, Floats, Ints
 
-Ints = NDArray[np.int64]
 Stages = tuple[Sequence[float], Sequence[float], Sequence[float]]
 """Forward and backward of each stage, and the link from each to the next, in milliseconds."""
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
 from planner.stages.layers import Mode, layer_ms, shard_ms, tensor_ms, tensor_problem
-from planner.stages.makespan import Floats, PipelineClock, paper_objective_ms
+from planner.stages.makespan import Floats, Ints, PipelineClock, paper_objective_ms
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
     LayerProfile,
@@ -24,8 +24,6 @@ from planner.values import (
     TensorSplit,
     Within,
 )
-
-Ints = NDArray[np.int64]
 
 MOST_DEVICES = 256
 """Of a node: tables grow with them, and a typing error should not fill the memory."""

@@ -6,13 +6,11 @@ Times do not matter here, only bytes, and with them the number of stages behind 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from planner.stages.costs import StageCosts
+from planner.stages.makespan import Ints
 from planner.stages.memory import Sizes
 from planner.values import Recompute, Within
-
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

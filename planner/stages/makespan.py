@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 ROUNDING = 1e-12
 """Two sums of the same terms in another order differ by less, relatively."""

@@ -198,6 +198,10 @@ class MemoryModel:
             for position, stage in enumerate(stages)
         )
 
+    def fit(self, stages: tuple[StageTemplate, ...]) -> bool:
+        """Return whether every stage of a template fits into the memory of its devices."""
+        return self.limit_bytes is None or max(self.template_bytes(stages)) <= self.limit_bytes
+
 
 def _state_bytes(layer: LayerProfile, parts: int, owners: int, within: Within) -> tuple[int, int, int]:
     """Return the layer's parameters, gradients and optimizer state in bytes on one device.

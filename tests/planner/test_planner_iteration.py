@@ -6,9 +6,9 @@ import pytest
 from oracles import all_mappings, fits, layer, mapping_ms, profile_of
 
 from planner.mapping import iteration
-from planner.mapping.enumeration import mapping_count
 from planner.mapping.iteration import IterationMapper
 from planner.mapping.mapper import Mapper
+from planner.mapping.quickest import mapping_count
 from planner.stages.costs import StageCosts
 from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate, Template
 

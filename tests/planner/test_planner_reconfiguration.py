@@ -8,8 +8,7 @@ import pytest
 from oracles import check_plan, layer, profile_of
 
 from planner.changes.assignment import Assigner, natural_key
-from planner.changes.candidates import layouts
-from planner.changes.reconfiguration import reinstantiate
+from planner.changes.candidates import layouts, reinstantiate
 from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
