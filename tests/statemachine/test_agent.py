@@ -191,6 +191,46 @@ def test_a_node_s_life_word_for_word() -> None:
     d.compare("a_node_s_life")
 
 
+def test_trainer_hung() -> None:
+    d = running()
+    d.failure(
+        "trainer stopped or hung",
+        "The trainer commits steps of 0.1 s, and then nothing is heard of it. Its node finds that after 0.6 s",
+        "(hang_floor_s), kills it, reports the loss with the newest commit before it, and starts another trainer.",
+    )
+    d.stepped(1)
+    d.wait(0.1)
+    d.stepped(2)
+    d.pass_time(0.9)
+    d.note("the fresh trainer builds the job")
+    d.up(60)
+    d.feed(TrainerReported, device=0, report=Prepared(job_id="job-1", profile=None))
+    d.compare("trainer_hung")
+
+
+def test_device_gone() -> None:
+    d = running(devices=2)
+    d.failure(
+        "a device is gone for good",
+        "The second trainer of a node dies, and each one that follows cannot build the job. The first trainer is",
+        "restarted with it each time. The pauses double up to restart_backoff_max_s; the node stays UNHEALTHY.",
+    )
+    d.feed(
+        TrainerFailed,
+        device=1,
+        pid=51,
+        cause_of_failure="exited",
+        detail="CUDA error: unspecified launch failure",
+    )
+    for attempt in range(4):
+        first_pid = 60 + 10 * attempt
+        d.up(first_pid)
+        detail = "RuntimeError: no CUDA device is available"
+        d.feed(TrainerFailed, device=1, pid=first_pid + 1, cause_of_failure="unprepared", detail=detail)
+        d.fire("restart", d.due["restart"] - d.now)
+    d.compare("device_gone")
+
+
 def test_trainers_start_warm_and_before_there_is_a_job() -> None:
     machine = Script(AgentMachine("a", Timing()))
     machine.feed(AgentStarted, incarnation=7, facts=facts(2))

@@ -1,12 +1,13 @@
 """Drive a machine by hand and write down what goes in and comes out, in a form that people can read.
 
-The transcripts lie in ``golden/`` and are compared word for word; ``FTD_REWRITE_GOLDEN=1`` writes them anew
+The transcripts lie in ``golden/`` and are compared word for word; ``FTD_REWRITE_GOLDEN=1`` writes them again
 (then read the difference).
 """
 
 import dataclasses
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     BroadcastCommand,
+    CancelTimer,
     ComputePlan,
     Effect,
     EmitEvent,
@@ -27,6 +29,7 @@ from statemachine.effects import (
     SendCommand,
     SetTimer,
 )
+from statemachine.election.machine import ElectionMachine
 from statemachine.events import (
     BrokerConnected,
     JobSubmitted,
@@ -216,26 +219,54 @@ def _pipeline(pipeline: Any) -> str:
 class Script:
     """Feeds one machine and keeps the transcript."""
 
-    def __init__(self, machine: ClusterMachine | AgentMachine) -> None:
+    def __init__(self, machine: ClusterMachine | AgentMachine | ElectionMachine) -> None:
         self.machine: Any = machine
         self.now = 0.0
         self.lines: list[str] = []
         self.last: list[Effect] = []
+        self.due: dict[str, float] = {}
+        """When each timer is due that the machine has set."""
+
+    def failure(self, row: str, *description: str) -> None:
+        """Begin the transcript of a row of the failure table in ARCHITECTURE.md with its heading.
+
+        :param row: first cell of the row.
+        """
+        self.lines = [f"# Failure: {row}", *(f"# {line}" for line in description)]
+
+    def write(self, line: str) -> None:
+        """Append a line; the lines of a traceback in it become one."""
+        self.lines.append(
+            " | ".join(part.strip() if number else part for number, part in enumerate(line.split("\n")))
+        )
 
     def note(self, text: str) -> None:
         self.lines.append(f"\n# {text}")
 
     def feed(self, kind: Any, **values: Any) -> list[Effect]:
         event = kind(at=self.now, cause="test", **values)
-        self.lines.append(f"> {self.now:g} {short(event)}")
+        if isinstance(event, TimerFired):
+            self.due.pop(event.name, None)
+        self.write(f"> {self.now:g} {short(event)}")
         return self.took(self.machine.step(event))
+
+    def feed_quietly(self, kind: Any, **values: Any) -> None:
+        """Feed an event, and write it down only if it has effects that are written down."""
+        before = len(self.lines)
+        self.feed(kind, **values)
+        if len(self.lines) == before + 1:
+            self.lines.pop()
 
     def took(self, effects: list[Effect]) -> list[Effect]:
         self.last = effects
         for effect in effects:
+            if isinstance(effect, SetTimer):
+                self.due[effect.name] = round(self.now + effect.delay_s, 6)
+            elif isinstance(effect, CancelTimer):
+                self.due.pop(effect.name, None)
             if type(effect).__name__ in QUIET or (isinstance(effect, SetTimer) and effect.cause == "clock"):
                 continue
-            self.lines.append(f"    {short(effect)}")
+            self.write(f"    {short(effect)}")
         return effects
 
     def wait(self, seconds: float) -> None:
@@ -244,6 +275,14 @@ class Script:
     def fire(self, name: str, after_s: float = 0.0) -> list[Effect]:
         self.wait(after_s)
         return self.feed(TimerFired, name=name)
+
+    def pass_time(self, seconds: float) -> None:
+        """Fire every timer that comes due in this time, at its time."""
+        end = round(self.now + seconds, 6)
+        while (at := min(self.due.values(), default=math.inf)) <= end:
+            self.now = max(self.now, at)
+            self.feed_quietly(TimerFired, name=min(self.due, key=lambda name: self.due[name]))
+        self.now = end
 
     def all(self, kind: type[Any]) -> list[Any]:
         return [effect for effect in self.last if isinstance(effect, kind)]
@@ -320,6 +359,27 @@ class Coordination(Script):
                 self.last = effects
                 found += [one.command for one in self.commands() if one.node == node]
         return found
+
+    def beat_for(self, seconds: float, beats: Mapping[str, Heartbeat]) -> None:
+        """Let time pass in which these nodes, and no others, send these heartbeats."""
+        self.lines.append(f"... {seconds:g} s pass, with heartbeats of {', '.join(beats) or 'no node'}")
+        period_s, before = Timing().heartbeat_s, self.now
+        for number in range(1, math.floor(seconds / period_s) + 1):
+            self.pass_time(round(before + number * period_s - self.now, 6))
+            for node, beat in beats.items():
+                message = FromNode(node=node, incarnation=self.incarnations[node], signal=beat)
+                self.feed_quietly(SignalArrived, message=message)
+        self.pass_time(round(before + seconds - self.now, 6))
+
+    def states(self) -> None:
+        """Write down the states of the cluster and of its nodes, as outside tools see them."""
+        seen = self.machine.public_state()
+        nodes = ", ".join(f"{name} {node['state']}" for name, node in seen["nodes"].items())
+        self.write(f"= {seen['phase']}, generation {seen['generation']}, step {seen['step']}: {nodes}")
+        if seen["waiting_for"]:
+            self.write(f"= waiting for: {seen['waiting_for']}")
+        if seen["outcome"]:
+            self.write(f"= outcome: {seen['outcome']}")
 
     def plan(self) -> list[Effect]:
         """Answer the ComputePlan among the last effects."""
