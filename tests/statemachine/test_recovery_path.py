@@ -1,0 +1,322 @@
+"""The path from a node's last will to the next commit: how much of the project the coordinator runs on it.
+
+Whoever wants to understand a recovery reads these functions. The real coordinator runs on an event loop, with a broker
+and nodes in memory; its planner answers at once. Every named function of the project that the coordinator enters counts
+once, from the arrival of the last will at the leader's session to the publication of the first commit after it. The
+publication of the cluster's state does not count: it waits until all of this is over.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest.mock import Mock
+
+from transcripts import POLICY, PROFILE, committed, facts, job, report
+
+from ftd.coordinator.coordinator import Coordinator
+from ftd.coordinator.journal import LocalDisk
+from ftd.coordinator.ports import CheckpointPlaces, Observer, Ports, Program
+from ftd.driver import SystemClock
+from ftd.mqtt.session import Kept
+from ftd.wire.codec import encode_from_node
+from ftd.wire.public import EventMessage, NodeStateMessage, decode_json, encode_json, timestamp
+from ftd.wire.topics import Topics
+from planner.planner import Planner
+from statemachine.cluster.durable import durable
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
+from statemachine.election.leadership import Peer
+from statemachine.events import Event, JobSubmitted, PlanReady, TemplatesReady
+from statemachine.messages.cluster import FromNode, Hello, Quiesced, Signal, Stepped
+from statemachine.messages.common import Prepared, Resumed
+from statemachine.messages.values import ClusterPhase, DeviceReport, NodeState
+from statemachine.timing import Timing
+
+MOST_FUNCTIONS, MOST_FILES = 210, 51
+TOPICS = Topics(cluster="t")
+ROOT = Path(__file__).parents[2]
+PACKAGES = tuple(
+    f"{ROOT / name}{os.sep}" for name in ("ftd", "planner", "runtime", "statemachine", "storage")
+)
+NAMES = ("node-0", "node-1", "node-2", "node-3")
+LATER_S = 1e6
+"""The cluster's state is not published within the test."""
+PATIENCE_S = 10.0
+
+
+class RecoveryPath:
+    """Notes the functions of the project that are entered."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self._noting = False
+
+    def begin(self) -> None:
+        self._noting = True
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        self._noting = False
+        sys.setprofile(None)
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Note nothing."""
+        sys.setprofile(None)
+        yield
+        if self._noting:
+            sys.setprofile(self._note)
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name[0] != "<" and code.co_filename.startswith(PACKAGES):
+            self.functions.add((os.path.relpath(code.co_filename, ROOT), code.co_qualname))
+
+    @property
+    def files(self) -> set[str]:
+        return {file for file, _ in self.functions}
+
+
+class Broker:
+    """The sessions of one coordinator, and what it publishes."""
+
+    leader_client_id = "leader"
+
+    def __init__(self, path: RecoveryPath) -> None:
+        self.path = path
+        self.sessions: list[Session] = []
+        self.echoes = True
+        """It delivers what the coordinator publishes back to the coordinator, as far as that subscribed to it."""
+        self.events: list[EventMessage] = []
+        self.after_commit: Callable[[], None] = lambda: None
+
+    def session(self, **parameters: Any) -> "Session":
+        session = Session(self, **parameters)
+        self.sessions.append(session)
+        return session
+
+    def has(self, name: str, generation: int) -> bool:
+        """Whether an event of this generation was published."""
+        return any(one.event == name and one.generation == generation for one in self.events)
+
+    def published(self, topic: str, payload: bytes) -> None:
+        if topic == TOPICS.events:
+            with self.path.left_out():
+                self.events.append(decode_json(payload, EventMessage))
+            if self.events[-1].event == "StepCommitted":
+                self.after_commit()
+        if self.echoes:
+            for session in self.sessions:
+                session.deliver(topic, payload)
+
+
+def matches(wanted: str, topic: str) -> bool:
+    """Return whether a topic is of a filter, in which ``+`` stands for any one level."""
+    levels, given = wanted.split("/"), topic.split("/")
+    return len(levels) == len(given) and all(
+        one in ("+", other) for one, other in zip(levels, given, strict=True)
+    )
+
+
+class Session:
+    """A connection that is never lost."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        *,
+        client_id: str,
+        subscriptions: Sequence[str] = (),
+        unacknowledged: Sequence[str] = (),
+        will: Any = None,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None] = lambda: None,
+        on_lost: Callable[[], None] = lambda: None,
+        on_acknowledged: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        self.client_id, self.problem, self.connected = client_id, "", False
+        self._broker, self._filters = broker, (*subscriptions, *unacknowledged)
+        self._on_message, self._on_connected = on_message, on_connected
+
+    async def run(self) -> None:
+        await self.run_once()
+
+    async def run_once(self) -> None:
+        self.connected = True
+        self._on_connected()
+        await asyncio.Event().wait()
+
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._broker.published(topic, payload)
+
+    def deliver(self, topic: str, payload: bytes) -> None:
+        if self.connected and any(matches(one, topic) for one in self._filters):
+            asyncio.get_running_loop().call_soon(self._on_message, topic, payload, False)
+
+    def receive(self, topic: str, payload: bytes) -> None:
+        """Take a message of a node."""
+        self._on_message(topic, payload, False)
+
+    def take_kept(self) -> list[Kept]:
+        return []
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        return
+
+
+class Planning:
+    """Answers from the planner, as soon as it is asked."""
+
+    progress = None
+
+    def __init__(self, feed: Callable[[Event], None], path: RecoveryPath) -> None:
+        self._feed, self._path = feed, path
+        self._planner = Planner(PROFILE, POLICY)
+
+    def expect(self) -> None:
+        return
+
+    def build(self, effect: BuildTemplates) -> None:
+        self._feed(TemplatesReady(at=0.0, cause=effect.cause, job_id=effect.profiled.job.job_id))
+
+    def cancel(self, effect: CancelTemplates) -> None:
+        return
+
+    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+        if isinstance(effect, ComputePlan):
+            with self._path.left_out():
+                plan = self._planner.plan(effect.situation)
+                event = PlanReady(
+                    at=SystemClock.monotonic_s(), cause=effect.cause, generation=effect.generation, plan=plan
+                )
+            self._feed(event)
+
+    def check_solver(self, answer: Callable[[str], None]) -> None:
+        answer("")
+
+
+class Cluster:
+    """A coordinator that leads, and four nodes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = RecoveryPath()
+        self.broker = Broker(self.path)
+        self.coordinator = Coordinator(
+            Ports(
+                program=Program(version="1", schema=durable.SCHEMA),
+                clock=SystemClock(),
+                transport=self.broker,
+                disk=LocalDisk(),
+                planning=lambda feed, driver, changed: Planning(feed, self.path),
+                checkpoints=lambda feed, driver: Mock(spec=CheckpointPlaces),
+                observer=Mock(spec=Observer),
+            ),
+            Peer(name="a", incarnation=1),
+            cluster=TOPICS.cluster,
+            directory=directory,
+            timing=Timing(election_s=0.01),
+            state_period_s=LATER_S,
+        )
+
+    @property
+    def phase(self) -> ClusterPhase:
+        return self.coordinator.machine.phase
+
+    async def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not holds():
+            assert time.monotonic() < deadline, what
+            await asyncio.sleep(0.001)
+
+    def _session(self) -> Session:
+        return next(one for one in self.broker.sessions if one.client_id == Broker.leader_client_id)
+
+    def say(self, node: str, signal: Signal) -> None:
+        with self.path.left_out():
+            payload = encode_from_node(FromNode(node=node, incarnation=NAMES.index(node) + 1, signal=signal))
+        self._session().receive(TOPICS.node_signal(node), payload)
+
+    def last_will(self, node: str) -> None:
+        will = NodeStateMessage(
+            node=node,
+            incarnation=NAMES.index(node) + 1,
+            state=NodeState.OFFLINE,
+            generation=1,
+            step=1,
+            reason="",
+            at=timestamp(),
+            devices=1,
+            host="10.0.0.1",
+        )
+        payload = encode_json(will)
+        self.path.begin()
+        self._session().receive(TOPICS.node_state(node), payload)
+
+    async def train(self) -> None:
+        """Bring the job to its first step."""
+        c = self.coordinator
+        await self.until(lambda: c.leadership.leading, "it leads")
+        for name in NAMES:
+            self.say(name, Hello(facts=facts(), job_id=None, prepared=False, generation=0, training=False))
+        c.feed(JobSubmitted(at=c.driver.now(), cause="test", request="r", job=job()))
+        await self.until(lambda: c.machine.job is not None, "a job")
+        for number, name in enumerate(NAMES):
+            self.say(name, Prepared(job_id="job-1", profile=None if number else PROFILE))
+        await self.until(lambda: self.phase is ClusterPhase.QUIESCING, "the first generation")
+        await self.resume(1, {name: report() for name in NAMES})
+
+    async def resume(self, generation: int, reports: dict[str, DeviceReport]) -> None:
+        """Let these nodes report, resume and commit a step."""
+        step = generation
+        for name, held in reports.items():
+            self.say(name, Quiesced(generation=generation, reports=(held,)))
+        await self.until(lambda: self.broker.has("PlanChosen", generation), "a plan")
+        for name in reports:
+            self.say(name, Resumed(generation=generation, bytes_moved=0, rendezvous_s=0.0, state_s=0.0))
+        self.say("node-0", Stepped(generation=generation, steps=(committed(step),), step_s=0.1))
+        await self.until(lambda: self.broker.has("StepCommitted", generation), "a commit")
+
+    async def lose_a_node(self) -> None:
+        """Note the path."""
+        self.broker.echoes, self.broker.after_commit = False, self.path.end
+        self.last_will("node-3")
+        await self.until(lambda: self.phase is ClusterPhase.QUIESCING, "the loss")
+        held = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1)}
+        await self.resume(2, {name: report(1, held=layers) for name, layers in held.items()})
+
+
+async def _recover(directory: Path) -> RecoveryPath:
+    cluster = Cluster(directory)
+    running = asyncio.ensure_future(cluster.coordinator.run(asyncio.Event()))
+    try:
+        await cluster.train()
+        await cluster.lose_a_node()
+    finally:
+        cluster.path.end()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        cluster.coordinator.journal.close()
+    return cluster.path
+
+
+def test_the_path_from_a_last_will_to_the_next_commit_can_be_read(tmp_path: Path) -> None:
+    path = asyncio.run(_recover(tmp_path))
+    listed = "\n".join(f"{file} {name}" for file, name in sorted(path.functions))
+    for name in ("LeaderSession._receive", "reconfigure", "take_quiesced", "take_plan", "take_stepped"):
+        assert name in listed
+    assert len(path.functions) <= MOST_FUNCTIONS, f"{len(path.functions)} functions:\n{listed}"
+    assert len(path.files) <= MOST_FILES, f"{len(path.files)} files:\n{listed}"
