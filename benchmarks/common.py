@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -75,6 +76,11 @@ class Summary:
         low, high = min(self.values), max(self.values)
         digits = 1 if high < 1000 else 0
         return f"{low:.{digits}f} / {self.median:.{digits}f} / {high:.{digits}f}"
+
+
+def milliseconds(seconds: Iterable[float]) -> str:
+    """Return minimum, median and maximum in milliseconds."""
+    return str(Summary(values=tuple(1e3 * s for s in seconds)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,14 +20,15 @@ import select
 import socket
 import sys
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
-from benchmarks.crowd_nodes import Envelope, Group, Node, pairs
 from benchmarks.packets import (
     PUBLISH,
     SUBACK,
+    Splitter,
     connect_packet,
     puback_packet,
     publish_packet,
@@ -47,10 +48,62 @@ from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts,
 MOST_BODIES = 1000
 HEARTBEAT_S = 1.0
 STEP_S = 1.0
-SNAPSHOT_S = 0.5
 KEEP_ALIVE_S = 60
 STATE_PERIOD_S = 0.1
 TICK_S = 0.005
+
+
+class Envelope(msgspec.Struct, frozen=True):
+    """Of a command; see ``ftd.wire.codec``."""
+
+    incarnation: int
+    type: str
+    body: msgspec.Raw
+
+
+def pairs(**fields: Any) -> bytes:
+    """Keys and values of a msgpack map, without its head."""
+    return msgspec.msgpack.encode(fields)[1:]
+
+
+@dataclass(slots=True, kw_only=True)
+class Node:
+    """One session, and what its trainers are imagined to hold."""
+
+    name: str
+    sock: socket.socket
+    incarnation: int
+    splitter: Splitter = field(default_factory=Splitter)
+    number: int = 0
+    job_id: str | None = None
+    layers: int = 0
+    prepared: bool = False
+    generation: int = 0
+    held: tuple[int, ...] = ()
+    lineage: int = 0
+    kept: int = 0
+    beat_at: float = 0.0
+    state_at: float = math.inf
+    """When its state is to be told again."""
+    state: NodeState = NodeState.HEALTHY
+    reason: str = ""
+    envelope: bytes = b""
+    """What begins each signal of it, as msgpack."""
+    out: bytearray = field(default_factory=bytearray)
+    signal_topic: bytes = b""
+    state_topic: bytes = b""
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The trainers of the present generation."""
+
+    generation: int = 0
+    planned: frozenset[str] = frozenset()
+    waited: set[str] = field(default_factory=set)
+    first: str = ""
+    step_at: float | None = None
+    snap_at: float | None = None
 
 
 class Crowd:
@@ -249,7 +302,7 @@ class Crowd:
             self.group = Group(
                 generation=command.generation, planned=found[1], waited=set(found[1]), first=found[2]
             )
-        node.next_held, node.held = found[0].get(node.name, ()), found[0].get(node.name, ())
+        node.held = found[0].get(node.name, ())
         node.lineage = command.lineage
         resumed = Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
         self.resumed_at[command.generation] = time.monotonic()

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import Limit, Result, Summary, command_line, main
+from benchmarks.common import Limit, Result, Summary, command_line, main, milliseconds
 from ftd.config.dashboard import DashboardPlace
 from ftd.dashboard.feed import PERIOD_S, Feed
 from ftd.dashboard.model import Model
@@ -235,9 +235,7 @@ def report(arguments: Any) -> Result:
     result.notes += [f"{found['events']} events in the page", *found["problems"][:5]]
     if arguments.kills:
         took = kills(arguments.kills)
-        result.rows.append(
-            ("SIGKILL of a node to the page", str(Summary(values=tuple(1e3 * s for s in took))))
-        )
+        result.rows.append(("SIGKILL of a node to the page", milliseconds(took)))
         result.limits.append(Limit(name="SIGKILL to the page, s", measured=max(took), limit=SHOWN_S))
         result.data["kills_s"] = took
     return result

@@ -5,7 +5,6 @@ so that they meet the same machine.
 """
 
 import asyncio
-import ctypes
 import json
 import resource
 import statistics
@@ -21,9 +20,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.linear import SCRIPT
+from benchmarks.common import Result, command_line, main, milliseconds
+from benchmarks.linear import write_script
 from ftd.node.rendezvous import RendezvousServer
 from planner.values import Recompute
+from runtime.allocator import give_back_memory
 from runtime.engine.engine import Engine
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import SoloCommunicator
@@ -36,6 +37,7 @@ WIDTH = 1024
 """Of the linear layers that groups of processes train."""
 PARAMETER_BYTES = WIDTH * (WIDTH + 1) * 4
 """Of one of them."""
+MIB = 1024 * 1024
 STEPS = 3
 """Of one turn."""
 _TOKEN = "benchmark"
@@ -109,13 +111,13 @@ def enter_group(
     engine.enter(resume, make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime))
 
 
-def work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
+def _work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -> None:
     """Be one of a group's processes: make as many steps as each line on stdin says, and say how long each took.
 
     :param more: what else is said after each turn; its time counts.
     """
     torch.set_num_threads(1)
-    before_bytes = _resident_bytes()
+    before_bytes = resident_bytes()
     engine = make()
     for line in sys.stdin:
         taken_s = []
@@ -126,13 +128,14 @@ def work(make: Callable[[], Engine], more: Callable[[Engine], dict[str, Any]]) -
             taken_s.append(time.perf_counter() - started)
         said = more(engine)
         computed_s = (time.process_time() - begun_s) / int(line)
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        memory_bytes = _resident_bytes() - before_bytes
+        memory_bytes = resident_bytes() - before_bytes
         said |= {"steps_s": taken_s, "computed_s": computed_s, "memory_bytes": memory_bytes}
         print(json.dumps(said), flush=True)
 
 
-def _resident_bytes() -> int:
+def resident_bytes() -> int:
+    """Return the memory that this process has, without what it has freed."""
+    give_back_memory()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -201,18 +204,26 @@ class Turns:
         """What each process has grown by."""
         return [one["memory_bytes"] for one in self.last]
 
+    def times_beside(self, other: "Turns") -> tuple[str, str, str]:
+        """Return cells of a table: milliseconds of a step, and ratios of steps and of computing to another way's."""
+        return (
+            milliseconds(self.steps_s),
+            _ratios(self.steps_s, other.steps_s),
+            _ratios(self.computed_s, other.computed_s),
+        )
 
-def take_turns(
+
+def _take_turns(
     module: str, ways: Sequence[str], *, count: int, layers: int, rows: int, rounds: int
 ) -> dict[str, Turns]:
     """Have a group of ``count`` processes for each way train in turns.
 
     :param module: is run for each process with ``--rank``, the rank, the way, ``count``, ``layers``, ``rows``, the
-        port of the rendezvous and the directory of ``linear.py``; calls ``work``.
+        port of the rendezvous and the directory of the script.
     """
     turns = {way: Turns() for way in ways}
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "linear.py").write_text(SCRIPT)
+        write_script(Path(directory))
         running = {way: _Group(module, way, count, layers, rows, _serve().port, directory) for way in ways}
         for group in running.values():
             group.steps(2)
@@ -229,7 +240,80 @@ def take_turns(
     return turns
 
 
-def ratios(mine_s: list[float], whole_s: list[float]) -> str:
+def _ratios(mine_s: list[float], whole_s: list[float]) -> str:
     """Of neighbouring turns."""
     found = [mine / whole for mine, whole in zip(mine_s, whole_s, strict=True)]
     return f"{min(found):.2f} / {statistics.median(found):.2f} / {max(found):.2f}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """One process of a group, and what it trains."""
+
+    way: str
+    rank: int
+    count: int
+    layers: int
+    rows: int
+    """Of a microbatch."""
+    port: int
+    """Of the rendezvous."""
+    directory: Path
+    """Of the script (``benchmarks.linear``)."""
+
+
+def compare_ways(
+    result: Result,
+    description: str | None,
+    ways: Sequence[str],
+    *,
+    members: str,
+    rows: int,
+    make: Callable[[Member], Engine],
+    more: Callable[[Engine], dict[str, Any]],
+    show: Callable[[Result, dict[str, Turns], int, int], None],
+) -> None:
+    """Run a benchmark ``python -m benchmarks.<name of the result>`` that trains the same model in several ways.
+
+    :param members: what the processes of a group stand for, in the plural; the name of the option, too.
+    :param rows: default of a microbatch.
+    :param make: makes the engine of one process.
+    :param more: what it says after each turn besides times and memory.
+    :param show: adds rows, notes and limits; gets the turns by way, the number of layers and that of members.
+    """
+    module = f"benchmarks.{result.name}"
+    if sys.argv[1:2] == ["--rank"]:
+        rank, way, count, layers, batch, port, directory = sys.argv[2:]
+        member = Member(
+            way=way,
+            rank=int(rank),
+            count=int(count),
+            layers=int(layers),
+            rows=int(batch),
+            port=int(port),
+            directory=Path(directory),
+        )
+        _work(lambda: make(member), more)
+        return
+    parser = command_line(description)
+    parser.add_argument("--mib", type=int, default=64, help="of parameters")
+    parser.add_argument(f"--{members}", dest="count", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rows", type=int, default=rows, help="of a microbatch")
+    given = parser.parse_args()
+    count = max(2, given.mib * MIB // PARAMETER_BYTES)
+    turns = _take_turns(module, ways, count=given.count, layers=count, rows=given.rows, rounds=given.rounds)
+    result.data |= {
+        "steps_s": {way: turn.steps_s for way, turn in turns.items()},
+        "computed_s": {way: turn.computed_s for way, turn in turns.items()},
+        "memory_bytes": {way: turn.memory_bytes for way, turn in turns.items()},
+        "layers": count,
+        members: given.count,
+        "rows": given.rows,
+    }
+    result.notes.append(
+        f"{count} layers, {count * PARAMETER_BYTES / MIB:.0f} MiB of parameters, AdamW, {given.count} {members}, "
+        f"microbatches of {given.rows} rows, {given.rounds} turns of {STEPS} steps; ratios are of neighbouring turns"
+    )
+    show(result, turns, count, given.count)
+    main(result, given.out)

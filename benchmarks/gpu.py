@@ -38,10 +38,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from benchmarks.clusters import REPOSITORY, run_local
-from benchmarks.common import RESULTS, Result, Summary, command_line
+from benchmarks.common import RESULTS, Result, Summary, command_line, milliseconds
 from benchmarks.engines import enter_alone, keep_snapshots
 from benchmarks.peers.llama_loop import Text, compile_blocks, make_model, make_optimizer
-from benchmarks.recovery import PHASES, faults_of, measured_recoveries
+from benchmarks.recovery import faults_of, measured_recoveries, phase_rows
 from ftd import sample_indices
 from runtime.device import DeviceRuntime, device_runtime
 from runtime.engine.engine import Engine
@@ -332,10 +332,7 @@ def kill(bench: Bench, result: Result) -> None:
         faults = faults_of("kill", times, nodes, apart)
         report = run_local(job, nodes=nodes, steps=(times + 1) * apart, faults=faults)
     recoveries = measured_recoveries(report, "kill")
-    for phase in PHASES:
-        values = tuple(recovery[phase] for recovery in recoveries if recovery[phase] is not None)
-        if values:
-            result.rows.append((f"kill, {phase.removesuffix('_ms')}", str(Summary(values=values)), ""))
+    result.rows += [(f"kill, {phase}", taken_ms, "") for phase, taken_ms in phase_rows(recoveries)]
     result.data["kill"] = {"recoveries": recoveries}
 
 
@@ -362,10 +359,6 @@ def restore(bench: Bench, result: Result) -> None:
     shutil.rmtree(staged)
     result.rows.append(("restore, GB/s", str(Summary(values=tuple(rates))), f"{size_bytes / 1e9:.2f} GB"))
     result.data["restore"] = {"gb_s": rates, "bytes": size_bytes}
-
-
-def milliseconds(seconds: list[float]) -> str:
-    return str(Summary(values=tuple(1e3 * s for s in seconds)))
 
 
 def describe(device: torch.device) -> dict[str, Any]:

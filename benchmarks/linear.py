@@ -1,6 +1,11 @@
 """A training script of equal linear layers, whose state and time are plain to reckon with."""
 
-SCRIPT = """
+from pathlib import Path
+from typing import Any
+
+from statemachine.messages.trainer import TrainingData
+
+_SCRIPT = """
 import torch
 from torch import nn
 from torch.nn import functional
@@ -17,3 +22,23 @@ def build(layers: int):
         tensor_plan={"*": "colwise_gather_output"},
     )
 """
+
+
+def write_script(directory: Path) -> None:
+    """Write the script to where ``training_data`` names it."""
+    (directory / "linear.py").write_text(_SCRIPT)
+
+
+def training_data(directory: Path, layers: int, **more: Any) -> TrainingData:
+    """Return what a trainer is given.
+
+    :param more: further fields, ``global_batch`` and ``microbatch_rows`` among them.
+    """
+    return TrainingData(
+        function="linear.py:build",
+        path=str(directory),
+        seed=1,
+        steps=1_000_000,
+        arguments={"layers": layers},
+        **more,
+    )

@@ -75,6 +75,14 @@ def besides_ms(report: Report, recoveries: list[dict[str, Any]]) -> tuple[float,
     )
 
 
+def phase_rows(recoveries: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return name and milliseconds of each phase of which there are any."""
+    values = {phase: tuple(r[phase] for r in recoveries if r[phase] is not None) for phase in PHASES}
+    return [
+        (phase.removesuffix("_ms"), str(Summary(values=of_one))) for phase, of_one in values.items() if of_one
+    ]
+
+
 def returns_ms(report: Report) -> list[float]:
     """From each fault to the first step committed with the node back in the plan."""
     times = []
@@ -104,10 +112,7 @@ def measure(arguments: argparse.Namespace) -> Result:
         f" steps of {step_ms:.0f} ms, mosquitto, default settings; milliseconds (min / median / max)",
         columns=("phase", "milliseconds"),
     )
-    for phase in PHASES:
-        values = tuple(r[phase] for r in recoveries if r[phase] is not None)
-        if values:
-            result.rows.append((phase.removesuffix("_ms"), str(Summary(values=values))))
+    result.rows += phase_rows(recoveries)
     besides = besides_ms(report, recoveries)
     if besides:
         result.rows.append(("besides", str(Summary(values=besides))))

@@ -26,20 +26,48 @@ core must be left for the copy:
 
 import json
 import os
+import random
 import shutil
+import signal
 import statistics
 import subprocess
 import tempfile
+import threading
+import time
 from argparse import Namespace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
-from benchmarks.script_kills import KILLS, kills
+import numpy as np
+import torch
+from torch import nn
+
+from benchmarks.common import RESULTS, Limit, Result, command_line, main, milliseconds
 from benchmarks.script_peers import LOADS, SAVES, measure_dlrover, measure_peers
-from benchmarks.script_snapshots import measure_decoding, measure_own, restored_anew
-from benchmarks.script_state import GIB, SHM, die_first, free_bytes, phase
+from benchmarks.script_state import (
+    GIB,
+    SHM,
+    computing,
+    die_first,
+    first_touch_s,
+    free_bytes,
+    memcpy_by_two_s,
+    memcpy_s,
+    phase,
+    plain_copy,
+    state_of,
+    timed,
+)
+from ftd import Snapshotter
+from runtime.script.filling import Filling, spans_of
+from runtime.script.saved import NOTHING
+from runtime.script.tensor_image import Image
 from runtime.streaming import streaming_environment
+from storage.codes import make_code
+from storage.shards import ShardLayout, fetch_from, make_shard, restore
 
 LEAST_FREE_BYTES = 4.5
 """Of memory, for each byte of state: two slots, a new process's state, and a touch of as much; and some."""
@@ -47,6 +75,217 @@ LARGE_GIB = 2
 """From here on less is repeated."""
 TIMES = 12.36
 """As quick as restoring is to be, against loading from a disk: what the paper has."""
+KILLS = 20
+WIDTH = 4096
+NAME = "bench"
+STEP_PER_COPY = 3.5
+HURRIED = 4
+LOAD_TIMES = 5
+
+
+class Training:
+    """A loop that takes snapshots, and how long what takes."""
+
+    def __init__(
+        self,
+        snapshots: Snapshotter,
+        optimizer: torch.optim.Optimizer,
+        memcpy: float,
+        beside: Callable[[], object],
+    ) -> None:
+        """:param beside: copies as many bytes as a snapshot has."""
+        self._snapshots, self._optimizer, self._beside = snapshots, optimizer, beside
+        self._compute = computing(STEP_PER_COPY * memcpy)
+        self._step = 0
+
+    def _iteration(self, *, taking: bool = False, beside: Callable[[], object] = lambda: None) -> float:
+        self._step += 1
+        began = time.perf_counter()
+        thread = threading.Thread(target=beside)
+        thread.start()
+        self._compute()
+        self._optimizer.step()
+        if taking:
+            self._snapshots.snapshot(self._step)
+        thread.join()
+        return time.perf_counter() - began
+
+    def calls(self, rounds: int) -> dict[str, list[float]]:
+        """With a forward pass until the next update."""
+        calls, behind = [], []
+        for _ in range(rounds):
+            self._step += 1
+            calls.append(timed(partial(self._snapshots.snapshot, self._step)))
+            self._compute()
+            behind.append(timed(self._optimizer.step))
+        return {"call_s": calls, "step_behind_s": behind}
+
+    def hurried(self) -> list[float]:
+        """With an update at once."""
+
+        def hurry() -> None:
+            self._snapshots.snapshot(self._step)
+            self._optimizer.step()
+
+        seconds = []
+        for _ in range(HURRIED):
+            self._snapshots.wait()
+            self._step += 1
+            seconds.append(timed(hurry))
+        self._snapshots.wait()
+        return seconds
+
+    def rounds(self, count: int) -> list[tuple[float, float, float]]:
+        """Iterations without and with a snapshot in each, and beside a plain copy in each."""
+        rounds = []
+        for _ in range(count):
+            without = [self._iteration() for _ in range(2)]
+            taking = [self._iteration(taking=True) for _ in range(3)][1:]
+            self._compute()
+            self._snapshots.wait()
+            copying = [self._iteration(beside=self._beside) for _ in range(2)]
+            rounds.append((mean(without), mean(taking), mean(copying)))
+        return rounds
+
+
+def measure_own(gib: float, place: Path, rounds: int) -> dict[str, Any]:
+    """All but restoring in new processes; a snapshot stays in ``place``, for these."""
+    torch.set_num_threads(1)
+    model, optimizer, tensors = state_of(gib)
+    memcpy, size = memcpy_s(tensors), sum(t.nbytes for t in tensors)
+    found: dict[str, Any] = {"memcpy_s": memcpy, "memcpy_by_two_s": memcpy_by_two_s(tensors)}
+
+    def start() -> Snapshotter:
+        return Snapshotter(NAME, directory=place, model=model, optimizer=optimizer)
+
+    began = time.perf_counter()
+    snapshots = start()
+    found["start_s"] = time.perf_counter() - began
+    snapshots.remove()
+    found["touch_s"] = first_touch_s(2 * size)
+    began = time.perf_counter()
+    snapshots = start()
+    found["start_touched_s"] = time.perf_counter() - began
+    snapshots.restore()
+    training = Training(snapshots, optimizer, memcpy, plain_copy(tensors))
+    found |= training.calls(rounds)
+    found["hurried_s"] = training.hurried()
+    found["rounds_s"] = training.rounds(rounds)
+    found["completed"] = snapshots.counts.completed
+    found["load_s"] = [timed(snapshots.restore) for _ in range(LOAD_TIMES)]
+    snapshots.close()
+    return found
+
+
+def restored_anew(gib: float, place: Path, *, touch: bool) -> list[float]:
+    """``restore()`` in a process whose optimizer did not step yet, mapping and all; and again, four times."""
+    torch.set_num_threads(1)
+    model, optimizer, tensors = state_of(gib)
+    size = sum(t.nbytes for t in tensors)
+    del tensors
+    optimizer.state.clear()
+    snapshots = Snapshotter(NAME, directory=place, model=model, optimizer=optimizer)
+    if touch:
+        first_touch_s(size)
+    seconds = [timed(snapshots.restore) for _ in range(LOAD_TIMES)]
+    snapshots.close()
+    return seconds
+
+
+def measure_decoding(gib: float) -> list[float]:
+    """What one of three hosts kept is made again out of the other two's segments and parity (aec)."""
+    torch.set_num_threads(1)
+    _, _, tensors = state_of(gib)
+    size = sum(t.nbytes for t in tensors)
+    layout = ShardLayout(code=make_code("aec", 3), bucket_bytes=size)
+    bucket = np.ones(size, dtype=np.uint8)
+    shards = {owner: np.ones(layout.shard_bytes(owner), dtype=np.uint8) for owner in (1, 2)}
+    for owner, shard in shards.items():
+        make_shard(layout, owner, bucket, shard)
+    fetch = fetch_from(shards)
+
+    image = Image(known={})
+    for tensor in tensors:
+        image.add(tensor, "a tensor", at_once=False)
+    assert image.own_bytes == size
+
+    def load() -> None:
+        restore(layout, frozenset({1, 2}), fetch, bucket)
+        filling = Filling(entries=image.entries, images={False: bucket, True: NOTHING})
+        for number, tensor in enumerate(tensors):
+            filling.take(number, tensor, None)
+        filling.verify(spans_of(bucket, shared=False))
+        filling.finish()
+
+    return [timed(load) for _ in range(3)]
+
+
+def kills() -> int:
+    """After how many of ``KILLS`` the last completed snapshot is there, and right."""
+    place, draw = Path(tempfile.mkdtemp(dir=SHM)), random.Random(4)
+    try:
+        return sum(_survived(place, draw) for _ in range(KILLS))
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _survived(place: Path, draw: random.Random) -> bool:
+    reading, writing = os.pipe()
+    child = _forked(lambda: _victim(place, writing))
+    os.close(writing)
+    told = b""
+    while not any(int(line) for line in told.split(b"\n")[:-1]):
+        more = os.read(reading, 4096)
+        if not more:
+            raise RuntimeError("the victim ended before it was killed")
+        told += more
+    time.sleep(draw.uniform(0.01, 0.2))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    while more := os.read(reading, 65536):
+        told += more
+    os.close(reading)
+    newest = max(int(line) for line in told.split(b"\n")[:-1] if line)
+    checker = _forked(lambda: _right(place, newest))
+    return os.waitpid(checker, 0)[1] == 0
+
+
+def _forked(work: Callable[[], bool]) -> int:
+    """Fork, as importing torch takes seconds; the child's id. It ends with 0 when ``work`` says True."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os._exit(0 if work() else 1)
+    finally:
+        os._exit(2)
+
+
+def _open(place: Path) -> tuple[nn.Parameter, Snapshotter]:
+    matrix = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD([matrix], lr=1.0)
+    return matrix, Snapshotter(
+        "killed", directory=place, model=nn.ParameterList([matrix]), optimizer=optimizer
+    )
+
+
+def _victim(place: Path, told: int) -> bool:
+    matrix, snapshots = _open(place)
+    step = snapshots.restore() or 0
+    while True:
+        step += 1
+        with snapshots.changing(), torch.no_grad():
+            matrix.fill_(step)
+        snapshots.snapshot(step)
+        os.write(told, f"{snapshots.counts.completed_step or 0}\n".encode())
+
+
+def _right(place: Path, at_least: int) -> bool:
+    matrix, snapshots = _open(place)
+    step = snapshots.restore()
+    fine = step is not None and step >= at_least and bool((matrix == step).all())
+    snapshots.close()
+    return fine
 
 
 def measure(gib: float, disk: Path, peer: Path | None) -> dict[str, Any]:
@@ -166,10 +405,6 @@ def limits_of(result: Result, size: str, found: dict[str, Any], over: float) -> 
         f"{size}: restore(), and with copies that pass the caches by, are so many times as quick as "
         + ", ".join(f"{peer}: {s / load:.1f}, {s / streaming:.1f}" for peer, s in loads.items())
     )
-
-
-def milliseconds(seconds: list[float]) -> str:
-    return str(Summary(values=tuple(1e3 * s for s in seconds)))
 
 
 def run() -> None:

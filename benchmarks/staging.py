@@ -31,8 +31,8 @@ import torch
 import uvloop
 
 from benchmarks.checkpoints import MIB, Chunk, timed
-from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main
-from benchmarks.linear import SCRIPT
+from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, main, milliseconds
+from benchmarks.linear import training_data, write_script
 from benchmarks.persisting import JOB, STEP, TOKEN, child, write_snapshot
 from benchmarks.script_peers import LOADS, measure_peers
 from ftd.node.restoring.restore import Restorer
@@ -45,7 +45,6 @@ from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
 from runtime.streaming import streaming_environment
 from runtime.training import load_training
-from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import Part
 
@@ -60,16 +59,8 @@ class Held:
     """What a trainer holds of the model, with Adam's state."""
 
     def __init__(self, directory: Path, layers: int) -> None:
-        (directory / "linear.py").write_text(SCRIPT)
-        data = TrainingData(
-            function="linear.py:build",
-            path=str(directory),
-            seed=1,
-            steps=1,
-            global_batch=4,
-            microbatch_rows=4,
-            arguments={"layers": layers},
-        )
+        write_script(directory)
+        data = training_data(directory, layers, global_batch=4, microbatch_rows=4)
         self.layers = range(layers)
         self.model = Model(load_training(data), data)
         self.states = LayerStates(self.model, Optimization(self.model))
@@ -230,7 +221,7 @@ def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:
         peers = measure_peers(mib / 1024, disk, max(2, repeats // 2))
         rates = {name: [s * 1024 / mib for s in peers[name]] for name in LOADS}
         for name, seconds in rates.items():
-            result.rows.append((name, str(Summary(values=tuple(1e3 * s for s in seconds))), ""))
+            result.rows.append((name, milliseconds(seconds), ""))
         result.data["peers_s_per_gib"] = rates
         for tier in ("own memory, new", "own memory, held", "a third decoded, held"):
             wall = statistics.median(wall for wall, _ in ours[tier])

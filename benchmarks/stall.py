@@ -25,14 +25,14 @@ import torch
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.engines import enter_alone, keep_snapshots
-from benchmarks.linear import SCRIPT
+from benchmarks.linear import training_data, write_script
 from runtime.engine.engine import Engine
 from runtime.snapshots.movers import HostMover
 from runtime.snapshots.pieces import Bucket, source_of, units_of
 from runtime.snapshots.schedule import Schedule
 from runtime.streaming import streaming_environment
 from runtime.watch.pace import Pace
-from statemachine.messages.trainer import Snapped, SnapshotReport, TrainingData
+from statemachine.messages.trainer import Snapped, SnapshotReport
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.pages import put_together
@@ -109,16 +109,8 @@ def shards(result: Result, mib: int, directory: Path) -> None:
 def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport]) -> Engine:
     """An engine that trains a model of about ``mib`` MiB of state by itself, and takes snapshots."""
     layers = max(2, mib // 12)
-    (directory / "linear.py").write_text(SCRIPT)
-    data = TrainingData(
-        function="linear.py:build",
-        path=str(directory),
-        seed=1,
-        steps=1_000_000,
-        global_batch=256,
-        microbatch_rows=128,
-        arguments={"layers": layers},
-    )
+    write_script(directory)
+    data = training_data(directory, layers, global_batch=256, microbatch_rows=128)
     engine = Engine(data, torch.device("cpu"), Pace())
     keep_snapshots(engine, arena, reports)
     enter_alone(engine)

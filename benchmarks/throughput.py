@@ -17,10 +17,8 @@ of a shared machine falls on both of them.
 """
 
 import argparse
-import ctypes
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -35,8 +33,8 @@ import torch
 from torch.utils.data import default_collate
 
 from benchmarks.clusters import REPOSITORY, run_local
-from benchmarks.common import Limit, Result, Summary, command_line, main
-from benchmarks.engines import enter_alone
+from benchmarks.common import Limit, Result, command_line, main, milliseconds
+from benchmarks.engines import enter_alone, resident_bytes
 from benchmarks.peers.llama_loop import Text, compile_blocks, make_model, make_optimizer, train_step
 from ftd import sample_indices
 from ftd.config.job import load_job
@@ -184,8 +182,8 @@ def add_ratio(result: Result, name: str, ours_s: list[float], theirs_s: list[flo
     result.rows.append(
         (
             name,
-            str(Summary(values=tuple(1e3 * s for s in ours_s))),
-            str(Summary(values=tuple(1e3 * s for s in theirs_s))),
+            milliseconds(ours_s),
+            milliseconds(theirs_s),
             f"{ratios[0]:.2f} / {statistics.median(ratios):.3f} / {ratios[-1]:.2f}",
         )
     )
@@ -210,23 +208,19 @@ def memory(precision: str) -> dict[str, float]:
     and whatever an operation needs while it runs, which is not in what is computed.
     """
 
-    def resident() -> int:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
     def most() -> int:
         line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
 
     small = alone(training_of(arguments=SMALL, precision=precision))
     small.step(lambda: False)  # Whatever torch keeps for itself is here now.
-    before = resident()
+    before = resident_bytes()
     engine = alone(training_of(precision=precision))
     layers = measure(engine.model, engine.data).profile.layers
     count = sum(p.numel() for _, p in engine.model.named_parameters(range(engine.model.layer_count)))
     for _ in range(2):
         engine.step(lambda: False)
-    at_rest = resident() - before
+    at_rest = resident_bytes() - before
     Path("/proc/self/clear_refs").write_text("5")  # The peak is counted from here.
     engine.step(lambda: False)
     held = sum(layer.parameter_bytes + layer.gradient_bytes + layer.optimizer_bytes for layer in layers)

@@ -18,41 +18,35 @@ forward pass, and the gradients of its inputs in the backward pass.
 """
 
 import statistics
-import sys
 
 import torch
 
-from benchmarks.common import Limit, Result, Summary, command_line, main
-from benchmarks.engines import PARAMETER_BYTES, STEPS, enter_group, ratios, take_turns, work
+from benchmarks.common import Limit, Result
+from benchmarks.engines import MIB, Member, Turns, compare_ways, enter_group
+from benchmarks.linear import training_data
 from planner.values import Within
 from runtime.engine.engine import Engine
 from runtime.watch.pace import Pace
-from statemachine.messages.trainer import PipelineData, StageData, TrainingData
+from statemachine.messages.trainer import PipelineData, StageData
 
-MIB = 1024 * 1024
 WAYS: tuple[Within, ...] = ("replicate", "shard", "tensor")
 MICROBATCHES = 2
 
 
-def make(way: Within, rank: int, devices: int, layers: int, rows: int, port: int, directory: str) -> Engine:
-    engine = Engine(
-        TrainingData(
-            function="linear.py:build",
-            path=directory,
-            seed=1,
-            steps=1_000_000,
-            global_batch=rows * MICROBATCHES,
-            microbatch_rows=rows,
-            within_node=way,
-            arguments={"layers": layers},
-        ),
-        torch.device("cpu"),
-        Pace(),
+def make(member: Member) -> Engine:
+    way = next(way for way in WAYS if way == member.way)
+    data = training_data(
+        member.directory,
+        member.layers,
+        global_batch=member.rows * MICROBATCHES,
+        microbatch_rows=member.rows,
+        within_node=way,
     )
-    stage = StageData(first_layer=0, end_layer=layers, ranks=tuple(range(devices)), within=way)
-    enter_group(
-        engine, (PipelineData(stages=(stage,), first_microbatch=0, microbatches=MICROBATCHES),), rank, port
-    )
+    engine = Engine(data, torch.device("cpu"), Pace())
+    ranks = tuple(range(member.count))
+    stage = StageData(first_layer=0, end_layer=member.layers, ranks=ranks, within=way)
+    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=MICROBATCHES)
+    enter_group(engine, (pipeline,), member.rank, member.port)
     return engine
 
 
@@ -71,76 +65,49 @@ def state_bytes(engine: Engine) -> int:
     return total
 
 
-def compare(result: Result, mib: int, devices: int, rounds: int, rows: int) -> None:
-    layers = max(2, mib * MIB // PARAMETER_BYTES)
-    turns = take_turns("benchmarks.within_node", WAYS, count=devices, layers=layers, rows=rows, rounds=rounds)
+def show(result: Result, turns: dict[str, Turns], layers: int, devices: int) -> None:
     kept_bytes = {way: max(one["state_bytes"] for one in turn.last) for way, turn in turns.items()}
-    steps_s = {way: turn.steps_s for way, turn in turns.items()}
-    computed_s = {way: turn.computed_s for way, turn in turns.items()}
-    memory_bytes = {way: turn.memory_bytes for way, turn in turns.items()}
-    for way in WAYS:
+    replicas = turns["replicate"]
+    for way, turn in turns.items():
         result.rows.append(
             (
                 way,
                 f"{kept_bytes[way] / MIB:.1f} MiB",
                 f"{kept_bytes[way] / kept_bytes['replicate']:.3f}",
-                f"{max(memory_bytes[way]) / MIB:.0f} MiB",
-                str(Summary(values=tuple(1e3 * s for s in steps_s[way]))),
-                ratios(steps_s[way], steps_s["replicate"]),
-                ratios(computed_s[way], computed_s["replicate"]),
+                f"{max(turn.memory_bytes) / MIB:.0f} MiB",
+                *turn.times_beside(replicas),
             )
         )
-    result.data |= {
-        "steps_s": steps_s,
-        "computed_s": computed_s,
-        "memory_bytes": memory_bytes,
-        "state_bytes": kept_bytes,
-        "layers": layers,
-        "devices": devices,
-        "rows": rows,
-    }
-    result.notes.append(
-        f"{layers} layers, {layers * PARAMETER_BYTES / MIB:.0f} MiB of parameters, AdamW, a stage of {devices} "
-        f"devices, {MICROBATCHES} microbatches of {rows} rows, {rounds} turns of {STEPS} steps; the ratio is of "
-        "neighbouring turns"
-    )
+    result.data["state_bytes"] = kept_bytes
+    result.notes.append(f"{MICROBATCHES} microbatches a step")
     share = kept_bytes["shard"] / kept_bytes["replicate"] * devices
     result.limits.append(Limit(name="state of a device, of its share", measured=share, limit=1.05))
     ratio = statistics.median(
-        shard / whole for shard, whole in zip(steps_s["shard"], steps_s["replicate"], strict=True)
+        shard / whole for shard, whole in zip(turns["shard"].steps_s, replicas.steps_s, strict=True)
     )
     result.limits.append(Limit(name="step, of that with replicas", measured=ratio, limit=1.15))
 
 
-def run() -> None:
-    if sys.argv[1:2] == ["--rank"]:
-        rank, name, devices, layers, rows, port, directory = sys.argv[2:]
-        numbers = [int(one) for one in (rank, devices, layers, rows, port)]
-        way = next(way for way in WAYS if way == name)
-        work(lambda: make(way, *numbers, directory), lambda engine: {"state_bytes": state_bytes(engine)})
-        return
-    parser = command_line(__doc__)
-    parser.add_argument("--mib", type=int, default=64, help="of parameters")
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--rows", type=int, default=2048, help="of a microbatch")
-    arguments = parser.parse_args()
-    result = Result(
-        name="within_node",
-        what="Replicas, shards and tensor parallelism on the devices of a stage",
-        columns=(
-            "",
-            "state of a device",
-            "of replicas",
-            "memory",
-            "step, ms: min / median / max",
-            "of replicas",
-            "computing, of replicas",
-        ),
-    )
-    compare(result, arguments.mib, arguments.devices, arguments.rounds, arguments.rows)
-    main(result, arguments.out)
-
-
 if __name__ == "__main__":
-    run()
+    compare_ways(
+        Result(
+            name="within_node",
+            what="Replicas, shards and tensor parallelism on the devices of a stage",
+            columns=(
+                "",
+                "state of a device",
+                "of replicas",
+                "memory",
+                "step, ms: min / median / max",
+                "of replicas",
+                "computing, of replicas",
+            ),
+        ),
+        __doc__,
+        WAYS,
+        members="devices",
+        rows=2048,
+        make=make,
+        more=lambda engine: {"state_bytes": state_bytes(engine)},
+        show=show,
+    )
