@@ -5,6 +5,9 @@ they are new each time. No example has a time to keep.
 """
 
 import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch: threads of its own do not survive a fork.
@@ -21,6 +24,25 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("steady")
+
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_FREE_BYTES = 4 << 30
+"""Free shared memory below which temporary files stay on the disk."""
+
+
+def use_memory_for_temporary_files() -> None:
+    """Put the temporary files of tests and of the processes that they start into memory, where no fsync waits for a
+    disk. Tests of what a disk does use ``/var/tmp``."""
+    if "TMPDIR" in os.environ or not SHARED_MEMORY.is_dir():
+        return
+    if shutil.disk_usage(SHARED_MEMORY).free < LEAST_FREE_BYTES:
+        return
+    directory = SHARED_MEMORY / f"t{os.getuid()}"  # Short, as unix sockets lie below it.
+    directory.mkdir(mode=0o700, exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
+
+
+use_memory_for_temporary_files()
 
 SERVICES = (("tests/ftd/", "tests/security/", "tests/e2e/test_e2e_local.py"), ("tests/e2e/",))
 """Tests of running daemons, in two halves; all that is no daemon's goes to who is done with one of them.

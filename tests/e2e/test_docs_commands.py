@@ -299,7 +299,7 @@ def webhook() -> Iterator[Webhook]:
 
 @pytest.fixture
 def readers(webhook: Webhook) -> Iterator[tuple[Reader, Reader]]:
-    with tempfile.TemporaryDirectory(prefix="r-", dir="/tmp") as name:  # Short, as sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="r-") as name:  # Short, as sockets lie below it.
         made = []
         for place in (Path(name) / "1", Path(name) / "2"):
             place.mkdir()

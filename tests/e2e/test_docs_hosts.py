@@ -23,7 +23,7 @@ TWO_HOSTS = (ROOT / "docs" / "two-hosts.md").read_text()
 @pytest.fixture
 def hosts() -> Iterator[dict[str, Reader]]:
     """A and B: each with a home, a directory for sockets and one for snapshots of its own."""
-    with tempfile.TemporaryDirectory(prefix="h-", dir="/tmp") as name:  # Short, as sockets lie below it.
+    with tempfile.TemporaryDirectory(prefix="h-") as name:  # Short, as sockets lie below it.
         made = {}
         for letter in "AB":
             place = Path(name) / letter

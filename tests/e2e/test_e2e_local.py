@@ -24,7 +24,7 @@ FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
 @pytest.fixture
 def home() -> Iterator[dict[str, str]]:
     """An environment of its own, under a short path: other tests' clusters are not found, leftovers are."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
 

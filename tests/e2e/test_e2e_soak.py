@@ -16,7 +16,7 @@ from tests.e2e.test_e2e_local import FTD, ftd, leftovers
 @pytest.fixture
 def home() -> Iterator[dict[str, str]]:
     """An environment of its own, under a short path, in which leftovers are found."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
 
 

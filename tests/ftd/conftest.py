@@ -1,6 +1,7 @@
 """Real brokers on loopback, and a cluster's configuration around one."""
 
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -45,6 +46,13 @@ class RunningBroker:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A temporary directory under a path so short that a unix socket can lie below it."""
+    with tempfile.TemporaryDirectory(prefix="t-") as name:
+        yield Path(name)
 
 
 @pytest.fixture

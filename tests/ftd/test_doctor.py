@@ -61,10 +61,10 @@ def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
 @needs_mosquitto
 @pytest.mark.timeout(300)
 def test_daemons_in_their_rights(
-    secure: SecureBroker, port: int, tmp_path: Path, daemons: list[subprocess.Popen[bytes]]
+    secure: SecureBroker, port: int, short_path: Path, daemons: list[subprocess.Popen[bytes]]
 ) -> None:
     def configured(name: str, user: str) -> Path:
-        return write_config(tmp_path / f"{name}-{user}", secure, port, name=name, user=user)
+        return write_config(short_path / f"{name}-{user}", secure, port, name=name, user=user)
 
     chief, node = configured("chief", "coordinator"), configured("host-a", "host-a")
     for role, config in (("coordinator", chief), ("node", node)):

@@ -7,9 +7,8 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,10 +25,8 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    """A short path: unix sockets go below it."""
-    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as name:
-        yield Path(name)
+def directory(short_path: Path) -> Path:
+    return short_path
 
 
 def write_config(directory: Path, *, head: str = 'secret = "s"', node: str = "", port: int = 9) -> Path:

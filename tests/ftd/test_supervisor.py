@@ -38,7 +38,7 @@ Kind = TypeVar("Kind", bound=Event)
 @contextmanager
 def short_directory() -> Iterator[Path]:
     """pytest's own are too long for a unix socket."""
-    with tempfile.TemporaryDirectory(prefix="ftd-test-", dir="/tmp") as name:
+    with tempfile.TemporaryDirectory(prefix="ftd-test-") as name:
         yield Path(name)
 
 

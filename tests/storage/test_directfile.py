@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,13 @@ import pytest
 
 from storage import directfile
 from storage.directfile import BUFFER_BYTES, write_synced
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A directory on a disk: other temporary files are in memory, which has a page cache and nothing past it."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
+        yield Path(name)
 
 
 def descriptors() -> int:
