@@ -11,8 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from planner.errors import InfeasibleError, PlanningError, StateLostError, TooFewNodesError
-from planner.values import Plan, Situation
-from statemachine.cluster.foresight import expected
+from planner.values import Device, Plan, Situation
 from statemachine.cluster.rules import owned_layers
 from statemachine.effects import ForeseePlan
 
@@ -21,6 +20,21 @@ if TYPE_CHECKING:
 
 SHARE_LOST = 0.1
 """Largest share of the nodes whose loss is planned for in advance."""
+
+
+def expected(effect: ForeseePlan) -> Situation:
+    """Return what ``ComputePlan`` will ask if every node reports the layers that the plan gave it."""
+    owned = owned_layers(effect.previous)
+    devices = (
+        Device(node=node, index=index) for node, count in effect.devices.items() for index in range(count)
+    )
+    return Situation(
+        nodes=tuple(effect.devices),
+        holdings={device: owned.get(device, frozenset()) for device in devices},
+        previous=effect.previous,
+        speeds=effect.speeds,
+        horizon_s=effect.horizon_s,
+    )
 
 
 class Foresight:

@@ -10,20 +10,12 @@ heartbeats agree, so that one lost message costs about a second. Orders and repo
 from collections.abc import Callable
 from typing import Literal
 
-from statemachine.cluster.membership import inquire
+from statemachine.cluster.membership import inquire, prepare
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.resuming import resume_command
+from statemachine.cluster.recovery import resume_command
 from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.state import SUSPICION, SUSPICIOUS, Cluster
-from statemachine.messages.cluster import (
-    Acknowledgement,
-    CancelPersist,
-    Command,
-    Heartbeat,
-    Prepare,
-    Released,
-    Snap,
-)
+from statemachine.messages.cluster import Acknowledgement, CancelPersist, Command, Heartbeat, Released, Snap
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import ClusterPhase, NodeActivity
 
@@ -139,12 +131,6 @@ def _lost_of_snapshots(c: Cluster, node: NodeMachine, generation: int, said: Ack
 # --- sending again -------------------------------------------------------------------------------
 
 
-def _prepare(c: Cluster, nodes: list[NodeMachine]) -> None:
-    for node in nodes:
-        if node.asked and c.job is not None:
-            c.send(node, Prepare(job=c.job, profile=c.profiler == node.name))
-
-
 def _to_all(command: Callable[[Cluster], Command | None]) -> Callable[[Cluster, list[NodeMachine]], None]:
     def send(c: Cluster, nodes: list[NodeMachine]) -> None:
         if (order := command(c)) is not None:
@@ -173,7 +159,7 @@ def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
 
 
 _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
-    "Prepare": _prepare,
+    "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.asked]),
     "Quiesce": _to_all(_quiesce),
     "Resume": _to_all(resume_command),
     "Released": _to_all(lambda _: Released()),

@@ -10,35 +10,34 @@ failure: one failure a day and node before anything is known, and a handful of r
 Time comes from events, so the same events give the same estimate.
 """
 
-from statemachine.cluster.state import Cluster
+from dataclasses import dataclass
 
 PRIOR_FAILURES = 0.1
 PRIOR_NODE_S = 86_400.0
 
 
-def plan_began(c: Cluster, nodes: int) -> None:
-    """From now on ``nodes`` nodes are under a plan and may fail."""
-    c.exposure.nodes, c.exposure.since = nodes, c.at
+@dataclass(slots=True, kw_only=True)
+class Exposure:
+    """What the job's nodes lived through."""
 
+    failures: int = 0
+    """Losses that interrupted training. Those during one recovery count as one: no plan would outlive less."""
+    node_s: float = 0.0
+    """Time under plans that are over, summed over their nodes."""
+    nodes: int = 0
+    """Of the plan that is under way since ``since``."""
+    since: float = 0.0
 
-def plan_ended(c: Cluster) -> None:
-    """The plan is over; what its nodes lived through counts."""
-    seen = c.exposure
-    seen.node_s += seen.nodes * max(0.0, c.at - seen.since)
-    seen.nodes = 0
+    def plan_began(self, nodes: int, at: float) -> None:
+        """From now on ``nodes`` nodes are under a plan and may fail."""
+        self.nodes, self.since = nodes, at
 
+    def plan_ended(self, at: float) -> None:
+        """Count what the nodes of the plan lived through."""
+        self.node_s += self.nodes * max(0.0, at - self.since)
+        self.nodes = 0
 
-def failed(c: Cluster) -> None:
-    """A loss interrupted training. Losses during one recovery count as one: no plan would outlive less."""
-    c.exposure.failures += 1
-
-
-def horizon_s(c: Cluster, nodes: int) -> float | None:
-    """Expected time to the next failure among so many nodes, in two digits: more are not known."""
-    if c.job is None or nodes < 1:
-        return None
-    if c.job.horizon_s is not None:
-        return c.job.horizon_s
-    seen = c.exposure
-    lived_s = PRIOR_FAILURES * PRIOR_NODE_S + seen.node_s
-    return float(f"{lived_s / (PRIOR_FAILURES + seen.failures) / nodes:.2g}")
+    def horizon_s(self, nodes: int) -> float:
+        """Return the expected time to the next failure among so many nodes, in two digits: more are not known."""
+        lived_s = PRIOR_FAILURES * PRIOR_NODE_S + self.node_s
+        return float(f"{lived_s / (PRIOR_FAILURES + self.failures) / nodes:.2g}")

@@ -3,19 +3,23 @@
 import hashlib
 from typing import Any
 
-from statemachine.cluster.foresight import foresee
-from statemachine.cluster.group import follow_group, release, release_drained, release_idle
-from statemachine.cluster.joining import want_join
-from statemachine.cluster.ledger import tell
-from statemachine.cluster.membership import healthy, misfit, reject
+from statemachine.cluster.boundaries import (
+    change_protection,
+    mend_buddies,
+    release,
+    release_drained,
+    release_idle,
+    set_draining,
+    want_join,
+)
+from statemachine.cluster.horizon import Exposure
+from statemachine.cluster.ledger import learn_evaluation, tell
+from statemachine.cluster.membership import healthy, misfit, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import PhaseEvent
-from statemachine.cluster.recovery import note_cause, reconfigure
-from statemachine.cluster.snapshots import exporting, persisting
-from statemachine.cluster.snapshots import orders as snapshot_orders
-from statemachine.cluster.snapshots.buddies import lost_buddies
+from statemachine.cluster.recovery import follow_group, foresee, note_cause, reconfigure
+from statemachine.cluster.snapshots import exporting, orders, persisting
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
-from statemachine.cluster.snapshots.protections import overdue, wish_of
 from statemachine.cluster.state import (
     FIND,
     FINISH,
@@ -29,14 +33,13 @@ from statemachine.cluster.state import (
     SUSPICION,
     Balance,
     Cluster,
-    Exposure,
     Ledger,
+    counted,
 )
-from statemachine.cluster.words import counted
 from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.messages.cluster import Heartbeat, Prepare, Released, Stop
-from statemachine.messages.common import Prepared
+from statemachine.messages.cluster import Heartbeat, Released, Stop
+from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, Profiled
 
 MOST_DOING = 100
@@ -117,16 +120,6 @@ def drain(c: Cluster, event: DrainRequested) -> None:
     when = "is released already" if node.released else "will be released at the next step boundary"
     answer(c, event.request, True, f"{node.name} {when}")
     set_draining(c, node, "drain requested")
-
-
-def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
-    if node.draining is not None:
-        return
-    node.draining = reason
-    c.dirty = True
-    c.persist()
-    c.emit("NodeDraining", f"{node.name}: {reason}", node=node.name)
-    c.publish()
 
 
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
@@ -225,7 +218,7 @@ def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
     job = c.job
     assert job is not None, "a job is under way"
-    others = []
+    asked = []
     for node in c.alive():
         if node.asked or node.released or node.draining is not None or node.unfit is not None:
             continue
@@ -235,10 +228,8 @@ def build(c: Cluster) -> None:
         node.asked, node.prepared = True, False
         if profile:
             c.profiler = node.name
-            c.send(node, Prepare(job=job, profile=True))
-        else:
-            others.append(node)
-    c.send_all(others, Prepare(job=job, profile=False))
+        asked.append(node)
+    prepare(c, asked)
     build_templates(c)
 
 
@@ -296,7 +287,7 @@ def maybe_finish(c: Cluster) -> None:
             c.ledger.pending[known.step] = known.vote
             tell(c)
         return
-    if snapshot_orders.last_wanted(c) or exporting.last_export_wanted(c):
+    if orders.last_wanted(c) or exporting.last_export_wanted(c):
         return
     digests: dict[int, str] = {}
     for name in planned:
@@ -343,7 +334,7 @@ def pursue(c: Cluster) -> None:
             if c.phase is ClusterPhase.RUNNING:
                 mend_buddies(c)
             if c.phase is ClusterPhase.RUNNING:
-                snapshot_orders.pursue(c)
+                orders.pursue(c)
         case ClusterPhase.PAUSED:
             want_join(c)
         case ClusterPhase.QUIESCING:
@@ -352,17 +343,13 @@ def pursue(c: Cluster) -> None:
             pass
 
 
-def change_protection(c: Cluster) -> None:
-    """Another one was asked for than the group under way was planned with: a boundary, and the same plan."""
-    if c.recovery is not None or JOIN in c.due or not overdue(c):
+def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
+    attempt = c.attempt
+    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+        c.ignore("a Finished that nobody waits for", node.name)
         return
-    note_cause(c, "protection_changed", [])
-    reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
-
-
-def mend_buddies(c: Cluster) -> None:
-    """A node that keeps copies is gone: others must have one. Planned ones are missed before this."""
-    lost = lost_buddies(c)
-    if lost and c.recovery is None:
-        note_cause(c, "node_lost", lost)
-        reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")
+    attempt.finished[node.name] = signal
+    node.step = max(node.step, signal.step)
+    learn_evaluation(c, signal.step, signal.evaluation)
+    tell(c)
+    c.dirty = True

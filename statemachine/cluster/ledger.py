@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
-from statemachine.cluster import raising
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import STEPS, Cluster
 from statemachine.effects import EmitEvent, RecordSteps
@@ -80,7 +79,9 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
 
 def committed_again(c: Cluster) -> None:
     """There is progress: what was in its way is not."""
-    raising.committed(c)
+    c.raised = 0
+    if c.raising is not None and c.ledger.known_step >= c.raising.step:
+        c.raising = None
     c.persisting.refused_at = None
 
 
@@ -270,6 +271,13 @@ def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
 
 
 # --- what is known, and was not told ---------------------------------------------------------------------
+
+
+def steps_overdue(c: Cluster) -> None:
+    """A node that was asked for missing steps did not answer: ask another one."""
+    if c.ledger.told < c.ledger.known_step and c.ledger.known is not None:
+        c.ledger.pending.setdefault(c.ledger.known.step, c.ledger.known.vote)
+        ask(c)
 
 
 def look(c: Cluster) -> None:

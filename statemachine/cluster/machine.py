@@ -1,8 +1,7 @@
 """The cluster machine: the coordinator's whole protocol as one pure object.
 
-``step(event) -> list[Effect]``; effects are to be carried out in order. What it knows is in ``state``, what
-it does in ``signals``, ``membership``, ``recovery``, ``jobs``, ``ledger`` and ``timeouts``; this module only
-tells each event where to go.
+``step(event) -> list[Effect]``; effects are to be carried out in order. This module only passes each event to the
+module whose subject it is. ``recovery`` has the path from a loss to the first commit after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,21 +9,11 @@ from typing import Any, assert_never
 
 import msgspec
 
-from statemachine.cluster import (
-    jobs,
-    joining,
-    ledger,
-    public,
-    recovery,
-    resuming,
-    rollback,
-    signals,
-    stragglers,
-    timeouts,
-)
+from statemachine.cluster import boundaries, jobs, ledger, public, recovery, rollback, signals, stragglers
+from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_kept
-from statemachine.cluster.membership import inquire_all
+from statemachine.cluster.membership import forget, inquire_all, silent
 from statemachine.cluster.snapshots import exporting, persisting, snapshots
 from statemachine.cluster.snapshots import requests as snapshot_requests
 from statemachine.cluster.state import (
@@ -228,7 +217,7 @@ class ClusterMachine:
             case TimerFired():
                 self._timer(event)
             case NodeVanished():
-                signals.vanished(c, event)
+                recovery.vanished(c, event)
             case BrokerConnected():
                 self._connected()
             case BrokerLost():
@@ -271,22 +260,22 @@ class ClusterMachine:
     def _timer(self, event: TimerFired) -> None:
         c = self._c
         late_s = c.at - c.due.pop(event.name, c.at)
-        if timeouts.postponed(c, event.name, late_s):
+        if event.name in (QUIESCE, RESUME) and late_s > c.timing.silence_s / 2:
+            # A deadline that fires this late says that we were stopped, not that the others are slow.
+            c.set_timer(event.name, c.timing.quiesce_s)
             return
         match event.name:
             case "tick":
-                timeouts.tick(c, late_s)
-                stragglers.look(c)
-                snapshots.remind(c)
+                self._tick(late_s)
             case "quiesce":
-                timeouts.quiesce_overdue(c)
+                recovery.quiesce_overdue(c)
             case "resume":
-                timeouts.resume_overdue(c)
+                recovery.resume_overdue(c)
             case "join":
-                joining.join(c)
+                boundaries.join(c)
                 c.dirty = True
             case "steps":
-                timeouts.steps_overdue(c)
+                ledger.steps_overdue(c)
             case "snapshot":
                 snapshots.overdue(c)
             case "persist":
@@ -296,7 +285,7 @@ class ClusterMachine:
             case "find":
                 self._fail(rollback.find_overdue(c))
             case "suspicion":
-                timeouts.suspicion_overdue(c)
+                recovery.suspicion_overdue(c)
             case "give_up":
                 if c.phase is ClusterPhase.PAUSED and any(node.asked for node in c.alive()):
                     c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
@@ -304,6 +293,25 @@ class ClusterMachine:
                     jobs.fail(c, c.lacking)
             case _:  # "settle": pursue sees that the time is over
                 c.dirty = True
+
+    def _tick(self, late_s: float) -> None:
+        """Look who is silent, and what has changed since the last tick. ``late_s``: how late this very tick is."""
+        c = self._c
+        c.set_timer(TICK, c.timing.heartbeat_s)
+        if late_s > c.timing.silence_s / 2:
+            # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
+            c.presumed_at = c.at
+        else:
+            ledger.look(c)
+            for node in silent(c):
+                c.cause = f"silence:{node.name}:{node.incarnation}"
+                reason = f"nothing heard from {node.name} for {c.timing.silence_s} s"
+                recovery.node_lost(c, node, "silence", reason)
+            repeat_orders(c)
+            forget(c)
+            c.dirty = c.dirty or c.recovery is not None
+        stragglers.look(c)
+        snapshots.remind(c)
 
     def _connected(self) -> None:
         """The broker is (back) there: everybody has a while to say Hello before anybody is missed."""
@@ -329,7 +337,7 @@ class ClusterMachine:
         elif c.phase is ClusterPhase.QUIESCING:
             c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
         elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
-            c.set_timer(RESUME, resuming.resume_limit_s(c))
+            c.set_timer(RESUME, recovery.resume_limit_s(c))
         elif c.phase is ClusterPhase.PAUSED and c.giving_up:
             c.set_timer(GIVE_UP, c.timing.lost_state_s)
         if c.keeping.underway is not None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from planner.values import PipelinePlacement, Plan
 from statemachine.cluster.snapshots.snapshots import holders
-from statemachine.cluster.state import Cluster
-from statemachine.cluster.words import who
+from statemachine.cluster.state import Cluster, who
 from statemachine.messages.values import ClusterPhase
 
 

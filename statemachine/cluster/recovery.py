@@ -1,25 +1,29 @@
-"""Every reconfiguration - start, failure, join, drain, going on after a pause - is this one path.
+"""Recovery: the path from a loss to the first commit after it. It reads from top to bottom.
 
-generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first
-commit. A failure at any moment starts it again with the next generation. Which moments need that:
+Every reconfiguration takes this one path: start, failure, join, drain, going on after a pause.
+
+    generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first commit
+
+A failure at any moment starts it again with the next generation. Which moments need that:
 
 * QUIESCING: any expected node, since trainers may wait for it at a boundary; where they abort, only one whose
   trainers failed, since a node that is gone has no report to give, and nobody waits for it;
 * RECOVERING before the Resume: any node whose report counted, since the planner was told of it;
 * RECOVERING after the Resume, and RUNNING: any planned node.
+
+Where live replicas are not enough, ``rollback`` finds another state to go on from.
 """
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from planner.values import Device, Situation, StatePart
-from statemachine.cluster.horizon import failed, horizon_s, plan_began, plan_ended
 from statemachine.cluster.ledger import learn, learn_evaluation, tell
-from statemachine.cluster.membership import fence, lose
+from statemachine.cluster.membership import fence, inquire, lose, prepare, unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import PhaseEvent
-from statemachine.cluster.public import plan_in_words
-from statemachine.cluster.resuming import restore_of, resume_command, resume_limit_s
+from statemachine.cluster.public import pipelines, plan_in_words
 from statemachine.cluster.rules import Decision, Resumption, decide, trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.cluster.snapshots.buddies import able, buddies_of
@@ -33,22 +37,70 @@ from statemachine.cluster.state import (
     QUIESCE,
     RESUME,
     SUSPICION,
+    SUSPICIOUS,
     Attempt,
     Cluster,
     Recovery,
+    who,
 )
-from statemachine.effects import ComputePlan
-from statemachine.events import PlanImpossible, PlanReady
-from statemachine.messages.cluster import Prepare, Quiesced
-from statemachine.messages.common import Quiesce
-from statemachine.messages.values import ClusterPhase, CommittedStep, QuiesceMode
+from statemachine.effects import ComputePlan, ForeseePlan
+from statemachine.events import NodeVanished, PlanImpossible, PlanReady
+from statemachine.messages.cluster import Quiesced, Resume
+from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
+from statemachine.messages.values import Buddy, ClusterPhase, CommittedStep, NodeFacts, QuiesceMode, Restore
 
 T = TypeVar("T")
 
+_GOES_ON = {
+    "start": "training begins",
+    "node_lost": "training goes on after the loss of {who}",
+    "trainer_lost": "training goes on after the loss of a trainer of {who}",
+    "connection_lost": "training goes on after a connection broke",
+    "node_joined": "training goes on with {who}",
+    "node_returned": "training goes on with {who}, back again",
+    "node_drained": "training goes on without {who}, as was asked for",
+    "speed_changed": "training goes on, shares made anew for the speed of {who}",
+    "protection_changed": "training goes on, snapshots protected anew",
+    "resumed": "training goes on after a pause",
+}
+"""By what a reconfiguration was for."""
 
-def next_generation(c: Cluster) -> int:
-    """One more than any generation ever persisted, and than any a node says it obeyed."""
-    return c.generation + 1
+
+# --- 1. a node is lost ----------------------------------------------------------------------------
+
+
+def vanished(c: Cluster, event: NodeVanished) -> None:
+    """The broker says that a node's session is over."""
+    c.rejected.pop((event.node, event.incarnation), None)
+    node = c.nodes.get(event.node)
+    if node is None:
+        unknown(c, event.node)
+        return
+    if node.incarnation != event.incarnation or not node.alive:
+        return
+    if event.graceful:
+        node_lost(c, node, "goodbye", f"{node.name} left")
+    elif c.at < c.wills_doubtful_until:
+        inquire(c, node.name, node.incarnation)  # If it does not answer, it is lost for its silence.
+    else:
+        node_lost(c, node, "last_will", f"the broker lost the session of {node.name}")
+
+
+def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+    """A node went OFFLINE: go on without it."""
+    lose(c, node, how, reason)
+    c.persist()
+    c.publish()
+    if c.active and c.attempt is not None and c.phase is not ClusterPhase.PAUSED and _counted_on(c, node):
+        note_cause(c, "node_lost", [node.name], how)
+    after_loss(c, node, reason)
+
+
+def _counted_on(c: Cluster, node: NodeMachine) -> bool:
+    attempt = c.attempt
+    if attempt is None:
+        return False
+    return node.name in (c.planned if attempt.resume_sent else attempt.expected)
 
 
 def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> None:
@@ -57,7 +109,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
         before = c.resumption.plan.pipelines if c.resumption is not None else ()
         if cause in LOSSES:
-            failed(c)
+            c.exposure.failures += 1
         c.recovery = Recovery(
             cause=cause,
             nodes=list(nodes),
@@ -69,40 +121,6 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
         )
         return
     record.nodes.extend(name for name in nodes if name not in record.nodes)
-
-
-def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
-    """Steps 1 and 2: announce a new generation to everybody who may take part."""
-    was_running = c.phase is ClusterPhase.RUNNING
-    record = c.recovery
-    if record is not None:
-        if was_running and mode == "abort" and c.job is not None and c.ledger.known_step < c.job.steps:
-            record.recomputed_steps = 1
-        record.tried += 1
-        record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
-    c.enter(PhaseEvent.GENERATION_STARTED)
-    plan_ended(c)
-    c.generation = next_generation(c)
-    members = [node for node in c.alive() if node.ready]
-    c.attempt = Attempt(
-        generation=c.generation,
-        mode=mode,
-        began_at=c.at,
-        expected=dict.fromkeys(node.name for node in members),
-    )
-    interrupt(c, why)
-    for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
-        c.cancel_timer(name)
-    c.giving_up = False
-    c.persist()
-    c.emit("GenerationStarted", why, mode=mode, why=why)
-    c.send_all(members, Quiesce(generation=c.generation, mode=mode))
-    limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.ledger.step_s)
-    c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
-    c.publish()
-    if not members:
-        c.cancel_timer(QUIESCE)
-        pause(c, "no node is ready", needed=1)
 
 
 def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
@@ -150,7 +168,68 @@ def do_with(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
         attempt.expected[node.name] = None  # Its Hello is answered with the Quiesce.
 
 
-# --- reports -------------------------------------------------------------------------------------
+# --- 2. a new generation: everybody stops and reports ---------------------------------------------
+
+
+def next_generation(c: Cluster) -> int:
+    """One more than any generation ever persisted, and than any a node says it obeyed."""
+    return c.generation + 1
+
+
+def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
+    """Steps 1 and 2: announce a new generation to everybody who may take part."""
+    was_running = c.phase is ClusterPhase.RUNNING
+    record = c.recovery
+    if record is not None:
+        if was_running and mode == "abort" and c.job is not None and c.ledger.known_step < c.job.steps:
+            record.recomputed_steps = 1
+        record.tried += 1
+        record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
+    c.enter(PhaseEvent.GENERATION_STARTED)
+    c.exposure.plan_ended(c.at)
+    c.generation = next_generation(c)
+    members = [node for node in c.alive() if node.ready]
+    c.attempt = Attempt(
+        generation=c.generation,
+        mode=mode,
+        began_at=c.at,
+        expected=dict.fromkeys(node.name for node in members),
+    )
+    interrupt(c, why)
+    for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
+        c.cancel_timer(name)
+    c.giving_up = False
+    c.persist()
+    c.emit("GenerationStarted", why, mode=mode, why=why)
+    c.send_all(members, Quiesce(generation=c.generation, mode=mode))
+    limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.ledger.step_s)
+    c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
+    c.publish()
+    if not members:
+        c.cancel_timer(QUIESCE)
+        pause(c, "no node is ready", needed=1)
+
+
+def foresee(c: Cluster) -> None:
+    """Again whenever the nodes that are waited for have changed."""
+    attempt, resumption = c.attempt, c.resumption
+    if attempt is None or attempt.mode != "abort" or attempt.foreseen == len(attempt.expected):
+        return
+    if resumption is None or not c.templates_ready or c.job is None or resumption.held_parts:
+        return  # The parts that somebody holds are not the plan's alone.
+    attempt.foreseen = len(attempt.expected)
+    nodes = [c.nodes[name] for name in sorted(attempt.expected)]
+    devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
+    if devices:
+        c.out.append(
+            ForeseePlan(
+                cause=c.cause,
+                devices=devices,
+                previous=resumption.plan,
+                speeds=c.speeds,
+                horizon_s=c.horizon_s(len(devices)),
+            )
+        )
 
 
 def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
@@ -168,14 +247,16 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
     if len({report.device for report in signal.reports}) < node.facts.devices:
         # Its trainers are not (all) prepared, whatever it said before: it joins when they are.
         node.prepared = False
-        if c.job is not None:
-            node.asked = True
-            c.send(node, Prepare(job=c.job, profile=False))
+        node.asked = True
+        prepare(c, [node])
         attempt.reports[node.name] = ()
     else:
         attempt.reports[node.name] = signal.reports
     if attempt.reported:
         settle(c, attempt)
+
+
+# --- 3. the step to resume from is decided, and a plan is asked for -------------------------------
 
 
 def settle(c: Cluster, attempt: Attempt) -> None:
@@ -244,7 +325,7 @@ def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
         holdings=of_nodes(decision.holdings, usable),
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
-        horizon_s=horizon_s(c, len(usable)),
+        horizon_s=c.horizon_s(len(usable)),
         parts=parts_of(c, decision, usable),
         in_memory=decision.step > 0 and attempt.restoring is None,
     )
@@ -303,7 +384,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
     c.publish()
 
 
-# --- resume --------------------------------------------------------------------------------------
+# --- 4. the plan is here: everybody resumes -------------------------------------------------------
 
 
 def awaits_plan(c: Cluster, event: PlanReady) -> bool:
@@ -341,7 +422,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     attempt.resume_sent = True
     c.keeping.urgent = True
     c.balance.speeds = dict(attempt.situation.speeds) if attempt.situation is not None else {}
-    plan_began(c, len(plan.nodes))
+    c.exposure.plan_began(len(plan.nodes), c.at)
     for name in attempt.members:
         c.nodes[name].counted_in = attempt.generation
     if c.recovery is not None:
@@ -367,3 +448,237 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.send_all((c.nodes[name] for name in sorted(attempt.members)), command)
     c.set_timer(RESUME, resume_limit_s(c))
     c.publish()
+
+
+def restore_of(c: Cluster, attempt: Attempt) -> Restore | None:
+    """Where everybody's state comes from after a rollback."""
+    record, checkpoint, job = c.keeping.newest, attempt.checkpoint, c.job
+    if job is not None and checkpoint is not None:
+        return Restore(
+            job_id=job.job_id,
+            step=checkpoint.step,
+            generation=0,
+            groups=(),
+            sources={},
+            url=job.checkpoint.url,
+            job_name=job.name,
+        )
+    if attempt.restoring is None or record is None or job is None:
+        return None
+    facts = {name: c.nodes[name].facts for name in attempt.sources}
+    return Restore(
+        job_id=job.job_id,
+        step=record.step,
+        generation=record.generation,
+        groups=record.groups,
+        sources={name: _served_at(fact) for name, fact in facts.items()},
+    )
+
+
+def _served_at(facts: NodeFacts) -> str:
+    return f"{facts.host}:{facts.snapshot_port}"
+
+
+def resume_command(c: Cluster) -> Resume | None:
+    """The Resume of the present generation, also for a node that has to be told again."""
+    resumption, job = c.resumption, c.job
+    if resumption is None or job is None:
+        return None
+    plan = replace(resumption.plan, considered=())  # Which is for people.
+    hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
+    first = c.nodes[plan.devices[0].node].facts
+    return Resume(
+        generation=resumption.generation,
+        job_id=job.job_id,
+        step=resumption.step,
+        vote=resumption.vote,
+        plan=plan,
+        hosts=hosts,
+        rendezvous=f"{first.host}:{first.rendezvous_port}",
+        lineage=resumption.lineage,
+        protection=resumption.protection,
+        restore=resumption.restore,
+        held_parts=resumption.held_parts,
+        evaluated=resumption.evaluated,
+        buddies={
+            owner: Buddy(node=name, address=_served_at(c.nodes[name].facts))
+            for owner, name in resumption.buddies.items()
+            if name in c.nodes
+        },
+    )
+
+
+def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
+    attempt = c.attempt
+    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+        c.ignore("a Resumed that nobody waits for", node.name)
+        return
+    attempt.resumed[node.name] = signal
+    c.dirty = c.dirty or len(attempt.resumed) >= len(c.planned)
+
+
+# --- 5. the group trains, and commits its first step ----------------------------------------------
+
+
+def follow_group(c: Cluster) -> None:
+    """Step 6: has the group resumed, has it committed its first step?"""
+    attempt, resumption, record = c.attempt, c.resumption, c.recovery
+    if attempt is None or resumption is None or not attempt.resume_sent:
+        return
+    committed = c.ledger.known_step > resumption.step or bool(attempt.finished)
+    everybody = all(name in attempt.resumed for name in resumption.plan.nodes)
+    if c.phase is ClusterPhase.RECOVERING and (everybody or committed):
+        # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
+        c.enter(PhaseEvent.GROUP_RESUMED)
+        c.cancel_timer(RESUME)
+        c.blamed.clear()
+        c.unreached.clear()
+        if record is not None:
+            record.resumed_at = c.at
+        c.persist()
+        c.emit(
+            "TrainingResumed",
+            f"generation {attempt.generation} trains from step {resumption.step} on",
+            step=resumption.step,
+            bytes_moved=sum(signal.bytes_moved for signal in attempt.resumed.values()),
+            rendezvous_s=max((signal.rendezvous_s for signal in attempt.resumed.values()), default=0.0),
+            state_s=max((signal.state_s for signal in attempt.resumed.values()), default=0.0),
+        )
+        c.publish()
+    if c.phase is not ClusterPhase.RUNNING or not committed:
+        return
+    if record is not None and record.committed_at is None:
+        record.committed_at = c.at
+    late = record is not None and record.committed_at is not None and record.committed_at < c.at
+    if record is not None and (everybody or late):
+        _complete(c, attempt, resumption, record)
+
+
+def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Recovery) -> None:
+    """The first commit of the new generation: training goes on."""
+    c.recovery = None
+    moved = sum(signal.bytes_moved for signal in attempt.resumed.values())
+    plan = resumption.plan
+    recovery = {
+        "cause": record.cause,
+        "nodes": record.nodes,
+        "detected_how": record.detected_how,
+        "detected_at": record.detected_at,
+        "quiesce_ms": _ms(record.quiesced_at, record.detected_at),
+        "plan_ms": _ms(record.planned_at, record.quiesced_at),
+        "state_ms": _ms(record.resumed_at, record.planned_at),
+        "resume_ms": _ms(record.committed_at, record.resumed_at),
+        "total_ms": _ms(record.committed_at, record.detected_at),
+        "rolled_back_steps": record.rolled_back_steps,
+        "recomputed_steps": record.recomputed_steps,
+        "tier": record.tier or ("live_replica" if plan.transfers or plan.part_bytes else "none"),
+        "bytes_moved": moved,
+        "method": plan.method,
+        "reason": plan.reason,
+        "generation": attempt.generation,
+        "generations_tried": record.tried,
+        "step": resumption.step,
+        "pipelines_before": pipelines(record.before),
+        "pipelines_after": pipelines(plan.pipelines),
+    }
+    c.emit("RecoveryCompleted", _GOES_ON[record.cause].format(who=who(record.nodes)), recovery=recovery)
+    c.publish()
+
+
+def _ms(later: float | None, earlier: float | None) -> float:
+    return round(1e3 * max(0.0, later - earlier), 3) if later is not None and earlier is not None else 0.0
+
+
+# --- somebody is too slow, or a connection broke --------------------------------------------------
+
+
+def resume_limit_s(c: Cluster) -> float:
+    restoring = c.resumption is not None and c.resumption.restore is not None
+    return c.timing.restore_s if restoring else c.timing.resume_s
+
+
+def quiesce_overdue(c: Cluster) -> None:
+    """Some node did not answer Quiesce in time."""
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.QUIESCING:
+        return
+    missing = [name for name in attempt.expected if name not in attempt.reports]
+    if attempt.mode == "boundary":
+        reconfigure(c, f"{', '.join(missing)} did not reach the step boundary in time", "abort")
+        return
+    _drop(c, missing, f"no answer to Quiesce of generation {attempt.generation}")
+
+
+def resume_overdue(c: Cluster) -> None:
+    """The group did not form in time: try again with everybody who still answers Quiesce.
+
+    One that hangs does not, and is fenced then. A node that answers but cannot resume for the second time
+    where others could is fenced itself; one at a time and the one that has least to lose, since those who
+    wait for it look the same from here.
+    """
+    attempt = c.attempt
+    if attempt is None or c.phase is not ClusterPhase.RECOVERING:
+        return
+    missing = [name for name in c.planned if name not in attempt.resumed]
+    again = [name for name in missing if name in c.blamed] if attempt.resumed else []
+    c.blamed = set(missing) if attempt.resumed else set()
+    if again:
+        worst = min(again, key=lambda name: (_layers_held(attempt, name), name))
+        _drop(c, [worst], f"no answer to Resume of generation {attempt.generation}, again")
+    else:
+        late = ", ".join(missing)
+        note_cause(c, "connection_lost", [], "no_answer")
+        reconfigure(c, f"{late} did not resume generation {attempt.generation} in time", "abort")
+
+
+def _layers_held(attempt: Attempt, name: str) -> int:
+    holdings = attempt.decision.holdings if attempt.decision is not None else {}
+    return sum(len(layers) for device, layers in holdings.items() if device.node == name)
+
+
+def _drop(c: Cluster, names: list[str], reason: str) -> None:
+    """Go on without these. Who obeyed and yet did not answer is fenced. Who was not heard at all may be cut
+    off, or it is we who are; whom the order did not reach may be behind a line that loses much, but not for
+    ever: they may come back with their state."""
+    attempt = c.attempt
+    assert attempt is not None, "somebody did not answer"
+    for name in names:
+        node = c.nodes[name]
+        heard = node.heard_at > attempt.began_at
+        if node.alive and heard and (node.obeyed >= attempt.generation or name in c.unreached):
+            fence(c, name, node.incarnation, reason)
+            lose(c, node, "no_answer", reason)
+        elif node.alive:
+            if heard:
+                c.unreached.add(name)
+            lose(c, node, "no_answer" if heard else "silence", reason)
+    note_cause(c, "node_lost", names, "no_answer")
+    reconfigure(c, f"{', '.join(names)}: {reason}", "abort")
+
+
+def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
+    """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
+    c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
+    attempt = c.attempt
+    concerned = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
+    if concerned and c.phase in SUSPICIOUS and SUSPICION not in c.due:
+        c.suspected_at_step, c.seen_going_on = c.ledger.known_step, False
+        c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
+
+
+def suspicion_overdue(c: Cluster) -> None:
+    """A connection inside the group broke, and nobody was found to be the cause: form the group anew.
+
+    Unless it goes on regardless. The step that was past its VOTE when the connection broke proves nothing,
+    nor does late news of earlier ones: the group must be seen to go on twice.
+    """
+    if not c.connected:
+        c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
+    elif c.phase in SUSPICIOUS and c.ledger.known_step > c.suspected_at_step + 1:
+        first, c.seen_going_on = not c.seen_going_on, True
+        if first:
+            c.suspected_at_step = c.ledger.known_step
+            c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
+    elif c.phase in SUSPICIOUS:
+        note_cause(c, "connection_lost", [], "peer")
+        reconfigure(c, "a connection between trainers broke, and all of them live", "abort")

@@ -22,8 +22,7 @@ from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.buddies import copies, copy_of
 from statemachine.cluster.snapshots.keeping import Keeping
 from statemachine.cluster.snapshots.snapshots import holders, key_of
-from statemachine.cluster.state import FIND, GIVE_UP, Attempt, Cluster
-from statemachine.cluster.words import who
+from statemachine.cluster.state import FIND, GIVE_UP, Attempt, Cluster, who
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost

@@ -3,9 +3,8 @@
 from typing import assert_never
 
 from statemachine.cluster.acknowledgement import take_acknowledgement
-from statemachine.cluster.forgetting import unknown
-from statemachine.cluster.group import take_finished, take_resumed
-from statemachine.cluster.jobs import fail, say_not_under_way, set_draining, take_doing, take_prepared
+from statemachine.cluster.boundaries import set_draining
+from statemachine.cluster.jobs import fail, say_not_under_way, take_doing, take_finished, take_prepared
 from statemachine.cluster.ledger import take_heartbeat, take_stepped
 from statemachine.cluster.membership import (
     TABLE,
@@ -14,6 +13,7 @@ from statemachine.cluster.membership import (
     fence,
     inquire,
     may_return,
+    prepare,
     reject,
     remind,
     standing,
@@ -21,22 +21,28 @@ from statemachine.cluster.membership import (
     unhealthy,
 )
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.raising import take_raised
-from statemachine.cluster.recovery import after_loss, do_with, note_cause, reconfigure, take_quiesced
-from statemachine.cluster.resuming import resume_command
-from statemachine.cluster.rollback import foreign, take_restore_failed
+from statemachine.cluster.recovery import (
+    do_with,
+    node_lost,
+    note_cause,
+    reconfigure,
+    resume_command,
+    suspect,
+    take_quiesced,
+    take_resumed,
+)
+from statemachine.cluster.rollback import take_restore_failed
 from statemachine.cluster.snapshots import intervals, persisting, snapshots
-from statemachine.cluster.state import SUSPICION, SUSPICIOUS, Cluster
+from statemachine.cluster.state import Cluster
 from statemachine.cluster.stragglers import take_times
-from statemachine.cluster.timeouts import node_lost
-from statemachine.events import NodeVanished, SignalArrived
+from statemachine.cluster.trainers import _lost_trainers, trainer_lost
+from statemachine.events import SignalArrived
 from statemachine.messages.cluster import (
     Heartbeat,
     Hello,
     LayersPersisted,
     Leaving,
     PersistFailed,
-    Prepare,
     Quiesced,
     Released,
     RestoreFailed,
@@ -56,9 +62,6 @@ from statemachine.messages.common import (
     SnapshotFailed,
 )
 from statemachine.messages.values import ClusterPhase
-
-_LINE_CHARACTERS = 200
-"""Of a failure, in the reason of its event: the whole detail is there, too."""
 
 
 def arrived(c: Cluster, event: SignalArrived) -> None:
@@ -194,7 +197,7 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             say_not_under_way(c, node, job.job_id)
         return
     if node.asked:
-        c.send(node, Prepare(job=job, profile=c.profiler == node.name))
+        prepare(c, [node])
     if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
         unhealthy(c, node)
         node.returning = True
@@ -234,83 +237,4 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             pass
 
 
-def _lost_trainers(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
-    """``how`` it was noticed: the trainer's cause of failure, or a Hello that did not speak of it."""
-    planned = node.name in c.planned or (c.attempt is not None and node.name in c.attempt.expected)
-    if planned and c.phase is not ClusterPhase.PAUSED:
-        note_cause(c, "trainer_lost", [node.name], how)
-    after_loss(c, node, reason)
-
-
 # --- failures ------------------------------------------------------------------------------------
-
-
-def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
-    """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
-    c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
-    attempt = c.attempt
-    concerned = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
-    if concerned and c.phase in SUSPICIOUS and SUSPICION not in c.due:
-        c.suspected_at_step, c.seen_going_on = c.ledger.known_step, False
-        c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-
-
-def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
-    """A trainer of this node died, hung or raised: the node is UNHEALTHY until it is prepared again."""
-    if signal.generation < node.obeyed:
-        c.ignore("a TrainerLost from before what this node said since", node.name)
-        return
-    if not c.active:
-        c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
-        return
-    changed = unhealthy(c, node)
-    if not changed and (signal.cause != "unprepared" or node.unfit is not None):
-        return
-    node.returning = True
-    if signal.cause == "unprepared":
-        node.unfit = signal.detail
-    c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
-    c.emit(
-        "TrainerLost",
-        f"trainer {signal.device} of {node.name}: {signal.cause}{_in_a_line(signal)}",
-        node=node.name,
-        device=signal.device,
-        cause=signal.cause,
-        detail=signal.detail,
-    )
-    c.publish()
-    if not changed:  # Its loss is told and dealt with; that it cannot come back is news.
-        return
-    if signal.cause == "foreign" and (why := foreign(c, signal)):
-        fail(c, why)
-        return
-    if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
-        fail(c, why)
-        return
-    _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
-
-
-def _in_a_line(signal: TrainerLost) -> str:
-    """The exception of a traceback, which ends it; else what happened, which comes before what it printed."""
-    lines = signal.detail.strip().splitlines()
-    if not lines:
-        return ""
-    line = lines[-1] if signal.cause == "raised" else lines[0]
-    return f", {line[:_LINE_CHARACTERS]}"
-
-
-def vanished(c: Cluster, event: NodeVanished) -> None:
-    """The broker says that a node's session is over."""
-    c.rejected.pop((event.node, event.incarnation), None)
-    node = c.nodes.get(event.node)
-    if node is None:
-        unknown(c, event.node)
-        return
-    if node.incarnation != event.incarnation or not node.alive:
-        return
-    if event.graceful:
-        node_lost(c, node, "goodbye", f"{node.name} left")
-    elif c.at < c.wills_doubtful_until:
-        inquire(c, node.name, node.incarnation)  # If it does not answer, it is lost for its silence.
-    else:
-        node_lost(c, node, "last_will", f"the broker lost the session of {node.name}")

@@ -5,11 +5,13 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planner.reasons import names
 from planner.values import Device, PipelinePlacement, Plan, Situation
+from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import ALIVE, NodeMachine
 from statemachine.cluster.phases import CHANGING, OVER, PhaseEvent, next_phase
 from statemachine.cluster.rules import Decision, Resumption
@@ -172,18 +174,6 @@ class Ledger:
 
 
 @dataclass(slots=True, kw_only=True)
-class Exposure:
-    """What the job's nodes lived through, for ``horizon``."""
-
-    failures: int = 0
-    node_s: float = 0.0
-    """Time under plans that are over, summed over their nodes."""
-    nodes: int = 0
-    """Of the plan that is under way since ``since``."""
-    since: float = 0.0
-
-
-@dataclass(slots=True, kw_only=True)
 class Balance:
     """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
 
@@ -324,6 +314,12 @@ class Cluster:
         nodes = self.nodes
         return [node for name in self.in_order if (node := nodes[name]).state in ALIVE]
 
+    def horizon_s(self, nodes: int) -> float | None:
+        """Return the time until the next failure among so many nodes that plans reckon with."""
+        if self.job is None or nodes < 1:
+            return None
+        return self.job.horizon_s if self.job.horizon_s is not None else self.exposure.horizon_s(nodes)
+
     def heard_at(self, node: NodeMachine) -> float:
         """Since when this node may be called silent."""
         return max(node.heard_at, self.presumed_at)
@@ -391,3 +387,13 @@ class Cluster:
     def cancel_timer(self, name: str) -> None:
         if self.due.pop(name, None) is not None:
             self.out.append(CancelTimer(cause=self.cause, name=name))
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def who(nodes: Sequence[str]) -> str:
+    """At most four names."""
+    return names(nodes) if nodes else "nobody"

@@ -15,7 +15,6 @@ from statistics import median_low
 
 from planner.stages.layers import expected_ms
 from planner.values import Device, Situation
-from statemachine.cluster.horizon import horizon_s
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.rules import owned_layers
@@ -124,7 +123,7 @@ def _weigh(c: Cluster) -> None:
         holdings=holdings,
         previous=resumption.plan,
         speeds=c.speeds,
-        horizon_s=horizon_s(c, len(usable)),
+        horizon_s=c.horizon_s(len(usable)),
     )
     balance.weighing = WeighPlan(cause=c.cause, generation=c.generation, situation=situation)
     c.out.append(balance.weighing)

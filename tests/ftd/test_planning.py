@@ -20,14 +20,13 @@ from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache, code_of
 from ftd.coordinator.plan_process import COMMAND
 from ftd.coordinator.plan_worker import Work
 from ftd.coordinator.planning import PlanningService
-from ftd.coordinator.planning_ahead import likely_losses, rehearse
+from ftd.coordinator.planning_ahead import expected, likely_losses, rehearse
 from ftd.driver import Driver
 from ftd.node.processes import alive
 from planner.errors import PlanningError
 from planner.pipelines import programs
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
-from statemachine.cluster.foresight import expected
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import (
     Event,

@@ -22,15 +22,15 @@ from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.cluster import (
-    forgetting,
-    jobs,
+    boundaries,
     ledger,
-    raising,
+    machine,
+    membership,
     recovery,
     rollback,
     rules,
     signals,
-    timeouts,
+    trainers,
 )
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -148,7 +148,7 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(raising, "last_line", lambda detail: "the same")
+    monkeypatch.setattr(trainers, "last_line", lambda detail: "the same")
     strikes = tuple(
         (name, faults.raise_in_trainer, 1) for name in ("StepCommitted", "Quiesced", "TrainerLost")
     )
@@ -431,7 +431,7 @@ def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
 
 
 def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "reconfigure", lambda c, why, mode: recovery.reconfigure(c, why, "abort"))
+    monkeypatch.setattr(boundaries, "reconfigure", lambda c, why, mode: recovery.reconfigure(c, why, "abort"))
     found("is switched, and steps are done again")
 
 
@@ -462,9 +462,9 @@ def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("module", "name", "mutant", "expected"),
     [
-        (forgetting, "needed", lambda c: frozenset(), "the job's journal names it"),
-        (timeouts, "forget", lambda c: None, "is gone for good, and is listed"),
-        (signals, "unknown", lambda c, name: None, "is gone for good, and its state is retained"),
+        (membership, "needed", lambda c: frozenset(), "the job's journal names it"),
+        (machine, "forget", lambda c: None, "is gone for good, and is listed"),
+        (recovery, "unknown", lambda c, name: None, "is gone for good, and its state is retained"),
     ],
     ids=["whoever is gone", "nobody", "nothing at the broker"],
 )

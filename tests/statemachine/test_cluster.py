@@ -9,10 +9,10 @@ import pytest
 from msgspec import structs
 from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
+from ftd.coordinator.planning_ahead import expected
 from planner.values import Device
 from statemachine.cluster.durable.durable import JournalError
 from statemachine.cluster.durable.outbox import is_kept
-from statemachine.cluster.foresight import expected
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import misfit
 from statemachine.cluster.node import NodeMachine

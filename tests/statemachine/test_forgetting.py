@@ -6,7 +6,7 @@ import pytest
 from test_cluster import events, running, sent
 from transcripts import PROFILE, Coordination, committed, job, report
 
-from statemachine.cluster import forgetting
+from statemachine.cluster import membership
 from statemachine.effects import ComputePlan, EmitEvent, ForgetNode
 from statemachine.events import (
     BrokerConnected,
@@ -68,7 +68,7 @@ def test_a_node_that_is_away_for_long_is_forgotten() -> None:
 
 
 def test_of_many_that_are_gone_the_last_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forgetting, "OFFLINE_KEPT", 3)
+    monkeypatch.setattr(membership, "OFFLINE_KEPT", 3)
     s = pods(5)
     assert look(s) == ["pod-0", "pod-1"]
     for number in range(5):

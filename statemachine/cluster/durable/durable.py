@@ -14,10 +14,11 @@ from planner.values import Device, Plan
 from statemachine.cluster.durable.columns import columns
 from statemachine.cluster.durable.promises import beyond
 from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, put_together
+from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
-from statemachine.cluster.state import Attempt, Cluster, Exposure, Ledger, Recovery
+from statemachine.cluster.state import Attempt, Cluster, Ledger, Recovery
 from statemachine.messages.values import PROTOCOL, NodeFacts
 from statemachine.timing import Timing
 

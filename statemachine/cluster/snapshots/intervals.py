@@ -11,7 +11,6 @@ from statistics import median
 from msgspec.structs import replace
 
 from planner.intervals import SnapshotCost, choose_interval
-from statemachine.cluster.horizon import horizon_s
 from statemachine.cluster.snapshots.keeping import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
@@ -74,7 +73,7 @@ def begin_anew(c: Cluster) -> None:
 def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     job, settled = c.job, c.keeping.measured is not None
     nodes = len(c.planned) or sum(1 for node in c.alive() if node.ready)
-    expected_s = horizon_s(c, nodes)
+    expected_s = c.horizon_s(nodes)
     if job is None or not job.snapshot.auto_interval or expected_s is None:
         return
     policy = job.snapshot

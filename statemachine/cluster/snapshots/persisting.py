@@ -14,8 +14,7 @@ from statemachine.cluster.snapshots import exporting
 from statemachine.cluster.snapshots.keeping import Writing
 from statemachine.cluster.snapshots.orders import last_wanted
 from statemachine.cluster.snapshots.snapshots import holders
-from statemachine.cluster.state import FINISH, PERSIST, Cluster
-from statemachine.cluster.words import who
+from statemachine.cluster.state import FINISH, PERSIST, Cluster, who
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint
 from statemachine.events import CheckpointFailed, CheckpointWritten
 from statemachine.messages.cluster import (

@@ -14,8 +14,7 @@ from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.snapshots import intervals
 from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapshot
 from statemachine.cluster.snapshots.keeping import Underway
-from statemachine.cluster.state import SNAPSHOT, Cluster
-from statemachine.cluster.words import who
+from statemachine.cluster.state import SNAPSHOT, Cluster, who
 from statemachine.messages.cluster import Heartbeat, Hello, KeepSnapshot, SnapshotCompleted
 from statemachine.messages.common import Snapping, SnapshotFailed
 from statemachine.messages.values import (

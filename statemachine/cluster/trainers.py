@@ -1,0 +1,110 @@
+"""The job's code raised: is it the code, or the node?
+
+A node whose hardware is bad raises by itself, and the others commit the step without it. Code that is wrong
+raises wherever the step is computed: on every node of the plan, or, since who comes later to it is stopped
+first, on another node when it is done again. Then nothing is gained by a further try: going back to a
+snapshot leads to the same step. So it is remembered which step could not be committed, also through a
+rollback, until it is. The same error is the same words (the exception of the traceback).
+"""
+
+from statemachine.cluster.jobs import fail
+from statemachine.cluster.membership import unhealthy
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.recovery import after_loss, note_cause
+from statemachine.cluster.rollback import foreign
+from statemachine.cluster.state import Cluster, counted
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.values import ClusterPhase, Raising
+
+_LINE_CHARACTERS = 200
+"""Of a failure, in the reason of its event: the whole detail is there, too."""
+
+
+def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
+    """A trainer of this node died, hung or raised: the node is UNHEALTHY until it is prepared again."""
+    if signal.generation < node.obeyed:
+        c.ignore("a TrainerLost from before what this node said since", node.name)
+        return
+    if not c.active:
+        c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
+        return
+    changed = unhealthy(c, node)
+    if not changed and (signal.cause != "unprepared" or node.unfit is not None):
+        return
+    node.returning = True
+    if signal.cause == "unprepared":
+        node.unfit = signal.detail
+    c.last_failure = f"{node.name}/{signal.device} {signal.cause}: {signal.detail}"
+    c.emit(
+        "TrainerLost",
+        f"trainer {signal.device} of {node.name}: {signal.cause}{_in_a_line(signal)}",
+        node=node.name,
+        device=signal.device,
+        cause=signal.cause,
+        detail=signal.detail,
+    )
+    c.publish()
+    if not changed:  # Its loss is told and dealt with; that it cannot come back is news.
+        return
+    if signal.cause == "foreign" and (why := foreign(c, signal)):
+        fail(c, why)
+        return
+    if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
+        fail(c, why)
+        return
+    _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
+
+
+def _in_a_line(signal: TrainerLost) -> str:
+    """The exception of a traceback, which ends it; else what happened, which comes before what it printed."""
+    lines = signal.detail.strip().splitlines()
+    if not lines:
+        return ""
+    line = lines[-1] if signal.cause == "raised" else lines[0]
+    return f", {line[:_LINE_CHARACTERS]}"
+
+
+def _lost_trainers(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+    """``how`` it was noticed: the trainer's cause of failure, or a Hello that did not speak of it."""
+    planned = node.name in c.planned or (c.attempt is not None and node.name in c.attempt.expected)
+    if planned and c.phase is not ClusterPhase.PAUSED:
+        note_cause(c, "trainer_lost", [node.name], how)
+    after_loss(c, node, reason)
+
+
+def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | None:
+    """A trainer of a group that trains raised. Returns why the job fails, if it does."""
+    if c.resumption is None:
+        return None
+    c.raised += 1
+    step, generation = c.ledger.known_step + 1, c.resumption.generation
+    error = last_line(signal.detail)
+    past = c.raising
+    same = past is not None and past.step == step and past.error == error
+    if past is None or past.step != step:
+        now = Raising(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
+    else:
+        others = [name for name in past.nodes if name != node.name] if same else []
+        tries = past.tries + (generation > past.generation)
+        now = Raising(step=step, generation=generation, tries=tries, error=error, nodes=(*others, node.name))
+    c.raising = now
+    last = f"{error}; last: {c.last_failure}"
+    planned = c.resumption.plan.nodes
+    if len(now.nodes) > 1 and set(planned) <= set(now.nodes):
+        return f"the job's code raised in step {step} on all {counted(len(planned), 'node')}: {last}"
+    if now.tries > 1 and len(now.nodes) > 1:
+        where = f"on {now.nodes[-2]}, and when it was done again on {node.name}"
+        return f"the job's code raised in step {step} {where}: {last}"
+    if now.tries > 1 and same and planned == (node.name,):
+        return f"the job's code raised in step {step} again on {node.name}: {last}"
+    times = max(now.tries, c.raised)
+    if times >= c.timing.raise_limit:
+        where = ", ".join(now.nodes)
+        return f"the job's code raised {times} times in step {step} with no step between, on {where}: {last}"
+    return None
+
+
+def last_line(detail: str) -> str:
+    """The exception of a traceback, which ends it."""
+    lines = detail.strip().splitlines()
+    return lines[-1].strip() if lines else ""
