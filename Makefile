@@ -39,8 +39,8 @@ check: setup
 
 docs: setup
 	$(BIN)/ftd config reference > docs/reference.md
-	$(BIN)/python -m ftd.view.schema profile > docs/profile.schema.json
-	$(BIN)/python -m ftd.view.schema report > docs/report.schema.json
+	$(BIN)/python -m ftd.observe.view.schema profile > docs/profile.schema.json
+	$(BIN)/python -m ftd.observe.view.schema report > docs/report.schema.json
 	$(BIN)/python -m tests.runtime.models_page
 
 test: setup mosquitto promtool chromium check

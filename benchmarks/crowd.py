@@ -35,9 +35,9 @@ from benchmarks.packets import (
     published,
     subscribe_packet,
 )
-from ftd.wire.codec import decode_to_node, decode_to_nodes
-from ftd.wire.public import NodeStateMessage, encode_json, timestamp
-from ftd.wire.topics import Topics
+from ftd.transport.wire.codec import decode_to_node, decode_to_nodes
+from ftd.transport.wire.public import NodeStateMessage, encode_json, timestamp
+from ftd.transport.wire.topics import Topics
 from planner.values import Device
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages import cluster as m
@@ -54,7 +54,7 @@ TICK_S = 0.005
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """Of a command; see ``ftd.wire.codec``."""
+    """Of a command; see ``ftd.transport.wire.codec``."""
 
     incarnation: int
     type: str

@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.common import Limit, Result, Summary, command_line, main, milliseconds
 from ftd.config.dashboard import DashboardPlace
-from ftd.dashboard.feed import PERIOD_S, Feed
-from ftd.dashboard.model import Model
-from ftd.dashboard.server import DashboardServer
+from ftd.observe.dashboard.feed import PERIOD_S, Feed
+from ftd.observe.dashboard.model import Model
+from ftd.observe.dashboard.server import DashboardServer
 from tests.browser import Browser, Page, chromium, find_chromium
 from tests.crowd_of_nodes import BEGAN, committed, event, recovery, snapshot_of, state_of
 

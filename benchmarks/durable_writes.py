@@ -3,7 +3,7 @@
     python -m benchmarks.durable_writes
 
 CPU time of the coordinator's thread: gathering the state, encoding and deflating it
-(``ftd.wire.refolding``), and the journal's transaction, not forced to the disk. Between two writes happens
+(``ftd.transport.wire.refolding``), and the journal's transaction, not forced to the disk. Between two writes happens
 what happens then: a node is lost, everybody reported and the members are settled, a plan was chosen, the
 group resumed, a step was committed, a node said Hello. Before each write other memory is walked over, as by
 the messages that are handled in between.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.coordinator.journal import Journal
-from ftd.wire.coordinators import packer, unpack
+from ftd.transport.wire.coordinators import packer, unpack
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.cluster.durable import durable
 from statemachine.cluster.node import NodeMachine

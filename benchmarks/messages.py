@@ -19,14 +19,14 @@ import uvloop
 
 from benchmarks.common import Result, command_line, main
 from benchmarks.packets import connect_packet, publish_packet
-from ftd.config.address import BrokerAddress
 from ftd.driver import Driver
-from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from ftd.mqtt.session import MqttSession
-from ftd.wire.checking import encode_event
-from ftd.wire.codec import decode_from_node, encode_from_node
-from ftd.wire.public import event_message
-from ftd.wire.topics import Topics
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.codec import decode_from_node, encode_from_node
+from ftd.transport.wire.public import event_message
+from ftd.transport.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent

@@ -26,10 +26,10 @@ import numpy as np
 
 from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.protocol import bearer_token
-from ftd.node.shards.server import ShardServer
-from ftd.node.snapshots.persist import Persister
+from ftd.snapshots.persist import Persister
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.protocol import bearer_token
+from ftd.snapshots.shards.server import ShardServer
 from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist

@@ -23,11 +23,11 @@ import numpy as np
 import uvloop
 
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.client import ShardClient
-from ftd.node.shards.protocol import bearer_token
-from ftd.node.shards.server import ShardServer
-from ftd.node.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.protocol import bearer_token
+from ftd.snapshots.shards.server import ShardServer
+from ftd.snapshots.shards.sources import Located, Source, Wanted
 from storage.arena import Arena
 from storage.manifest import Manifest, Part, digest_of
 

@@ -35,10 +35,10 @@ from benchmarks.common import RESULTS, Limit, Result, Summary, command_line, mai
 from benchmarks.linear import training_data, write_script
 from benchmarks.persisting import JOB, STEP, TOKEN, child, write_snapshot
 from benchmarks.script_peers import LOADS, measure_peers
-from ftd.node.restoring.restore import Restorer
-from ftd.node.restoring.staging import Stage
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.client import ShardClient
+from ftd.snapshots.restoring.restore import Restorer
+from ftd.snapshots.restoring.staging import Stage
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
 from runtime.engine.staged_state import StagedState
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization

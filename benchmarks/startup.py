@@ -22,10 +22,10 @@ from typing import Any
 
 from benchmarks.clusters import FTD, REPOSITORY
 from benchmarks.common import Limit, Result, Summary, command_line, main
-from ftd.config.address import ClusterAddress
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.fleet import private_directory
+from ftd.transport.address import ClusterAddress
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
 LOOP = REPOSITORY / "benchmarks/peers/llama_loop.py"

@@ -16,12 +16,12 @@ import time
 from typing import Any
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
-from ftd.client import ClusterClient
-from ftd.config.address import ClusterAddress
 from ftd.errors import Unreachable
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory
-from ftd.wire.public import StatusRequest
+from ftd.transport.address import ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.public import StatusRequest
 from statemachine.timing import Timing
 
 PATIENCE_S = 60.0

@@ -45,8 +45,8 @@ from benchmarks.packets import (
     published,
     subscribe_packet,
 )
-from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from ftd.wire.topics import Topics
+from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from ftd.transport.wire.topics import Topics
 
 CLUSTER = "crowd"
 LAYERS = 24

@@ -57,7 +57,7 @@ class _Forwarding(logging.Handler):
 
 
 def _is_known(record: logging.LogRecord) -> bool:
-    """Of a broken connection to the broker, which ``ftd.mqtt`` tells by itself: what its library says of it,
+    """Of a broken connection to the broker, which ``ftd.transport.mqtt`` tells by itself: what its library says of it,
     and that uvloop has closed the handle (see ``_read_now_and_then`` there).
     """
     error = record.exc_info[1] if record.exc_info else None

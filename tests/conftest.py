@@ -15,7 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # Before torch: threads of its ow
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ftd.wire import checking
+from ftd.transport.wire import checking
 
 settings.register_profile(
     "steady",

@@ -8,7 +8,7 @@ from typing import Any
 import fastjsonschema
 import msgspec
 
-from ftd.wire.contract_file import shipped
+from ftd.transport.wire.contract_file import shipped
 
 Json = dict[str, Any]
 

@@ -4,8 +4,8 @@ import itertools
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ftd.wire.catalogue import severity_of
-from ftd.wire.public import EventMessage
+from ftd.transport.wire.catalogue import severity_of
+from ftd.transport.wire.public import EventMessage
 
 Json = dict[str, Any]
 BEGAN = datetime(2026, 5, 4, 12, tzinfo=UTC)

@@ -10,9 +10,6 @@ import msgspec
 import pytest
 from typer.main import get_command
 
-from ftd.chaos.expectations import TIERS, ExpectTable
-from ftd.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
-from ftd.chaos.values import FAULTS, PARTS, PHASES
 from ftd.cli.main import app
 from ftd.config.daemon import daemon_config
 from ftd.config.daemon_file import DaemonFile
@@ -22,6 +19,9 @@ from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
 from ftd.config.reference import markdown
+from ftd.faults.chaos.expectations import TIERS, ExpectTable
+from ftd.faults.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
+from ftd.faults.chaos.values import FAULTS, PARTS, PHASES
 from runtime.training import StepInfo, load_training
 from statemachine.messages.trainer import TrainingData
 from statemachine.timing import Timing
@@ -67,7 +67,7 @@ def test_every_event_is_documented_and_every_documented_event_exists() -> None:
 
 
 def test_every_topic_is_documented() -> None:
-    from ftd.wire.topics import Topics
+    from ftd.transport.wire.topics import Topics
 
     topics = Topics(cluster="c")
     names = [topics.cluster_state, topics.events, topics.request, topics.command]

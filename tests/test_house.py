@@ -168,7 +168,9 @@ def dotted(path: Path) -> str:
 def test_no_daemon_loads_torch() -> None:
     """All modules but runtime's at once, in a fresh interpreter: also what they import indirectly."""
     names = [dotted(p) for p in MODULES if p.relative_to(ROOT).parts[0] != "runtime" and p.stem != "__main__"]
-    assert {"ftd.coordinator.daemon", "ftd.node.daemon", "ftd.cli.main", "ftd.view.live"} <= set(names)
+    assert {"ftd.coordinator.daemon", "ftd.node.daemon", "ftd.cli.main", "ftd.observe.view.live"} <= set(
+        names
+    )
     code = (
         "import importlib, sys\n"
         f"for name in {names!r}:\n"

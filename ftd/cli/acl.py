@@ -25,7 +25,7 @@ def acl(
 
     Example: ftd acl --nodes host-a,host-b --operators alice --tools grafana > ftd.acl
     """
-    from ftd.mqtt.acl import Users, acl_text
+    from ftd.transport.mqtt.acl import Users, acl_text
 
     users = Users(
         nodes=_names(nodes),

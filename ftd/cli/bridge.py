@@ -37,12 +37,12 @@ def bridge(
     import asyncio
     from urllib.parse import urlsplit
 
-    from ftd.bridge.courier import CourierOptions
-    from ftd.bridge.daemon import Bridge
-    from ftd.bridge.filters import parse_filter
     from ftd.config.secrets import read_secret
     from ftd.errors import ConfigurationError
     from ftd.logs import configure_logs
+    from ftd.observe.bridge.courier import CourierOptions
+    from ftd.observe.bridge.daemon import Bridge
+    from ftd.observe.bridge.filters import parse_filter
 
     try:
         url = urlsplit(webhook)

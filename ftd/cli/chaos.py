@@ -18,10 +18,10 @@ from ftd.cli.options import (
     run_async,
     say_cluster,
 )
-from ftd.config.address import ClusterAddress
+from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.chaos.values import NodeFault
+    from ftd.faults.chaos.values import NodeFault
 
 NodeArgument = Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")]
 TargetOption = Annotated[
@@ -37,7 +37,7 @@ SizeOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="What is drawn from.")]
 Wish = dict[str, Any]
-"""What a command says of its fault beyond kind and node: fields of ``ftd.chaos.values.Fault``, and a seed."""
+"""What a command says of its fault beyond kind and node: fields of ``ftd.faults.chaos.values.Fault``, and a seed."""
 
 
 def register(app: typer.Typer) -> None:
@@ -239,10 +239,10 @@ def _striking(wish: Callable[..., Wish]) -> Callable[..., None]:
 
 def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: Wish, *, as_json: bool) -> None:
     """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
-    from ftd.chaos.inject import RemoteInjector
-    from ftd.chaos.targets import layout_of
-    from ftd.chaos.values import AfterTime, Fault, Nodes
-    from ftd.client import ClusterClient
+    from ftd.faults.chaos.inject import RemoteInjector
+    from ftd.faults.chaos.targets import layout_of
+    from ftd.faults.chaos.values import AfterTime, Fault, Nodes
+    from ftd.transport.client import ClusterClient
 
     seed = wish.pop("seed", 0)
     wanted = {"process": "trainer", **wish}

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async, say_cluster
-from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError
+from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.chaos.player import Played
-    from ftd.chaos.values import Scenario
+    from ftd.faults.chaos.player import Played
+    from ftd.faults.chaos.values import Scenario
 
 
 def run(
@@ -42,8 +42,8 @@ def run(
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
-    from ftd.chaos.report import encoded, junit_of, text_of, write
-    from ftd.chaos.scenario import load_scenario
+    from ftd.faults.chaos.report import encoded, junit_of, text_of, write
+    from ftd.faults.chaos.scenario import load_scenario
 
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
@@ -95,8 +95,8 @@ async def _play_there(
     address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[Played], None]"
 ) -> "list[Played]":
     """On a cluster that runs, with what can be done over MQTT."""
-    from ftd.chaos.inject import require_remote
-    from ftd.chaos.remote import play_remotely
+    from ftd.faults.chaos.inject import require_remote
+    from ftd.faults.chaos.remote import play_remotely
 
     for scenario in scenarios:
         require_remote(scenario, scenario.name)

@@ -68,7 +68,7 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
     if as_json:
         print_json(told)
         return
-    from ftd.view.checkpoint import render_checkpoints
+    from ftd.observe.view.checkpoint import render_checkpoints
 
     print_rich(render_checkpoints(told))
 
@@ -102,7 +102,7 @@ def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = Fals
     if as_json:
         print_json(told)
     else:
-        from ftd.view.checkpoint import render_verified
+        from ftd.observe.view.checkpoint import render_verified
 
         print_rich(render_verified(told))
     if problems or any(one["problems"] for one in checkpoints):
@@ -143,7 +143,7 @@ def export(
 
     Example: ftd checkpoint export /checkpoints/llama my-llama --format huggingface --dtype bfloat16
     """
-    from ftd.checkpoint_export import export_to_huggingface
+    from ftd.snapshots.checkpoint_export import export_to_huggingface
     from storage.safetensors_file import export_safetensors
     from storage.torch_directory import export_torch
 
@@ -183,7 +183,7 @@ def export(
     if as_json:
         print_json(told)
         return
-    from ftd.view.text import plural, size
+    from ftd.observe.view.text import plural, size
 
     tensors = plural(done.tensors, "tensor")
     typer.echo(f"{output}: {tensors}, {size(done.size_bytes)}, step {checkpoint.manifest.step}")

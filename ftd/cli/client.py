@@ -16,8 +16,8 @@ from ftd.cli.options import (
     run_async,
     say_cluster,
 )
-from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError, Unreachable
+from ftd.transport.address import ClusterAddress
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +49,7 @@ def submit(
     Example: ftd submit examples/gpt.toml --broker mqtt://10.0.0.1:1883
     """
     from ftd.config.job import load_job_data
-    from ftd.wire.public import SubmitRequest
+    from ftd.transport.wire.public import SubmitRequest
 
     data = load_job_data(job, steps=steps)
     address = address_of(broker, cluster, config)
@@ -74,7 +74,7 @@ def status(
 
     Example: ftd status --json | jq .phase
     """
-    from ftd.client import ClusterClient
+    from ftd.transport.client import ClusterClient
 
     address = address_of(broker, cluster, config)
 
@@ -86,7 +86,7 @@ def status(
     if as_json:
         print_json(state)
     else:
-        from ftd.view.status import render_status
+        from ftd.observe.view.status import render_status
 
         print_rich(render_status(state))
     if state.get("phase") == "UNREACHABLE":
@@ -126,7 +126,7 @@ def story(
 
     Example: ftd story node-2
     """
-    from ftd.view.story import chapters, render_story
+    from ftd.observe.view.story import chapters, render_story
 
     past = run_async(_past(address_of(broker, cluster, config)))
     told = chapters(past, of)
@@ -143,15 +143,15 @@ def story(
 
 
 async def _past(address: ClusterAddress) -> list[dict[str, Any]]:
-    from ftd.client import ClusterClient
+    from ftd.transport.client import ClusterClient
 
     async with ClusterClient(address) as client:
         return await client.history()
 
 
 def _tell_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:
-    from ftd.view.past import recovery_of
-    from ftd.view.sentences import told
+    from ftd.observe.view.past import recovery_of
+    from ftd.observe.view.sentences import told
 
     report, recovery = recovery_of(generation, past)
     sentences = told(recovery, report)
@@ -174,7 +174,7 @@ def drain(
 
     Example: ftd drain node-2
     """
-    from ftd.wire.public import DrainRequest
+    from ftd.transport.wire.public import DrainRequest
 
     address = address_of(broker, cluster, config)
     detail = ask_cluster(address, DrainRequest, node=node)
@@ -195,7 +195,7 @@ def stop(
 
     Example: ftd stop gpt
     """
-    from ftd.wire.public import StopRequest
+    from ftd.transport.wire.public import StopRequest
 
     address = address_of(broker, cluster, config)
     detail = ask_cluster(address, StopRequest, job=job)
@@ -210,7 +210,7 @@ def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
 
     :raises RequestRefused: the cluster says no. :raises Unreachable: it says nothing.
     """
-    from ftd.client import ClusterClient
+    from ftd.transport.client import ClusterClient
 
     async def ask() -> str:
         async with ClusterClient(address) as client:
@@ -228,8 +228,8 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
     """
     from asyncio import Queue
 
-    from ftd.client import ClusterClient
-    from ftd.view.text import waiting_words
+    from ftd.observe.view.text import waiting_words
+    from ftd.transport.client import ClusterClient
 
     states: Queue[dict[str, Any]] = Queue()
     seen, said = False, ""
@@ -253,7 +253,7 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
 
 async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: bool) -> None:
     """The journal's end, then the live stream; an event that is in both is printed once."""
-    from ftd.client import ClusterClient
+    from ftd.transport.client import ClusterClient
 
     away = False
 
@@ -289,6 +289,6 @@ def _print_event(event: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(event)
         return
-    from ftd.view.lines import plain_event
+    from ftd.observe.view.lines import plain_event
 
     typer.echo(plain_event(event))

@@ -21,14 +21,14 @@ def contract(
 
     Example: ftd contract > asyncapi.json
     """
-    from ftd.wire.contract_file import read_contract, shipped
+    from ftd.transport.wire.contract_file import read_contract, shipped
 
     if against is None:
         typer.echo(shipped().decode(), nl=False)
         return
     import msgspec
 
-    from ftd.wire.compatibility import broken
+    from ftd.transport.wire.compatibility import broken
 
     problems = broken(read_contract(against), msgspec.json.decode(shipped()))
     for problem in problems:

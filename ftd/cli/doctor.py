@@ -29,11 +29,11 @@ def doctor(
 
     Example: ftd doctor --config /etc/ftd/ftd.toml
     """
+    from ftd.cli.checks.cluster import check_cluster
+    from ftd.cli.checks.configuration import broker_is_known, check_configuration
+    from ftd.cli.checks.finding import Finding, warning
+    from ftd.cli.checks.host import check_host, check_names
     from ftd.config.daemon import examined_daemon_config
-    from ftd.doctor.cluster import check_cluster
-    from ftd.doctor.configuration import broker_is_known, check_configuration
-    from ftd.doctor.finding import Finding, warning
-    from ftd.doctor.host import check_host, check_names
 
     findings: list[Finding] = []
 

@@ -35,10 +35,10 @@ def install(
 
     Example: ftd install node --dry-run
     """
+    from ftd.cli.units.files import files_for, hidden_from_others, next_steps
+    from ftd.cli.units.files import install as write
+    from ftd.cli.units.units import Layout
     from ftd.errors import ConfigurationError
-    from ftd.install.files import files_for, hidden_from_others, next_steps
-    from ftd.install.files import install as write
-    from ftd.install.units import Layout
 
     for path, field in ((config, "--config"), *((path, "--writable") for path in writable or ())):
         if not path.is_absolute():

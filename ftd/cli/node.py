@@ -32,7 +32,7 @@ def node(
     from ftd.config.daemon import load_daemon_config
     from ftd.logs import configure_logs
     from ftd.node.daemon import NodeDaemon
-    from ftd.node.keeper.daemon import KeeperDaemon
+    from ftd.snapshots.keeper.daemon import KeeperDaemon
 
     loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="node", node=loaded.node)

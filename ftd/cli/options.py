@@ -7,8 +7,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from ftd.config.address import ClusterAddress
 from ftd.config.locate import find_cluster
+from ftd.transport.address import ClusterAddress
 
 T = TypeVar("T")
 

@@ -19,7 +19,7 @@ from ftd.cli.plan_request import (
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ftd.protection import SnapshotProtection
+    from ftd.snapshots.protection import SnapshotProtection
     from planner.crosscheck import CrossCheck
     from planner.describe import Description, PipelineRow, TemplateRow
     from planner.errors import SolverError
@@ -261,15 +261,15 @@ def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None
             document if protection is None else document | {"protection": _protection_json(protection)}
         )
     else:
-        from ftd.view.plan import render_plan
+        from ftd.observe.view.plan import render_plan
 
         print_rich(render_plan(description, planning_s=planning_s, other=other, check=checked))
         if protection is not None:
-            from ftd.view.protection import render_protection
+            from ftd.observe.view.protection import render_protection
 
             print_rich(render_protection(protection))
     if plot is not None:
-        from ftd.view.plots.plan_plot import plot_plan
+        from ftd.observe.view.plots.plan_plot import plot_plan
 
         plot_plan(description, plot, name=request.name, other=other)
 

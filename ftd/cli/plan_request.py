@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ftd.protection import SnapshotProtection
+    from ftd.snapshots.protection import SnapshotProtection
     from planner.errors import PlanningError
     from planner.preview import Preview
     from planner.values import ModelProfile, Policy
@@ -93,13 +93,13 @@ class PlanRequest:
         """
         if self.protection is None:
             return None
-        from ftd.protection import protection_of
+        from ftd.snapshots.protection import protection_of
 
         layers = self.profile.layers
         try:
             if self.protection != "auto":
                 return protection_of(seen, layers, self.protection)
-            from ftd.protection_choice import choose
+            from ftd.coordinator.protection_choice import choose
 
             choice = choose(
                 len(seen.instantiation.sizes),
@@ -234,8 +234,8 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
     if known is not None:
         return known
     assert job is not None, "one of the two was given"
-    from ftd.profiling.layers import measured_profile
-    from ftd.view.progress import late_progress
+    from ftd.cli.profiling.layers import measured_profile
+    from ftd.observe.view.progress import late_progress
 
     with late_progress("measuring layers") as told:
         way = options.activation_checkpointing or job.policy.activation_checkpointing

@@ -40,7 +40,7 @@ def profile(
     """
     from ftd.config.job import load_job
     from ftd.config.profile_file import save_profile
-    from ftd.view.profile import render_profile
+    from ftd.observe.view.profile import render_profile
 
     loaded = load_job(job, devices_per_node=devices_per_node)
     path = output if output is not None else Path(f"{loaded.name}.profile.json")
@@ -52,10 +52,10 @@ def profile(
 
 
 async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
-    from ftd.profiling.document import document_of
-    from ftd.profiling.layers import measured_layers
-    from ftd.profiling.network import measured_links
-    from ftd.view.progress import late_progress
+    from ftd.cli.profiling.document import document_of
+    from ftd.cli.profiling.layers import measured_layers
+    from ftd.cli.profiling.network import measured_links
+    from ftd.observe.view.progress import late_progress
 
     with late_progress("measuring layers") as told:
         layers = await measured_layers(job, told)

@@ -36,14 +36,14 @@ def reliability(
 
     question = load_reliability(cluster)
     if plot is not None:
-        from ftd.view.plots.survival_plot import plot_survival
+        from ftd.observe.view.plots.survival_plot import plot_survival
 
         plot_survival(question, plot)
     told = answers(question)
     if as_json:
         print_json(told)
         return
-    from ftd.view.reliability import render_reliability
+    from ftd.observe.view.reliability import render_reliability
 
     print_rich(render_reliability(question, told))
 

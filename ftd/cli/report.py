@@ -10,7 +10,7 @@ from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_o
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ftd.view.document import Report
+    from ftd.observe.view.document import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -45,10 +45,10 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.view.files import require_format, write
-    from ftd.view.pages.report_page import report_page
-    from ftd.view.plots.report_plot import FORMATS, plot_report
-    from ftd.view.summary import render_summary
+    from ftd.observe.view.files import require_format, write
+    from ftd.observe.view.pages.report_page import report_page
+    from ftd.observe.view.plots.report_plot import FORMATS, plot_report
+    from ftd.observe.view.summary import render_summary
 
     for path in plot or ():
         require_format(path, FORMATS, "--plot")
@@ -64,7 +64,7 @@ def report(
 
 
 def _from_file(path: Path) -> "Report":
-    from ftd.view.document import Report, ReportError
+    from ftd.observe.view.document import Report, ReportError
 
     try:
         return Report.from_json(json.loads(path.read_bytes()))
@@ -79,8 +79,8 @@ def _from_file(path: Path) -> "Report":
 
 
 def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Path | None) -> "Report":
-    from ftd.client import ClusterClient
-    from ftd.view.past import report_of
+    from ftd.observe.view.past import report_of
+    from ftd.transport.client import ClusterClient
 
     address = address_of(broker, cluster, config)
 

@@ -11,9 +11,9 @@ from ftd.cli.options import JsonOption, print_json
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ftd.chaos.player import Played
-    from ftd.chaos.values import Scenario
-    from ftd.sim.setting import Setting
+    from ftd.faults.chaos.player import Played
+    from ftd.faults.chaos.values import Scenario
+    from ftd.faults.sim.setting import Setting
 
 
 def register(app: typer.Typer) -> None:
@@ -92,10 +92,10 @@ def _scenario(
     as_json: bool,
 ) -> int:
     """The exit code. :raises ConfigurationError: the simulator cannot play this."""
-    from ftd.chaos.report import json_of, junit_of, text_of, write
-    from ftd.chaos.scenario import load_scenario
-    from ftd.sim.scenario import play
-    from ftd.sim.setting import setting_of
+    from ftd.faults.chaos.report import json_of, junit_of, text_of, write
+    from ftd.faults.chaos.scenario import load_scenario
+    from ftd.faults.sim.scenario import play
+    from ftd.faults.sim.setting import setting_of
 
     whole = load_scenario(path)
     setting = setting_of(whole, job, nodes, path.name)
@@ -122,7 +122,7 @@ def _playable(
 
     :raises ConfigurationError: something cannot be played, and nobody said to leave it out.
     """
-    from ftd.sim.setting import unsupported, without
+    from ftd.faults.sim.setting import unsupported, without
 
     lacking = unsupported(whole, setting)
     why = "; ".join(f"{fault.id} ({fault.do}): {reason}" for fault, reason in lacking.items())
@@ -138,7 +138,7 @@ def _playable(
 
 
 def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
-    from ftd.sim.run import run_seed
+    from ftd.faults.sim.run import run_seed
 
     result = run_seed(seed, tracing=trace)
     if as_json:
@@ -163,7 +163,7 @@ def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
 
 
 def _many(seeds: range, *, as_json: bool) -> bool:
-    from ftd.sim.run import run_seed
+    from ftd.faults.sim.run import run_seed
 
     began = time.perf_counter()
     broken: dict[int, str] = {}

@@ -6,8 +6,8 @@ import typer
 
 from ftd.cli.client import ask_cluster
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, address_of, print_json
-from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError
+from ftd.transport.address import ClusterAddress
 
 snapshot = typer.Typer(no_args_is_help=True, help="Snapshots in the nodes' memory, of the job under way.")
 
@@ -80,7 +80,7 @@ def protect(
 
 
 def _request(address: ClusterAddress, as_json: bool, **fields: Any) -> None:
-    from ftd.wire.public import SnapshotRequest
+    from ftd.transport.wire.public import SnapshotRequest
 
     detail = ask_cluster(address, SnapshotRequest, **fields)
     if as_json:

@@ -8,8 +8,8 @@ import typer
 from ftd.cli.options import JsonOption, silence_logs
 
 if TYPE_CHECKING:
-    from ftd.chaos.soak_options import SoakOptions
-    from ftd.chaos.soak_report import SoakReport
+    from ftd.local.soak.options import SoakOptions
+    from ftd.local.soak.report import SoakReport
 
 JobArgument = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
 StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps of each round, not the job file's.")]
@@ -69,10 +69,10 @@ def soak(
 
     Example: ftd chaos soak --minutes 5 --seed 1 examples/mlp.toml --plot soak.png
     """
-    from ftd.chaos.soak_options import SoakOptions
-    from ftd.chaos.soak_report import lines
     from ftd.local.run import require_writable
-    from ftd.view.plots.soak_plot import plot_soak, require_picture
+    from ftd.local.soak.options import SoakOptions
+    from ftd.local.soak.plot import plot_soak, require_picture
+    from ftd.local.soak.report import lines
 
     silence_logs()
     require_picture(plot)
@@ -107,8 +107,8 @@ def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":
 
     import uvloop
 
-    from ftd.chaos.soak import run_soak
     from ftd.local.run import cancel_on_signals
+    from ftd.local.soak.soak import run_soak
 
     async def run() -> "SoakReport | int":
         task = asyncio.ensure_future(run_soak(options, lambda line: typer.echo(line, err=as_json)))

@@ -8,8 +8,8 @@ import typer
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
 
 if TYPE_CHECKING:
-    from ftd.config.address import ClusterAddress
-    from ftd.view.live.view import LiveView
+    from ftd.observe.view.live.view import LiveView
+    from ftd.transport.address import ClusterAddress
 
 PAST_EVENTS = 200
 PAST_STEPS = 1000
@@ -37,8 +37,8 @@ def top(
 async def _watch(address: "ClusterAddress", *, once: bool) -> None:
     from rich.console import Console
 
-    from ftd.client import ClusterClient
-    from ftd.view.live.view import LiveView
+    from ftd.observe.view.live.view import LiveView
+    from ftd.transport.client import ClusterClient
 
     console = Console()
     view = LiveView(console, lines=not once)

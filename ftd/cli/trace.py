@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
-from ftd.config.address import ClusterAddress
 from ftd.errors import ConfigurationError, FtdError
-from ftd.view.text import pipeline_name
+from ftd.observe.view.text import pipeline_name
+from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.wire.public import TraceData
+    from ftd.transport.wire.public import TraceData
 
 FORMATS = (".json", ".png", ".svg")
 _MOST_STEPS = 1000
@@ -49,8 +49,8 @@ def trace(
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
-    from ftd.view.plots.trace_plot import copied_line, plot_trace
-    from ftd.view.trace import chrome_trace, rows_of
+    from ftd.observe.view.plots.trace_plot import copied_line, plot_trace
+    from ftd.observe.view.trace import chrome_trace, rows_of
 
     places = out or [Path("trace.json")]
     for path in places:
@@ -97,8 +97,8 @@ async def ask(
     """
     import msgspec
 
-    from ftd.client import ClusterClient
-    from ftd.wire.public import TraceData, TraceRequest
+    from ftd.transport.client import ClusterClient
+    from ftd.transport.wire.public import TraceData, TraceRequest
 
     async with ClusterClient(address) as client:
         state = await client.state()

@@ -6,7 +6,7 @@ import msgspec
 
 from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
-from ftd.wire.public import CheckpointData
+from ftd.transport.wire.public import CheckpointData
 from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 
 

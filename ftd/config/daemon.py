@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from ftd.config.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
 from ftd.config.daemon_file import BrokerTable, CoordinatorTable, DaemonFile, NodeTable
 from ftd.config.dashboard import DashboardPlace, dashboard_place
 from ftd.config.environment import overridden
@@ -19,8 +18,9 @@ from ftd.config.reading import nearest, read_toml, require_name, require_positiv
 from ftd.config.reference import SECRETS, keys
 from ftd.config.secrets import read_secret, require_private
 from ftd.config.shard_tls import ShardTls, shard_tls
-from ftd.config.tls import tls_context
 from ftd.errors import ConfigurationError, IncompleteError
+from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
+from ftd.transport.tls import tls_context
 from statemachine.timing import Timing
 
 

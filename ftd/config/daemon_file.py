@@ -5,9 +5,9 @@ Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` 
 
 import msgspec
 
-from ftd.config.address import DEFAULT_CLUSTER
 from ftd.config.dashboard import DashboardTable
 from ftd.config.metrics import LOOPBACK
+from ftd.transport.address import DEFAULT_CLUSTER
 
 
 class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

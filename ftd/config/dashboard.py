@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.address import is_host
 from ftd.config.secrets import read_secret
 from ftd.errors import ConfigurationError, IncompleteError
+from ftd.transport.address import is_host
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9650
 LEAST_TOKEN = 16

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ftd.clash import check_clash
 from ftd.config.checkpoints import CheckpointTable, check_checkpoint, checkpoint_data, checkpoint_policy
+from ftd.config.clash import check_clash
 from ftd.config.data import check_evaluation, resolve_data, resolve_evaluation
 from ftd.config.mistakes import Mistakes
 from ftd.config.models import resolve_model
@@ -28,7 +28,7 @@ from ftd.config.reading import (
 from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
 from ftd.config.tracking import LoggingTable, logging_data, logging_policy
 from ftd.errors import ConfigurationError, IncompleteError
-from ftd.wire.public import JobData, PolicyData, SnapshotData, encode_json
+from ftd.transport.wire.public import JobData, PolicyData, SnapshotData, encode_json
 from planner.values import ModelProfile, Policy
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import facts_of

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker, user_runtime_dir
 from ftd.config.reading import require_name
 from ftd.errors import ConfigurationError
+from ftd.transport.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker, user_runtime_dir
 
 _PREFIX = "local-"
 

@@ -7,11 +7,11 @@ the clusters that ``ftd local`` runs under the same user. Where several of these
 import os
 from pathlib import Path
 
-from ftd.config.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker
 from ftd.config.daemon import load_daemon_config
 from ftd.config.local_clusters import reachable_clusters
 from ftd.config.reading import require_name
 from ftd.errors import ConfigurationError
+from ftd.transport.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker
 
 
 def find_cluster(

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftd.config.secrets import require_private
-from ftd.config.tls import no_password, unusable
 from ftd.errors import ConfigurationError, IncompleteError
+from ftd.transport.tls import no_password, unusable
 
 FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 

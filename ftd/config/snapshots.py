@@ -6,7 +6,7 @@ import msgspec
 
 from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
-from ftd.wire.public import SnapshotData
+from ftd.transport.wire.public import SnapshotData
 from statemachine.cluster.snapshots.intervals import FIRST_EVERY_STEPS
 from statemachine.cluster.snapshots.protections import AUTO
 from statemachine.messages.values import SnapshotPolicy

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from ftd.errors import ConfigurationError
-from ftd.wire.public import LoggingData, MlflowData, WandbData
+from ftd.transport.wire.public import LoggingData, MlflowData, WandbData
 from statemachine.messages.values import LoggingPolicy
 
 _PACKAGES = {

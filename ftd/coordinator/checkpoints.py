@@ -2,7 +2,7 @@
 
 All of that waits for a disk or a network, so it happens in threads: what changes something in one, in order,
 what looks in one of its own. They are daemon threads: a file system that hangs must not keep the coordinator
-from ending. The bytes themselves are the nodes' (``ftd.node.snapshots.persist``); only headers are read here,
+from ending. The bytes themselves are the nodes' (``ftd.snapshots.persist``); only headers are read here,
 and the node that reads a layer checks its bytes.
 """
 
@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import structlog
 
-from ftd.checkpoint_export import run_export
 from ftd.errors import CheckpointError, ConfigurationError
+from ftd.snapshots.checkpoint_export import run_export
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
     CheckpointExported,

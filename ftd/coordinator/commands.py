@@ -7,9 +7,9 @@ from typing import Protocol
 
 import structlog
 
-from ftd.mqtt.session import ECHO_S
-from ftd.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
-from ftd.wire.topics import Topics
+from ftd.transport.mqtt.session import ECHO_S
+from ftd.transport.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
+from ftd.transport.wire.topics import Topics
 from statemachine.effects import BroadcastCommand, ForgetNode, SendCommand
 
 _log = structlog.get_logger("ftd.coordinator")

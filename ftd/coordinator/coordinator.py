@@ -27,9 +27,9 @@ from ftd.coordinator.public_state import cancel_all, public_state
 from ftd.coordinator.requests import Requests
 from ftd.coordinator.restoring import check_restore
 from ftd.driver import Driver
-from ftd.wire.checking import encode_state
-from ftd.wire.coordinators import JournalCopy, packer
-from ftd.wire.topics import Topics
+from ftd.transport.wire.checking import encode_state
+from ftd.transport.wire.coordinators import JournalCopy, packer
+from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import promised
 from statemachine.cluster.machine import ClusterMachine

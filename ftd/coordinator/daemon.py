@@ -18,13 +18,13 @@ from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.ports import Feed, Ports, Program
 from ftd.coordinator.public_state import cancel_all
-from ftd.dashboard.dashboard import Dashboard
 from ftd.driver import Driver, SystemClock
-from ftd.metrics.cluster import ClusterMetrics
-from ftd.metrics.server import MetricsServer
-from ftd.mqtt.transport import MqttTransport
-from ftd.tracking.process import Tracking
-from ftd.wire.public import EventMessage
+from ftd.observe.dashboard.dashboard import Dashboard
+from ftd.observe.metrics.cluster import ClusterMetrics
+from ftd.observe.metrics.server import MetricsServer
+from ftd.observe.tracking.process import Tracking
+from ftd.transport.mqtt.transport import MqttTransport
+from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable
 from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Peer

@@ -19,11 +19,11 @@ from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
 from ftd.driver import EventGate
 from ftd.errors import WireError
-from ftd.wire.catalogue import TOLD_BY_OTHERS
-from ftd.wire.checking import encode_event, problem_of_details
-from ftd.wire.codec import MOST_NUMBER, check_size
-from ftd.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
-from ftd.wire.topics import Topics
+from ftd.transport.wire.catalogue import TOLD_BY_OTHERS
+from ftd.transport.wire.checking import encode_event, problem_of_details
+from ftd.transport.wire.codec import MOST_NUMBER, check_size
+from ftd.transport.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
+from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.outbox import EventOutbox, is_kept
 from statemachine.effects import Effect, EmitEvent
 

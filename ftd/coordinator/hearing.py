@@ -12,9 +12,9 @@ from ftd.coordinator.events import EventStream
 from ftd.coordinator.requests import Requests
 from ftd.driver import Driver
 from ftd.errors import WireError
-from ftd.wire.codec import decode_from_node
-from ftd.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
-from ftd.wire.topics import Topics
+from ftd.transport.wire.codec import decode_from_node
+from ftd.transport.wire.public import CoordinatorSaid, NodeStateMessage, decode_json
+from ftd.transport.wire.topics import Topics
 from statemachine.effects import EmitEvent
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.messages.values import NodeState

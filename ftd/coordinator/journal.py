@@ -19,8 +19,8 @@ from typing import Any
 from ftd.coordinator.ports import Disk
 from ftd.driver import Clock, SystemClock
 from ftd.errors import JournalError
-from ftd.wire.public import EventMessage, encode_json
-from ftd.wire.repeats import Repeats
+from ftd.transport.wire.public import EventMessage, encode_json
+from ftd.transport.wire.repeats import Repeats
 from statemachine.cluster.durable.outbox import MOST
 from statemachine.cluster.durable.promises import RESERVED
 

@@ -24,9 +24,9 @@ from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.coordinator.ports import Program, Transport
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
-from ftd.mqtt.session import MAX_KEPT, Kept, Will
-from ftd.wire.checking import encode_event
-from ftd.wire.coordinators import (
+from ftd.transport.mqtt.session import MAX_KEPT, Kept, Will
+from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.coordinators import (
     JournalCopy,
     PeerMessage,
     decode_copy,
@@ -38,8 +38,8 @@ from ftd.wire.coordinators import (
     is_packed,
     unpack,
 )
-from ftd.wire.public import CoordinatorSaid, decode_json, event_message
-from ftd.wire.topics import Topics
+from ftd.transport.wire.public import CoordinatorSaid, decode_json, event_message
+from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import beyond

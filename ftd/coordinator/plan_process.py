@@ -9,7 +9,7 @@ import msgspec
 
 from ftd.coordinator.plan_worker import LENGTH_BYTES, MAX_FRAME_BYTES, Answer, Done, Refused, Work
 from ftd.errors import PeerError
-from ftd.node.processes import module_command
+from ftd.processes import module_command
 
 COMMAND = module_command("ftd.coordinator.plan_worker")
 _LAST_WORDS_BYTES = 2000

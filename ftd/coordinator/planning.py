@@ -23,9 +23,9 @@ from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
 from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
 from ftd.coordinator.planning_ahead import Foresight, first_or_next_plan, rehearse
+from ftd.coordinator.protection_choice import protect
 from ftd.driver import Driver
 from ftd.errors import PeerError
-from ftd.protection_choice import protect
 from planner.errors import (
     PlanningError,
     RestoreError,

@@ -1,8 +1,8 @@
 """What a coordinator needs of its surroundings, as small protocols.
 
 Production implements them with the system's clocks, MQTT, SQLite, a planning process and threads
-(``ftd.coordinator.daemon``); the simulator with virtual time and memory (``ftd.sim``). Everything else runs on the
-asyncio event loop that is current.
+(``ftd.coordinator.daemon``); the simulator with virtual time and memory (``ftd.faults.sim``). Everything else
+runs on the asyncio event loop that is current.
 """
 
 import sqlite3
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftd.driver import Clock, Driver
-from ftd.mqtt.session import Kept, Will
-from ftd.wire.public import EventMessage
+from ftd.transport.mqtt.session import Kept, Will
+from ftd.transport.wire.public import EventMessage
 from statemachine.effects import (
     AbandonCheckpoint,
     BuildTemplates,
@@ -34,7 +34,7 @@ Feed = Callable[[Event], None]
 
 
 class BrokerSession(Protocol):
-    """A connection to the broker under one client id, as ``ftd.mqtt.session.MqttSession`` describes it."""
+    """A connection to the broker under one client id, as ``ftd.transport.mqtt.session.MqttSession`` describes it."""
 
     @property
     def connected(self) -> bool: ...
@@ -167,7 +167,7 @@ class Observer(Protocol):
         """Note how long the broker took for a message."""
 
     def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log this job's steps; see ``ftd.tracking.process.Tracking.follow``."""
+        """Log this job's steps; see ``ftd.observe.tracking.process.Tracking.follow``."""
 
     def status(self, text: str) -> None:
         """Take what this coordinator does, in words."""

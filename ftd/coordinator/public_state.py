@@ -6,7 +6,7 @@ from functools import cache
 from importlib.metadata import version
 from typing import Any
 
-from ftd.wire.public import SCHEMA, timestamp
+from ftd.transport.wire.public import SCHEMA, timestamp
 
 _version = cache(version)
 

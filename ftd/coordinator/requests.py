@@ -17,9 +17,9 @@ from ftd.coordinator.leadership import Leadership
 from ftd.coordinator.ports import CheckpointPlaces
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
-from ftd.protection import code_for
-from ftd.wire.codec import MOST_NUMBER
-from ftd.wire.public import (
+from ftd.snapshots.protection import code_for
+from ftd.transport.wire.codec import MOST_NUMBER
+from ftd.transport.wire.public import (
     Answer,
     AnyRequest,
     DrainRequest,
@@ -31,7 +31,7 @@ from ftd.wire.public import (
     decode_json,
     encode_json,
 )
-from ftd.wire.topics import Topics
+from ftd.transport.wire.topics import Topics
 from planner.values import ModelProfile
 from statemachine.events import DrainRequested, JobSubmitted, SnapshotRequested, StopRequested
 from statemachine.messages.values import Checkpoint, Job

@@ -10,13 +10,13 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ftd.config.address import BrokerAddress, parse_broker
 from ftd.errors import PeerError
 from ftd.local.fleet import Child, Fleet, shared_memory
 from ftd.local.namespaces import Network
-from ftd.mqtt.embedded import await_ready, embedded_command
-from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from ftd.node.processes import module_command, tail
+from ftd.processes import module_command, tail
+from ftd.transport.address import BrokerAddress, parse_broker
+from ftd.transport.mqtt.embedded import await_ready, embedded_command
+from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
 from runtime.streaming import streaming_environment
 
 BROKER = "broker"

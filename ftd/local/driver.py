@@ -8,16 +8,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from pathlib import Path
 from typing import Any, Self
 
-from ftd.client import ClusterClient
-from ftd.config.address import ClusterAddress
 from ftd.errors import PeerError
 from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.mounts import small_file_system
 from ftd.local.namespaces import Network
-from ftd.node.processes import tail
 from ftd.observe.run import Fact, Run
-from ftd.wire.public import JobData, StopRequest, SubmitRequest
+from ftd.processes import tail
+from ftd.transport.address import ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.public import JobData, StopRequest, SubmitRequest
 
 REQUEST_S = 10.0
 NODES_START_S = 60.0

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.errors import PeerError
-from ftd.node.processes import (
+from ftd.processes import (
     adopt_orphans,
     alive,
     bury,

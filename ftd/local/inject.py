@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from ftd.chaos.inject import RemoteInjector
-from ftd.chaos.targets import Layout
-from ftd.chaos.values import Central, Fault, Part, Scenario
-from ftd.client import ClusterClient
 from ftd.errors import FtdError, PeerError
+from ftd.faults.chaos.inject import RemoteInjector
+from ftd.faults.chaos.targets import Layout
+from ftd.faults.chaos.values import Central, Fault, Part, Scenario
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
-from ftd.wire.catalogue import severity_of
-from ftd.wire.public import EventMessage, new_event_id, timestamp
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.catalogue import severity_of
+from ftd.transport.wire.public import EventMessage, new_event_id, timestamp
 
 
 class LocalInjector:

@@ -12,24 +12,24 @@ from typing import Any
 
 from rich.console import Console
 
-from ftd.chaos.conductor import Conductor
-from ftd.chaos.inject import require_known_nodes
-from ftd.chaos.scenario import load_scenario
-from ftd.chaos.targets import layout_of
-from ftd.chaos.values import AfterTime, Central, Fault, Scenario
-from ftd.config.address import DEFAULT_CLUSTER
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
 from ftd.config.local_clusters import Announcement, claimed
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
+from ftd.faults.chaos.conductor import Conductor
+from ftd.faults.chaos.inject import require_known_nodes
+from ftd.faults.chaos.scenario import load_scenario
+from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.values import AfterTime, Central, Fault, Scenario
 from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
 from ftd.observe.run import Fact, JobEnded, RecoveryCompleted
-from ftd.view.live.view import LiveView
-from ftd.view.report import build_report
-from ftd.view.summary import render_summary
-from ftd.wire.public import JobData
+from ftd.observe.view.live.view import LiveView
+from ftd.observe.view.report import build_report
+from ftd.observe.view.summary import render_summary
+from ftd.transport.address import DEFAULT_CLUSTER
+from ftd.transport.wire.public import JobData
 from runtime.wire.recipe import RECIPE
 
 PAUSE_S = 5.0

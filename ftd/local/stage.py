@@ -9,19 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from ftd.chaos.inject import require_known_nodes
-from ftd.chaos.player import Played, Player
-from ftd.chaos.targets import layout_of
-from ftd.chaos.values import Central, ClusterSetup, SameLosses, Scenario
 from ftd.config.job import load_job_data
 from ftd.errors import ConfigurationError, FtdError, PeerError
+from ftd.faults.chaos.inject import require_known_nodes
+from ftd.faults.chaos.player import Played, Player
+from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.values import Central, ClusterSetup, SameLosses, Scenario
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import LocalDriver, Surroundings
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import small_file_system
 from ftd.local.namespaces import why_not
 from ftd.observe.run import Fact, JobEnded, RecoveryCompleted
-from ftd.wire.public import JobData
+from ftd.transport.wire.public import JobData
 
 START_S = 120.0
 """From the submission to the first plan that trains."""

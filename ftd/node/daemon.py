@@ -18,20 +18,20 @@ from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError
-from ftd.metrics.node import NodeMetrics, NodeNow
-from ftd.metrics.server import MetricsServer
-from ftd.node.faults.chaos import Chaos
+from ftd.node.chaos import Chaos
 from ftd.node.hearing import Hearing
 from ftd.node.instructions import prepare_instruction, resume_instruction
-from ftd.node.processes import adopt_orphans, compile_cache, remove_stale, trainer_environment
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.snapshots.service import Snapshots
 from ftd.node.starving import Starving
 from ftd.node.supervisor import Supervisor
 from ftd.node.traces import Traces
 from ftd.node.voice import Voice
-from ftd.wire.public import Answer, NodeStateMessage
-from ftd.wire.topics import Topics
+from ftd.observe.metrics.node import NodeMetrics, NodeNow
+from ftd.observe.metrics.server import MetricsServer
+from ftd.processes import adopt_orphans, compile_cache, remove_stale, trainer_environment
+from ftd.snapshots.service import Snapshots
+from ftd.transport.wire.public import Answer, NodeStateMessage
+from ftd.transport.wire.topics import Topics
 from planner.values import Device
 from runtime.wire.store_protocol import mark_of
 from statemachine import effects

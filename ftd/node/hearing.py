@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ftd.errors import WireError
-from ftd.wire.codec import check_not_retained, decode_to_node, decode_to_nodes
-from ftd.wire.public import NodeStateMessage, decode_json
-from ftd.wire.topics import Topics
+from ftd.transport.wire.codec import check_not_retained, decode_to_node, decode_to_nodes
+from ftd.transport.wire.public import NodeStateMessage, decode_json
+from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import ToNode
 
 

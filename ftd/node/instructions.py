@@ -89,18 +89,6 @@ def resume_instruction(
     )
 
 
-def layers_of(plan: Plan, node: str, device: int | None = None) -> tuple[int, ...]:
-    """All layers that devices of this node hold under the plan, or one of them; ascending."""
-    layers = {
-        layer
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        if any(one.node == node and device in (None, one.index) for one in stage.devices)
-        for layer in range(stage.first_layer, stage.end_layer)
-    }
-    return tuple(sorted(layers))
-
-
 def prepare_instruction(
     job: Job,
     profile: bool,

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ftd.complaints import Complaints
+from ftd.transport.complaints import Complaints
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.store_protocol import (
     MAX_HELLO_BYTES,

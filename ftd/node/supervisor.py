@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 import structlog
 
-from ftd.node.processes import bury, kill_group
 from ftd.node.zygote import Zygote
-from ftd.wire.profiles import problem_of_profile
+from ftd.processes import bury, kill_group
+from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode

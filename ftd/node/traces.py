@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import structlog
 
-from ftd.wire.public import Answer, TraceData, TraceRequest, decode_json
+from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
 from runtime.watch.tracing import MOST_STEPS
 from statemachine.messages.trace import Trace, Traced
 

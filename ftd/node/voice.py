@@ -8,12 +8,12 @@ import structlog
 
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import EventGate
-from ftd.mqtt.session import MqttSession, Will
-from ftd.node.faults.disturbance import Disturbance
-from ftd.wire.checking import encode_event
-from ftd.wire.codec import encode_from_node
-from ftd.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
-from ftd.wire.topics import Topics
+from ftd.node.disturbance import Disturbance
+from ftd.transport.mqtt.session import MqttSession, Will
+from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.codec import encode_from_node
+from ftd.transport.wire.public import Answer, NodeStateMessage, encode_json, event_message, timestamp
+from ftd.transport.wire.topics import Topics
 from statemachine.effects import EmitEvent, PublishNode
 from statemachine.messages import cluster as messages
 from statemachine.messages.cluster import FromNode

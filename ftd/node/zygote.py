@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from ftd.node.processes import module_command
+from ftd.processes import module_command
 from runtime.streaming import streaming_environment
 from runtime.wire import frames, zygote_protocol
 

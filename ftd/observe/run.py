@@ -167,7 +167,7 @@ class PhaseEnded(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovery:
-    """The details of a completed recovery (``ftd.wire.event_details.RecoveryData``)."""
+    """The details of a completed recovery (``ftd.transport.wire.event_details.RecoveryData``)."""
 
     generation: int = 0
     cause: str = ""

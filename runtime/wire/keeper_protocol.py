@@ -9,7 +9,7 @@ reaches its own host's through a unix socket, which only its user can open:
     POST /v1/bring             Wanted → Brought: files with what is not in this host's memory
     POST /v1/remove/<job>      the job is over
 
-Keepers reach each other at their snapshot ports, with the token of ``ftd.node.shards.protocol``:
+Keepers reach each other at their snapshot ports, with the token of ``ftd.snapshots.shards.protocol``:
 
     GET  /scripts/held/<job>   Held, of each snapshot that it has
     POST /scripts/pin          Protect: your ranks must keep this one; answers when all of them have it

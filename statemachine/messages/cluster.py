@@ -3,7 +3,7 @@
 An envelope carries the node's name and incarnation: from a node its own, to a node the one that the coordinator
 means. A node that receives a command for another incarnation ignores, counts and logs it; every node receives a
 command to several nodes (``ToNodes``), and nodes that are not listed ignore it. The codec and the topics are in
-``ftd.wire``.
+``ftd.transport.wire``.
 """
 
 from collections.abc import Mapping

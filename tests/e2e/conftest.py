@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftd.mqtt.mosquitto import find_mosquitto
-from ftd.wire.public import JobData
+from ftd.transport.mqtt.mosquitto import find_mosquitto
+from ftd.transport.wire.public import JobData
 from tests.e2e.playground import Playground, Run, playground, tiny_job, training_data
 from tests.runtime.reference import load, reference_losses
 

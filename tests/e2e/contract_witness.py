@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from ftd.config.address import BrokerAddress
-from ftd.mqtt.session import MqttSession
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.session import MqttSession
 from tests.contract_schemas import channel_of, problem_of
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ftd.local.namespaces import Network
-from ftd.node.processes import die_with_parent, tail
+from ftd.processes import die_with_parent, tail
 
 PREFIX = "ftdtest"
 GONE_S = 30.0

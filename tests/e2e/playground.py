@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ftd.chaos.conductor import Conductor
-from ftd.chaos.scenario import parse_scenario
-from ftd.chaos.targets import layout_of
-from ftd.chaos.values import Fault
-from ftd.client import ClusterClient
-from ftd.config.address import ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
+from ftd.faults.chaos.conductor import Conductor
+from ftd.faults.chaos.scenario import parse_scenario
+from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.values import Fault
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
-from ftd.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
+from ftd.transport.address import ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
 from statemachine.messages.trainer import TrainingData
 from tests.e2e.contract_witness import ContractWitness
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ftd.local.cluster import free_port
-from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.transport.mqtt.mosquitto import find_mosquitto
 from tests.e2e.docs_pages import ALL, ROOT, blocks
 from tests.e2e.playground import write_job
 from tests.e2e.test_docs_commands import ELSEWHERE, PATIENCE_S, Reader

@@ -11,12 +11,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ftd.chaos.player import Played
-from ftd.chaos.report import encoded, junit_of, text_of
-from ftd.chaos.scenario import load_scenario
-from ftd.chaos.values import ClusterSetup, Scenario
+from ftd.faults.chaos.player import Played
+from ftd.faults.chaos.report import encoded, junit_of, text_of
+from ftd.faults.chaos.scenario import load_scenario
+from ftd.faults.chaos.values import ClusterSetup, Scenario
 from ftd.local.stage import Stage, means_missing, setup_of, stage_key
-from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.transport.mqtt.mosquitto import find_mosquitto
 
 LIBRARY = sorted((Path(__file__).parents[2] / "examples" / "chaos").glob("*.toml"))
 LIMIT_S = 300

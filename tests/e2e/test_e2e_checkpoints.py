@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.config.job import load_job_data
-from ftd.mqtt.mosquitto import find_mosquitto
-from ftd.wire.public import JobData
+from ftd.transport.mqtt.mosquitto import find_mosquitto
+from ftd.transport.wire.public import JobData
 from runtime.checkpoint_reader import FtdCheckpointReader
 from storage.checkpoint import CheckpointStore
 from tests.e2e.conftest import RELATIVE

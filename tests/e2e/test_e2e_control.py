@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from ftd.cli.trace import ask
-from ftd.config.address import ClusterAddress
 from ftd.errors import FtdError, RequestRefused
-from ftd.view.trace import rows_of
-from ftd.wire.public import TraceRequest
+from ftd.observe.view.trace import rows_of
+from ftd.transport.address import ClusterAddress
+from ftd.transport.wire.public import TraceRequest
 from tests.e2e.playground import HOME, Playground, Run, nodes_of, tiny_job
 
 SameLosses = Callable[[Run], None]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.mqtt.mosquitto import find_mosquitto
+from ftd.transport.mqtt.mosquitto import find_mosquitto
 from tests.browser import Browser, Page, chromium, find_chromium
 from tests.e2e.playground import Playground, playground, write_job
 

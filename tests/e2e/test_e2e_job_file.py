@@ -13,8 +13,8 @@ import pytest
 from torch import Tensor
 
 from ftd.config.job import load_job_data
-from ftd.view.document import Report
-from ftd.wire.public import JobData
+from ftd.observe.view.document import Report
+from ftd.transport.wire.public import JobData
 from runtime.recipe import build
 from runtime.training import Training
 from tests.e2e.playground import LIMIT_S, Playground, training_data

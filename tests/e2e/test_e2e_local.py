@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ftd.local.run import PAUSE_S
-from ftd.node.processes import alive, descendants
-from ftd.view.document import Report
+from ftd.observe.view.document import Report
+from ftd.processes import alive, descendants
 from tests.e2e.playground import LIMIT_S, write_job
 
 FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]

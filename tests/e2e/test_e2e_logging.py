@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.mqtt.mosquitto import find_mosquitto
-from ftd.wire.public import JobData
+from ftd.transport.mqtt.mosquitto import find_mosquitto
+from ftd.transport.wire.public import JobData
 from tests.e2e.playground import Playground, playground, write_job
 from tests.tracking.logs import plotted_run, record_of, steps_of
 from tests.tracking.wandb_files import offline_history

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.wire.public import JobData
+from ftd.transport.wire.public import JobData
 from tests.e2e.conftest import RELATIVE
 from tests.e2e.memory_guard import MemoryGuard, private_mib
 from tests.e2e.playground import HOME, Json, Playground, nodes_of, training_data, write_job

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ftd.local.cluster import COORDINATOR
-from ftd.node.processes import descendants
+from ftd.processes import descendants
 from tests.e2e.playground import HOME, Playground, tiny_job
 from tests.fuzzing import deep
 from tests.security.listening import answer, doors_of, undocumented

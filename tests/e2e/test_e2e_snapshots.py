@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
-from ftd.wire.public import JobData
+from ftd.transport.wire.public import JobData
 from storage.arena import Arena
 from tests.e2e.conftest import RELATIVE
 from tests.e2e.playground import HOME, Json, Playground, Run, write_job

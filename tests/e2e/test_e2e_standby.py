@@ -15,8 +15,8 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.local.cluster import BROKER
-from ftd.mqtt.mosquitto import find_mosquitto
-from ftd.node.processes import module_command
+from ftd.processes import module_command
+from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.cluster.durable import durable
 from tests.e2e.playground import Playground, Run, playground, tiny_job, write_job
 

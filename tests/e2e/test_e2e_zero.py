@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.wire.public import JobData
+from ftd.transport.wire.public import JobData
 from tests.e2e.conftest import RELATIVE
 from tests.e2e.playground import Playground, Run, write_job
 

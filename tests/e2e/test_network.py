@@ -20,8 +20,8 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.local.fleet import private_directory
 from ftd.local.namespaces import Network, why_not
-from ftd.mqtt.mosquitto import find_mosquitto
-from ftd.node.processes import module_command
+from ftd.processes import module_command
+from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.messages.trainer import TrainingData
 from tests.e2e.hosts import Programs, programs
 from tests.runtime.reference import load, reference_losses

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.address import BrokerAddress
-from ftd.mqtt.embedded import await_ready, embedded_command
-from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.embedded import await_ready, embedded_command
+from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
 from tests.ftd.secure_broker import SecureBroker
 
 

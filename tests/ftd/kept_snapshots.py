@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.copies import Copies
-from ftd.node.shards.protocol import bearer_token
-from ftd.node.shards.server import ShardServer
-from ftd.node.shards.sources import Source
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.copies import Copies
+from ftd.snapshots.shards.protocol import bearer_token
+from ftd.snapshots.shards.server import ShardServer
+from ftd.snapshots.shards.sources import Source
 from statemachine.messages.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from ftd.config.address import BrokerAddress, Tls
-from ftd.mqtt.acl import Users, acl_text
-from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port
+from ftd.transport.address import BrokerAddress, Tls
+from ftd.transport.mqtt.acl import Users, acl_text
+from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port
 
 PATIENCE_S = 60.0
 USERS = Users(nodes=["host-a", "host-b"], operators=["alice"], tools=["grafana"], chaos=["mallory"])

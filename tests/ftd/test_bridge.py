@@ -18,12 +18,12 @@ import msgspec
 import paho.mqtt.publish
 import pytest
 
-from ftd.bridge.alert import alert_body
-from ftd.bridge.filters import parse_filter
 from ftd.errors import ConfigurationError
-from ftd.wire.catalogue import SEVERITIES
-from ftd.wire.contract_examples import DETAILS, envelope
-from ftd.wire.public import EventMessage, decode_json
+from ftd.observe.bridge.alert import alert_body
+from ftd.observe.bridge.filters import parse_filter
+from ftd.transport.wire.catalogue import SEVERITIES
+from ftd.transport.wire.contract_examples import DETAILS, envelope
+from ftd.transport.wire.public import EventMessage, decode_json
 from tests.commands import ftd_here
 from tests.ftd.conftest import RunningBroker
 
@@ -291,7 +291,7 @@ def test_what_is_given_up_is_in_the_file_and_a_broker_that_was_away_is_said(
 def test_bad_input_is_refused_in_a_sentence(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("ftd.bridge.daemon.CONNECT_S", 0.5)
+    monkeypatch.setattr("ftd.observe.bridge.daemon.CONNECT_S", 0.5)
     code, _, err = ftd_here(
         "bridge", *arguments, "--broker", "mqtt://127.0.0.1:9", patch=monkeypatch, said=capsys
     )

@@ -8,11 +8,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import ConfigurationError, Unreachable
-from ftd.mqtt.acl import Users
-from ftd.mqtt.session import MqttSession, Will
-from ftd.wire.topics import Topics
+from ftd.transport.address import BrokerAddress, Tls
+from ftd.transport.mqtt.acl import Users
+from ftd.transport.mqtt.session import MqttSession, Will
+from ftd.transport.wire.topics import Topics
 from tests.ftd.secure_broker import PATIENCE_S, USERS, SecureBroker, needs_mosquitto
 
 pytestmark = needs_mosquitto
@@ -132,9 +132,9 @@ def test_a_node_with_another_nodes_credentials_says_so(
     secure: SecureBroker, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mosquitto tells nobody that it drops what they say: who does not hear himself suspects it."""
-    monkeypatch.setattr("ftd.mqtt.session.ECHO_S", 0.5)
+    monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", 0.5)
     complaints: list[str] = []
-    monkeypatch.setattr("ftd.mqtt.session._log.error", lambda event, **_: complaints.append(event))
+    monkeypatch.setattr("ftd.transport.mqtt.session._log.error", lambda event, **_: complaints.append(event))
     topic = T.node_state("host-a")
 
     async def unheard(user: str) -> bool:
@@ -161,7 +161,7 @@ def test_a_node_with_another_nodes_credentials_says_so(
         return complaints == ["unheard"]
 
     assert asyncio.run(unheard("host-b"))
-    monkeypatch.setattr("ftd.mqtt.session.ECHO_S", PATIENCE_S)
+    monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", PATIENCE_S)
     assert not asyncio.run(unheard("host-a"))
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ftd.chaos.ending import GRACE_S, Ending
-from ftd.chaos.record import Record
-from ftd.chaos.scenario import parse_scenario
+from ftd.faults.chaos.ending import GRACE_S, Ending
+from ftd.faults.chaos.record import Record
+from ftd.faults.chaos.scenario import parse_scenario
 
 KILL = {"id": "kill", "at_step": 3, "do": "kill", "node": "a"}
 

@@ -7,17 +7,17 @@ from typing import Any, cast
 
 import pytest
 
-import ftd.chaos.soak as module
-from ftd.chaos.soak import Soak
-from ftd.chaos.soak_draw import Strike
-from ftd.chaos.soak_hands import SoakHands
-from ftd.chaos.soak_options import SoakOptions
-from ftd.chaos.soak_watch import Watch
-from ftd.client import ClusterClient
+import ftd.local.soak.soak as module
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError
 from ftd.local.cluster import LocalCluster
 from ftd.local.driver import LocalDriver
+from ftd.local.soak.draw import Strike
+from ftd.local.soak.hands import SoakHands
+from ftd.local.soak.options import SoakOptions
+from ftd.local.soak.soak import Soak
+from ftd.local.soak.watch import Watch
+from ftd.transport.client import ClusterClient
 from tests.e2e.playground import write_job
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from ftd.chaos.conductor import Conductor, Cues
-from ftd.chaos.inject import require_known_nodes, require_remote
-from ftd.chaos.scenario import load_scenario, parse_scenario
-from ftd.chaos.targets import Layout, StagePlace, layout_of, nodes_struck
-from ftd.chaos.values import (
+from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
+from ftd.faults.chaos.conductor import Conductor, Cues
+from ftd.faults.chaos.inject import require_known_nodes, require_remote
+from ftd.faults.chaos.scenario import load_scenario, parse_scenario
+from ftd.faults.chaos.targets import Layout, StagePlace, layout_of, nodes_struck
+from ftd.faults.chaos.values import (
     AfterFault,
     AfterTime,
     AtStep,
@@ -36,7 +37,6 @@ from ftd.chaos.values import (
     Target,
     Tier,
 )
-from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

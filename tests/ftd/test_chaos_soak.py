@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ftd.chaos.soak_draw import CENTRAL, IMPAIRING, KINDS, draw
-from ftd.chaos.soak_report import Goodput, SoakReport, Struck, by_cause, by_kind, goodput, lines
-from ftd.chaos.soak_watch import RecoverySeen, Violation, Watch
 from ftd.errors import ConfigurationError
-from ftd.view.plots.soak_plot import _ROWS, plot_soak, require_picture
+from ftd.local.soak.draw import CENTRAL, IMPAIRING, KINDS, draw
+from ftd.local.soak.plot import _ROWS, plot_soak, require_picture
+from ftd.local.soak.report import Goodput, SoakReport, Struck, by_cause, by_kind, goodput, lines
+from ftd.local.soak.watch import RecoverySeen, Violation, Watch
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:

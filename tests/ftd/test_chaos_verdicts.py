@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from ftd.chaos.player import Played, Player
-from ftd.chaos.record import Record
-from ftd.chaos.report import encoded, junit_of, text_of
-from ftd.chaos.scenario import parse_scenario
-from ftd.chaos.values import Fault, Scenario
-from ftd.chaos.verdicts import broken, judge, open_ones
 from ftd.cli.main import app
 from ftd.errors import FtdError, RequestRefused
+from ftd.faults.chaos.player import Played, Player
+from ftd.faults.chaos.record import Record
+from ftd.faults.chaos.report import encoded, junit_of, text_of
+from ftd.faults.chaos.scenario import parse_scenario
+from ftd.faults.chaos.values import Fault, Scenario
+from ftd.faults.chaos.verdicts import broken, judge, open_ones
 
 Json = dict[str, Any]
 

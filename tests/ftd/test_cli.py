@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from ftd.client import ClusterClient
-from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.errors import Unreachable
-from ftd.mqtt.mosquitto import free_port
-from ftd.wire.public import StatusRequest
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.wire.public import StatusRequest
 from planner.values import LayerProfile, ModelProfile
 from tests.commands import ftd_here
 from tests.ftd.conftest import RunningBroker
@@ -358,7 +358,8 @@ def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_
 
 
 @pytest.mark.parametrize(
-    "module", ["ftd.cli.main", "ftd.coordinator.daemon", "ftd.cli.plan", "ftd.client", "planner.planner"]
+    "module",
+    ["ftd.cli.main", "ftd.coordinator.daemon", "ftd.cli.plan", "ftd.transport.client", "planner.planner"],
 )
 def test_our_processes_do_not_load_torch(module: str) -> None:
     script = f"import sys, {module}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"

@@ -19,8 +19,8 @@ from ftd.config.profile_document import (
     MOST_MS,
 )
 from ftd.errors import WireError
-from ftd.wire import codec
-from ftd.wire.codec import (
+from ftd.transport.wire import codec
+from ftd.transport.wire.codec import (
     MAX_COMMAND_BYTES,
     MAX_PAYLOAD_BYTES,
     MOST_RECEIVERS,
@@ -31,8 +31,8 @@ from ftd.wire.codec import (
     encode_to_node,
     encode_to_nodes,
 )
-from ftd.wire.plans import pack
-from ftd.wire.public import (
+from ftd.transport.wire.plans import pack
+from ftd.transport.wire.public import (
     Answer,
     AnyRequest,
     ChaosRequest,
@@ -46,7 +46,7 @@ from ftd.wire.public import (
     encode_json,
     event_message,
 )
-from ftd.wire.topics import Topics
+from ftd.transport.wire.topics import Topics
 from planner.values import (
     Device,
     LayerProfile,
@@ -681,7 +681,7 @@ def test_a_resume_that_does_not_unfold_is_refused(body: bytes) -> None:
 
 
 def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.wire.plans.MAX_UNPACKED_BYTES", 1000)
+    monkeypatch.setattr("ftd.transport.wire.plans.MAX_UNPACKED_BYTES", 1000)
     body = zlib.compress(b"\x00" * 100_000)
     envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
     with pytest.raises(WireError, match="too large"):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
 from ftd.config.daemon import daemon_config, examined_daemon_config, load_daemon_config, way_to
 from ftd.config.effective import effective_settings
 from ftd.config.environment import variable_of
@@ -17,6 +16,7 @@ from ftd.config.local_clusters import claimed
 from ftd.config.locate import find_cluster
 from ftd.config.reference import keys, schema
 from ftd.errors import ConfigurationError
+from ftd.transport.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
 from statemachine.timing import Timing
 
 

@@ -11,21 +11,28 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.wire import checking
-from ftd.wire.catalogue import EVENTS, SEVERITIES, severity_of
-from ftd.wire.compatibility import broken
-from ftd.wire.contract import encoded
-from ftd.wire.contract_examples import DETAILS, EXAMPLES
-from ftd.wire.contract_file import FILE, shipped
-from ftd.wire.event_details import Details
-from ftd.wire.public import AnyRequest, ChaosRequest, EventMessage, TraceRequest, decode_json, event_message
+from ftd.transport.wire import checking
+from ftd.transport.wire.catalogue import EVENTS, SEVERITIES, severity_of
+from ftd.transport.wire.compatibility import broken
+from ftd.transport.wire.contract import encoded
+from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES
+from ftd.transport.wire.contract_file import FILE, shipped
+from ftd.transport.wire.event_details import Details
+from ftd.transport.wire.public import (
+    AnyRequest,
+    ChaosRequest,
+    EventMessage,
+    TraceRequest,
+    decode_json,
+    event_message,
+)
 from statemachine.effects import EmitEvent
 from tests.contract_schemas import document, problem_of, validator
 
 Json = dict[str, Any]
 RELEASED = Path(__file__).with_name("contract-1.0.0.json")
 PAGE = (Path(__file__).parents[2] / "docs" / "events.md").read_text(encoding="utf-8")
-WRITE = "python -m ftd.wire.contract writes ftd/wire/asyncapi.json anew"
+WRITE = "python -m ftd.transport.wire.contract writes ftd/transport/wire/asyncapi.json anew"
 
 
 def test_what_is_shipped_is_made_of_the_models() -> None:
@@ -277,7 +284,7 @@ def test_additions_break_nobody() -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"asyncapi": "2.6.0"}', '{"asyncapi": "3.0.0"}'])
 def test_a_file_that_is_no_contract_is_refused(tmp_path: Path, text: str) -> None:
     from ftd.errors import ConfigurationError
-    from ftd.wire.contract_file import read_contract
+    from ftd.transport.wire.contract_file import read_contract
 
     (tmp_path / "kept.json").write_text(text)
     with pytest.raises(ConfigurationError, match="is no contract of ftd"):

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from ftd.client import ClusterClient
-from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.config.job import load_job_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.coordinator import commands
 from ftd.errors import RequestRefused, Unreachable
-from ftd.mqtt.mosquitto import free_port
-from ftd.mqtt.session import KEEP_ALIVE_S, MqttSession, Will
-from ftd.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, decode_to_nodes, encode_from_node
-from ftd.wire.public import (
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.mqtt.session import KEEP_ALIVE_S, MqttSession, Will
+from ftd.transport.wire.codec import MAX_PAYLOAD_BYTES, decode_to_node, decode_to_nodes, encode_from_node
+from ftd.transport.wire.public import (
     DrainRequest,
     NodeStateMessage,
     StatusRequest,
@@ -32,7 +32,7 @@ from ftd.wire.public import (
     encode_json,
     timestamp,
 )
-from ftd.wire.topics import Topics
+from ftd.transport.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile
 from statemachine.effects import BroadcastCommand
 from statemachine.messages.cluster import (

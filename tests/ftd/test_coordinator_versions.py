@@ -13,17 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.client import ClusterClient
-from ftd.config.address import BrokerAddress, ClusterAddress
+from ftd.cli.checks.cluster import check_cluster
 from ftd.config.daemon import load_daemon_config
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Takeover
 from ftd.coordinator.ports import Program
-from ftd.doctor.cluster import check_cluster
 from ftd.driver import SystemClock
 from ftd.errors import JournalError
-from ftd.wire.coordinators import JournalCopy
-from ftd.wire.public import StatusRequest
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.public import StatusRequest
 from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.messages.values import PROTOCOL

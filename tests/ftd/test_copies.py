@@ -11,12 +11,12 @@ import pytest
 from kept_snapshots import JOB, TOKEN, Node, flip, shared_directory, write
 
 from ftd.errors import PeerError
-from ftd.node.shards import copies as copies_module
-from ftd.node.shards.arenas import Arenas, Held
-from ftd.node.shards.client import ShardClient
-from ftd.node.shards.copy_sender import CopySender
-from ftd.node.shards.protocol import STREAM_BYTES, Rate, bearer_token
-from ftd.node.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards import copies as copies_module
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.copy_sender import CopySender
+from ftd.snapshots.shards.protocol import STREAM_BYTES, Rate, bearer_token
+from ftd.snapshots.shards.sources import Located, Source, Wanted
 from storage.arena import SLOTS, Arena
 from storage.manifest import Manifest, Part, digest_of, encode_record
 

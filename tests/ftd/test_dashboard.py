@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from ftd.config.daemon import daemon_config
 from ftd.config.dashboard import DashboardPlace
 from ftd.coordinator.journal import Journal
-from ftd.dashboard import feed as feeds
-from ftd.dashboard.assets import PLOTLY
-from ftd.dashboard.dashboard import Dashboard
-from ftd.dashboard.feed import Feed, Gone
-from ftd.dashboard.layout import buckets, what_each_keeps, withstands
-from ftd.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, Model
-from ftd.dashboard.server import DashboardServer
-from ftd.dashboard.trend import Point, Trend
 from ftd.errors import ConfigurationError
-from ftd.wire.public import EventMessage
+from ftd.observe.dashboard import feed as feeds
+from ftd.observe.dashboard.assets import PLOTLY
+from ftd.observe.dashboard.dashboard import Dashboard
+from ftd.observe.dashboard.feed import Feed, Gone
+from ftd.observe.dashboard.layout import buckets, what_each_keeps, withstands
+from ftd.observe.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, Model
+from ftd.observe.dashboard.server import DashboardServer
+from ftd.observe.dashboard.trend import Point, Trend
+from ftd.transport.wire.public import EventMessage
 from tests.crowd_of_nodes import Json, committed, event, pipelines_of, recovery, snapshot_of, state_of
 
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
@@ -526,7 +526,7 @@ def test_files_are_compressed_and_kept_by_browsers() -> None:
 
 def test_silent_strangers_are_cut_off_and_too_many_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
     most = 16  # Which are there before the first is cut off.
-    monkeypatch.setattr("ftd.dashboard.server.MOST_CONNECTIONS", most)
+    monkeypatch.setattr("ftd.observe.dashboard.server.MOST_CONNECTIONS", most)
 
     async def work(client: aiohttp.ClientSession, url: str) -> None:
         port = int(url.rpartition(":")[2])

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ftd.cli.checks.configuration import broker_is_known, check_configuration
+from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports
 from ftd.config.daemon import daemon_config, examined_daemon_config
-from ftd.doctor.configuration import broker_is_known, check_configuration
-from ftd.doctor.host import check_directory, check_memory, check_names, check_ports
 from tests.ftd.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
 
 FTD = str(Path(sys.executable).parent / "ftd")

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from ftd.client import ClusterClient
-from ftd.mqtt.session import MqttSession
-from ftd.wire.public import StopRequest, SubmitRequest
-from ftd.wire.topics import Topics
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.public import StopRequest, SubmitRequest
+from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import Command, Inquiry, Prepare, Quiesced, Resume
 from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import DeviceReport

@@ -13,9 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
+from ftd.cli.units.files import files_for, hidden_from_others, sample_config
+from ftd.cli.units.units import Layout, Role, unit_name, unit_text
 from ftd.config.daemon import daemon_config
-from ftd.install.files import files_for, hidden_from_others, sample_config
-from ftd.install.units import Layout, Role, unit_name, unit_text
 
 FTD = Path(sys.executable).parent / "ftd"
 MOST_EXPOSED = 25

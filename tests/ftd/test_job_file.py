@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.clash import OUR_PACKAGES
 from ftd.config import tracking
+from ftd.config.clash import OUR_PACKAGES
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
-from ftd.wire.public import JobData, LoggingData, SnapshotData, decode_json, encode_json
+from ftd.transport.wire.public import JobData, LoggingData, SnapshotData, decode_json, encode_json
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy

@@ -22,7 +22,7 @@ from ftd.coordinator.leadership import Takeover, restored
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
-from ftd.wire.coordinators import (
+from ftd.transport.wire.coordinators import (
     MAX_COPY_BYTES,
     JournalCopy,
     decode_copy,
@@ -31,8 +31,8 @@ from ftd.wire.coordinators import (
     packer,
     unpack,
 )
-from ftd.wire.public import EventMessage
-from ftd.wire.refolding import Refolder
+from ftd.transport.wire.public import EventMessage
+from ftd.transport.wire.refolding import Refolder
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import RESERVED

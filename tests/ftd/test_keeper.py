@@ -96,7 +96,7 @@ KEEPER = """
 import asyncio, sys
 from pathlib import Path
 from ftd.config.daemon import load_daemon_config
-from ftd.node.keeper.daemon import KeeperDaemon
+from ftd.snapshots.keeper.daemon import KeeperDaemon
 sys.exit(asyncio.run(KeeperDaemon(load_daemon_config(Path(sys.argv[1]))).run()))
 """
 

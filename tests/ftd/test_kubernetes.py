@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port
+from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port
 
 HERE = Path(__file__).parents[2] / "examples" / "kubernetes"
 BIN = Path(sys.executable).parent

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.config.address import BrokerAddress
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError
-from ftd.mqtt.session import MqttSession
-from ftd.mqtt.transport import MqttTransport
-from ftd.wire.coordinators import JournalCopy
-from ftd.wire.topics import Topics
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.mqtt.transport import MqttTransport
+from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Leader, Peer

@@ -23,13 +23,13 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from ftd.config.daemon import daemon_config
 from ftd.config.metrics import MetricsPlace
 from ftd.errors import ConfigurationError
-from ftd.metrics.cluster import ClusterMetrics
-from ftd.metrics.common import MOST_EVENT_NAMES
-from ftd.metrics.node import NodeMetrics, NodeNow
-from ftd.metrics.server import MOST_CONNECTIONS, MetricsServer
-from ftd.mqtt.mosquitto import free_port
 from ftd.observe.goodput import Goodput
-from ftd.wire.public import EventMessage
+from ftd.observe.metrics.cluster import ClusterMetrics
+from ftd.observe.metrics.common import MOST_EVENT_NAMES
+from ftd.observe.metrics.node import NodeMetrics, NodeNow
+from ftd.observe.metrics.server import MOST_CONNECTIONS, MetricsServer
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.wire.public import EventMessage
 from statemachine.agent.events import TrainerReported, TrainerUp
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, PublishNode, SendSignal

@@ -16,12 +16,12 @@ import pytest
 import trustme
 import uvloop
 
-from ftd.config.address import BrokerAddress, Tls
 from ftd.errors import Unreachable
-from ftd.mqtt.embedded import embedded_command
-from ftd.mqtt.mosquitto import free_port
-from ftd.mqtt.session import MAX_SENDING, MqttSession, Will
-from ftd.mqtt.shortcut import Shortcut
+from ftd.transport.address import BrokerAddress, Tls
+from ftd.transport.mqtt.embedded import embedded_command
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.mqtt.session import MAX_SENDING, MqttSession, Will
+from ftd.transport.mqtt.shortcut import Shortcut
 from tests.ftd.conftest import RunningBroker
 
 PATIENCE_S = 60.0
@@ -125,7 +125,7 @@ def test_a_goodbye_lasts_until_the_broker_has_read_it(
     mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it would still send to a closed socket breaks the connection for it: it would tell the will."""
-    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", PATIENCE_S)
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
 
     async def scene() -> None:
         async with Listener(mosquitto.address, "a", "w/#") as a:
@@ -149,7 +149,7 @@ def test_a_goodbye_lasts_until_the_broker_has_read_it(
 
 
 def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", PATIENCE_S)
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
     message = b"\x32\x06\x00\x01t\x00\x01x"
 
     async def scene() -> None:
@@ -191,10 +191,10 @@ def test_a_broker_that_reads_no_goodbye_keeps_nobody(
 ) -> None:
     """Behind more than the kernel takes: the session ends all the same, and does not begin again. Not when
     aiomqtt has another word for that end, either: it has, where the socket does not close."""
-    monkeypatch.setattr("ftd.mqtt.session.LEAVE_S", 0.1)
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", 0.1)
     if not closes:
-        monkeypatch.setattr("ftd.mqtt.shortcut.Shortcut.cut", lambda shortcut: None)
-        monkeypatch.setattr("ftd.mqtt.session.CONNECT_S", 1.0)
+        monkeypatch.setattr("ftd.transport.mqtt.shortcut.Shortcut.cut", lambda shortcut: None)
+        monkeypatch.setattr("ftd.transport.mqtt.session.CONNECT_S", 1.0)
 
     async def scene() -> None:
         async with Listener(mosquitto.address, "b") as b:
@@ -528,7 +528,7 @@ def test_something_that_is_no_broker_is_survived() -> None:
     asyncio.run(scene())
 
 
-# --- what amqtt gets wrong by itself (ftd.mqtt.embedded) -------------------------------------------
+# --- what amqtt gets wrong by itself (ftd.transport.mqtt.embedded) -------------------------------------------
 
 
 def test_embedded_sends_nobody_retained_messages_of_others(

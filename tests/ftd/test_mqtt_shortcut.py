@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.mqtt.shortcut import LARGE_BYTES, LATER_S, PIECE_BYTES, Shortcut
+from ftd.transport.mqtt.shortcut import LARGE_BYTES, LATER_S, PIECE_BYTES, Shortcut
 
 
 class Pieces:

@@ -13,10 +13,10 @@ import pytest
 
 from ftd.errors import ConfigurationError, WireError
 from ftd.local.mounts import small_file_system
-from ftd.node.faults.chaos import Chaos
-from ftd.node.faults.disturbance import Weather, Wire
-from ftd.node.faults.full_disk import Filler
-from ftd.wire.public import Answer, encode_json
+from ftd.node.chaos import Chaos
+from ftd.node.disturbance import Weather, Wire
+from ftd.node.full_disk import Filler
+from ftd.transport.wire.public import Answer, encode_json
 from statemachine.messages.trainer import Raise, Sleep, Slow
 
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from ftd.mqtt.session import MqttSession
-from ftd.node import processes
-from ftd.node.processes import alive, compile_cache, descendants, trainer_environment
-from ftd.wire.codec import decode_from_node, encode_to_nodes
-from ftd.wire.topics import Topics
+from ftd import processes
+from ftd.processes import alive, compile_cache, descendants, trainer_environment
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.codec import decode_from_node, encode_to_nodes
+from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import FromNode, Stepped, StepsWanted, ToNodes
 from tests.ftd.conftest import RunningBroker
 

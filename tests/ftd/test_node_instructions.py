@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import msgspec
 
-from ftd.node.instructions import layers_of, prepare_instruction, rank_of, resume_instruction, world_data
+from ftd.node.instructions import prepare_instruction, rank_of, resume_instruction, world_data
+from ftd.snapshots.stager import layers_of
 from planner.values import (
     Device,
     PipelinePlacement,

@@ -24,10 +24,10 @@ from kept_snapshots import (
 )
 from msgspec.structs import asdict, replace
 
-from ftd.node.restoring.restore import RestoreError
-from ftd.node.restoring.staging import Stage
-from ftd.node.shards.arenas import Arenas
-from ftd.node.snapshots.persist import Persister, read_checkpoint
+from ftd.snapshots.persist import Persister, read_checkpoint
+from ftd.snapshots.restoring.restore import RestoreError
+from ftd.snapshots.restoring.staging import Stage
+from ftd.snapshots.shards.arenas import Arenas
 from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed

@@ -10,12 +10,12 @@ from kept_snapshots import JOB, Node, flip, make_layer, payload_of, shared_direc
 from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, daemon_config
-from ftd.node.restoring.staging import Found, Stage
-from ftd.node.shards.client import ShardClient
-from ftd.node.shards.copy_sender import CopySender
-from ftd.node.shards.protocol import Rate, bearer_token
-from ftd.node.shards.sources import Source
-from ftd.node.snapshots.service import Snapshots
+from ftd.snapshots.restoring.staging import Found, Stage
+from ftd.snapshots.service import Snapshots
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.copy_sender import CopySender
+from ftd.snapshots.shards.protocol import Rate, bearer_token
+from ftd.snapshots.shards.sources import Source
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
 from statemachine.effects import SendCopy
@@ -197,7 +197,7 @@ def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_
         assert len(sent) == 3 and len(daemon.events) == 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ftd.node.restoring.bucket._LEAST_LENT_BYTES", 64)
+        patch.setattr("ftd.snapshots.restoring.bucket._LEAST_LENT_BYTES", 64)
         with_daemon(body)
 
 
@@ -285,7 +285,7 @@ def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
         raise AssertionError("cannot be")
 
     async def body(daemon: Daemon, peer: Node) -> None:
-        monkeypatch.setattr("ftd.node.snapshots.stager.Stage", broken)
+        monkeypatch.setattr("ftd.snapshots.stager.Stage", broken)
         stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events

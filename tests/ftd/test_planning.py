@@ -22,7 +22,7 @@ from ftd.coordinator.plan_worker import Work
 from ftd.coordinator.planning import PlanningService
 from ftd.coordinator.planning_ahead import expected, likely_losses, rehearse
 from ftd.driver import Driver
-from ftd.node.processes import alive
+from ftd.processes import alive
 from planner.errors import PlanningError
 from planner.pipelines import programs
 from planner.planner import Planner

@@ -23,7 +23,7 @@ from ftd.config.profile_file import (
     save_profile,
 )
 from ftd.errors import ConfigurationError
-from ftd.view.schema import schema_of
+from ftd.observe.view.schema import schema_of
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime, TensorSplit
 

@@ -10,13 +10,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from ftd.cli.profiling.document import document_of
+from ftd.cli.profiling.network import fit_link, fit_ring
+from ftd.cli.profiling.process import ask
 from ftd.config.profile_document import ProfileDocument
 from ftd.config.profile_file import load_document, load_profile, model_profile, save_profile
 from ftd.errors import InternalError
-from ftd.profiling.document import document_of
-from ftd.profiling.network import fit_link, fit_ring
-from ftd.profiling.process import ask
-from ftd.view.profile import render_profile, spread
+from ftd.observe.view.profile import render_profile, spread
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, SplitTime
 from runtime.wire.measurement import (

@@ -11,10 +11,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
+from ftd.coordinator.protection_choice import _fullest_bytes
 from ftd.errors import ConfigurationError
-from ftd.protection import protection_of, stated_guarantee
-from ftd.protection_choice import _fullest_bytes
-from ftd.view.protection import render_protection
+from ftd.observe.view.protection import render_protection
+from ftd.snapshots.protection import protection_of, stated_guarantee
 from planner.pipelines.instantiation import Instantiation
 from planner.preview import Preview
 from planner.stages.costs import StageCosts

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ftd.protection import code_for, stated_guarantee
-from ftd.protection_choice import choose, protect
+from ftd.coordinator.protection_choice import choose, protect
+from ftd.snapshots.protection import code_for, stated_guarantee
 from planner.planner import Planner
 from planner.values import LayerProfile, ModelProfile, Plan, Policy
 from statemachine.messages.values import ProtectionChoice, ProtectionWish

@@ -16,7 +16,7 @@ from pathlib import Path
 import paho.mqtt.publish
 import pytest
 
-from ftd.wire.contract_examples import DETAILS, EXAMPLES, envelope
+from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES, envelope
 from tests.ftd.conftest import RunningBroker
 
 ROOT = Path(__file__).parents[2]

@@ -22,10 +22,10 @@ from kept_snapshots import (
     write_group,
 )
 
-from ftd.node.restoring.restore import Restored, RestoreError, Restorer
-from ftd.node.restoring.staging import OneByOne, Stage
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.client import ShardClient
+from ftd.snapshots.restoring.restore import Restored, RestoreError, Restorer
+from ftd.snapshots.restoring.staging import OneByOne, Stage
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import BLOCK_BYTES
 from storage.shards import Bytes
@@ -35,7 +35,7 @@ STEP = 40
 
 @pytest.fixture(autouse=True)
 def little_is_lent_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.node.restoring.bucket._LEAST_LENT_BYTES", 64)
+    monkeypatch.setattr("ftd.snapshots.restoring.bucket._LEAST_LENT_BYTES", 64)
 
 
 @dataclass(slots=True, kw_only=True)

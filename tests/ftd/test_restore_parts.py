@@ -15,11 +15,11 @@ from kept_snapshots import JOB as KEPT_JOB
 from kept_snapshots import TOKEN, Node, flip, shared_directory, write
 from msgspec.structs import replace
 
-from ftd.node.restoring.restore import Restored, RestoreError, Restorer
-from ftd.node.restoring.staging import OneByOne
-from ftd.node.shards.arenas import Arenas, Held
-from ftd.node.shards.client import ShardClient
-from ftd.node.snapshots.scrub import Scrubber
+from ftd.snapshots.restoring.restore import Restored, RestoreError, Restorer
+from ftd.snapshots.restoring.staging import OneByOne
+from ftd.snapshots.scrub import Scrubber
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.client import ShardClient
 from statemachine.messages.trainer import PipelineData, Snapped
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header

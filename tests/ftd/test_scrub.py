@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from kept_snapshots import JOB, TOKEN, Node, copy_to_buddy, flip, make_layer, shared_directory, write_group
 from msgspec.structs import replace
 
-from ftd.node.shards.arenas import Held
-from ftd.node.snapshots.mend import Mender
-from ftd.node.snapshots.scrub import Scrubber
+from ftd.snapshots.mend import Mender
+from ftd.snapshots.scrub import Scrubber
+from ftd.snapshots.shards.arenas import Held
 from statemachine.messages.trainer import Instruction, Mend
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.arena import Arena

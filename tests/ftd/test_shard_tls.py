@@ -16,11 +16,11 @@ from kept_snapshots import JOB, TOKEN, Node, raw_request, shared_directory, writ
 from ftd.config.daemon import daemon_config
 from ftd.config.shard_tls import ShardTls
 from ftd.errors import ConfigurationError, PeerError
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.client import ShardClient
-from ftd.node.shards.copy_sender import CopySender
-from ftd.node.shards.protocol import Rate
-from ftd.node.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.copy_sender import CopySender
+from ftd.snapshots.shards.protocol import Rate
+from ftd.snapshots.shards.sources import Located, Source, Wanted
 
 PART = "group-0/shard"
 DATA = np.random.default_rng(3).integers(0, 256, 3_000_000, dtype=np.uint8)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ftd.mqtt.mosquitto import find_mosquitto, free_port
+from ftd.transport.mqtt.mosquitto import find_mosquitto, free_port
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "ftd.sbatch"

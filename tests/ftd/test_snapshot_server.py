@@ -15,11 +15,11 @@ import uvloop
 from kept_snapshots import JOB, TOKEN, Node, flip, raw_request, shared_directory, write
 
 from ftd.errors import ConfigurationError, PeerError
-from ftd.node.shards import server as shard_server
-from ftd.node.shards.arenas import Arenas
-from ftd.node.shards.client import ShardClient
-from ftd.node.shards.protocol import STREAM_BYTES, bearer_token
-from ftd.node.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards import server as shard_server
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.protocol import STREAM_BYTES, bearer_token
+from ftd.snapshots.shards.sources import Located, Source, Wanted
 from storage.arena import Arena
 from storage.manifest import BLOCK_BYTES, Part, digest_of
 

@@ -15,9 +15,9 @@ import pytest
 
 from ftd.node import zygote
 from ftd.node.instructions import prepare_instruction
-from ftd.node.processes import alive, tail
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import Supervisor, Trainer
+from ftd.processes import alive, tail
 from planner.values import LayerProfile, ModelProfile, Policy
 from runtime.wire import frames
 from statemachine.agent.events import (

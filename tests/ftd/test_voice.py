@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ftd.config.daemon import load_daemon_config
-from ftd.mqtt.session import MqttSession
 from ftd.node import voice
-from ftd.node.faults.disturbance import Disturbance
-from ftd.wire.public import NodeStateMessage, decode_json
-from ftd.wire.topics import Topics
+from ftd.node.disturbance import Disturbance
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.public import NodeStateMessage, decode_json
+from ftd.transport.wire.topics import Topics
 from statemachine.effects import PublishNode
 from statemachine.messages.values import NodeState
 from tests.ftd.conftest import RunningBroker

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.sim.run import run_seed
-from ftd.wire import codec
+from ftd.faults.sim.run import run_seed
+from ftd.transport.wire import codec
 from statemachine.agent.events import CommandArrived
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine

@@ -17,13 +17,13 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ftd.client import ClusterClient
-from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.coordinator.journal import Journal
-from ftd.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from ftd.mqtt.session import MqttSession
-from ftd.wire.codec import decode_to_node, encode_from_node
-from ftd.wire.topics import Topics
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.codec import decode_to_node, encode_from_node
+from ftd.transport.wire.topics import Topics
 from runtime.wire.store_protocol import mark_of
 from statemachine.messages.cluster import Command, FromNode, Hello, Inquiry, Rejection
 from statemachine.messages.values import NodeFacts
@@ -37,7 +37,7 @@ PATIENCE_S = 60.0
 USER = '[broker]\nusername = "u"\n'
 SHIFTED = """
 import datetime, sys, time
-import ftd.wire.public as public
+import ftd.transport.wire.public as public
 shift = datetime.timedelta(hours=float(sys.argv.pop(1)))
 class Shifted(datetime.datetime):
     @classmethod

@@ -20,13 +20,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.client import ClusterClient
-from ftd.config.address import BrokerAddress, ClusterAddress
 from ftd.local.fleet import private_directory, shared_memory
-from ftd.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
-from ftd.wire.codec import MAX_COMMAND_BYTES, MAX_PAYLOAD_BYTES
-from ftd.wire.public import StatusRequest
-from ftd.wire.topics import Topics
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
+from ftd.transport.wire.codec import MAX_COMMAND_BYTES, MAX_PAYLOAD_BYTES
+from ftd.transport.wire.public import StatusRequest
+from ftd.transport.wire.topics import Topics
 from runtime.groups.store import Connection, Rendezvous, StoreError
 from runtime.wire import frames, store_protocol
 from tests.fuzzing import deep, garbled, seeded, twisted

@@ -12,15 +12,15 @@ import msgspec
 import numpy as np
 import pytest
 
-from ftd.chaos.scenario import load_scenario
 from ftd.config.daemon import load_daemon_config
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError, FtdError, JournalError, WireError
-from ftd.node.shards.protocol import NodeManifest
-from ftd.sim.run import run_seed
-from ftd.wire import checking, codec, contract_examples
-from ftd.wire.public import (
+from ftd.faults.chaos.scenario import load_scenario
+from ftd.faults.sim.run import run_seed
+from ftd.snapshots.shards.protocol import NodeManifest
+from ftd.transport.wire import checking, codec, contract_examples
+from ftd.transport.wire.public import (
     Answer,
     AnyRequest,
     ChaosRequest,
@@ -240,7 +240,7 @@ def test_requests_events_and_states_made_wrong_are_refused() -> None:
 @pytest.mark.parametrize(
     ("load", "file"),
     [
-        (lambda path: load_daemon_config(path, environment={}), ROOT / "ftd" / "install" / "ftd.toml"),
+        (lambda path: load_daemon_config(path, environment={}), ROOT / "ftd" / "cli" / "units" / "ftd.toml"),
         (load_job_data, ROOT / "examples" / "gpt.toml"),
         (load_scenario, ROOT / "examples" / "demo-chaos.toml"),
     ],

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from ftd.chaos.scenario import load_scenario
-from ftd.sim.scenario import ScenarioWorld
-from ftd.sim.setting import setting_of
+from ftd.faults.chaos.scenario import load_scenario
+from ftd.faults.sim.scenario import ScenarioWorld
+from ftd.faults.sim.setting import setting_of
 from statemachine.effects import EmitEvent
 from statemachine.messages.cluster import FromNode, ToNode, ToNodes
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from ftd.sim import coordinator, damage, disk, faults, plans, run
-from ftd.sim.coordinator import SimCoordinator
-from ftd.sim.disk import Copy, Disk, power_cut
-from ftd.sim.network import Network
-from ftd.sim.run import Leaning, Simulation, run_seed
-from ftd.sim.trainers import SimTrainer
-from ftd.sim.voice import Voice
+from ftd.faults.sim import coordinator, damage, disk, faults, plans, run
+from ftd.faults.sim.coordinator import SimCoordinator
+from ftd.faults.sim.disk import Copy, Disk, power_cut
+from ftd.faults.sim.network import Network
+from ftd.faults.sim.run import Leaning, Simulation, run_seed
+from ftd.faults.sim.trainers import SimTrainer
+from ftd.faults.sim.voice import Voice
 from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from ftd.chaos.player import Played
-from ftd.chaos.report import json_of, junit_of, text_of
-from ftd.chaos.scenario import load_scenario, parse_scenario
 from ftd.cli.main import app
 from ftd.errors import ConfigurationError
-from ftd.sim.scenario import play
-from ftd.sim.setting import setting_of, unsupported
+from ftd.faults.chaos.player import Played
+from ftd.faults.chaos.report import json_of, junit_of, text_of
+from ftd.faults.chaos.scenario import load_scenario, parse_scenario
+from ftd.faults.sim.scenario import play
+from ftd.faults.sim.setting import setting_of, unsupported
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.events import NodeVanished
 

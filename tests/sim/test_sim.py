@@ -11,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.sim import run
-from ftd.sim.bugs import WORDS, raise_everywhere
-from ftd.sim.drawing import RARER
-from ftd.sim.faults import Fault
-from ftd.sim.run import SHAPES, Leaning, Simulation, run_seed
+from ftd.faults.sim import run
+from ftd.faults.sim.bugs import WORDS, raise_everywhere
+from ftd.faults.sim.drawing import RARER
+from ftd.faults.sim.faults import Fault
+from ftd.faults.sim.run import SHAPES, Leaning, Simulation, run_seed
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
@@ -38,7 +38,7 @@ def test_a_seed_is_one_run() -> None:
 
 def test_a_seed_is_one_run_whatever_ran_before_and_however_strings_hash() -> None:
     """In another process: nothing may depend on the order of a set or on what is cached."""
-    code = "from ftd.sim.run import run_seed; import hashlib; " + (
+    code = "from ftd.faults.sim.run import run_seed; import hashlib; " + (
         "print(hashlib.sha256('\\n'.join(run_seed(12, tracing=True).trace).encode()).hexdigest())"
     )
     digests = {

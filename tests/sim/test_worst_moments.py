@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from ftd.sim import faults
-from ftd.sim.disk import power_cut
-from ftd.sim.run import Leaning, Simulation, run_seed
+from ftd.faults.sim import faults
+from ftd.faults.sim.disk import power_cut
+from ftd.faults.sim.run import Leaning, Simulation, run_seed
 
 SEEDS = 5
 Fault = Callable[[Simulation], None]

@@ -23,10 +23,10 @@ from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.ports import CheckpointPlaces, Observer, Ports, Program
 from ftd.driver import SystemClock
-from ftd.mqtt.session import Kept
-from ftd.wire.codec import encode_from_node
-from ftd.wire.public import EventMessage, NodeStateMessage, decode_json, encode_json, timestamp
-from ftd.wire.topics import Topics
+from ftd.transport.mqtt.session import Kept
+from ftd.transport.wire.codec import encode_from_node
+from ftd.transport.wire.public import EventMessage, NodeStateMessage, decode_json, encode_json, timestamp
+from ftd.transport.wire.topics import Topics
 from planner.planner import Planner
 from statemachine.cluster.durable import durable
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan

@@ -6,7 +6,7 @@ import pytest
 from test_snapshots import HELD, Snapshots
 from transcripts import PROFILE, committed, report
 
-from ftd.protection_choice import protect
+from ftd.coordinator.protection_choice import protect
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested

@@ -14,11 +14,11 @@ import msgspec
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ftd.coordinator.journal import Journal
-from ftd.tracking.process import COMMAND
-from ftd.tracking.protocol import Assignment, FromWriter, Over
-from ftd.tracking.rows import Row
-from ftd.tracking.writer import INCOMPLETE, Writer
-from ftd.wire.public import EventMessage
+from ftd.observe.tracking.process import COMMAND
+from ftd.observe.tracking.protocol import Assignment, FromWriter, Over
+from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.writer import INCOMPLETE, Writer
+from ftd.transport.wire.public import EventMessage
 from statemachine.messages.values import LoggingPolicy
 
 JOB = "gpt-1"

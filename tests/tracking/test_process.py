@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from ftd.tracking.process import COMMAND, Tracking
+from ftd.observe.tracking.process import COMMAND, Tracking
 from planner.values import Policy
 from statemachine.messages.values import Job, LoggingPolicy
 from tests.tracking.logs import JOB, Keeper, logged_steps, plotted, steps_of
@@ -132,8 +132,8 @@ def test_another_job_is_logged_at_another_place(tmp_path: Path) -> None:
 def test_a_writer_that_cannot_run_is_reported_once_and_tried_again(
     tmp_path: Path, command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftd.tracking.process._FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("ftd.tracking.process._LAST_RETRY_S", 0.02)
+    monkeypatch.setattr("ftd.observe.tracking.process._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("ftd.observe.tracking.process._LAST_RETRY_S", 0.02)
 
     async def play() -> None:
         led, job = Led(tmp_path, command), job_at(tmp_path / "logs")
@@ -149,8 +149,8 @@ def test_a_writer_that_cannot_run_is_reported_once_and_tried_again(
 def test_a_job_that_is_over_is_tried_some_times_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftd.tracking.process._FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr("ftd.tracking.process._LAST_RETRY_S", 0.02)
+    monkeypatch.setattr("ftd.observe.tracking.process._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("ftd.observe.tracking.process._LAST_RETRY_S", 0.02)
     count = tmp_path / "count"
     script = f"open({str(count)!r}, 'a').write('x'); raise SystemExit(3)"
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.tracking.record import Cursor, Record
-from ftd.tracking.rows import decode_row, encode_row
+from ftd.observe.tracking.record import Cursor, Record
+from ftd.observe.tracking.rows import decode_row, encode_row
 from tests.tracking.logs import evaluation, row
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from mlflow.tracking import MlflowClient
 
-from ftd.tracking.mlflow_sink import MlflowSink
-from ftd.tracking.record import Cursor
-from ftd.tracking.rows import Row
-from ftd.tracking.tensorboard_sink import TensorBoardSink
-from ftd.tracking.wandb_sink import WandbSink
+from ftd.observe.tracking.mlflow_sink import MlflowSink
+from ftd.observe.tracking.record import Cursor
+from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.tensorboard_sink import TensorBoardSink
+from ftd.observe.tracking.wandb_sink import WandbSink
 from statemachine.messages.values import MlflowPolicy, WandbPolicy
 from tests.tracking.logs import JOB, evaluation, plotted, row, steps_of
 from tests.tracking.wandb_files import offline_history
@@ -36,8 +36,8 @@ def test_tensorboard_is_written_without_torch_and_without_tensorflow(tmp_path: P
     script = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from ftd.tracking.tensorboard_sink import TensorBoardSink\n"
-        "import ftd.tracking.writer\n"
+        "from ftd.observe.tracking.tensorboard_sink import TensorBoardSink\n"
+        "import ftd.observe.tracking.writer\n"
         "sink = TensorBoardSink(Path(sys.argv[1]))\n"
         "sink.follow(())\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
@@ -175,7 +175,7 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from ftd.tracking.wandb_sink import WandbSink\n"
+        "from ftd.observe.tracking.wandb_sink import WandbSink\n"
         "from statemachine.messages.values import WandbPolicy\n"
         "from tests.tracking.logs import row\n"
         "policy = WandbPolicy(project='p', mode='offline')\n"

@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftd.tracking.protocol import Failed, Missing, Restored, Skipped
-from ftd.tracking.writer import INCOMPLETE
+from ftd.observe.tracking.protocol import Failed, Missing, Restored, Skipped
+from ftd.observe.tracking.writer import INCOMPLETE
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.tracking.logs import (
     JOB,
@@ -245,8 +245,8 @@ def test_the_place_that_cannot_be_made_is_reported(keeper: Keeper, tmp_path: Pat
 def test_steps_that_no_journal_has_are_named_and_left_out(
     keeper: Keeper, policy: LoggingPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ftd.tracking.writer.ASK_S", 0.1)
-    monkeypatch.setattr("ftd.tracking.writer.GAP_S", 1.0)
+    monkeypatch.setattr("ftd.observe.tracking.writer.ASK_S", 0.1)
+    monkeypatch.setattr("ftd.observe.tracking.writer.GAP_S", 1.0)
     keeper.commit(1, 3)
     for step in (6, 7):
         keeper.journal.record(event("StepCommitted", step, **details_of(step)))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from wandb.proto import wandb_internal_pb2 as protocol
 
-from ftd.tracking.wandb_sink import payloads
+from ftd.observe.tracking.wandb_sink import payloads
 
 
 def offline_history(directory: Path, run: str) -> list[tuple[int, dict[str, float]]]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ftd.view.live.picture import Picture
-from ftd.view.live.view import LiveView
+from ftd.observe.view.live.picture import Picture
+from ftd.observe.view.live.view import LiveView
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
@@ -276,7 +276,7 @@ def test_planning_that_takes_long_is_a_progress_bar(state: Json) -> None:
 
 
 def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.view.live.view.PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftd.observe.view.live.view.PROGRESS_EVERY_S", 0.0)
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), 120)
     waiting = {**state, "phase": "WAITING", "step": 0}
@@ -287,7 +287,7 @@ def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: 
 
 
 def test_a_pipe_gets_a_line_for_what_a_start_waits_for(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.view.live.view.PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("ftd.observe.view.live.view.PROGRESS_EVERY_S", 0.0)
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), 120)
     for layer in (2, 2, 3):

@@ -8,11 +8,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from ftd.observe.run import Run
-from ftd.view.document import Report
-from ftd.view.report import build_report
-from ftd.view.status import render_status
-from ftd.view.story import chapters, render_story
-from ftd.view.summary import render_summary
+from ftd.observe.view.document import Report
+from ftd.observe.view.report import build_report
+from ftd.observe.view.status import render_status
+from ftd.observe.view.story import chapters, render_story
+from ftd.observe.view.summary import render_summary
 
 Json = dict[str, Any]
 Make = Callable[..., Json]

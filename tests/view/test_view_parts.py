@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from ftd.view.blocks import PipelineBars, natural, pipeline_lines
-from ftd.view.live.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
-from ftd.view.text import (
+from ftd.observe.view.blocks import PipelineBars, natural, pipeline_lines
+from ftd.observe.view.live.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
+from ftd.observe.view.text import (
     NodeColours,
     device_names,
     duration,

@@ -12,14 +12,14 @@ from rich.console import Console
 
 from ftd.errors import ConfigurationError, FtdError
 from ftd.observe.run import Run
-from ftd.view.document import Report, StepRecord
-from ftd.view.pages.report_page import report_page
-from ftd.view.past import recovery_of, report_of
-from ftd.view.plots.report_plot import plot_report
-from ftd.view.rates import committed_at_s, goodput, throughput
-from ftd.view.report import build_report
-from ftd.view.sentences import told
-from ftd.view.summary import render_summary
+from ftd.observe.view.document import Report, StepRecord
+from ftd.observe.view.pages.report_page import report_page
+from ftd.observe.view.past import recovery_of, report_of
+from ftd.observe.view.plots.report_plot import plot_report
+from ftd.observe.view.rates import committed_at_s, goodput, throughput
+from ftd.observe.view.report import build_report
+from ftd.observe.view.sentences import told
+from ftd.observe.view.summary import render_summary
 from tests.commands import ftd_here
 
 Json = dict[str, Any]

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError
-from ftd.view.plan import MOST_STAGES, MOST_TEMPLATES, elapsed, render_plan
-from ftd.view.plots import plan_plot
-from ftd.view.plots.plan_plot import draw_plan, drawn_svg, plot_plan
+from ftd.observe.view.plan import MOST_STAGES, MOST_TEMPLATES, elapsed, render_plan
+from ftd.observe.view.plots import plan_plot
+from ftd.observe.view.plots.plan_plot import draw_plan, drawn_svg, plot_plan
 from planner.crosscheck import CrossCheck
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError

@@ -10,12 +10,12 @@ import pytest
 from rich.console import Console
 
 from ftd.observe.run import Run
-from ftd.view.document import SCHEMA_VERSION, Report, ReportError
-from ftd.view.pages.report_page import report_page
-from ftd.view.rates import counts_tokens, learning_rates, throughput
-from ftd.view.report import build_report
-from ftd.view.schema import schema_of
-from ftd.view.summary import render_summary
+from ftd.observe.view.document import SCHEMA_VERSION, Report, ReportError
+from ftd.observe.view.pages.report_page import report_page
+from ftd.observe.view.rates import counts_tokens, learning_rates, throughput
+from ftd.observe.view.report import build_report
+from ftd.observe.view.schema import schema_of
+from ftd.observe.view.summary import render_summary
 
 Json = dict[str, Any]
 Make = Callable[..., Json]

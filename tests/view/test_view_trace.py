@@ -7,9 +7,9 @@ import pytest
 
 from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError
-from ftd.view.plots.trace_plot import copied_line, draw_trace, plot_trace
-from ftd.view.trace import Copied, chrome_trace, copied, rows_of
-from ftd.wire.public import TraceData
+from ftd.observe.view.plots.trace_plot import copied_line, draw_trace, plot_trace
+from ftd.observe.view.trace import Copied, chrome_trace, copied, rows_of
+from ftd.transport.wire.public import TraceData
 from runtime.watch.tracing import MOST_SPANS, Recorder
 from statemachine.messages.trace import Trace
 

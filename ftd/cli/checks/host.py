@@ -1,0 +1,143 @@
+"""Checks of this host alone: memory, limits, ports, names, Python packages, devices."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ftd.cli.checks.finding import Finding, failed, ok, warning
+from ftd.config.daemon import DaemonConfig
+
+SLOW_NAME_S = 0.5
+"""A look-up of a name that takes longer will one day stall something."""
+FEW_FILES = 4096
+PROBE_S = 60.0
+_GIB = 1 << 30
+
+_PROBE = """
+import json, torch
+cuda = torch.cuda.is_available()
+names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else []
+gloo = torch.distributed.is_gloo_available()
+print(json.dumps({"torch": torch.__version__, "devices": names, "gloo": gloo}))
+"""
+
+
+def check_host(config: DaemonConfig) -> Iterator[Finding]:
+    """In the order in which they would matter; without names, for which the broker's must be known."""
+    yield check_memory(config)
+    yield check_files()
+    yield from check_ports(config)
+    yield check_directory("state directory", config.state_dir)
+    yield check_torch(config)
+
+
+def check_memory(config: DaemonConfig) -> Finding:
+    """Room for snapshots in the memory file system."""
+    name = "snapshot memory"
+    place = next(path for path in (config.snapshot_dir, *config.snapshot_dir.parents) if path.exists())
+    usage = shutil.disk_usage(place)
+    limit = config.snapshot_limit_bytes
+    detail = f"{place}: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    kind = _file_system(place)
+    if limit is not None and limit > usage.total:
+        remedy = "lower node.snapshot_limit_mib, or enlarge it: mount -o remount,size=…"
+        return failed(name, f"{detail}, {limit / _GIB:.1f} GiB are to be allowed", remedy)
+    if kind not in ("tmpfs", "ramfs"):
+        return warning(
+            name, f"{detail}, on {kind}", "choose a node.snapshot_dir below /dev/shm: disks are slow"
+        )
+    return ok(name, detail)
+
+
+def check_files() -> Finding:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FEW_FILES:
+        return warning(
+            "open files", f"at most {soft}", f"ulimit -n {16 * FEW_FILES}, LimitNOFILE= in the unit"
+        )
+    return ok("open files", f"at most {soft}")
+
+
+def check_names(config: DaemonConfig) -> Finding:
+    """Look-ups that stall: forwards for the broker, backwards for the address that others use."""
+    name = "names"
+    began = time.monotonic()
+    try:
+        found = socket.getaddrinfo(config.broker.host, config.broker.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        remedy = "correct broker.url, or this host's DNS"
+        return failed(name, f"{config.broker.host} is not known: {error.strerror}", remedy)
+    forwards_s = time.monotonic() - began
+    began = time.monotonic()
+    socket.getfqdn(config.host)
+    backwards_s = time.monotonic() - began
+    if max(forwards_s, backwards_s) > SLOW_NAME_S:
+        detail = f"{config.broker.host} took {forwards_s:.1f} s, {config.host} backwards {backwards_s:.1f} s"
+        return warning(name, detail, "put the cluster's hosts into /etc/hosts, or mend this host's DNS")
+    return ok(name, f"{config.broker.host} is {found[0][4][0]}; others reach this host at {config.host}")
+
+
+def check_ports(config: DaemonConfig) -> Iterator[Finding]:
+    """Ports that the file names must be free, or a running daemon's."""
+    named = {"rendezvous_port": config.rendezvous_port, "snapshot_port": config.snapshot_port}
+    if config.rendezvous_port and config.rendezvous_port == config.snapshot_port:
+        yield failed("ports", f"{config.snapshot_port} is named twice", "choose another node.snapshot_port")
+        return
+    for field, port in named.items():
+        if not port:
+            continue
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("0.0.0.0", port))
+            except OSError as error:
+                remedy = f"choose another node.{field}; or is the daemon running already?"
+                yield warning("ports", f"{port} ({field}): {error.strerror}", remedy)
+            else:
+                yield ok("ports", f"{port} ({field}) is free")
+
+
+def check_directory(name: str, path: Path) -> Finding:
+    """It can be written, or made."""
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return failed(name, f"{there} cannot be written", "let this user write it, or name another one")
+    return ok(name, f"{path}: {shutil.disk_usage(there).free / _GIB:.1f} GiB free")
+
+
+def check_torch(config: DaemonConfig) -> Finding:
+    """In a process of its own: the daemons never load torch."""
+    name = "torch"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True
+        )
+        found = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError) as error:
+        last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
+        return failed(name, f"it cannot be imported: {' '.join(last)}", f"{sys.executable} -c 'import torch'")
+    devices = found["devices"]
+    detail = f"{found['torch']}, " + (f"{len(devices)} × {devices[0]}" if devices else "no GPU")
+    if devices and config.devices > len(devices):
+        remedy = f"node.devices = {len(devices)}"
+        return failed(name, f"{detail}, and node.devices is {config.devices}", remedy)
+    if not found["gloo"]:
+        return warning(name, f"{detail}, without gloo", 'set backend = "nccl" in job files')
+    return ok(name, detail)
+
+
+def _file_system(path: Path) -> str:
+    """Of the mount that ``path`` is on."""
+    best, kind = "", "unknown"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, where, found, *_ = line.split()
+        if Path(where) in (path, *path.parents) and len(where) >= len(best):
+            best, kind = where, found
+    return kind

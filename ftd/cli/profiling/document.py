@@ -1,0 +1,123 @@
+"""What was measured, as a profile file: the planner's part, the raw part, and where it comes from."""
+
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+
+from ftd.cli.profiling.network import Fit, fit_link, fit_ring
+from ftd.config.profile_document import (
+    SCHEMA,
+    LayerEntry,
+    LinkEntry,
+    NetworkEntry,
+    ProfileDocument,
+    ProvenanceEntry,
+)
+from runtime.wire.measurement import LayersMeasured, LinksMeasured
+
+
+def document_of(
+    job: str, layers: LayersMeasured, links: LinksMeasured | None, devices_per_node: int
+) -> ProfileDocument:
+    """:param links: ``None`` where the network was not measured."""
+    profile = layers.profile
+    entries = [
+        msgspec.convert(
+            {**msgspec.to_builtins(layer), "name": name, "measured": msgspec.to_builtins(rows)}, LayerEntry
+        )
+        for layer, name, rows in zip(profile.layers, layers.names, layers.rows, strict=True)
+    ]
+    network = link = ring = None
+    if links is not None and links.sent:
+        link_fit, ring_fit = fit_link(links), fit_ring(links)
+        link, ring = _entry(link_fit), _entry(ring_fit)
+        measured = msgspec.to_builtins({"point_to_point": links.sent, "all_reduce": links.reduced})
+        errors = {"link_error": link_fit.error, "ring_error": ring_fit.error}
+        network = msgspec.convert({"where": links.where, **measured, **errors}, NetworkEntry)
+    return ProfileDocument(
+        schema=SCHEMA,
+        microbatch_rows=profile.microbatch_rows,
+        layers=tuple(entries),
+        device_memory_bytes=profile.device_memory_bytes,
+        flops=profile.flops,
+        device_peak_flops=profile.device_peak_flops,
+        link=link,
+        ring=ring,
+        inner=ring,
+        shard_problem=profile.shard_problem,
+        tensor_problem=profile.tensor_problem,
+        tensor_counts=profile.tensor_counts,
+        network=network,
+        provenance=ProvenanceEntry(
+            job=job,
+            device=layers.device,
+            torch_version=layers.torch_version,
+            ftd_version=_version(),
+            date=datetime.now(UTC).isoformat(timespec="seconds"),
+            measured=_measured(layers, network),
+            stated=_stated(layers, network, devices_per_node),
+        ),
+    )
+
+
+def _entry(fit: Fit) -> LinkEntry:
+    return LinkEntry(latency_ms=fit.link.latency_ms, bytes_per_s=fit.link.bytes_per_s)
+
+
+def _measured(layers: LayersMeasured, network: NetworkEntry | None) -> tuple[str, ...]:
+    counts = sorted({entry.rows for rows in layers.rows for entry in rows}, reverse=True)
+    said = [
+        f"the passes of each layer on one device, on {_listed(counts)} rows: medians behind a warm-up",
+        "bytes of parameters, gradients, optimizer state, what autograd keeps, what goes to the next layer",
+    ]
+    ways = {
+        "fully": all(layer.full is not None for layer in layers.profile.layers),
+        "selectively": all(layer.selective is not None for layer in layers.profile.layers),
+    }
+    if known := " and ".join(way for way, there in ways.items() if there):
+        said.append(f"what each layer keeps and how much longer it takes where it recomputes {known}")
+    if network is not None:
+        said.append(f"point to point and all-reduce between {network.where}; link and ring are fitted to it")
+    return tuple(said)
+
+
+def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_node: int) -> tuple[str, ...]:
+    rows = layers.profile.microbatch_rows
+    said = []
+    if devices_per_node > 1:
+        said.append(
+            "a stage of several devices takes what one device was measured to take for the fullest's rows"
+        )
+        if layers.profile.shard_problem is None:
+            said.append(
+                "a stage of shards takes that and what its devices gather and reduce, computed from bytes and "
+                + ("inner" if network is not None else "ftd's default network")
+            )
+        if any(layer.tensor is not None for layer in layers.profile.layers):
+            said.append(
+                "a tensor-parallel stage takes its part of one device's time, and what its devices exchange, computed "
+                "from bytes"
+            )
+    if devices_per_node < rows:
+        behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
+        said.append(f"a stage of {behind} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
+    said += [f"not measured, so the model ⌈rows / d⌉ / rows stands: {why[:500]}" for why in layers.unmeasured]
+    said += [f"no layer is recomputed selectively: {why[:500]}" for why in layers.unselectable]
+    if network is None:
+        said.append("nothing was measured of the network: ftd's default, 0.1 ms and 1e9 bytes a second")
+    else:
+        said.append("link and ring are as those between the devices of this one host")
+    return tuple(said)
+
+
+def _listed(counts: list[int]) -> str:
+    head = ", ".join(map(str, counts[:-1]))
+    return f"{head} and {counts[-1]}" if head else str(counts[-1])
+
+
+def _version() -> str:
+    try:
+        return version("ftd")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,47 @@
+"""A job's model, measured layer by layer on this machine's own device."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ftd.cli.profiling.process import Told, ask
+
+if TYPE_CHECKING:
+    from planner.values import ModelProfile
+    from runtime.wire.measurement import LayersMeasured
+    from statemachine.messages.values import Job
+
+
+def measured_profile(
+    job: "Job", told: Told = lambda done, total: None, *, activation_checkpointing: str
+) -> "ModelProfile":
+    """The profile that the planner takes; of the network nothing is known.
+
+    :param activation_checkpointing: what is planned with, whatever the job says.
+    :param told: called with how many layers are measured, and of how many.
+    :raises ConfigurationError: the training function, or what it returns, cannot be used.
+    """
+    from planner.values import ModelProfile
+
+    found = asyncio.run(measured_layers(job, told, activation_checkpointing=activation_checkpointing))
+    return msgspec.convert(msgspec.to_builtins(found.profile), ModelProfile)
+
+
+async def measured_layers(
+    job: "Job", told: Told, *, activation_checkpointing: str = "auto"
+) -> "LayersMeasured":
+    """All that was measured, by default with every way to recompute.
+
+    :raises ConfigurationError: as above.
+    """
+    from runtime.wire.measurement import LayersMeasured
+
+    return await ask(
+        "runtime.measuring.profile",
+        "--devices-per-node",
+        str(job.policy.devices_per_node),
+        order=msgspec.json.encode({**job.training, "activation_checkpointing": activation_checkpointing}),
+        answer=LayersMeasured,
+        told=told,
+    )

@@ -1,0 +1,94 @@
+"""Writing what ``ftd install`` makes, and saying what was done and what to do next."""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Literal
+
+from ftd.cli.units.units import Layout, Role, sysusers_text, tmpfiles_text, unit_name, unit_text
+from ftd.errors import ConfigurationError
+
+Outcome = Literal["written", "unchanged", "kept"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    path: Path
+    text: str
+    mode: int = 0o644
+    keep: bool = False
+    """What is there already stays: it is the user's."""
+
+
+def files_for(role: Role, layout: Layout) -> tuple[File, ...]:
+    """All of them, with their final paths."""
+    return (
+        File(path=Path("/etc/systemd/system") / unit_name(role), text=unit_text(role, layout)),
+        File(path=Path("/etc/sysusers.d/ftd.conf"), text=sysusers_text()),
+        File(path=Path("/etc/tmpfiles.d/ftd.conf"), text=tmpfiles_text()),
+        File(path=layout.config, text=sample_config(), mode=0o640, keep=True),
+    )
+
+
+def sample_config() -> str:
+    """A commented ftd.toml for a host."""
+    return resources.files("ftd.cli.units").joinpath("ftd.toml").read_text(encoding="utf-8")
+
+
+def install(files: tuple[File, ...], root: Path) -> Iterator[tuple[Path, Outcome]]:
+    """Write the files below ``root``, one by one, each whole or not at all.
+
+    :raises ConfigurationError: one cannot be written; those before it are.
+    """
+    for file in files:
+        path = root / file.path.relative_to("/")
+        yield path, _write(file, path)
+
+
+def _write(file: File, path: Path) -> Outcome:
+    try:
+        if path.exists():
+            if file.keep:
+                return "kept"
+            if path.read_text(encoding="utf-8") == file.text:
+                return "unchanged"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            draft.write_text(file.text, encoding="utf-8")
+            draft.chmod(file.mode)
+            draft.replace(path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                draft.unlink()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        remedy = "run it as root, or see with --dry-run what would be written"
+        raise ConfigurationError(f"{path} cannot be written: {reason}", remedy=remedy) from None
+    return "written"
+
+
+def hidden_from_others(executable: Path) -> Path | None:
+    """The first directory on the way to ``executable`` that another user cannot enter, or the file itself."""
+    for path in (*reversed(executable.parents), executable):
+        if not path.stat().st_mode & stat.S_IXOTH:
+            return path
+    return None
+
+
+def next_steps(role: Role) -> tuple[str, ...]:
+    """Commands, in order."""
+    return (
+        "systemd-sysusers",
+        "systemd-tmpfiles --create",
+        "head -c 24 /dev/urandom | base64 | install -m 640 -g ftd /dev/stdin /etc/ftd/secret  "
+        "# once: the other hosts get a copy",
+        "${EDITOR:-vi} /etc/ftd/ftd.toml",
+        f"ftd config check --config /etc/ftd/ftd.toml{' --node' if role == 'node' else ''}",
+        "systemctl daemon-reload",
+        f"systemctl enable --now {unit_name(role)}",
+    )

@@ -1,0 +1,157 @@
+"""Which protection snapshots get: the cheapest that withstands the losses wanted, and fits into memory.
+
+REFT §4.2 takes copies while their overhead is bearable and parity where it is not, by a profile at the start.
+Here the overhead is known beforehand: for every scheme that withstands the losses, the bytes that it keeps
+(memory) and the bytes that it reads to make them (time; copying and XOR both run at the speed of memory). The
+one that touches fewest is taken, the simpler one where two touch as many: copies come back without decoding.
+What does not fit into the hosts' memory gives way to the scheme that withstands most of those that fit.
+
+The number of owners is that of the pipelines, so every plan may have another answer.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ftd.snapshots.protection import code_for, stated_guarantee
+from planner.values import LayerProfile, Plan
+from statemachine.cluster.snapshots.buddies import buddies_of
+from statemachine.cluster.snapshots.snapshots import groups_of
+from statemachine.messages.values import ProtectionChoice, ProtectionWish
+from storage.arena import SLOTS
+from storage.shards import ShardLayout
+
+FullestBytes = Callable[[str], int | None]
+"""Of one snapshot under a scheme, on the fullest node; ``None`` where the profile has no bytes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    scheme: str
+    withstood: int
+    kept: float
+    """Bytes beyond those of the bucket, per byte of it."""
+    touched: float
+    """Bytes read and written to make them, the same."""
+
+
+def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) -> ProtectionChoice:
+    """What protects the snapshots of a plan: what is wished for, or the best there is for its owners."""
+    owners = len(plan.pipelines)
+    limits = [wish.limits[node] for node in plan.nodes if wish.limits.get(node)]
+    limit = min(limits, default=None)
+
+    def fullest(scheme: str) -> int | None:
+        return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)
+
+    if wish.scheme is None:
+        return choose(
+            owners,
+            wish.losses,
+            zero1=wish.zero1,
+            fullest_bytes=fullest,
+            limit_bytes=limit,
+            nodes=len({*plan.nodes, *plan.idle_nodes}),
+        )
+    try:
+        code_for(wish.scheme, owners)
+    except ValueError as error:
+        losses = stated_guarantee(wish.scheme, owners)
+        choice = choose(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
+        return ProtectionChoice(scheme=choice.scheme, reason=f"{error}; {choice.reason}", fallback=True)
+    return ProtectionChoice(scheme=wish.scheme, reason="as it was asked for")
+
+
+def choose(
+    owners: int,
+    losses: int,
+    *,
+    zero1: bool,
+    fullest_bytes: FullestBytes,
+    limit_bytes: int | None,
+    nodes: int = 1,
+) -> ProtectionChoice:
+    """The cheapest scheme under which any ``losses`` of so many owners may be lost, at least one of several.
+
+    :param limit_bytes: that a node's arenas may take, for all their slots.
+    :param nodes: that are there: a single owner of everything needs another one beside it.
+    """
+    wanted = min(max(1, losses), owners - 1)
+    too_large = ""
+    if owners == 1 and nodes > 1:
+        scheme = "aor+buddy" if zero1 else "buddy"
+        takes = fullest_bytes(scheme)
+        if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+            why = f"{scheme}: every group has one owner, and another node keeps a copy, for 100% more bytes"
+            return ProtectionChoice(scheme=scheme, reason=why)
+        too_large = (
+            f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which may give "
+            f"{_mib(limit_bytes)}; "
+        )
+    for withstood in range(wanted, -1, -1):
+        candidates = sorted(_candidates(withstood, owners, zero1=zero1), key=lambda one: one.touched)
+        for one in candidates:
+            takes = fullest_bytes(one.scheme)
+            if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
+                others = [other for other in candidates if other.scheme != one.scheme]
+                return ProtectionChoice(scheme=one.scheme, reason=too_large + _reason(one, others, owners))
+            too_large = too_large or (
+                f"{one.scheme} would take {_mib(SLOTS * takes)} of a node's memory, which may give "
+                f"{_mib(limit_bytes)}; "
+            )
+    last = "aor" if zero1 else "none"
+    return ProtectionChoice(scheme=last, reason=f"{too_large}so nothing is kept but each owner's own part")
+
+
+def _candidates(withstood: int, owners: int, *, zero1: bool) -> Iterator[_Candidate]:
+    """Schemes that withstand exactly so many losses, the simplest first."""
+    for scheme in _schemes(withstood, owners, zero1=zero1):
+        try:
+            code = code_for(scheme, owners)
+        except ValueError:
+            continue
+        cells = code.owners * code.cells
+        read = sum(len(some) for extra in code.extra for some in extra) / cells
+        yield _Candidate(scheme=scheme, withstood=withstood, kept=code.overhead, touched=code.overhead + read)
+
+
+def _schemes(withstood: int, owners: int, *, zero1: bool) -> list[str]:
+    if zero1:
+        # Each owner holds its own part and the replica of one other: that is what there is to copy.
+        return ["aor"] if withstood == 0 else ["arc:1+aor"] if withstood == 1 else []
+    if withstood == 0:
+        return ["none"]
+    schemes = [f"arc:{withstood}", "aec" if withstood == 1 else f"aec+arc:{withstood - 1}"]
+    if withstood >= 2:
+        schemes.append("aec2" if withstood == 2 else f"aec2+arc:{withstood - 2}")
+    return schemes
+
+
+def _reason(one: _Candidate, others: list[_Candidate], owners: int) -> str:
+    if owners == 1:
+        return f"{one.scheme}: every group has one owner, so there is nobody to protect it"
+    if not one.withstood:
+        return f"{one.scheme}: no owner may be lost"
+    told = f"{one.scheme}: any {one.withstood} of {owners} owners may be lost, for {one.kept:.0%} more bytes"
+    more = ", ".join(f"{other.scheme} ({other.kept:.0%})" for other in others)
+    return f"{told}; cheaper to make than {more}" if more else told
+
+
+def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *, zero1: bool) -> int | None:
+    if not any(layer.state_bytes for layer in layers):
+        return None
+    nodes: Counter[str] = Counter()
+    buddies = buddies_of(plan, scheme, {*plan.nodes, *plan.idle_nodes})
+    for group in groups_of(plan, scheme, zero1=zero1):
+        state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
+        layout = ShardLayout(code=code_for(scheme, len(group.owners)), bucket_bytes=state_bytes)
+        for owner, node in enumerate(group.owners):
+            size_bytes = state_bytes if group.whole else layout.shard_bytes(owner)
+            nodes[node] += size_bytes
+            if node in buddies:
+                nodes[buddies[node]] += size_bytes
+    return max(nodes.values())
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):.0f} MiB"

@@ -1,0 +1,1 @@
+"""Faults on purpose: chaos scenarios on running clusters, and the simulator."""

@@ -1,0 +1,89 @@
+"""The ``expect`` tables of a scenario: read and checked."""
+
+from typing import Any
+
+import msgspec
+
+from ftd.config.reading import require_name, require_one_of
+from ftd.errors import ConfigurationError
+from ftd.faults.chaos import values as v
+from ftd.transport.wire.catalogue import EVENTS
+from statemachine.messages.values import ClusterPhase, NodeState
+
+TIERS = ("none", "live_replica", "replica", "memory", "decoded", "buddy", "persistent")
+CAUSES = (
+    "start", "node_lost", "trainer_lost", "node_joined", "node_returned", "node_drained", "connection_lost",
+    "speed_changed", "protection_changed", "resumed",
+)  # fmt: skip
+RELATIVE = 1e-6
+"""What losses may differ by unless the scenario says otherwise: other layouts add up in another order."""
+
+
+class ExpectTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
+    """``[expect]``, and ``expect`` of a fault."""
+
+    resumed_within_s: float | None = None
+    lost_steps_max: int | None = None
+    recomputed_steps_max: int | None = None
+    tier: str | tuple[str, ...] = ()
+    cause: str | tuple[str, ...] = ()
+    recoveries_max: int | None = None
+    events: tuple[str, ...] = ()
+    no_events: tuple[str, ...] = ()
+    nodes: dict[str, str] = {}
+    phase: str | None = None
+    finishes: bool = False
+    same_losses: bool | float = False
+
+
+def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, ...]:
+    """In the order of the table's fields.
+
+    :raises ConfigurationError: an event, a state or a number that cannot be.
+    """
+    found: list[v.Expectation] = []
+    for name, kind in _LIMITS.items():
+        value = getattr(table, name)
+        if value is None:
+            continue
+        if value < 0:
+            raise ConfigurationError(f"{value:g} is negative", field=f"{where}.{name}", remedy="0 or more")
+        found.append(kind(value))
+    for name, known, several in (("tier", TIERS, v.Tier), ("cause", CAUSES, v.Cause)):
+        given = getattr(table, name)
+        allowed = (given,) if isinstance(given, str) else given
+        for one in allowed:
+            require_one_of(one, known, f"{where}.{name}")
+        if allowed:
+            found.append(several(allowed=allowed))
+    for name, told in (("events", v.Seen), ("no_events", v.NotSeen)):
+        for event in getattr(table, name):
+            require_one_of(event, EVENTS, f"{where}.{name}")
+            found.append(told(event=event))
+    return (*found, *_afterwards(table, where))
+
+
+def _afterwards(table: ExpectTable, where: str) -> list[v.Expectation]:
+    found: list[v.Expectation] = []
+    for node, state in table.nodes.items():
+        require_name(node, f"{where}.nodes")
+        require_one_of(state, [str(one) for one in NodeState], f"{where}.nodes.{node}")
+    if table.nodes:
+        found.append(v.NodeStates(states=tuple(table.nodes.items())))
+    if table.phase is not None:
+        require_one_of(table.phase, [str(one) for one in ClusterPhase], f"{where}.phase")
+        found.append(v.InState(phase=table.phase))
+    if table.finishes:
+        found.append(v.Finishes())
+    if table.same_losses:
+        relative = RELATIVE if table.same_losses is True else float(table.same_losses)
+        found.append(v.SameLosses(relative=relative))
+    return found
+
+
+_LIMITS: dict[str, Any] = {
+    "resumed_within_s": lambda value: v.ResumedWithin(limit_s=value),
+    "lost_steps_max": lambda value: v.StepsLost(most=value),
+    "recomputed_steps_max": lambda value: v.StepsRecomputed(most=value),
+    "recoveries_max": lambda value: v.Recoveries(most=value),
+}

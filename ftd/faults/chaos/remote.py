@@ -1,0 +1,65 @@
+"""A scenario on a cluster that runs already, with what MQTT carries."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ftd.errors import ConfigurationError
+from ftd.faults.chaos.inject import RemoteInjector, require_known_nodes, require_remote
+from ftd.faults.chaos.player import Played, Player
+from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.values import SameLosses, Scenario
+from ftd.transport.address import ClusterAddress
+from ftd.transport.client import ClusterClient
+
+STATE_S = 5.0
+
+
+async def play_remotely(
+    address: ClusterAddress, scenario: Scenario, *, tell: Callable[[str], None]
+) -> Played:
+    """From now on; the job that runs is the one that is disturbed.
+
+    :raises ConfigurationError: it needs the processes in hand, names nodes that are not there, or one of
+        them would not do what is asked of it; nothing was injected.
+    :raises Unreachable: there is no cluster.
+    """
+    require_remote(scenario, scenario.name)
+    if any(isinstance(one, SameLosses) for one in scenario.expect):
+        raise ConfigurationError(
+            "same_losses needs a run without faults to compare with",
+            field=scenario.name,
+            remedy="run it with --local, or leave same_losses out",
+        )
+    state: dict[str, Any] = {}
+    player: Player | None = None
+
+    def on_state(said: dict[str, Any]) -> None:
+        state.clear()
+        state.update(said)
+        if player is not None:
+            player.on_state(said)
+
+    def on_node(node: str, said: str) -> None:
+        if player is not None:
+            player.on_node(node, said)
+
+    async with ClusterClient(address, listen=True, on_state=on_state, on_node=on_node) as client:
+        await client.state(STATE_S)
+        require_known_nodes(scenario, layout_of(state).alive, scenario.name)
+        injector = RemoteInjector(client, layout=lambda: layout_of(state), seed=scenario.seed)
+        await injector.check(scenario)
+        player = Player(scenario, inject=injector.inject, tell=tell)
+        player.on_state(dict(state))
+        player.begin()
+        following = asyncio.ensure_future(_follow(client, player))
+        try:
+            return await player.played()
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+
+
+async def _follow(client: ClusterClient, player: Player) -> None:
+    async for event in client.events():
+        player.on_event(event)

@@ -1,0 +1,139 @@
+"""How a scenario went: lines for people, JSON and JUnit XML for machines."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from ftd.errors import ConfigurationError
+from ftd.faults.chaos.player import Played
+
+_TOLD = ("event", "node", "generation", "step", "reason")
+_UNTOLD = ("TrainerStarted", "MessageIgnored")
+_XML_REFUSES = {code: None for code in (*range(9), 11, 12, *range(14, 32))}
+
+
+def text_of(played: Played) -> str:
+    """Each expectation met or not, with the measured value."""
+    lines = []
+    for verdict in played.verdicts:
+        of = f"{verdict.of}: " if verdict.of else ""
+        lines.append(f"{'✓' if verdict.met else '✗'} {of}{verdict.what}: {verdict.measured}")
+    met = sum(verdict.met for verdict in played.verdicts)
+    simulated = played.simulated
+    if simulated is not None:
+        lines += [f"– {fault}: left out: {why}" for fault, why in simulated.skipped]
+        lines += [f"✗ {problem}" for problem in simulated.problems]
+    clock = " of virtual time" if simulated is not None else ""
+    lines.append(
+        f"{'passed' if played.met else 'FAILED'} {_name(played)}: {met} of {len(played.verdicts)} met "
+        f"in {played.took_s:.1f} s{clock}, ended by: {played.ended_by}"
+    )
+    return "\n".join(lines)
+
+
+def json_of(played: Played) -> dict[str, Any]:
+    """Everything that was found, and the events that it was found by."""
+    record = played.record
+    return {
+        "scenario": played.scenario.name,
+        "purpose": played.scenario.purpose,
+        "seed": played.scenario.seed,
+        "simulated": None if played.simulated is None else asdict(played.simulated),
+        "met": played.met,
+        "took_s": round(played.took_s, 3),
+        "ended_by": played.ended_by,
+        "steps": record.steps,
+        "faults": [
+            {
+                "id": one.fault.id,
+                "what": str(one.fault),
+                "at_s": round(one.at_s, 3),
+                "nodes": list(one.nodes),
+                "problem": one.problem,
+            }
+            for one in record.struck.values()
+        ],
+        "expectations": [
+            {"of": one.of, "what": one.what, "met": one.met, "measured": one.measured}
+            for one in played.verdicts
+        ],
+        "events": [
+            {"at_s": round(at_s, 3), **{key: e.get(key) for key in _TOLD}} for at_s, e in record.events
+        ],
+    }
+
+
+def junit_of(all_played: Sequence[Played]) -> bytes:
+    """One suite for each scenario, one case for each fault and each expectation."""
+    root = ElementTree.Element("testsuites")
+    for played in all_played:
+        suite = ElementTree.SubElement(
+            root,
+            "testsuite",
+            name=_name(played),
+            failures=str(sum(not verdict.met for verdict in played.verdicts)),
+            time=f"{played.took_s:.3f}",
+        )
+        problems = played.simulated.problems if played.simulated is not None else ()
+        skipped = played.simulated.skipped if played.simulated is not None else ()
+        suite.set("tests", str(len(played.verdicts) + len(problems) + len(skipped)))
+        _add_odd(suite, "error", [("invariants", problem) for problem in problems])
+        _add_odd(suite, "skipped", skipped)
+        for verdict in played.verdicts:
+            owner = f"{_name(played)}.{verdict.of}" if verdict.of else _name(played)
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=_plain(owner), name=_plain(verdict.what), time="0"
+            )
+            if not verdict.met:
+                failure = ElementTree.SubElement(case, "failure", message=_plain(verdict.measured))
+                failure.text = _plain(f"{verdict.what}: {verdict.measured}")
+        ElementTree.SubElement(suite, "system-out").text = _plain("\n".join(_story(played)))
+    ElementTree.indent(root)
+    written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
+    return written + b"\n"
+
+
+def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, str]]) -> None:
+    """Cases that neither passed nor failed: what they are, and why."""
+    suite.set({"error": "errors"}.get(kind, kind), str(len(cases)))
+    for what, why in cases:
+        attributes = {"classname": suite.get("name", ""), "name": _plain(what), "time": "0"}
+        case = ElementTree.SubElement(suite, "testcase", attributes)
+        ElementTree.SubElement(case, kind, message=_plain(why))
+
+
+def _name(played: Played) -> str:
+    """Nobody takes a simulated run for a real one."""
+    simulated = played.simulated
+    return played.scenario.name + (f" (simulated, seed {simulated.seed})" if simulated is not None else "")
+
+
+def write(path: Path, content: bytes, option: str) -> None:
+    """:raises ConfigurationError: the file cannot be written."""
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise ConfigurationError(
+            f"{path} cannot be written: {error.strerror}", field=option, remedy="choose another file"
+        ) from None
+
+
+def encoded(all_played: Iterable[Played]) -> bytes:
+    """The JSON file: a list, one entry for each scenario."""
+    return json.dumps([json_of(played) for played in all_played], indent=1).encode() + b"\n"
+
+
+def _story(played: Played) -> list[str]:
+    return [
+        f"{at_s:8.2f} s {e['event']} {e.get('node') or ''} {e.get('reason') or ''}".rstrip()
+        for at_s, e in played.record.events
+        if e["event"] not in _UNTOLD
+    ]
+
+
+def _plain(text: str) -> str:
+    """XML has no place for control characters, which a trainer's last words may have."""
+    return text.translate(_XML_REFUSES)

@@ -1,0 +1,338 @@
+"""Scenario files: TOML, read and checked; plain values afterwards (``ftd.faults.chaos.values``, docs/chaos.md).
+
+A field that would have no effect is refused: it is a misunderstanding. An unknown one is answered with the
+nearest that there is.
+"""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from ftd.config.mistakes import Mistakes
+from ftd.config.reading import convert, read_toml, require_name, require_one_of
+from ftd.errors import ConfigurationError
+from ftd.faults.chaos import values as v
+from ftd.faults.chaos.expectations import ExpectTable, parse_expectations
+from ftd.transport.wire.catalogue import EVENTS
+from statemachine.timing import Timing
+
+_TRIGGERS = ("at_step", "after_s", "on_event", "in_phase", "after_fault")
+_TARGETS = ("node", "nodes", "role", "random")
+_TRAINER_FAULTS = ("stop", "hang", "raise", "slow", "flip")
+"""Strike trainers unless told otherwise; the others strike the node."""
+_FIELD_OWNERS: dict[str, tuple[str, ...]] = {
+    "target": ("kill", "stop"),
+    "device": ("kill", *_TRAINER_FAULTS),
+    "for_s": ("stop", "hang", "slow", "disconnect", "lossy", "fill_memory", "fill_disk", "cut"),
+    "factor": ("slow",),
+    "size_mib": ("fill_memory", "fill_disk"),
+    "drop": ("lossy",),
+    "duplicate": ("lossy",),
+    "late_s": ("lossy",),
+}
+_ROLES = re.compile(
+    r"(?P<part>coordinator|broker)|(?P<plain>rank 0|spare)|pipeline (?P<whole>\d+)"
+    r"|(?P<end>first stage|last stage)(?: of pipeline (?P<of>\d+))?"
+    r"|(?P<owner>owner|owners) of layer (?P<layer>\d+)(?: in pipeline (?P<inside>\d+))?"
+)
+_ROLE_REMEDY = (
+    "coordinator, broker, rank 0, first stage, last stage of pipeline 1, pipeline 1, owner of layer 3, "
+    "owner of layer 3 in pipeline 1, owners of layer 3, spare"
+)
+
+
+class FaultTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    do: str
+    id: str | None = None
+    at_step: int | None = None
+    after_s: float | None = None
+    on_event: str | None = None
+    in_phase: str | None = None
+    after_fault: str | None = None
+    occurrence: int | None = None
+    delay_s: float | None = None
+    node: str | None = None
+    nodes: tuple[str, ...] | None = None
+    role: str | None = None
+    random: int | None = None
+    target: Literal["node", "trainer"] | None = None
+    device: int | None = None
+    for_s: float | None = None
+    factor: float | None = None
+    size_mib: int | None = None
+    drop: float | None = None
+    duplicate: float | None = None
+    late_s: float | None = None
+    restart_after_s: float | None = None
+    expect: ExpectTable = ExpectTable()
+
+
+class ClusterTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    job: str
+    nodes: int
+    devices_per_node: int = 1
+    steps: int | None = None
+    broker: Literal["embedded", "mosquitto"] = "mosquitto"
+    coordinators: int = 1
+    network: bool = False
+    memory_mib: int | None = None
+    disk_mib: int | None = None
+    timing: dict[str, float] = {}
+    override: dict[str, Any] = {}
+
+
+class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    fault: list[dict[str, Any]]
+    name: str | None = None
+    purpose: str = ""
+    seed: int = 0
+    steps_after: int = 3
+    limit_s: float = 300.0
+    expect: ExpectTable = ExpectTable()
+    cluster: ClusterTable | None = None
+
+
+def load_scenario(path: Path) -> v.Scenario:
+    """Read and check a scenario file.
+
+    :raises ConfigurationError: it cannot be read, or something in it makes no sense; names the file, the
+        fault and the field, and says what would work.
+    """
+    return parse_scenario(read_toml(path), path.name, directory=path.resolve().parent)
+
+
+def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path()) -> v.Scenario:
+    """The same for a table already read.
+
+    :param origin: stands in error messages. :param directory: what paths in it are relative to.
+    """
+    table = convert(data, ScenarioTable, where=origin)
+    mistakes = Mistakes()
+    for name in ("steps_after", "limit_s"):
+        with mistakes.noted():
+            require_at_least(0, getattr(table, name), f"{origin}: {name}")
+    faults: list[v.Fault] = []
+    for number, entry in enumerate(table.fault, 1):
+        with mistakes.noted():
+            faults.append(_fault(entry, f"fault {number}", origin))
+    mistakes.raise_any()
+    _check_ids(tuple(faults), origin)
+    return v.Scenario(
+        name=table.name or origin.removesuffix(".toml"),
+        purpose=table.purpose,
+        seed=table.seed,
+        faults=tuple(faults),
+        expect=parse_expectations(table.expect, f"{origin}: expect"),
+        steps_after=table.steps_after,
+        limit_s=table.limit_s,
+        cluster=None if table.cluster is None else _cluster(table.cluster, f"{origin}: cluster", directory),
+    )
+
+
+def require_at_least(least: float, value: float | None, field: str) -> None:
+    """:raises ConfigurationError: a number is below ``least``, or none."""
+    if value is not None and not value >= least:
+        problem = f"{value:g} is negative" if value < 0 and least == 0 else f"{value:g} is below {least:g}"
+        raise ConfigurationError(problem, field=field, remedy=f"{least:g} or more")
+
+
+# --- a fault -----------------------------------------------------------------------------------------
+
+
+def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
+    where = f"{origin}: {number}"
+    table = convert(entry, FaultTable, where=where)
+    require_one_of(table.do, v.FAULTS, f"{where}: do")
+    trigger = _trigger(table, where)
+    target = _target(table, where)
+    _refuse_idle_fields(table, target, where)
+    _check_numbers(table, where)
+    return v.Fault(
+        id=table.id or number,
+        trigger=trigger,
+        do=cast(v.NodeFault | v.LocalFault, table.do),
+        target=target,
+        delay_s=table.delay_s or 0.0,
+        process="node" if isinstance(target, v.Central) else _process(table),
+        device=table.device,
+        for_s=table.for_s,
+        factor=table.factor,
+        size_mib=table.size_mib,
+        drop=table.drop or 0.0,
+        duplicate=table.duplicate or 0.0,
+        late_s=table.late_s or 0.0,
+        restart_after_s=table.restart_after_s or 0.0,
+        expect=parse_expectations(table.expect, f"{where}: expect"),
+    )
+
+
+def _trigger(table: FaultTable, where: str) -> v.Trigger:
+    given = [name for name in _TRIGGERS if getattr(table, name) is not None]
+    if len(given) != 1:
+        found = " and ".join(given) if given else "none of them"
+        raise ConfigurationError(
+            f"{where}: give exactly one of {', '.join(_TRIGGERS)} to say when; found {found}"
+        )
+    occurrence = 1 if table.occurrence is None else table.occurrence
+    if table.occurrence is not None and given[0] not in ("on_event", "in_phase"):
+        raise ConfigurationError(f"{where}: occurrence belongs to on_event and in_phase, not to {given[0]}")
+    _require(occurrence >= 1, f"{where}: occurrence is {occurrence}; the first one is number 1")
+    if table.at_step is not None:
+        _require(table.at_step >= 1, f"{where}: at_step is {table.at_step}; the first committed step is 1")
+        return v.AtStep(step=table.at_step)
+    if table.after_s is not None:
+        _require(table.after_s >= 0, f"{where}: after_s is {table.after_s:g}; it must not be negative")
+        _require(table.delay_s is None, f"{where}: delay_s adds to another trigger; make after_s larger")
+        return v.AfterTime(delay_s=table.after_s)
+    if table.after_fault is not None:
+        return v.AfterFault(fault=table.after_fault)
+    if table.in_phase is not None:
+        require_one_of(table.in_phase, v.PHASES, f"{where}: in_phase")
+        return v.InPhase(phase=cast(v.Phase, table.in_phase), occurrence=occurrence)
+    require_one_of(table.on_event or "", EVENTS, f"{where}: on_event")
+    return v.OnEvent(event=table.on_event or "", occurrence=occurrence)
+
+
+def _target(table: FaultTable, where: str) -> v.Target:
+    given = [name for name in _TARGETS if getattr(table, name) is not None]
+    if len(given) > 1:
+        raise ConfigurationError(f"{where}: give {' or '.join(given)}, not both")
+    if not given:
+        raise ConfigurationError(f'{where}: {table.do} needs a target, for example node = "node-1"')
+    if table.role is not None:
+        return _role(table.role, table.do, where)
+    if table.random is not None:
+        _require(table.random >= 1, f"{where}: random is {table.random}; it is how many nodes to draw")
+        _require(table.do != "start", f"{where}: start needs names; nothing can be drawn that does not run")
+        return v.RandomNodes(count=table.random)
+    names = (table.node,) if table.node is not None else (table.nodes or ())
+    _require(bool(names), f'{where}: nodes is empty; for example nodes = ["node-1"]')
+    _require(len(set(names)) == len(names), f"{where}: nodes names one node twice")
+    for name in names:
+        require_name(name, f"{where}: node")
+    return v.Nodes(names=tuple(names))
+
+
+def _role(role: str, do: str, where: str) -> v.Target:
+    match = _ROLES.fullmatch(role)
+    if match is None:
+        raise ConfigurationError(
+            f"{role!r} is no role", field=f"{where}: role", remedy=f"such as {_ROLE_REMEDY}"
+        )
+    _require(do != "start", f"{where}: start needs names; a role is held by who runs already")
+    if match["part"]:
+        _require(
+            do in v.PART_FAULTS,
+            f"{where}: {do} cannot be done to the {role}; {' and '.join(v.PART_FAULTS)} can",
+        )
+        return v.Central(part=cast(v.Part, role))
+    if match["owner"]:
+        _require(
+            match["owner"] == "owner" or match["inside"] is None,
+            f"{where}: owners are in all pipelines; for one of them write owner",
+        )
+        place = cast(v.Place, match["owner"])
+        return v.Role(place=place, pipeline=int(match["inside"] or 0), layer=int(match["layer"]))
+    if match["end"]:
+        return v.Role(place=cast(v.Place, match["end"]), pipeline=int(match["of"] or 0))
+    if match["whole"]:
+        return v.Role(place="pipeline", pipeline=int(match["whole"]))
+    return v.Role(place=cast(v.Place, role))
+
+
+def _process(table: FaultTable) -> v.Process:
+    if table.target is not None:
+        return table.target
+    return "trainer" if table.do in _TRAINER_FAULTS else "node"
+
+
+def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
+    """A field that would have no effect is a misunderstanding; say so instead of ignoring it."""
+    central = isinstance(target, v.Central)
+    for name, owners in _FIELD_OWNERS.items():
+        if getattr(table, name) is None:
+            continue
+        if table.do not in owners or (name in ("target", "device") and central):
+            raise ConfigurationError(
+                f"{where}: {name} has no effect on {table.do}{f' of {target}' if central else ''}; "
+                f"it belongs to {', '.join(owners)}"
+            )
+    if table.device is not None and table.do == "kill" and _process(table) == "node":
+        raise ConfigurationError(
+            f'{where}: device has no effect on kill of a whole node; it belongs to target = "trainer"'
+        )
+    if table.restart_after_s is not None and not (central and table.do == "kill"):
+        raise ConfigurationError(
+            f"{where}: restart_after_s has no effect on {table.do}; it belongs to kill of the "
+            "coordinator or the broker; a node is started again by start"
+        )
+    if table.do == "lossy" and not (table.drop or table.duplicate or table.late_s):
+        raise ConfigurationError(f"{where}: lossy needs drop, duplicate or late_s")
+    if table.do == "stop" and central and table.for_s is None:
+        raise ConfigurationError(f"{where}: stop of the {table.role} needs for_s: nobody else wakes it")
+
+
+def _check_numbers(table: FaultTable, where: str) -> None:
+    for name in ("for_s", "restart_after_s", "delay_s", "late_s"):
+        require_at_least(0, getattr(table, name), f"{where}: {name}")
+    for name in ("drop", "duplicate"):
+        value = getattr(table, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ConfigurationError(f"{value:g}; a probability is 0 to 1", field=f"{where}: {name}")
+    require_at_least(1, table.size_mib, f"{where}: size_mib")
+    if table.factor is not None and table.factor < 1:
+        raise ConfigurationError(
+            f"{table.factor:g}; 1 is as quick as it is, 3 takes three times as long", field=f"{where}: factor"
+        )
+    if table.device is not None and table.device < 0:
+        raise ConfigurationError(f"{table.device}; devices are numbered from 0", field=f"{where}: device")
+
+
+def _check_ids(faults: tuple[v.Fault, ...], origin: str) -> None:
+    seen: list[str] = []
+    for number, fault in enumerate(faults, 1):
+        where = f"{origin}: fault {number}"
+        _require(fault.id not in seen, f"{where}: two faults have the id {fault.id!r}")
+        if isinstance(fault.trigger, v.AfterFault):
+            others = seen or ["none: the first fault needs another trigger"]
+            require_one_of(fault.trigger.fault, others, f"{where}: after_fault")
+        seen.append(fault.id)
+
+
+# --- the cluster ---------------------------------------------------------------------------------------
+
+
+def _cluster(table: ClusterTable, where: str, directory: Path) -> v.ClusterSetup:
+    for name in ("nodes", "coordinators", "devices_per_node", "steps", "memory_mib", "disk_mib"):
+        require_at_least(1, getattr(table, name), f"{where}.{name}")
+    if table.network and table.broker != "mosquitto":
+        raise ConfigurationError(
+            f"network needs a broker that other hosts reach, not {table.broker}",
+            field=f"{where}.broker",
+            remedy='write "mosquitto"',
+        )
+    known = [field.name for field in fields(Timing)]
+    for name, value in table.timing.items():
+        require_one_of(name, known, f"{where}.timing")
+        require_at_least(0, value, f"{where}.timing.{name}")
+    return v.ClusterSetup(
+        job=directory / table.job,
+        nodes=table.nodes,
+        devices_per_node=table.devices_per_node,
+        steps=table.steps,
+        broker=table.broker,
+        coordinators=table.coordinators,
+        network=table.network,
+        memory_mib=table.memory_mib,
+        disk_mib=table.disk_mib,
+        timing=tuple(table.timing.items()),
+        override=table.override,
+    )
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigurationError(message)

@@ -1,0 +1,188 @@
+"""What a host's memory keeps of snapshots, whoever of its processes dies; and restoring from it."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from statemachine.cluster.snapshots.buddies import copy_of
+from statemachine.messages.values import HeldSnapshot, Restore, SnapshotGroup
+from storage.codes import make_code, recipe
+
+if TYPE_CHECKING:
+    from ftd.faults.sim.invariants import Invariants
+    from ftd.faults.sim.node import SimNode
+
+
+@dataclass(slots=True, kw_only=True)
+class Shard:
+    """One device's part of a snapshot."""
+
+    key: HeldSnapshot
+    layers: dict[int, int]
+    """Version of each layer of its stage."""
+    devices: frozenset[int]
+    """Devices of this node that take part in the snapshot."""
+    damaged: bool = False
+    """Bits changed; whoever reads it finds out."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Copy:
+    """All that another node holds of a snapshot, received from it."""
+
+    key: HeldSnapshot
+    """With its owner."""
+    layers: dict[int, int]
+
+
+@dataclass(slots=True, kw_only=True)
+class SimArena:
+    """All devices of one host: three slots each, as in ``storage.arena``, one of them for the kept one."""
+
+    node: str
+    invariants: "Invariants"
+    kept: dict[int, int] = field(default_factory=dict)
+    """Per device: the step that its living trainer was told to keep."""
+    pinned: dict[int, int] = field(default_factory=dict)
+    """Likewise, the step that is being written to the disk."""
+    slots: dict[int, list[Shard]] = field(default_factory=dict)
+    """Per device, the newest last."""
+    kept_copies: int = 0
+    """The step that this daemon was told to keep; 0: not yet."""
+    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    """Per owner, the newest last."""
+
+    def begin(self, device: int, key: HeldSnapshot) -> None:
+        """Find a slot to write into: what is not kept goes, but for the newest."""
+        here, kept, pinned = self.slots.get(device, []), self.kept.get(device, 0), self.pinned.get(device, 0)
+        stays = {kept, pinned} - {0}
+        others = [s for s in here if s.key.step not in stays and s.key.step != key.step]
+        room = 2 - len(stays)
+        spared = others[-room:] if room > 0 else []
+        for shard in list(here):
+            if not (shard.key.job_id == key.job_id and shard.key.step in stays) and shard not in spared:
+                self._drop(device, shard)
+
+    def commit(self, device: int, shard: Shard) -> None:
+        self.slots.setdefault(device, []).append(shard)
+        if self.holds(shard.key):
+            self.invariants.written(self.node, shard.key)
+
+    def keep(self, device: int, step: int, pinned: int) -> None:
+        self.kept[device], self.pinned[device] = step, pinned
+        for shard in list(self.slots.get(device, [])):
+            if shard.key.step < step and shard.key.step != pinned:
+                self._drop(device, shard)
+
+    def forget(self, device: int, after_step: int) -> None:
+        """A generation begins there: what is of a later step was undone."""
+        for shard in list(self.slots.get(device, [])):
+            if shard.key.step > after_step:
+                self._drop(device, shard)
+
+    def _drop(self, device: int, shard: Shard) -> None:
+        self.invariants.drops(self.node, shard.key)
+        self.slots[device].remove(shard)
+
+    # --- for others ------------------------------------------------------------------------------
+
+    def receive(self, copy: Copy) -> None:
+        """The same three slots for each owner."""
+        here = self.copies.setdefault(copy.key.owner, [])
+        steps = sorted(old.key.step for old in here)
+        kept = self.kept_copies if self.kept_copies in steps else steps[0] if steps else 0
+        others = [old for old in here if old.key.step not in (kept, copy.key.step)]
+        for old in list(here):
+            if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
+                self._drop_copy(old)
+        here.append(copy)
+        self.invariants.received(self.node, copy.key)
+
+    def keep_copies(self, step: int) -> None:
+        self.kept_copies = step
+        for copy in [copy for here in self.copies.values() for copy in here]:
+            if copy.key.step < step:
+                self._drop_copy(copy)
+
+    def _drop_copy(self, copy: Copy) -> None:
+        self.invariants.drops_copy(self.node, copy.key)
+        self.copies[copy.key.owner].remove(copy)
+
+    def copy(self, key: HeldSnapshot, owner: str) -> Copy | None:
+        wanted = copy_of(key, owner)
+        return next((copy for copy in self.copies.get(owner, []) if copy.key == wanted), None)
+
+    def copy_keys(self) -> tuple[HeldSnapshot, ...]:
+        return tuple(copy.key for _, here in sorted(self.copies.items()) for copy in here)
+
+    # --- all of it -------------------------------------------------------------------------------
+
+    def remove(self, job_id: str) -> None:
+        for device, here in self.slots.items():
+            self.slots[device] = [shard for shard in here if shard.key.job_id != job_id]
+        for owner, copies in self.copies.items():
+            self.copies[owner] = [copy for copy in copies if copy.key.job_id != job_id]
+        self.kept_copies = 0
+
+    def lost(self) -> None:
+        """The host died."""
+        self.slots.clear()
+        self.kept.clear()
+        self.copies.clear()
+        self.kept_copies = 0
+        self.pinned.clear()
+
+    def parts(self, key: HeldSnapshot) -> dict[int, Shard]:
+        return {device: shard for device, here in self.slots.items() for shard in here if shard.key == key}
+
+    def holds(self, key: HeldSnapshot) -> bool:
+        parts = self.parts(key)
+        return bool(parts) and all(shard.devices <= set(parts) for shard in parts.values())
+
+    def sound(self, key: HeldSnapshot) -> bool:
+        return self.holds(key) and not any(shard.damaged for shard in self.parts(key).values())
+
+    def snapshots(self) -> tuple[HeldSnapshot, ...]:
+        keys = {shard.key for here in self.slots.values() for shard in here}
+        own = sorted((k for k in keys if self.holds(k)), key=lambda k: (k.job_id, k.generation, k.step))
+        return (*own, *self.copy_keys())
+
+    def layers(self, key: HeldSnapshot) -> dict[int, int]:
+        return {n: v for shard in self.parts(key).values() for n, v in shard.layers.items()}
+
+
+def _of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
+    return {layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers}
+
+
+def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
+    """Cannot be made from the shards of those present, nor from buddies' copies of the others'."""
+    if group.owners[0] in copied and group.buddy:
+        return False
+    lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)
+    everybody = len(lost) == len(group.owners)
+    if group.whole:
+        return everybody
+    return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
+
+
+def restored(restore: Restore, layers: set[int], reader: "SimNode") -> tuple[dict[int, int], tuple[str, ...]]:
+    """Version of each of these layers, as put together now; or the nodes whose shards cannot be had."""
+    nodes, invariants = reader.invariants.nodes, reader.invariants
+    key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
+    found: dict[int, int] = {}
+    for group in restore.groups:
+        wanted = layers & set(range(group.first_layer, group.end_layer))
+        if not wanted:
+            continue
+        able = {name for name in restore.sources if nodes[name].serves(reader)}
+        there = {name for name in able if nodes[name].arena.sound(key)}
+        copy = nodes[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
+        if lacking(group, there, {group.owners[0]} if copy is not None else set()):
+            asked = {*group.owners, group.buddy} & set(restore.sources)
+            return {}, tuple(sorted(asked - there if copy is None else asked))
+        held = [nodes[name].arena.layers(key) for name in group.owners if name in there]
+        held += [copy.layers] if copy is not None else []
+        shards = [_of_group(layers, group) for layers in held]
+        invariants.restores(restore, group, shards)
+        found.update({layer: shards[0][layer] for layer in wanted})
+    return found, ()

@@ -1,0 +1,245 @@
+"""What a seed draws of all that can go wrong: at random times, with commits, behind events of a recovery.
+
+What came to be drawn later has a source of its own each (``apart``), so that whatever else happens in a seed
+stays as it is.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import TYPE_CHECKING
+
+from ftd.faults.sim import damage, hosts, upgrades
+from ftd.faults.sim.disk import fill_disk
+from ftd.faults.sim.faults import (
+    Fault,
+    add_node,
+    ask_again,
+    break_connection,
+    change_interval,
+    close_place,
+    crash_coordinator,
+    crash_node,
+    crash_two,
+    cut_coordinator,
+    cut_node,
+    cut_several,
+    damage_checkpoint,
+    drain_node,
+    exit_trainer,
+    fail_all_trainers,
+    freeze_coordinator,
+    freeze_daemon,
+    hang_place,
+    hang_trainer,
+    lose_all_memory,
+    lossy_line,
+    part_two,
+    raise_in_trainer,
+    reset_coordinator,
+    reset_session,
+    restart_broker,
+    restart_node,
+    restore_broker,
+    stop_job,
+    switch_protection,
+    terminate_node,
+    unbuildable,
+)
+from ftd.faults.sim.slowness import (
+    pause_host,
+    pause_trainer,
+    restart_slowly,
+    slow_bytes,
+    slow_node,
+    slow_planning,
+    stutter_daemon,
+    stutter_leader,
+)
+from statemachine.effects import EmitEvent
+
+if TYPE_CHECKING:
+    from ftd.faults.sim.run import Simulation
+
+PHASES = (
+    "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
+    "SnapshotCompleted", "SnapshotGivenUp",
+)  # fmt: skip
+"""Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
+
+Strike = tuple[str, Fault, int]
+"""Shortly behind an event of this name, so many of which are passed over."""
+
+FAULTS: tuple[tuple[int, Fault], ...] = (
+    (6, crash_node),
+    (3, crash_two),
+    (4, exit_trainer),
+    (2, raise_in_trainer),
+    (2, fail_all_trainers),
+    (3, hang_trainer),
+    (4, cut_node),
+    (2, cut_several),
+    (2, break_connection),
+    (2, reset_session),
+    (1, reset_coordinator),
+    (1, cut_coordinator),
+    (4, crash_coordinator),
+    (1, freeze_coordinator),
+    (2, freeze_daemon),
+    (3, restart_broker),
+    (2, drain_node),
+    (2, terminate_node),
+    (1, unbuildable),
+    (5, slow_node),
+    (3, add_node),
+    (2, restart_node),
+    (1, stop_job),
+    (4, switch_protection),
+    (2, change_interval),
+)
+"""With weights."""
+
+RARER: tuple[Fault, ...] = (
+    lossy_line, part_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
+    restart_slowly, slow_bytes, slow_planning, stutter_daemon, stutter_leader,
+)  # fmt: skip
+
+_DURING_A_ROLLBACK: tuple[Fault, ...] = (
+    exit_trainer, crash_node, restart_node, crash_coordinator, cut_node, break_connection, freeze_daemon,
+    fail_all_trainers, switch_protection,
+)  # fmt: skip
+
+
+def _draw_rollback(sim: "Simulation") -> list[Strike]:
+    """Enough dies behind a snapshot that it is needed, and more while it is read."""
+    rng = sim.world.rng
+    if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
+        return []
+    losses = [fail_all_trainers, fail_all_trainers, crash_two]
+    drawn: list[Strike] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
+    for _ in range(rng.randrange(3)):
+        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
+    return drawn
+
+
+def _draw_going_back(sim: "Simulation") -> list[Strike]:
+    """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
+    rng = sim.world.rng
+    if not sim.checkpoint.url or not sim.world.chance(0.7):
+        return []
+    drawn: list[Strike] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
+    if sim.world.chance(0.5):
+        drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
+    if sim.world.chance(0.3):
+        drawn.append(("CheckpointCompleted", damage_checkpoint, rng.randrange(3)))
+    for _ in range(rng.randrange(3)):
+        drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
+    return drawn
+
+
+def _draw_place(sim: "Simulation") -> list[Strike]:
+    """The place itself fails, while something is written there or is to be read."""
+    rng = Random(f"place {sim.world.seed}")
+    if not sim.checkpoint.url or rng.random() < 0.4:
+        return []
+    moments = ("CheckpointStarted", "CheckpointCompleted", "RolledBack", "NodeLost", "JobSubmitted")
+    count = rng.randrange(1, 4)
+    return [
+        (rng.choice(moments), rng.choice((close_place, hang_place)), rng.randrange(3)) for _ in range(count)
+    ]
+
+
+def apart(sim: "Simulation", what: str, likely: float, leaning: bool | None) -> Random | None:
+    """The source of what happens in some seeds only, or in all that lean to it; ``None``: not in this one."""
+    rng = Random(f"{sim.world.seed} {what}")
+    wanted = rng.random() < likely if leaning is None else leaning
+    return rng if wanted else None
+
+
+def _draw_hosts(
+    sim: "Simulation",
+    rng: Random | None,
+    most: int,
+    until_s: float,
+    strike: Callable[["Simulation", float, float], None],
+    longest_s: float,
+) -> None:
+    """Up to ``most`` of them go, each for so long at most."""
+    for _ in range(rng.randint(1, most) if rng is not None else 0):
+        assert rng is not None
+        sim.world.at(rng.uniform(0.5, until_s), strike, sim, rng.random(), rng.uniform(0.1, longest_s))
+
+
+def _some(rng: Random, least: int, most: int) -> list[Fault]:
+    kinds, weights = [fault for _, fault in FAULTS], [weight for weight, _ in FAULTS]
+    return rng.choices(kinds, weights, k=rng.randrange(least, most))
+
+
+def draw(sim: "Simulation", until_s: float) -> None:
+    """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
+    rng, leaning = sim.world.rng, sim.leaning
+    for fault in _some(rng, 1, 6):
+        sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
+    reactions = _some(rng, 0, 6)
+    pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
+    pending += _draw_rollback(sim) + _draw_going_back(sim)
+    if sim.world.chance(0.3):
+        pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
+    commits = [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 4)]
+    pending += _draw_place(sim) + damage.draw(sim)
+    more, instants = _draw_rarer(sim, until_s)
+    _react(sim, [*pending, *leaning.strikes, *more])
+    _at_commits(sim, [*commits, *leaning.at_commits], instants)
+    upgrades.draw(sim, apart(sim, "upgrades", 0.3, leaning.upgrades), until_s)
+    _draw_hosts(sim, apart(sim, "churn", 0.25, leaning.churn), 4, until_s, hosts.replace_host, 3.0)
+    _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, hosts.lose_power, 8.0)
+
+
+def _draw_rarer(sim: "Simulation", until_s: float) -> tuple[list[Strike], list[tuple[int, Fault]]]:
+    """Behind which events, and in the instant of which commits; some in the same instant as another one."""
+    rng = apart(sim, "rarer", 0.4, sim.leaning.rarer)
+    if rng is None:
+        return [], []
+    for fault in rng.choices(RARER, k=rng.randrange(1, 4)):
+        when_s = rng.uniform(0.5, until_s)
+        both = [fault, *_some(rng, 0, 2)]
+        for one in rng.sample(both, k=len(both)):  # In either order.
+            sim.world.at(when_s, sim.strike, one)
+    moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
+    more = [
+        (rng.choice(moments), fault, rng.randrange(4)) for fault in rng.choices(RARER, k=rng.randrange(4))
+    ]
+    return more, [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 3)]
+
+
+def _react(sim: "Simulation", pending: list[Strike]) -> None:
+    def react(event: EmitEvent) -> None:
+        for index, (name, fault, skip) in enumerate(pending):
+            if name == event.name and skip > 0:
+                pending[index] = (name, fault, skip - 1)
+            elif name == event.name:
+                del pending[index]
+                longest_s = 0.5 if name in ("RolledBack", "SnapshotCompleted") else 0.1
+                sim.world.at(sim.world.between(0.0, longest_s), sim.strike, fault)
+                return
+
+    for coordinator in sim.coordinators:
+        coordinator.on_event = react
+
+
+def _at_commits(
+    sim: "Simulation", commits: list[tuple[int, Fault]], instants: list[tuple[int, Fault]]
+) -> None:
+    """Shortly behind a commit; or in the very instant, before whoever committed can say so."""
+    count = 0
+
+    def on_commit() -> None:
+        nonlocal count
+        count += 1
+        for number, fault in commits:
+            if number == count:
+                sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
+        for number, fault in instants:
+            if number == count:
+                sim.strike(fault)
+
+    sim.invariants.on_commit = on_commit

@@ -1,0 +1,315 @@
+"""What can go wrong with nodes, trainers, links, the broker and coordinators, and what users may want."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ftd.faults.sim.retained import Retained
+from ftd.faults.sim.sessions import Line
+
+if TYPE_CHECKING:
+    from ftd.faults.sim.node import SimNode
+    from ftd.faults.sim.run import Simulation
+
+Fault = Callable[["Simulation"], None]
+
+
+def protections(*, sharded: bool) -> tuple[str, ...]:
+    """What snapshots may be protected with, ``sharded`` by ZeRO-1 or not."""
+    if sharded:
+        return ("none", "aor", "aor", "arc:1+aor")
+    return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
+
+
+def live_nodes(sim: "Simulation") -> list["SimNode"]:
+    return [node for node in sim.nodes.values() if node.up]
+
+
+def some_node(sim: "Simulation") -> "SimNode | None":
+    live = live_nodes(sim)
+    return sim.world.rng.choice(live) if live else None
+
+
+def crash_node(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is not None:
+        host = sim.world.chance(0.6)
+        sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
+        node.crash(host=host)
+        if sim.world.chance(0.7):
+            sim.world.at(sim.world.between(0.05, 8.0), sim.revive, node)
+
+
+def crash_two(sim: "Simulation") -> None:
+    crash_node(sim)
+    if sim.world.chance(0.5):
+        crash_node(sim)
+    else:
+        sim.world.at(sim.world.between(0.0, 0.05), crash_node, sim)
+
+
+def exit_trainer(sim: "Simulation") -> None:
+    _fail_trainer(sim, "exited")
+
+
+def raise_in_trainer(sim: "Simulation") -> None:
+    _fail_trainer(sim, "raised")
+
+
+def _fail_trainer(sim: "Simulation", cause: str) -> None:
+    node = some_node(sim)
+    if node is not None:
+        device = sim.world.rng.randrange(node.devices)
+        sim.log(f"trainer {node.name}/{device} {cause}")
+        node.fail_trainer(device, "raised" if cause == "raised" else "exited")
+
+
+def fail_all_trainers(sim: "Simulation") -> None:
+    """Something that strikes every process at once: a driver, a bug at one step."""
+    spared = some_node(sim) if sim.world.chance(0.5) else None
+    sim.log(f"all trainers exit{f', but for those of {spared.name}' if spared is not None else ''}")
+    for node in live_nodes(sim):
+        if node is spared:
+            continue
+        for device in list(node.trainers):
+            node.fail_trainer(device, "exited")
+
+
+def hang_trainer(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is None or not node.trainers:
+        return
+    trainer = sim.world.rng.choice(list(node.trainers.values()))
+    if sim.world.chance(0.5):
+        trainer.frozen = True
+    else:
+        trainer.asleep = True
+    sim.log(f"trainer {node.name}/{trainer.device} {'frozen' if trainer.frozen else 'asleep'}")
+
+
+def cut_node(sim: "Simulation") -> None:
+    """The host is cut off: from the broker, and mostly from the other hosts."""
+    node = some_node(sim)
+    if node is not None:
+        _cut(sim, node, sim.world.between(0.1, 12.0))
+
+
+def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
+    sim.log(f"cut {node.name} for {for_s:.2f} s")
+    sim.network.cut(node.name, for_s)
+    if sim.world.chance(0.7) and not node.data_cut:
+        node.data_cut = True
+        for trainer in list(node.trainers.values()):
+            if trainer.group is not None and sim.world.chance(0.6):
+                trainer.group.break_connection()
+        sim.world.at(for_s, sim.reconnect_data, node)
+
+
+def break_connection(sim: "Simulation") -> None:
+    """Two trainers lose their connection, and nothing else happens."""
+    node = some_node(sim)
+    groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
+    if groups:
+        sim.log(f"break a connection of generation {groups[0].generation}")
+        groups[0].break_connection()
+
+
+def cut_several(sim: "Simulation") -> None:
+    """A switch fails: some or all nodes lose the broker at once."""
+    for_s = sim.world.between(0.1, 12.0)
+    live = live_nodes(sim)
+    for node in live if sim.world.chance(0.4) else live[: len(live) // 2 + 1]:
+        _cut(sim, node, for_s)
+
+
+def reset_session(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is not None and sim.network.sessions[node.name].open:
+        sim.log(f"reset the session of {node.name}")
+        sim.network.drop(node.name)
+
+
+def reset_coordinator(sim: "Simulation") -> None:
+    if sim.network.seat is not None:
+        sim.log("reset the leader's session")
+        sim.network.end_seat()
+
+
+def cut_coordinator(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.1, 10.0)
+    sim.log(f"cut {sim.coordinator.name} for {for_s:.2f} s")
+    sim.network.cut(sim.coordinator.name, for_s)
+
+
+def crash_coordinator(sim: "Simulation") -> None:
+    if not sim.coordinator.up:
+        return
+    coordinator = sim.coordinator
+    if sim.world.chance(0.5):
+        sim.log(f"crash {coordinator.name}")
+        coordinator.crash()
+        sim.world.at(sim.world.between(0.05, 8.0), coordinator.restart)
+    else:
+        sim.log(f"crash {coordinator.name} amid its effects")
+        sim.coordinator.crash_after = sim.world.rng.randrange(40)
+
+
+def freeze_coordinator(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.5, 8.0)
+    sim.log(f"freeze {sim.coordinator.name} for {for_s:.2f} s")
+    sim.coordinator.freeze(for_s)
+
+
+def freeze_daemon(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is not None:
+        for_s = sim.world.between(0.5, 8.0)
+        sim.log(f"freeze the daemon of {node.name} for {for_s:.2f} s")
+        node.freeze(for_s)
+
+
+def restart_broker(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.1, 6.0)
+    sim.log(f"the broker is down for {for_s:.2f} s")
+    sim.network.stop_broker(for_s)
+
+
+def drain_node(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is not None:
+        sim.log(f"drain {node.name}")
+        sim.coordinator.drain(node.name)
+
+
+def terminate_node(sim: "Simulation") -> None:
+    node = some_node(sim)
+    if node is not None:
+        sim.log(f"terminate {node.name}")
+        node.terminate()
+        sim.world.at(sim.world.between(1.0, 15.0), sim.revive, node)
+
+
+def unbuildable(sim: "Simulation") -> None:
+    """The next trainers of a node cannot build the job (a file is missing there, for a while)."""
+    node = some_node(sim)
+    if node is not None:
+        node.unbuildable = sim.world.rng.randrange(1, 4)
+        sim.log(f"{node.unbuildable} builds fail on {node.name}")
+
+
+def add_node(sim: "Simulation") -> None:
+    sim.add_node()
+
+
+def lose_all_memory(sim: "Simulation") -> None:
+    """The whole cluster goes down and comes back: only what is on a disk is left."""
+    sim.log("all hosts crash, their memory is gone")
+    for node in list(sim.nodes.values()):
+        node.crash(host=True)
+        sim.world.at(sim.world.between(0.05, 6.0), sim.revive, node)
+
+
+def damage_checkpoint(sim: "Simulation") -> None:
+    """A byte of the newest checkpoint is not what was written."""
+    if sim.place.kept:
+        step = max(sim.place.kept)
+        sim.log(f"the checkpoint of step {step} is damaged")
+        sim.place.kept[step].damaged = True
+
+
+def close_place(sim: "Simulation") -> None:
+    """Nobody can read or write checkpoints: a mount is gone."""
+    for_s = sim.world.between(0.5, 10.0)
+    sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
+    sim.place.closed_until = sim.world.now + for_s
+
+
+def hang_place(sim: "Simulation") -> None:
+    for_s = sim.world.between(0.5, 10.0)
+    sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
+    sim.place.hung_until = sim.world.now + for_s
+
+
+def restart_node(sim: "Simulation") -> None:
+    """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
+    node = some_node(sim)
+    if node is not None:
+        sim.log(f"restart {node.name}")
+        node.crash()
+        sim.world.at(sim.world.between(0.001, 0.1), sim.revive, node)
+
+
+def stop_job(sim: "Simulation") -> None:
+    if sim.job is not None and sim.world.chance(0.3):
+        sim.log("stop the job")
+        sim.coordinator.stop(sim.job.job_id)
+
+
+def switch_protection(sim: "Simulation") -> None:
+    """A user wants another one; or changes their mind at once."""
+    schemes = ("auto", *protections(sharded=sim.policy.zero1))
+    for scheme in sim.world.rng.choices(schemes, k=sim.world.rng.choice((1, 1, 2))):
+        sim.log(f"protect {scheme}")
+        sim.coordinator.ask_snapshots(protection=scheme)
+
+
+def change_interval(sim: "Simulation") -> None:
+    every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
+    sim.log(f"snapshots every {every}")
+    sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
+
+
+def lossy_line(sim: "Simulation") -> None:
+    """Of the messages from and to a node some are lost, come twice, or late."""
+    node, world = some_node(sim), sim.world
+    if node is None or node.name in sim.network.lines:
+        return
+    drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
+    sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
+    line = Line(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
+    sim.network.lines[node.name] = line
+    world.at(for_s, _mend, sim, node.name)
+
+
+def _mend(sim: "Simulation", name: str) -> None:
+    sim.network.lines.pop(name, None)
+
+
+def part_two(sim: "Simulation") -> None:
+    """Two hosts do not reach each other, and the broker and all others do."""
+    there = live_nodes(sim)
+    if len(there) < 2:
+        return
+    one, other = sim.world.rng.sample(there, 2)
+    pair, for_s = frozenset((one.name, other.name)), sim.world.between(0.5, 15.0)
+    sim.log(f"{one.name} and {other.name} do not reach each other for {for_s:.2f} s")
+    sim.network.apart.add(pair)
+    sim.world.at(for_s, sim.network.apart.discard, pair)
+    theirs = [trainer.group for trainer in one.trainers.values() if trainer.group is not None]
+    for group in theirs[:1]:
+        if any(member.node is other for member in group.members.values()):
+            group.break_connection()
+
+
+def restore_broker(sim: "Simulation") -> None:
+    """It persists what it retains, from time to time; what it comes back with is of then, or of just now."""
+    ago_s, for_s = sim.world.rng.choice((0.0, sim.world.between(0.1, 6.0))), sim.world.between(0.1, 6.0)
+
+    def stop(left: Retained) -> None:
+        if not sim.healed:
+            sim.log(
+                f"the broker is down for {for_s:.2f} s, and comes back with what was {ago_s:.2f} s before"
+            )
+            sim.network.stop_broker(for_s, left)
+
+    if ago_s:
+        sim.world.at(ago_s, stop, sim.network.retained.saved())
+    elif sim.network.up:
+        stop(sim.network.retained.saved())
+
+
+def ask_again(sim: "Simulation") -> None:
+    """Whoever got no answer repeats what was asked for."""
+    leader = sim.coordinator
+    if sim.job is not None and leader.machine.job_id == sim.job.job_id:
+        sim.log("submit the job again")
+        leader.submit(sim.job, None)

@@ -1,0 +1,364 @@
+"""A simulated host: the real agent machine, its timers, and its trainer processes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, assert_never, cast
+
+from ftd.faults.sim.arena import SimArena
+from ftd.faults.sim.copies import SimCopies
+from ftd.faults.sim.damage import SimScrubber
+from ftd.faults.sim.network import Network
+from ftd.faults.sim.staging import SimStager
+from ftd.faults.sim.trainers import SimTrainer
+from ftd.faults.sim.versions import Versions
+from ftd.faults.sim.world import World
+from ftd.faults.sim.writer import SimWriter
+from planner.values import ModelProfile
+from statemachine.agent.events import (
+    AgentStarted,
+    CommandArrived,
+    HeldSnapshots,
+    TerminationRequested,
+    TrainerFailed,
+    TrainerReported,
+    TrainerUp,
+)
+from statemachine.agent.machine import AgentEvent, AgentMachine
+from statemachine.effects import (
+    CancelTimer,
+    Effect,
+    EmitEvent,
+    ExitDaemon,
+    InstructTrainer,
+    KeepCopies,
+    KillTrainer,
+    PersistLayers,
+    PublishNode,
+    RemoveSnapshots,
+    RenewIncarnation,
+    SendCopy,
+    SendSignal,
+    SetTimer,
+    StartTrainer,
+    StopPersisting,
+    TrainerPrepare,
+    TrainerResume,
+)
+from statemachine.events import BrokerConnected, BrokerLost, TimerFired
+from statemachine.messages.cluster import Fence, FromNode, ToNode, ToNodes
+from statemachine.messages.common import Prepared, Quiesce
+from statemachine.messages.trainer import Beat, KeepSnapshot, Snap
+from statemachine.messages.values import FailureCause, NodeFacts, NodeState
+
+if TYPE_CHECKING:
+    from ftd.faults.sim.invariants import Invariants
+
+AgentEffect = (
+    SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
+    | TrainerPrepare | InstructTrainer | TrainerResume | RemoveSnapshots
+    | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies | PersistLayers | StopPersisting
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How steps go in this world: the moments between two trainers are where protocols break."""
+
+    step_s: float
+    imbalance: float
+    """A rank computes up to this part of a step longer than another, which waits at the VOTE."""
+    commit_spread_s: float
+    """From the VOTE's end to a rank's commit, at most."""
+    full: float = 0.0
+    """Probability that a snapshot has no room."""
+
+
+class SimNode:
+    """One host: a daemon that can be killed, stopped or cut off, and the trainers that live under it."""
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        invariants: "Invariants",
+        versions: Versions,
+        name: str,
+        devices: int,
+        profile: ModelProfile,
+        pace: Pace,
+    ) -> None:
+        self.world, self.network, self.invariants, self.versions = world, network, invariants, versions
+        self.name, self.devices, self.profile, self.pace = name, devices, profile, pace
+        self.incarnation = 0
+        self.up = False
+        self.left = False
+        """It exited on its own accord."""
+        self.gone_at: float | None = None
+        """When it went for good."""
+        self.frozen = False
+        self.data_cut = False
+        self.slowness = 1.0
+        """Its trainers take so many times as long to compute."""
+        self.unbuildable = 0
+        """How many of the next builds fail."""
+        self.looks_s = 0.0
+        """So much longer a daemon that starts looks through its memory, at most."""
+        self.trainers: dict[int, SimTrainer] = {}
+        self.arena = SimArena(node=name, invariants=invariants)
+        self.agent = AgentMachine(name, world.timing)
+        self.writer = SimWriter(self)
+        self.copies = SimCopies(self)
+        self.scrubber = SimScrubber(self)
+        self.stager = SimStager(self)
+        self.life = 0
+        """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
+        self._timers: dict[str, int] = {}
+        self._starts: dict[int, int] = {}
+        """Per device, counts orders to start and to kill."""
+        self._backlog: list[AgentEvent] = []
+
+    # --- the daemon ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.up, self.left, self.frozen = True, False, False
+        self.arena.kept_copies = 0
+        self.life += 1
+        self._backlog.clear()
+        self._timers.clear()
+        self.agent = AgentMachine(self.name, self.world.timing)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.incarnation = self.world.serial()
+        host = f"host-{self.name}"
+        facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
+        self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
+        self.network.register(self)
+        looks_s = self.world.between(0.0, 0.5) + (
+            self.world.between(0.0, self.looks_s) if self.looks_s else 0.0
+        )
+        self.world.at(looks_s, self._found, self.life)
+
+    def _found(self, life: int) -> None:
+        """The daemon has looked through its memory."""
+        if self.life == life:
+            held = self.arena.snapshots()
+            self.feed(HeldSnapshots(at=self.world.now, cause="arena", snapshots=held))
+
+    def crash(self, *, host: bool = False) -> None:
+        """SIGKILL of the daemon and, with it, of its trainers; or the whole host with its memory."""
+        if host:
+            self.arena.lost()
+        if not self.up:
+            return
+        self._stop()
+        self.network.drop(self.name, process_died=True)
+
+    def _stop(self) -> None:
+        self.up = self.frozen = False
+        self.writer.stopped()
+        self.life += 1
+        self._backlog.clear()
+        for device in self._starts:
+            self._starts[device] += 1
+        for trainer in self.trainers.values():
+            trainer.die()
+        self.trainers.clear()
+
+    def freeze(self, for_s: float) -> None:
+        """SIGSTOP of the daemon: everything waits for it, its timers are late."""
+        if self.up and not self.frozen:
+            self.frozen = True
+            self.world.at(for_s, self.thaw, self.life)
+
+    def thaw(self, life: int | None = None) -> None:
+        if not self.frozen or (life is not None and life != self.life):
+            return
+        self.frozen = False
+        backlog, self._backlog = self._backlog, []
+        for event in backlog:
+            self.feed(replace(event, at=self.world.now))  # it is read only now
+
+    def reaches(self, other: "SimNode") -> bool:
+        """Over what trainers and shards go."""
+        if self.data_cut or other.data_cut:
+            return False
+        return not self.network.apart or frozenset((self.name, other.name)) not in self.network.apart
+
+    def serves(self, reader: "SimNode") -> bool:
+        """Its shards and copies can be had there."""
+        return self.up and not self.frozen and (self is reader or self.reaches(reader))
+
+    def eased(self) -> None:
+        """Nothing is wrong with this host any more."""
+        self.data_cut = False
+        self.unbuildable = 0
+        self.slowness = 1.0
+        self.looks_s = self.stager.reads_s = self.copies.sends_s = 0.0
+        self.thaw()
+
+    def terminate(self) -> None:
+        self.feed(TerminationRequested(at=self.world.now, cause="sigterm", reason="SIGTERM"))
+
+    def feed(self, event: AgentEvent) -> None:
+        if not self.up:
+            return
+        if self.frozen:
+            self._backlog.append(event)
+            return
+        world = self.world
+        if world.tracing:
+            world.note(self.name, event)
+        if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
+            self.invariants.fenced(self.name, event.message.incarnation)
+        for effect in self.agent.step(event):
+            if world.tracing:
+                world.note(self.name, f"  → {effect}")
+            self._perform(cast(AgentEffect, effect))
+
+    def connected(self) -> None:
+        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
+
+    def disconnected(self) -> None:
+        self.feed(BrokerLost(at=self.world.now, cause="broker"))
+
+    def command(self, heard: ToNode | ToNodes) -> None:
+        message: ToNode | None
+        if isinstance(heard, ToNode):
+            message = heard
+        else:
+            message = heard.addressed(self.name, self.incarnation)
+            self.invariants.heard(self.name, self.incarnation, heard, taken=message is not None)
+        if message is not None:
+            self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
+
+    # --- effects ---------------------------------------------------------------------------------
+
+    def _perform(self, effect: AgentEffect) -> None:
+        world = self.world
+        match effect:
+            case SetTimer():
+                token = self._timers.get(effect.name, 0) + 1
+                self._timers[effect.name] = token
+                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self.life)
+            case CancelTimer():
+                self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
+            case SendSignal():
+                self.invariants.signals(self.name, self.incarnation)
+                message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
+                self.network.signal(message)
+            case StartTrainer():
+                start = self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
+                world.at(world.between(0.05, 0.3), self._trainer_up, effect.device, start)
+            case KillTrainer():
+                self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
+                trainer = self.trainers.pop(effect.device, None)
+                if trainer is not None:
+                    trainer.die()
+            case TrainerPrepare():
+                self._instruct(effect.device, self._prepare, effect, 0.3, 1.2)
+            case InstructTrainer():
+                self._instruct(effect.device, self._obey, effect, 0.0005, 0.005)
+            case TrainerResume():
+                staging = 0.4 if effect.resume.restore is not None else 0.0005
+                self._instruct(effect.device, self.stager.stage, effect, staging / 4, staging + 0.005)
+            case SendCopy() | KeepCopies() | RemoveSnapshots():
+                self.copies.perform(effect)
+            case PersistLayers() | StopPersisting():
+                self.writer.perform(effect)
+            case PublishNode():
+                self.network.retain(self.name, effect.state is NodeState.OFFLINE, self.incarnation)
+            case RenewIncarnation():
+                self.life += 1
+                self._timers.clear()
+                self.network.drop(self.name, process_died=True)
+                self._begin()
+            case ExitDaemon():
+                self._stop()
+                self.left = True
+                self.network.drop(self.name, process_died=True, graceful=True)
+            case EmitEvent():
+                pass
+            case _:
+                assert_never(effect)
+
+    def _fire(self, name: str, token: int, cause: str, life: int) -> None:
+        if self._timers.get(name) != token or life != self.life:
+            return
+        if name == "watch" and not self.frozen:
+            self._beats()
+        self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
+
+    def _beats(self) -> None:
+        """The beats since the last look, as one per trainer: all that the agent uses of them."""
+        now = self.world.now
+        for trainer in self.trainers.values():
+            if trainer.alive and not trainer.frozen:
+                if not trainer.asleep:
+                    trainer.progress += 1
+                beat = Beat(progress=trainer.progress, waiting=not trainer.asleep)
+                self.feed(TrainerReported(at=now, cause="beat", device=trainer.device, report=beat))
+
+    # --- trainer processes -------------------------------------------------------------------------
+
+    def _instruct(
+        self, device: int, action: Callable[..., None], effect: Effect, low_s: float, high_s: float
+    ) -> None:
+        trainer = self.trainers.get(device)
+        if trainer is not None:
+            self.world.at(self.world.between(low_s, high_s), trainer.do, action, trainer, effect)
+
+    def _trainer_up(self, device: int, start: int) -> None:
+        if not self.up or self._starts.get(device) != start:
+            return
+        pid = self.world.serial()
+        self.arena.kept.pop(device, None)
+        self.arena.pinned.pop(device, None)
+        self.trainers[device] = SimTrainer(self, device, pid)
+        self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
+
+    def _prepare(self, trainer: SimTrainer, effect: TrainerPrepare) -> None:
+        if not trainer.able:
+            return
+        if self.unbuildable > 0:
+            self.unbuildable -= 1
+            self.fail_trainer(trainer.device, "unprepared")
+            return
+        sharded = effect.job.policy.zero1
+        every = int(effect.job.training.get("evaluation_every_steps", 0))
+        trainer.build(len(self.profile.layers), effect.job.steps, evaluate_every=every, sharded=sharded)
+        trainer.report(Prepared(job_id=effect.job.job_id, profile=self.profile if effect.profile else None))
+
+    def _obey(self, trainer: SimTrainer, effect: InstructTrainer) -> None:
+        match effect.instruction:
+            case Quiesce(generation=generation, mode=mode):
+                trainer.quiesce(generation, mode)
+            case Snap(generation=generation, last=True):
+                trainer.snap_last(generation)
+            case Snap(generation=generation):
+                trainer.snap(generation)
+            case KeepSnapshot(step=step, pinned=pinned) if trainer.alive:
+                self.arena.keep(trainer.device, step, pinned)
+
+    def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
+        """The process dies; the daemon hears of it a little later."""
+        trainer = self.trainers.get(device)
+        if trainer is None or not trainer.alive:
+            return
+        trainer.die()
+        words = words or f"simulated in {trainer.pid}"
+        self.world.at(self.world.between(0.001, 0.02), self._failed, trainer, cause, words)
+
+    def _failed(self, trainer: SimTrainer, cause: FailureCause, words: str) -> None:
+        if self.trainers.get(trainer.device) is not trainer:
+            return
+        self.feed(
+            TrainerFailed(
+                at=self.world.now,
+                cause="trainer",
+                device=trainer.device,
+                pid=trainer.pid,
+                cause_of_failure=cause,
+                detail=words,
+            )
+        )

@@ -1,0 +1,64 @@
+"""The real planner, for a simulated coordinator: its answers are kept from seed to seed."""
+
+from functools import lru_cache
+from typing import Any
+
+from ftd.coordinator.protection_choice import protect
+from planner.errors import PlanningError, StateLostError, TooFewNodesError
+from planner.planner import Planner
+from planner.values import ModelProfile, Plan, Policy, Situation
+from statemachine.effects import ComputePlan
+from statemachine.events import PlanImpossible, PlanReady
+
+MOST_NODES = 7
+
+
+@lru_cache(maxsize=64)
+def planner_for(profile: ModelProfile, policy: Policy) -> Planner:
+    """One planner per shape of job: its templates serve every seed, whatever ran before."""
+    planner = Planner(profile, policy)
+    planner.precompute(MOST_NODES)
+    return planner
+
+
+_PLANS: dict[Any, Plan | PlanningError] = {}
+"""Plans by situation; the planner is deterministic, so a seed's run does not depend on earlier seeds."""
+
+
+def plan_for(planner: Planner, situation: Situation) -> Plan:
+    """:raises PlanningError: as the planner does."""
+    holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
+    parts = None if situation.parts is None else frozenset(situation.parts.items())
+    of_others = situation.previous, situation.horizon_s, situation.in_memory
+    key = (id(planner), situation.nodes, holdings, speeds, parts, *of_others)
+    answer = _PLANS.get(key)
+    if answer is None:
+        if len(_PLANS) > 20_000:
+            _PLANS.clear()
+        try:
+            answer = planner.plan(situation)
+        except PlanningError as error:
+            answer = error
+        _PLANS[key] = answer
+    if isinstance(answer, PlanningError):
+        raise answer
+    return answer
+
+
+def plan_event(planner: Planner, effect: ComputePlan, now: float) -> PlanReady | PlanImpossible:
+    """The planner's answer."""
+    generation = effect.generation
+    try:
+        plan = plan_for(planner, effect.situation)
+    except PlanningError as error:
+        return PlanImpossible(
+            at=now,
+            cause=effect.cause,
+            generation=generation,
+            too_few=isinstance(error, TooFewNodesError),
+            reason=str(error),
+            lost_layers=error.layers if isinstance(error, StateLostError) else (),
+        )
+    wish = effect.protection
+    choice = None if wish is None else protect(plan, planner.profile.layers, wish)
+    return PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)

@@ -1,0 +1,327 @@
+"""``ftd sim --scenario``: a scenario played in the simulator, and judged as the real one is.
+
+The machines and the planner are the real ones, with the periods and limits of production; time is virtual.
+"""
+
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from msgspec.structs import replace
+
+from ftd.errors import PeerError
+from ftd.faults.chaos.conductor import Cues
+from ftd.faults.chaos.ending import Ending
+from ftd.faults.chaos.player import Played, Simulated
+from ftd.faults.chaos.record import Record
+from ftd.faults.chaos.targets import Layout, layout_of
+from ftd.faults.chaos.values import AfterTime, Fault, Scenario
+from ftd.faults.chaos.verdicts import judge
+from ftd.faults.sim.coordinator import ClusterEffect, SimCoordinator, leader_of
+from ftd.faults.sim.damage import SimScrubber
+from ftd.faults.sim.invariants import Invariants
+from ftd.faults.sim.network import Network
+from ftd.faults.sim.node import AgentEffect, Pace, SimNode
+from ftd.faults.sim.place import SimPlace
+from ftd.faults.sim.scripted import strike
+from ftd.faults.sim.setting import STEP_S, Setting
+from ftd.faults.sim.versions import Versions
+from ftd.faults.sim.world import Violation, World
+from ftd.transport.wire.catalogue import severity_of
+from statemachine.effects import EmitEvent, PublishCluster, PublishNode
+from statemachine.messages.cluster import ToNode, ToNodes
+from statemachine.messages.values import CheckpointPolicy, Job
+
+SUBMIT_S = 2.0
+"""The nodes and their trainers are up by then."""
+START_S = 60.0
+"""Training must have begun by then."""
+_LOOK_S = 0.1
+_AT = "2000-01-01T00:00:00.000Z"
+
+
+class _Coordinator(SimCoordinator):
+    """Tells its states."""
+
+    told: "ScenarioWorld"
+
+    def _perform(self, effect: ClusterEffect) -> None:
+        super()._perform(effect)
+        if isinstance(effect, PublishCluster) and self.network.hears(self.seat):
+            self.told.on_state(self.machine.public_state())
+
+
+class _Node(SimNode):
+    """Tells its states and its own events."""
+
+    told: "ScenarioWorld"
+
+    def _perform(self, effect: AgentEffect) -> None:
+        super()._perform(effect)
+        if isinstance(effect, PublishNode):
+            self.told.on_node(self.name, str(effect.state))
+        elif isinstance(effect, EmitEvent):
+            self.told.on_event(effect)
+
+
+class _Scrubber(SimScrubber):
+    """Tells what it finds and repairs, as the daemon does."""
+
+    def __init__(self, node: _Node) -> None:
+        super().__init__(node)
+        self._told = node
+
+    def _again(self, pause_s: float) -> None:
+        """With the period that the scenario says, and at once."""
+        node = self._told
+        pause_s = min(pause_s, node.world.timing.scrub_s) + 0.02
+        node.world.at(pause_s, self._read, node.life, self._watch)
+
+    def _read(self, life: int, watch: int) -> None:
+        if self._is_damaged():
+            self._say("ShardDamaged")
+        super()._read(life, watch)
+
+    def _repair(self, life: int, watch: int) -> None:
+        before = self._is_damaged()
+        super()._repair(life, watch)
+        if before and not self._is_damaged():
+            self._say("ShardRepaired")
+
+    def _is_damaged(self) -> bool:
+        newest = self._told.invariants.newest
+        if newest is None or not self._told.up:
+            return False
+        key = self._told.invariants.key_of(newest)
+        return any(shard.damaged for shard in self._told.arena.parts(key).values())
+
+    def _say(self, name: str) -> None:
+        self._told.told.on_event(EmitEvent(cause="scrub", name=name, reason="", node=self._told.name))
+
+
+class ScenarioWorld:
+    """One scenario on one simulated cluster.
+
+    ``seed`` draws what no scenario says (how long messages take, who is first); it always gives the same run.
+    """
+
+    def __init__(self, scenario: Scenario, setting: Setting, seed: int, *, tracing: bool = False) -> None:
+        self.scenario, self.setting = scenario, setting
+        self.world = world = World(seed, tracing=tracing, timing=setting.timing)
+        # A step's loss is the number of updates in its state, which in an undisturbed run is its own number.
+        self.record = Record(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
+        self._cues = Cues(scenario)
+        self.versions = Versions()
+        self.invariants = Invariants(world, self.versions, setting.job.policy, setting.profile)
+        self.network = Network(world)
+        self.place = self.invariants.place = SimPlace(invariants=self.invariants, full=0.0)
+        self.coordinators = [self._coordinator(name) for name in setting.coordinators]
+        self.nodes: dict[str, SimNode] = {}
+        self.invariants.nodes = self.nodes
+        self.layout = Layout(pipelines=(), alive=())
+        self.begun_s: float | None = None
+        self.ended_by = ""
+        """Why it was looked at no longer."""
+        self._pending = 0
+        """Faults that are due and have not struck."""
+        self._ending = Ending(scenario, self.record)
+        self._serial = 0
+        self.network.take_command = self._command
+
+    @property
+    def now_s(self) -> float:
+        """Since the scenario began."""
+        return self.world.now - (self.begun_s or 0.0)
+
+    @property
+    def leader(self) -> SimCoordinator:
+        """The one that leads, or that did, as far as it knows."""
+        return leader_of(self.network, self.coordinators)
+
+    def _coordinator(self, name: str) -> SimCoordinator:
+        made = _Coordinator(self.world, self.network, self.invariants, name)
+        made.told, made.on_event = self, self.on_event
+        return made
+
+    def _command(self, node: str, message: ToNode | ToNodes) -> None:
+        self.nodes[node].command(message)
+
+    # --- what the world does -----------------------------------------------------------------------
+
+    def run(self) -> None:
+        """:raises Violation: an invariant of the simulator does not hold."""
+        world, setting = self.world, self.setting
+        for coordinator in self.coordinators:
+            coordinator.start()
+        for name in setting.nodes:
+            self.start(name)
+        job = setting.job
+        if job.checkpoint.url:  # Nothing is written anywhere.
+            job = replace(job, checkpoint=replace(job.checkpoint, url="/simulated"))
+        else:
+            job = replace(job, checkpoint=CheckpointPolicy())
+        world.at(SUBMIT_S, self._submit, job)
+        world.at(SUBMIT_S, self._look)
+        world.run(SUBMIT_S + START_S + self.scenario.limit_s)
+
+    def _submit(self, job: Job) -> None:
+        self.leader.submit(job, None)
+
+    def start(self, name: str) -> None:
+        """A daemon of this name, known or new. :raises PeerError: it runs already."""
+        node = self.nodes.get(name)
+        if node is None:
+            made = _Node(
+                self.world,
+                self.network,
+                self.invariants,
+                self.versions,
+                name,
+                self.setting.devices,
+                self.setting.profile,
+                Pace(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
+            )
+            made.told = self
+            made.scrubber = _Scrubber(made)
+            node = self.nodes[name] = made
+        elif node.up:
+            raise PeerError(f"{name} is running already")
+        self.world.at(self.world.between(0.0, 0.3), self._revive, node)
+
+    @staticmethod
+    def _revive(node: SimNode) -> None:
+        if not node.up:
+            node.start()
+
+    def empty_disk(self) -> None:
+        self.place.full = 0.0
+
+    # --- what is told ------------------------------------------------------------------------------
+
+    def on_event(self, effect: EmitEvent) -> None:
+        """As subscribers get it; the scenario begins when the job's first step is committed."""
+        details = dict(effect.details)
+        if effect.name == "StepCommitted":
+            details["loss"] = float(self.versions.step[int(details["loss"])])
+        self._tell(effect.name, effect.node, effect.generation, effect.step, effect.reason, details)
+        if effect.name == "RecoveryCompleted" and self.begun_s is None:
+            self._begin()
+
+    def _tell(
+        self,
+        name: str,
+        node: str | None,
+        generation: int | None,
+        step: int | None,
+        reason: str,
+        details: Mapping[str, Any],
+    ) -> None:
+        if self.begun_s is None:
+            return
+        self._serial += 1
+        event = {
+            "event": name,
+            "id": f"e-{self._serial:016x}",
+            "severity": severity_of(name),
+            "node": node,
+            "generation": generation,
+            "step": step,
+            "reason": reason,
+            "at": _AT,
+            "monotonic": self.world.now,
+            "cause": f"c-{self._serial}",
+            "details": details,
+        }
+        self.record.on_event(event, self.now_s)
+        self._due(self._cues.on_event(event))
+
+    def on_node(self, node: str, state: str) -> None:
+        self._due(self._cues.on_node(node, state))
+
+    def on_state(self, state: Mapping[str, Any]) -> None:
+        """The cluster's, with the nodes of which roles are made."""
+        self.layout = layout_of(state)
+        self.record.on_state(state)
+
+    def _look(self) -> None:
+        """Is it over? Looked at ten times a second."""
+        self.ended_by = self._over()
+        self.world.done = bool(self.ended_by)
+        self.world.at(_LOOK_S, self._look)
+
+    def _over(self) -> str:
+        if self.begun_s is None:
+            return ""
+        waiting = self._cues.waiting
+        return self._ending.why(self.now_s, under_way=self._pending > 0, to_come=bool(waiting))
+
+    # --- faults ------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """The scenario's clock starts when training does."""
+        self.begun_s = self.world.now
+        for fault in self._cues.waiting:
+            if isinstance(fault.trigger, AfterTime):
+                self.world.at(fault.trigger.delay_s, self._on_time, fault.trigger.delay_s)
+
+    def _on_time(self, elapsed_s: float) -> None:
+        self._due(self._cues.on_time(elapsed_s))
+
+    def _due(self, faults: list[Fault]) -> None:
+        for fault in faults:
+            self._pending += 1
+            self.world.at(fault.delay_s, self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        self._pending -= 1
+        if self.world.tracing:
+            self.world.note("FAULT", fault)
+        struck = self.record.on_struck(fault, self.now_s)
+        struck.over_at_s = self.now_s + fault.lasts_s
+        try:
+            struck.nodes = strike(self, fault)
+        except PeerError as error:
+            struck.problem = str(error)
+            return
+        if fault.do != "start":
+            node = struck.nodes[0] if len(struck.nodes) == 1 else None
+            details = {"fault": fault.do, "at": self.world.now, "target": str(fault.target)}
+            self._tell("ChaosInjected", node, None, None, str(fault.trigger), details)
+        self._due(self._cues.on_struck(fault))
+
+
+def play(
+    scenario: Scenario,
+    setting: Setting,
+    seed: int,
+    *,
+    skipped: tuple[tuple[str, str], ...] = (),
+    tracing: bool = False,
+) -> tuple[Played, tuple[str, ...]]:
+    """Play it once; how it went, and the trace.
+
+    :param skipped: what of the file is left out of ``scenario``, by id, with the reason: said in reports.
+    """
+    world = ScenarioWorld(scenario, setting, seed, tracing=tracing)
+    problems: list[str] = []
+    try:
+        world.run()
+    except Violation as error:
+        problems.append(f"an invariant broke {error}")
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        problems.append(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
+    if world.begun_s is None and not problems:
+        state = world.leader.machine.public_state()
+        problems.append(
+            f"training did not begin: {state['outcome'] or state['waiting_for'] or state['phase']}"
+        )
+    played = Played(
+        scenario=scenario,
+        verdicts=judge(scenario, world.record),
+        record=world.record,
+        took_s=world.now_s,
+        ended_by=problems[0] if problems else world.ended_by,
+        simulated=Simulated(seed=seed, skipped=skipped, problems=tuple(problems)),
+    )
+    return played, tuple(world.world.lines)

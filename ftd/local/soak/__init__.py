@@ -1,0 +1,1 @@
+"""Clusters under random faults for hours, and what must hold meanwhile."""

@@ -1,0 +1,111 @@
+"""A soak as a picture: goodput over time, with the faults that struck and the recoveries from them."""
+
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from ftd.errors import ConfigurationError
+from ftd.local.soak.report import SoakReport, Struck
+from ftd.observe.view.files import require_format, write
+from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
+
+_ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("node killed or left", RED, ("kill", "term")),
+    ("trainer killed, raises", ORANGE, ("kill_trainer", "raise")),
+    ("stopped, hung, slow", BLUE, ("stop", "stop_trainer", "hang", "slow")),
+    ("cut off, messages lost", GREEN, ("disconnect", "lossy")),
+    ("bit flipped, memory full", FAINT, ("flip", "fill_memory")),
+    ("coordinator, broker", INK, ("kill_coordinator", "stop_coordinator", "kill_broker")),
+)
+"""Name, colour, faults."""
+_TOP = 130.0
+"""Steps that are told together behind an outage would be much more."""
+
+
+def require_picture(path: Path | None) -> None:
+    """Before minutes of work. :raises ConfigurationError: a format that is not offered, or no such place."""
+    if path is None:
+        return
+    require_format(path, (".svg", ".png"), "--plot")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"there is no directory {path.parent}", field="--plot")
+
+
+def plot_soak(report: SoakReport, path: Path) -> None:
+    """:raises ConfigurationError: the place cannot be written."""
+    picture = io.BytesIO()
+    with rc_context({"svg.hashsalt": "ftd"}):
+        kind = path.suffix.removeprefix(".")
+        _draw(report).savefig(
+            picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
+        )
+    write(path, picture.getvalue(), "--plot")
+
+
+def _draw(report: SoakReport) -> Figure:
+    figure = Figure(figsize=(11, 5.4), layout="constrained", facecolor=PAPER)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.6))
+    _goodput(above, report)
+    _faults(below, report.faults)
+    below.set_xlim(0, max(report.duration_s, 1.0))
+    below.set_xlabel("seconds since the faults began", color=FAINT)
+    for axes in (above, below):
+        axes.set_facecolor(PAPER)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=FAINT, labelsize=9)
+        for fault in report.faults:
+            if not fault.refused:
+                axes.axvline(fault.at_s, color=_colour(fault.fault), linewidth=0.7, alpha=0.45, zorder=0.5)
+        for violation in report.violations:
+            axes.axvline(violation.at_s, color=RED, linewidth=2.0)
+    return figure
+
+
+def _goodput(axes: Axes, report: SoakReport) -> None:
+    times = [0.0, *(at_s for at_s, _ in report.goodput.series)]
+    values = [math.nan if ratio is None else 100 * ratio for _, ratio in report.goodput.series]
+    axes.stairs(values, times, fill=True, color=BLUE, alpha=0.25)
+    axes.stairs(values, times, color=BLUE, linewidth=1.4)
+    whole = 100 * report.goodput.ratio
+    axes.axhline(100, color=FAINT, linewidth=0.8, linestyle="--")
+    axes.axhline(whole, color=BLUE, linewidth=1.0, linestyle=":")
+    axes.annotate(f"{whole:.0f} %", (1.0, whole), xycoords=("axes fraction", "data"), color=BLUE, fontsize=9)
+    for recovery in report.recoveries:
+        if recovery.cause != "start":
+            axes.axvspan(
+                recovery.at_s - recovery.total_ms / 1000, recovery.at_s, color=ORANGE, alpha=0.25, lw=0
+            )
+    axes.set_ylim(0, _TOP)
+    axes.set_ylabel("goodput, % of undisturbed", color=FAINT)
+    axes.annotate(
+        "shaded: recoveries", (1.0, 1.02), xycoords="axes fraction", ha="right", color=FAINT, fontsize=9
+    )
+    struck = sum(report.by_kind.values())
+    verdict = "every rule held" if report.held else f"{len(report.violations)} violations"
+    axes.set_title(
+        f"{report.job} on {report.nodes} nodes, seed {report.seed}: {struck} faults, {verdict}",
+        loc="left",
+        color=INK,
+    )
+
+
+def _faults(axes: Axes, faults: Sequence[Struck]) -> None:
+    """One row for each family of faults; what lasts is drawn as long as it lasted."""
+    for row, (_, colour, kinds) in enumerate(_ROWS):
+        mine = [fault for fault in faults if fault.fault in kinds and not fault.refused]
+        level = len(_ROWS) - 1 - row
+        axes.scatter([f.at_s for f in mine], [level] * len(mine), color=colour, s=26, zorder=3)
+        axes.hlines(
+            [level] * len(mine), [f.at_s for f in mine], [f.at_s + f.for_s for f in mine], color=colour, lw=3
+        )
+    axes.set_yticks(range(len(_ROWS)), [name for name, _, _ in reversed(_ROWS)])
+    axes.set_ylim(-0.6, len(_ROWS) - 0.4)
+
+
+def _colour(fault: str) -> str:
+    return next(colour for _, colour, kinds in _ROWS if fault in kinds)

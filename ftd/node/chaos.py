@@ -1,0 +1,312 @@
+"""Faults on demand: a node does to itself what a test or a demonstration asks for over MQTT.
+
+Refused, with an answer and an event, unless ``chaos = true`` stands in this node's configuration. A fault
+is announced before it strikes (``ChaosInjected``, with the moment at which it will): the announcement is
+acknowledged by the broker first, so even SIGKILL of this very process is on record with its exact time.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Protocol, assert_never
+
+import structlog
+
+from ftd.faults.chaos.values import DEFAULT_FOR_S
+from ftd.node.disturbance import Disturbance, Weather
+from ftd.node.full_disk import Filler
+from ftd.processes import die_with_parent, kill_group
+from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
+from statemachine.messages.trainer import Raise, Sleep, Slow
+
+log = structlog.get_logger()
+
+NOTICE_S = 0.02
+"""From the announcement to the fault: an acknowledged publication takes well under a millisecond on
+mosquitto, and a fault that strikes at a moment known beforehand can be measured from it."""
+ANNOUNCE_TIMEOUT_S = 1.0
+_REMEMBERED = 100
+"""Requests that are not obeyed a second time when they come again."""
+DEFAULT_HANG_S = 3600.0
+DEFAULT_FACTOR = 3.0
+MOST_FACTOR = 1000.0
+MOST_LATE_S = 60.0
+
+
+class Hands(Protocol):
+    """What chaos may touch: all of it belongs to this node."""
+
+    def trainer_pids(self, device: int | None) -> list[int]: ...
+
+    def zygote_pid(self) -> int | None: ...
+
+    def send(self, device: int, frame: Sleep | Slow | Raise) -> bool:
+        """To the trainer of this device, if it has one."""
+
+    def leave(self, reason: str) -> None:
+        """Begin a graceful leave, as SIGTERM does."""
+
+    def disconnect(self, for_s: float) -> None:
+        """Cut the connection to the broker without a goodbye and stay away."""
+
+    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+        """Publish an event."""
+
+    def answer(self, client: str, answer: Answer) -> None: ...
+
+    async def flush(self, timeout_s: float) -> None:
+        """Return when everything published is acknowledged, or after ``timeout_s``."""
+
+
+class Memory(Protocol):
+    """What this node keeps of snapshots."""
+
+    def stores(self, device: int | None) -> bool:
+        """Is there something to flip?"""
+
+    def flip(self, device: int | None) -> None:
+        """Change a bit of what one device, or any, keeps of the snapshot that is complete everywhere."""
+
+    @property
+    def memory_directory(self) -> Path:
+        """Where they are."""
+
+    @property
+    def checkpoint_directory(self) -> Path | None:
+        """Where the job's persistent checkpoints go, if that is a directory of this host."""
+
+
+class Chaos:
+    """Takes the payloads of ``chaos/<node>``.
+
+    :param devices: how many trainers this node has.
+    """
+
+    def __init__(self, *, node: str, devices: int, allowed: bool, hands: Hands, memory: Memory) -> None:
+        self._node = node
+        self._devices = devices
+        self._allowed = allowed
+        self._hands, self._memory = hands, memory
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._answered: dict[str, Answer] = {}
+        self.disturbance = Disturbance(node)
+        """Of the messages between this node and the coordinator."""
+        self._filler = Filler()
+        self._slowed: dict[int, int] = {}
+        """How often each device's trainer was made slow: a later fault outlives the end of an earlier one."""
+
+    def on_request(self, payload: bytes) -> None:
+        """Check, answer, and strike.
+
+        :raises WireError: the payload is no chaos request; there is nobody to answer.
+        """
+        request: ChaosRequest = decode_json(payload, ChaosRequest)
+        if (known := self._answered.get(request.request)) is not None:
+            self._hands.answer(request.reply, known)  # Asked again: the first answer was lost or late.
+            return
+        if request.only_check:
+            problem = self._lasting_problem(request)
+            self._answer(request, accepted=problem is None, detail=problem or "it could be done")
+            return
+        problem = self._problem(request)
+        if problem is not None:
+            log.warning("chaos_refused", do=request.do, reason=problem)
+            self._hands.announce("ChaosRefused", problem, {"fault": request.do})
+            self._answer(request, accepted=False, detail=problem)
+            return
+        task = asyncio.get_running_loop().create_task(self._strike(request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _problem(self, request: ChaosRequest) -> str | None:
+        """Why this request cannot be obeyed, or ``None``."""
+        return self._lasting_problem(request) or self._present_problem(request)
+
+    def _lasting_problem(self, request: ChaosRequest) -> str | None:
+        """That will be the same in a minute."""
+        if not self._allowed:
+            return (
+                f"chaos is off on {self._node}; set chaos = true under [node] in its ftd.toml "
+                "and restart the daemon to allow it"
+            )
+        if request.device is not None and not 0 <= request.device < self._devices:
+            return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
+        if request.for_s is not None and not 0 < request.for_s < float("inf"):
+            return f"for_s is {request.for_s:g}; give a positive number of seconds"
+        if request.factor is not None and not 1 <= request.factor <= MOST_FACTOR:
+            return (
+                f"factor is {request.factor:g}; give 1 (as quick as it is) to {MOST_FACTOR:g} times as long"
+            )
+        if request.do == "lossy":
+            return _weather_problem(request)
+        if (
+            request.do in ("fill_memory", "fill_disk")
+            and request.size_mib is not None
+            and request.size_mib < 1
+        ):
+            return f"size_mib is {request.size_mib}; give 1 or more"
+        if request.do == "fill_memory":
+            return self._filler.problem(self._memory.memory_directory, request.size_mib)
+        return None
+
+    def _present_problem(self, request: ChaosRequest) -> str | None:
+        if (
+            request.do in ("kill", "stop", "hang", "raise", "slow")
+            and not _whole_node(request)
+            and not self._pids(request)
+        ):
+            return f"{self._node} runs no such trainer now"
+        if request.do == "fill_disk":
+            if (directory := self._fillable(request)) is None:
+                return f"{self._node} writes no checkpoints into a directory now"
+            return self._filler.problem(directory, request.size_mib)
+        if request.do == "flip" and not self._memory.stores(request.device):
+            return f"{self._node} keeps no part of a snapshot that is complete everywhere now"
+        return None
+
+    async def _strike(self, request: ChaosRequest) -> None:
+        at = time.monotonic() + NOTICE_S
+        whole = _whole_node(request)
+        details = {
+            "fault": request.do,
+            "at": at,
+            "target": "node" if whole else "trainer",
+            "device": None if whole else request.device,
+            "for_s": request.for_s,
+        }
+        if request.do == "slow":
+            details["factor"] = request.factor or DEFAULT_FACTOR
+        for name in ("size_mib", "drop", "duplicate", "late_s"):
+            if (value := getattr(request, name)) is not None:
+                details[name] = value
+        log.warning("chaos_injected", **details)
+        self._hands.announce("ChaosInjected", f"{_said(request)}, asked for by {request.reply}", details)
+        self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
+        await self._hands.flush(ANNOUNCE_TIMEOUT_S)
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
+        self._do(request)
+
+    def _do(self, request: ChaosRequest) -> None:
+        for_s = request.for_s or DEFAULT_FOR_S.get(request.do, 0.0)
+        match request.do:
+            case "kill":
+                for pid in self._pids(request):
+                    kill_group(pid, signal.SIGKILL)
+                if _whole_node(request):
+                    if (zygote := self._hands.zygote_pid()) is not None:
+                        kill_group(zygote, signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                self._stop(request)
+            case "hang":
+                for device in self._struck(request):
+                    self._hands.send(device, Sleep(seconds=request.for_s or DEFAULT_HANG_S))
+            case "slow":
+                self._slow(request)
+            case "term":
+                self._hands.leave("ftd chaos term")
+            case "flip":
+                self._memory.flip(request.device)
+            case "disconnect":
+                self._hands.disconnect(for_s)
+            case "raise":
+                # Other words each time: it is not the job's code that is wrong.
+                words = f"ftd chaos raise {request.request} ({request.reply})"
+                for device in self._struck(request):
+                    self._hands.send(device, Raise(detail=words))
+            case "lossy":
+                self.disturbance.begin(_weather(request), seed=request.seed, for_s=for_s)
+            case "fill_memory" | "fill_disk":
+                if (directory := self._fillable(request)) is not None:
+                    self._filler.fill(directory, for_s)
+            case _:
+                assert_never(request.do)
+
+    def _stop(self, request: ChaosRequest) -> None:
+        """SIGSTOP, and where an end was asked for, a small shell outside that wakes everybody again."""
+        pids = self._pids(request)
+        if _whole_node(request):
+            pids += [pid for pid in (self._hands.zygote_pid(), os.getpid()) if pid is not None]
+        if request.for_s is not None:
+            wake = f"sleep {request.for_s:g}; kill -CONT {' '.join(map(str, pids))}"
+            subprocess.Popen(
+                ["/bin/sh", "-c", wake],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_parent(),  # noqa: PLW1509  # this daemon has one thread
+            )
+        for pid in pids:  # This process comes last.
+            os.kill(pid, signal.SIGSTOP)
+
+    def _slow(self, request: ChaosRequest) -> None:
+        """A trainer that is started anew meanwhile is as quick as ever."""
+        for device in self._struck(request):
+            number = self._slowed[device] = self._slowed.get(device, 0) + 1
+            self._hands.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
+            if request.for_s is not None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(request.for_s, self._quicken, device, number)
+
+    def _quicken(self, device: int, number: int) -> None:
+        if self._slowed.get(device) == number:
+            self._hands.send(device, Slow(factor=1.0))
+
+    def _fillable(self, request: ChaosRequest) -> Path | None:
+        """Of ``fill_memory`` and ``fill_disk``."""
+        if request.do == "fill_memory":
+            return self._memory.memory_directory
+        return self._memory.checkpoint_directory
+
+    def close(self) -> None:
+        """What was taken from others is given back."""
+        self._filler.close()
+
+    def _struck(self, request: ChaosRequest) -> tuple[int, ...]:
+        return tuple(range(self._devices)) if request.device is None else (request.device,)
+
+    def _pids(self, request: ChaosRequest) -> list[int]:
+        return self._hands.trainer_pids(None if _whole_node(request) else request.device)
+
+    def _answer(self, request: ChaosRequest, *, accepted: bool, detail: str) -> None:
+        answer = Answer(request=request.request, accepted=accepted, detail=detail)
+        self._answered[request.request] = answer
+        while len(self._answered) > _REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+        self._hands.answer(request.reply, answer)
+
+
+def _weather(request: ChaosRequest) -> Weather:
+    return Weather(drop=request.drop or 0.0, duplicate=request.duplicate or 0.0, late_s=request.late_s or 0.0)
+
+
+def _weather_problem(request: ChaosRequest) -> str | None:
+    for name in ("drop", "duplicate"):
+        if not 0 <= (value := getattr(request, name) or 0.0) <= 1:
+            return f"{name} is {value:g}; a probability is 0 to 1"
+    late_s = request.late_s or 0.0
+    if not 0 <= late_s <= MOST_LATE_S:
+        return f"late_s is {late_s:g}; give 0 to {MOST_LATE_S:g} seconds"
+    return None if request.drop or request.duplicate or late_s else "give drop, duplicate or late_s"
+
+
+def _whole_node(request: ChaosRequest) -> bool:
+    """It strikes the daemon, too; ``term`` and ``disconnect`` always do."""
+    match request.do:
+        case "kill" | "stop":
+            return request.target == "node"
+        case "hang" | "raise" | "slow" | "flip":
+            return False
+        case "term" | "disconnect" | "lossy" | "fill_memory" | "fill_disk":
+            return True
+
+
+def _said(request: ChaosRequest) -> str:
+    """``kill: the node``, ``slow: trainer 1, for 20 s``."""
+    struck = "its trainers" if request.device is None else f"trainer {request.device}"
+    told = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else struck}"
+    return told if request.for_s is None else f"{told}, for {request.for_s:g} s"

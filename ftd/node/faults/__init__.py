@@ -1,1 +1,0 @@
-"""Chaos that a node does to itself."""

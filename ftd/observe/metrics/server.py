@@ -1,0 +1,106 @@
+"""The HTTP side of ``/metrics``: GET alone, a bearer token where one is configured, all of it bounded.
+
+A request is answered and its connection closed; one that takes longer than ``LIFETIME_S``, whatever it does
+with it, is cut off, and beyond ``MOST_CONNECTIONS`` at a time new ones are closed at once.
+"""
+
+import hmac
+import time
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, exposition
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from ftd.config.metrics import MetricsPlace
+from ftd.errors import ConfigurationError
+from ftd.transport.complaints import Complaints
+from ftd.transport.doorway import Doorway
+
+log = structlog.get_logger("ftd.observe.metrics")
+
+MOST_CONNECTIONS = 32
+LIFETIME_S = 10.0
+FRESH_S = 0.1
+"""So long an answer is given again: reading the metrics often costs the daemon nothing."""
+_HEADER_BYTES = 4096
+_PLAIN = "text/plain; version=0.0.4; charset=utf-8"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class MetricsServer:
+    """``await start()``; ``await close()``, also where it was never started."""
+
+    def __init__(
+        self, place: MetricsPlace | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
+    ) -> None:
+        """:param place: ``None``: nothing is served."""
+        self._place, self._registry, self._lifetime_s = place, registry, lifetime_s
+        token = place.token if place is not None else None
+        self._authorization = None if token is None else f"Bearer {token}".encode()
+        self._refused = Counter(
+            "ftd_metrics_unauthorised",
+            "Requests for metrics without the token or with a wrong one.",
+            registry=registry,
+        )
+        self._complaints = Complaints(log, "unauthorised")
+        self._rendered: dict[bool, tuple[float, bytes]] = {}
+        self._doorway: Doorway | None = None
+
+    async def start(self) -> None:
+        """:raises ConfigurationError: the address cannot be bound."""
+        if self._place is None:
+            return
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/metrics", self._metrics, allow_head=False)
+        self._doorway = Doorway(
+            app,
+            self._complaints,
+            most_connections=MOST_CONNECTIONS,
+            header_bytes=_HEADER_BYTES,
+            patience_s=self._lifetime_s,
+        )
+        try:
+            await self._doorway.open(self._place.host, self._place.port)
+        except OSError as error:
+            await self.close()
+            raise ConfigurationError(
+                f"metrics cannot be served on {self._place.host}:{self._place.port}: {error.strerror}",
+                field=self._place.field,
+                remedy="is another daemon using it? choose another port, or 0 for no metrics",
+            ) from error
+        log.info("serving", host=self._place.host, port=self._place.port, token=self._place.token is not None)
+
+    async def close(self) -> None:
+        """Nobody is served any more."""
+        if self._doorway is not None:
+            await self._doorway.close()
+        self._doorway = None
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Nothing of a request is looked at before its token was compared, in constant time."""
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
+            self._refused.inc()
+            self._complaints.note(peer=request.remote)
+            answer: web.StreamResponse = web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
+        else:
+            try:
+                answer = await handler(request)
+            except web.HTTPException as refusal:
+                answer = web.Response(status=refusal.status, text=refusal.reason)
+        answer.force_close()
+        return answer
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        wanted = "application/openmetrics-text" in request.headers.get("Accept", "")
+        text = openmetrics if wanted else exposition
+        at, body = self._rendered.get(wanted, (-FRESH_S, b""))
+        if time.monotonic() - at > FRESH_S:
+            body = text.generate_latest(self._registry)
+            self._rendered[wanted] = (time.monotonic(), body)
+        kind = openmetrics.CONTENT_TYPE_LATEST if wanted else _PLAIN
+        return web.Response(body=body, headers={"Content-Type": kind})

@@ -1,0 +1,82 @@
+"""Reading a job's steps from a coordinator's journal while the coordinator writes it."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from ftd.observe.tracking.rows import Kind, Row
+
+_TABLES: dict[Kind, str] = {"step": "steps", "evaluation": "evaluations"}
+
+
+class JournalReader:
+    """Short reads only: a long one would keep the journal's log from being moved into its file."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        """:raises OSError: it cannot be opened."""
+        self._job = job
+        self._seen: dict[Kind, int] = dict.fromkeys(_TABLES, 0)
+        with _readable():
+            self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+
+    def news(self, limit: int) -> list[Row]:
+        """Return what was written since the last call, in the order of writing; at most ``limit`` of a kind.
+
+        :raises OSError: the journal cannot be read.
+        """
+        found: list[Row] = []
+        for kind, table in _TABLES.items():
+            query = f"SELECT id, step, at, generation, details FROM {table} WHERE id > ? AND job = ?"
+            with _readable():
+                rows = self._db.execute(
+                    f"{query} ORDER BY id LIMIT ?", (self._seen[kind], self._job, limit)
+                ).fetchall()
+            found += [_row(kind, *row[1:]) for row in rows]
+            if rows:
+                self._seen[kind] = rows[-1][0]
+        return found
+
+    def steps(self, after: int, limit: int) -> list[Row]:
+        """Return committed steps after ``after``, oldest first.
+
+        :raises OSError: as ``news``.
+        """
+        return self._range("step", after, None, limit)
+
+    def evaluations(self, after: int, last: int, limit: int) -> list[Row]:
+        """Return evaluations of steps after ``after`` up to ``last``, oldest first.
+
+        :raises OSError: as ``news``.
+        """
+        return self._range("evaluation", after, last, limit)
+
+    def again(self) -> None:
+        """Let ``news`` begin from the start."""
+        self._seen = dict.fromkeys(_TABLES, 0)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def _range(self, kind: Kind, after: int, last: int | None, limit: int) -> list[Row]:
+        query = f"SELECT step, at, generation, details FROM {_TABLES[kind]} WHERE job = ? AND step > ?"
+        with _readable():
+            rows = self._db.execute(
+                f"{query} AND step <= ? ORDER BY step LIMIT ?",
+                (self._job, after, 2**62 if last is None else last, limit),
+            ).fetchall()
+        return [_row(kind, *row) for row in rows]
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise OSError(f"the coordinator's journal cannot be read: {error}") from None
+
+
+def _row(kind: Kind, step: int, at: str, generation: int | None, details: str) -> Row:
+    return Row(kind=kind, step=step, at=at, generation=generation, details=msgspec.json.decode(details))

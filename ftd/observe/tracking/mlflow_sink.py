@@ -1,0 +1,105 @@
+"""A run in MLflow: a tracking server, or a directory.
+
+MLflow keeps every value that it was given, so what was superseded cannot be taken back: a rollback ends the
+run, and another one with the whole history that is valid takes its place. The last step of each metric is
+asked of MLflow itself, so that nothing is logged twice, whatever a killed writer had sent.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # A directory is one of the places to log to.
+
+from mlflow.entities import Metric, Param
+from mlflow.tracking import MlflowClient
+
+from ftd.observe.tracking.record import Cursor
+from ftd.observe.tracking.rows import Row
+from statemachine.messages.values import MlflowPolicy
+
+_MOST_METRICS = 1000
+_MOST_PARAMETERS = 100
+_MOST_CHARACTERS = 500
+"""Limits of one request, and of a parameter's value."""
+_TAG = "ftd.run"
+_IN_EVERY_STEP = ("train/loss", "train/learning_rate", "train/gradient_norm", "train/step_s")
+
+
+class MlflowSink:
+    """A run in MLflow as a ``Sink``."""
+
+    name = "mlflow"
+
+    def __init__(self, policy: MlflowPolicy, run: str, parameters: Mapping[str, Any]) -> None:
+        """:param run: the job's id. :param parameters: of the job, shown beside the run."""
+        self._policy, self._run, self._parameters = policy, run, parameters
+        self._client: MlflowClient | None = None
+        self._id = ""
+        self._last: dict[str, int] = {}
+        """Newest step of each metric."""
+
+    def follow(self, superseded: Sequence[int]) -> Cursor:
+        """See ``Sink``."""
+        client = self._client = MlflowClient(tracking_uri=self._policy.tracking_uri)
+        found = client.get_experiment_by_name(self._policy.experiment)
+        experiment = (
+            client.create_experiment(self._policy.experiment) if found is None else found.experiment_id
+        )
+        tag = f"{self._run}#{len(superseded)}"
+        for number, step in enumerate(superseded):
+            for run in self._runs(experiment, f"{self._run}#{number}"):
+                if run.info.status == "RUNNING":
+                    client.set_tag(run.info.run_id, "ftd.superseded_from_step", str(step))
+                    client.set_terminated(run.info.run_id, "KILLED")
+        runs = self._runs(experiment, tag)
+        if not runs:
+            return self._begin(client, experiment, tag, superseded)
+        self._id = runs[0].info.run_id
+        self._last = {key: self._newest(client, key) for key in client.get_run(self._id).data.metrics}
+        client.update_run(self._id, status="RUNNING")
+        step = min((self._last.get(key, 0) for key in _IN_EVERY_STEP), default=0)
+        return Cursor(step=step, evaluation=self._last.get("evaluation/loss", 0))
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See ``Sink``."""
+        assert self._client is not None
+        metrics = [
+            Metric(key, value, int(1000 * row.wall_time), row.step)
+            for row in rows
+            for key, value in row.scalars().items()
+            if row.step > self._last.get(key, 0)
+        ]
+        for some in _chunks(metrics, _MOST_METRICS):
+            self._client.log_batch(self._id, metrics=some)
+            for metric in some:
+                self._last[metric.key] = metric.step
+
+    def close(self, outcome: str | None) -> None:
+        """See ``Sink``."""
+        client, self._client = self._client, None
+        if client is not None and outcome is not None:
+            client.set_terminated(self._id, outcome)
+
+    def _runs(self, experiment: str, tag: str) -> list[Any]:
+        assert self._client is not None
+        return list(self._client.search_runs([experiment], filter_string=f"tags.`{_TAG}` = '{tag}'"))
+
+    def _begin(self, client: MlflowClient, experiment: str, tag: str, superseded: Sequence[int]) -> Cursor:
+        name = self._run + (f" from step {superseded[-1]}" if superseded else "")
+        self._id = client.create_run(
+            experiment, run_name=name, tags={_TAG: tag, "ftd.job": self._run}
+        ).info.run_id
+        self._last = {}
+        given = [Param(key, str(value)[:_MOST_CHARACTERS]) for key, value in self._parameters.items()]
+        for some in _chunks(given, _MOST_PARAMETERS):
+            client.log_batch(self._id, params=some)
+        return Cursor()
+
+    def _newest(self, client: MlflowClient, key: str) -> int:
+        return max((metric.step for metric in client.get_metric_history(self._id, key)), default=0)
+
+
+def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
+    for begin in range(0, len(values), size):
+        yield values[begin : begin + size]

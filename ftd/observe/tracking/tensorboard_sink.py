@@ -1,0 +1,123 @@
+"""Event files for TensorBoard: one file per job, which every writer continues.
+
+TensorBoard reads the newest file of a run to its end and goes on as it grows, so a file that is continued is
+followed while it is written, also after another coordinator took over. All numbers of a step are one record.
+A rollback writes a record ``SessionLog.START`` with the first step that runs again: TensorBoard drops what it
+had from there on.
+"""
+
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import masked_crc32c
+
+from ftd.observe.tracking.record import Cursor
+from ftd.observe.tracking.rows import Row
+
+_HEADER = struct.Struct("<QI")
+_FOOTER = struct.Struct("<I")
+_LARGEST_RECORD = 1 << 24
+_OURS = ".ftd"
+"""How our files' names end; others may write beside them."""
+
+
+class TensorBoardSink:
+    """Event files of one job as a ``Sink``."""
+
+    name = "tensorboard"
+
+    def __init__(self, directory: Path) -> None:
+        """:param directory: of this job's run."""
+        self._directory = directory
+        self._file = -1
+        self._size = 0
+
+    def follow(self, superseded: Sequence[int]) -> Cursor:
+        """See ``Sink``. :raises OSError: the file cannot be read or written."""
+        self.close(None)
+        self._directory.mkdir(parents=True, exist_ok=True)
+        files = sorted(self._directory.glob(f"events.out.tfevents.*{_OURS}"))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{_OURS}"
+        path = files[-1] if files else self._directory / name
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        cursor, marks, self._size = _scan(path)
+        os.ftruncate(self._file, self._size)
+        if self._size == 0:
+            self._append([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        for step in superseded[marks:]:
+            start = SessionLog(status=SessionLog.START)
+            self._append([Event(wall_time=time.time(), step=step, session_log=start)])
+            cursor = _before(cursor, step)
+        return cursor
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See ``Sink``. :raises OSError: they cannot be written; none is."""
+        self._append([_event(row) for row in rows])
+
+    def close(self, outcome: str | None) -> None:
+        """See ``Sink``."""
+        if self._file >= 0:
+            file, self._file = self._file, -1
+            os.close(file)
+
+    def _append(self, events: Sequence[Event]) -> None:
+        data = b"".join(_framed(event.SerializeToString()) for event in events)
+        try:
+            os.pwrite(self._file, data, self._size)
+            if os.fstat(self._file).st_size != self._size + len(data):
+                raise OSError(28, os.strerror(28))  # A short write: there is no room for the rest.
+            os.fsync(self._file)
+        except OSError:
+            os.ftruncate(self._file, self._size)
+            raise
+        self._size += len(data)
+
+
+def _event(row: Row) -> Event:
+    values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.scalars().items()]
+    return Event(wall_time=row.wall_time, step=row.step, summary=Summary(value=values))
+
+
+def _framed(data: bytes) -> bytes:
+    """Return a record of TensorFlow's format: length, its checksum, the bytes, their checksum."""
+    length = struct.pack("<Q", len(data))
+    return b"".join((length, _crc(length), data, _crc(data)))
+
+
+def _crc(data: bytes) -> bytes:
+    return struct.pack("<I", masked_crc32c(data))
+
+
+def _before(cursor: Cursor, step: int) -> Cursor:
+    return Cursor(step=min(cursor.step, step - 1), evaluation=min(cursor.evaluation, step - 1))
+
+
+def _scan(path: Path) -> tuple[Cursor, int, int]:
+    """Return how far the file has come, how many supersessions it knows, and where its last record ends."""
+    cursor, marks, end = Cursor(), 0, 0
+    with path.open("rb") as stream:
+        while len(header := stream.read(_HEADER.size)) == _HEADER.size:
+            size, crc = _HEADER.unpack(header)
+            if size > _LARGEST_RECORD or _crc(header[:8]) != struct.pack("<I", crc):
+                break
+            data, footer = stream.read(size), stream.read(_FOOTER.size)
+            if len(data) < size or len(footer) < _FOOTER.size:
+                break
+            event = Event.FromString(data)
+            if event.HasField("session_log"):
+                marks += 1
+                cursor = _before(cursor, event.step)
+            elif event.HasField("summary"):
+                tags = {value.tag for value in event.summary.value}
+                cursor = Cursor(
+                    step=event.step if "train/loss" in tags else cursor.step,
+                    evaluation=event.step if "evaluation/loss" in tags else cursor.evaluation,
+                )
+            end = stream.tell()
+    return cursor, marks, end

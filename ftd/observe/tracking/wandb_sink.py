@@ -1,0 +1,126 @@
+"""A run in Weights & Biases, online or as files for ``wandb sync``.
+
+W&B takes the steps of a run in rising order only, so what was superseded cannot be taken back: a rollback ends
+the run, and another one of the same group with the whole history that is valid takes its place. Offline every
+writer makes a directory of its own, under the same run id; which steps the earlier ones really hold is read
+from their files, as W&B keeps the newest in memory and a killed writer loses them.
+"""
+
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+from wandb.proto import wandb_internal_pb2 as protocol
+
+from ftd.observe.tracking.record import Cursor
+from ftd.observe.tracking.rows import Row
+from statemachine.messages.values import WandbPolicy
+
+_BLOCK = 32768
+_MAGIC = 7
+_HEADER = struct.Struct("<IHB")
+"""Checksum, length and kind of a fragment: 1 whole, 2 first, 3 middle, 4 last."""
+
+
+class WandbSink:
+    """A run in Weights & Biases as a ``Sink``."""
+
+    name = "wandb"
+
+    def __init__(self, policy: WandbPolicy, directory: Path, run: str, config: Mapping[str, Any]) -> None:
+        """:param directory: where W&B makes its own, ``wandb``. :param run: the job's id. :param config: of
+        the job, shown beside the run."""
+        self._policy, self._directory, self._job, self._config = policy, directory, run, config
+        self._run: Any = None
+        self._step = 0
+        """Which W&B is at: it takes no earlier one."""
+
+    def follow(self, superseded: Sequence[int]) -> Cursor:
+        """See ``Sink``."""
+        self.close(None)
+        offline = self._policy.mode == "offline"
+        number = len(superseded)
+        identity = f"{self._job}-{number}" if number else self._job
+        cursor = Cursor()
+        if offline:
+            files = sorted(self._directory.glob(f"wandb/offline-run-*-{identity}/*.wandb"))
+            for path in files:
+                cursor = _held(path, cursor)
+            # W&B names directories by the second, and would lose what is written to one that is there.
+            taken = {path.parent.name.split("-")[2] for path in files}
+            while time.strftime("%Y%m%d_%H%M%S") in taken:
+                time.sleep(0.05)
+        self._run = wandb.init(
+            project=self._policy.project,
+            entity=self._policy.entity or None,
+            group=self._job,
+            name=self._job + (f" from step {superseded[-1]}" if number else ""),
+            id=identity,
+            resume=None if offline else "allow",
+            mode=self._policy.mode,
+            tags=self._policy.tags or None,
+            config=dict(self._config),
+            dir=str(self._directory),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                disable_git=True,
+                disable_code=True,
+                x_disable_stats=True,
+                x_disable_meta=True,
+            ),
+        )
+        if not offline and self._run.resumed:
+            cursor = Cursor(step=self._run.step - 1, evaluation=self._run.step - 1)
+        self._step = max(cursor.step, cursor.evaluation)
+        return cursor
+
+    def write(self, rows: Sequence[Row]) -> None:
+        """See ``Sink``."""
+        for row in rows:
+            self._step = max(self._step, row.step)
+            self._run.log(row.scalars(), step=self._step)
+
+    def close(self, outcome: str | None) -> None:
+        """See ``Sink``."""
+        run, self._run = self._run, None
+        if run is not None:
+            try:
+                run.finish(exit_code=0 if outcome != "FAILED" else 1)
+            finally:
+                wandb.teardown()  # Its process still holds the run's id, and the end of its file.
+
+
+def _held(path: Path, cursor: Cursor) -> Cursor:
+    """Return the cursor after what a file of W&B holds as well."""
+    for payload in payloads(path.read_bytes()):
+        record = protocol.Record.FromString(payload)
+        if record.WhichOneof("record_type") == "history":
+            keys = {item.key or "/".join(item.nested_key) for item in record.history.item}
+            step = record.history.step.num
+            cursor = Cursor(
+                step=max(cursor.step, step) if "train/loss" in keys else cursor.step,
+                evaluation=max(cursor.evaluation, step) if "evaluation/loss" in keys else cursor.evaluation,
+            )
+    return cursor
+
+
+def payloads(data: bytes) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format, up to the first that is not whole."""
+    at, parts = _MAGIC, [b""]
+    while at + _HEADER.size <= len(data):
+        left = _BLOCK - at % _BLOCK
+        if left < _HEADER.size:
+            at += left
+            continue
+        _, size, kind = _HEADER.unpack_from(data, at)
+        begin = at + _HEADER.size
+        if kind not in (1, 2, 3, 4) or begin + size > len(data):
+            return
+        parts = [*(parts if kind in (3, 4) else []), data[begin : begin + size]]
+        if kind in (1, 4):
+            yield b"".join(parts)
+        at = begin + size

@@ -1,0 +1,64 @@
+"""One event on one line: for the live view, ``ftd events`` and ``ftd story``."""
+
+from typing import Any
+
+from rich.text import Text
+
+from ftd.observe.view.text import (
+    EVENT_MARKS,
+    JsonMap,
+    clock,
+    duration,
+    learning_rate_words,
+    number,
+    size,
+    throughput_words,
+    words,
+)
+
+
+def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
+    """``12:00:01.123  ✖ node lost  node-2  last will after 3 ms`` with colours."""
+    name = str(event.get("event", "?"))
+    mark, style = EVENT_MARKS.get(name, ("·", "dim"))
+    line = Text(no_wrap=True, overflow="ellipsis")
+    if with_clock:
+        line.append(f"{clock(event.get('at'))}  ", style="dim")
+    line.append(f"{mark} {words(name)}", style=style)
+    if event.get("node"):
+        line.append(f"  {event['node']}", style="bold")
+    if words_of := said(name, event):
+        line.append(f"  {words_of}")
+    return line
+
+
+def plain_event(event: JsonMap) -> str:
+    """The same for a log or a pipe: no colours, no symbols, the step in a fixed column."""
+    name = str(event.get("event", "?"))
+    step = event.get("step")
+    where = f"step {step}" if step is not None else ""
+    parts = [clock(event.get("at")), f"{where:<10}", name]
+    if event.get("node"):
+        parts.append(str(event["node"]))
+    words_of = said(name, event)
+    return " ".join(parts) + (f": {words_of}" if words_of else "")
+
+
+def said(name: str, event: JsonMap) -> str:
+    """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
+    details: dict[str, Any] = event.get("details") or {}
+    if name == "StepCommitted":
+        speed = throughput_words(details.get("tokens_per_s"), details.get("samples_per_s"))
+        learning_rate = learning_rate_words(details.get("learning_rate"))
+        parts = [
+            f"step {event.get('step')}  loss {number(details.get('loss'))}",
+            speed,
+            f"learning rate {learning_rate}" if learning_rate else "",
+            "skipped" if details.get("skipped") else "",
+        ]
+        return ", ".join(filter(None, parts))
+    reason = " ".join(str(event.get("reason") or "").split())
+    recovery: JsonMap | None = details.get("recovery")
+    if name == "RecoveryCompleted" and recovery:
+        reason += f" ({duration(recovery['total_ms'] / 1000)}, {size(recovery['bytes_moved'])} moved)"
+    return reason

@@ -1,0 +1,226 @@
+"""A run as one HTML page that needs nothing else: what one sends to a colleague."""
+
+from datetime import datetime, timedelta
+from html import escape
+
+from ftd.observe.run import is_failure
+from ftd.observe.view.blocks import natural
+from ftd.observe.view.document import Kept, Recovery, Report
+from ftd.observe.view.pages.page import figures, page, table, themed
+from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
+from ftd.observe.view.plots.report_plot import drawn
+from ftd.observe.view.rates import goodput, median_throughput
+from ftd.observe.view.sentences import told, uneventful, what_happened
+from ftd.observe.view.text import (
+    duration,
+    how_words,
+    learning_rate_words,
+    milliseconds,
+    number,
+    plural,
+    size,
+)
+
+PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
+_MOMENT = "%Y-%m-%d %H:%M:%S UTC"
+MOST_TOLD = 200
+"""Recoveries that are told in sentences."""
+_STYLE = """
+.phases { display: flex; height: 1.1rem; min-width: 2px; border-radius: 3px; overflow: hidden; }
+.phases i { display: block; height: 100%; }
+.scale { max-width: 46rem; } .key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px;
+  vertical-align: -.1rem; margin-right: .3rem; } .key span { margin-right: .7rem; white-space: nowrap; }
+article { margin: 1.25rem 0; } article h3 { font-size: 1rem; margin: 0 0 .35rem; }
+.failure h3 { color: #d55e00; }
+"""
+
+
+def report_page(report: Report) -> str:
+    """The page; a report without steps has no picture."""
+    name = report.job.name or "run"
+    parts = [
+        f"<h1>{escape(name)}</h1>",
+        f'<p class="faint">{escape(_outcome(report))}</p>',
+        figures(_glance(report)),
+    ]
+    if report.steps:
+        svg = drawn(report, "svg").decode()
+        parts += ["<h2>Over time</h2>", f'<div class="scroll">{themed(svg)}</div>']
+    parts += _recoveries(report)
+    parts += _kept(report)
+    parts += _processes(report)
+    return page(f"{name}: report", parts, style=_STYLE)
+
+
+def _outcome(report: Report) -> str:
+    began = ""
+    if report.started_at is not None:
+        first = datetime.fromisoformat(report.started_at)
+        began = f", begun {first:{_MOMENT}}"
+        if report.under_way:
+            began += f"; as of {first + timedelta(seconds=report.duration_s):{_MOMENT}}"
+    if report.under_way:
+        return f"under way{began}"
+    if report.outcome_reason.startswith(report.outcome):
+        return report.outcome_reason + began
+    return report.outcome + (f": {report.outcome_reason}" if report.outcome_reason else "") + began
+
+
+def _glance(report: Report) -> list[tuple[str, str]]:
+    changes = report.recoveries
+    failures = [r for r in changes if is_failure(r.cause, r.rolled_back_steps)]
+    total = report.job.steps
+    shown = [
+        ("steps committed", f"{report.final.step}{f' of {total}' if total else ''}"),
+        ("steps lost", str(sum(r.rolled_back_steps for r in changes))),
+        ("failures", str(len(failures))),
+        ("other changes", str(len(changes) - len(failures))),
+        ("so far" if report.under_way else "duration", duration(report.duration_s)),
+    ]
+    if failures:
+        shown.append(("longest from failure to commit", duration(max(r.total_ms for r in failures) / 1000)))
+    if rates := goodput(report):
+        shown.append(("goodput", f"{rates[-1][1]:.1%}"))
+    if report.final.loss is not None:
+        shown.append(("loss so far" if report.under_way else "final loss", number(report.final.loss)))
+    if report.evaluations:
+        last = report.evaluations[-1]
+        shown.append((f"held-out loss after step {last.step}", number(last.loss)))
+        shown += [
+            (f"held-out {name.replace('_', ' ')}", number(value)) for name, value in last.metrics.items()
+        ]
+    if speed := median_throughput(report):
+        value, unit = speed.split()
+        shown.append((unit, value))
+    if report.steps and (learning_rate := learning_rate_words(report.steps[-1].learning_rate)):
+        shown.append(("learning rate", learning_rate))
+    return shown
+
+
+def _recoveries(report: Report) -> list[str]:
+    if not report.recoveries:
+        return ["<h2>Recoveries</h2>", f"<p>{escape(uneventful(report))}</p>"]
+    key = "".join(f'<span><i style="background:{colour}"></i>{name}</span> ' for name, colour in PHASES)
+    longest = max(sum(_phases_ms(r)) for r in report.recoveries)
+    parts = ["<h2>Recoveries, phase by phase</h2>", f'<p class="faint key">{key}</p>']
+    left_out = max(0, len(report.recoveries) - MOST_TOLD)
+    if left_out:
+        parts.append(
+            f'<p class="faint">The newest {MOST_TOLD}; the {left_out} before are in the table below.</p>'
+        )
+    for number_, recovery in list(enumerate(report.recoveries, start=1))[left_out:]:
+        kind = "failure" if is_failure(recovery.cause, recovery.rolled_back_steps) else "change"
+        title = f"{number_}. {''.join(what_happened(recovery, report))}"
+        sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in told(recovery, report))
+        parts.append(
+            f'<article class="{kind}"><h3>{escape(title)}</h3>{_bar(recovery, longest)}{sentences}</article>'
+        )
+    parts.append(_times(report))
+    return parts
+
+
+def _phases_ms(recovery: Recovery) -> tuple[float, ...]:
+    return (
+        recovery.detected_ms or 0.0,
+        recovery.quiesce_ms,
+        recovery.plan_ms,
+        recovery.state_ms,
+        recovery.resume_ms,
+    )
+
+
+def _bar(recovery: Recovery, longest_ms: float) -> str:
+    """One bar a recovery, all on one scale."""
+    times = _phases_ms(recovery)
+    total = sum(times) or 1.0
+    pieces = "".join(
+        f'<i style="width:{100 * time / total:.2f}%;background:{colour}" '
+        f'title="{name}: {milliseconds(time)} ms"></i>'
+        for time, (name, colour) in zip(times, PHASES, strict=True)
+        if time > 0
+    )
+    width = 100 * total / max(longest_ms, 1e-9)
+    return f'<div class="scale"><div class="phases" style="width:{width:.2f}%">{pieces}</div></div>'
+
+
+def _times(report: Report) -> str:
+    rows = (
+        (
+            str(index),
+            str(r.step),
+            "".join(what_happened(r, report)),
+            how_words(r.detected_how),
+            *(milliseconds(t) for t in (r.detected_ms, *_phases_ms(r)[1:], r.total_ms)),
+            size(r.bytes_moved),
+            str(r.rolled_back_steps),
+            str(r.recomputed_steps),
+            r.tier.replace("_", " "),
+        )
+        for index, r in enumerate(report.recoveries, start=1)
+    )
+    columns = ("", "step", "what happened", "noticed by", *(name for name, _ in PHASES), "total", "moved")
+    shown = table((*columns, "lost", "redone", "state from"), rows, left={2, 3})
+    return f'<h2>The same in figures</h2>\n<p class="faint">times in milliseconds</p>\n{shown}'
+
+
+def _kept(report: Report) -> list[str]:
+    rows = [
+        _kept_row(title, kept)
+        for title, kept in (("snapshots", report.snapshots), ("checkpoints", report.checkpoints))
+        if kept.completed or kept.given_up
+    ]
+    if not rows:
+        return []
+    columns = (
+        "",
+        "completed",
+        "given up",
+        "newest step",
+        "size",
+        "how",
+        "median time",
+        "training waited",
+        "longest",
+    )
+    parts = ["<h2>What snapshots cost</h2>", table(columns, rows, left={0, 5})]
+    parts += [
+        f'<p class="faint">The last that was given up: {escape(kept.last_problem)}</p>'
+        for kept in (report.snapshots, report.checkpoints)
+        if kept.last_problem
+    ]
+    return parts
+
+
+def _kept_row(title: str, kept: Kept) -> tuple[str, ...]:
+    def seconds(value: float | None) -> str:
+        return "–" if value is None else duration(value)
+
+    return (
+        title,
+        str(kept.completed),
+        str(kept.given_up),
+        "–" if kept.newest_step is None else str(kept.newest_step),
+        "–" if kept.size_bytes is None else size(kept.size_bytes),
+        kept.how or "–",
+        seconds(kept.took_s),
+        seconds(kept.stall_s),
+        seconds(kept.longest_stall_s),
+    )
+
+
+def _processes(report: Report) -> list[str]:
+    """Restarts: how many processes each node had beyond the first of each."""
+    rows = [
+        (
+            node,
+            str(len(processes.daemon)),
+            str(sum(len(pids) for pids in processes.trainers.values())),
+            plural(len(processes.trainers), "device"),
+        )
+        for node, processes in sorted(report.processes.items(), key=lambda item: natural(item[0]))
+    ]
+    if not rows:
+        return []
+    said = "Processes that each node had, one after another: a second one is a restart."
+    heading = f'<h2>Processes</h2>\n<p class="faint">{said}</p>'
+    return [heading, table(("node", "daemons", "trainers", "on"), rows, left={0})]

@@ -1,0 +1,131 @@
+"""A run as a picture: losses, throughput, goodput and learning rate over time, with what failed and changed."""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ftd.errors import ConfigurationError
+from ftd.observe.run import is_failure
+from ftd.observe.view.document import Report
+from ftd.observe.view.files import require_format, write
+from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
+from ftd.observe.view.rates import (
+    committed_at_s,
+    counts_tokens,
+    evaluated,
+    goodput,
+    learning_rates,
+    throughput,
+)
+
+FORMATS = (".png", ".svg")
+MOST_POINTS = 2_000
+"""Of a curve: more cannot be told apart."""
+MOST_MARKS = 100
+"""Of evaluations."""
+_SPEEDS = ("samples/s", "tokens/s")
+_HELD_OUT: Any = {"color": INK, "linewidth": 0.8, "marker": "D", "markersize": 3.5}
+_STYLE: Any = {
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": FAINT,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "font.size": 9,
+    "svg.fonttype": "none",
+}
+
+
+def plot_report(report: Report, path: Path) -> None:
+    """Write the picture.
+
+    :raises ConfigurationError: no step was committed, a format that is not offered, or a place that cannot be
+        written.
+    """
+    require_format(path, FORMATS, "--plot")
+    if not report.steps:
+        raise ConfigurationError("no step was committed: there is nothing to draw", field="--plot")
+    write(path, drawn(report, path.suffix[1:]), "--plot")
+
+
+def drawn(report: Report, kind: str) -> bytes:
+    """The picture, ``kind`` being ``svg`` or ``png``; the report has steps."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    steps = zip(report.steps, committed_at_s(report.steps), strict=True)
+    losses = [(at_s, step.loss) for step, at_s in steps if step.loss is not None]
+    panels: list[tuple[str, Sequence[tuple[float, float]], str]] = [
+        ("loss", losses, BLUE),
+        ("tokens/s" if counts_tokens(report) else "samples/s", throughput(report), GREEN),
+        ("goodput", goodput(report), ORANGE),
+        ("learning rate", learning_rates(report), BLUE),
+    ]
+    panels = [panel for panel in panels if panel[1]]
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11, 0.6 + 1.7 * len(panels)), layout="constrained")
+        axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+        for one, (name, series, colour) in zip(axes, panels, strict=True):
+            _panel(one, name, series, colour)
+            if name == "loss":
+                _evaluations(one, evaluated(report))
+            _mark(one, report)
+        axes[-1].set_xlabel("seconds since the first event")
+        _legend(axes[0], report)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: str) -> None:
+    every = max(1, len(series) // MOST_POINTS)
+    shown = [*series[::every], series[-1]]
+    steps = {"drawstyle": "steps-mid"} if name in _SPEEDS else {}
+    axes.plot([at for at, _ in shown], [value for _, value in shown], color=colour, linewidth=1.3, **steps)
+    axes.set_ylabel(name)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=WAITING, linewidth=0.8)
+    axes.margins(x=0.01)
+    if name == "goodput":
+        axes.set_ylim(0, 1.05)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    elif name in _SPEEDS:
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
+    elif name == "learning rate":
+        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+
+
+def _evaluations(axes: Any, series: Sequence[tuple[float, float]]) -> None:
+    if series:
+        every = max(1, len(series) // MOST_MARKS)
+        shown = [*series[:-1:every], series[-1]]
+        axes.plot([at for at, _ in shown], [value for _, value in shown], **_HELD_OUT)
+
+
+def _mark(axes: Any, report: Report) -> None:
+    for change in report.recoveries:
+        failure = is_failure(change.cause, change.rolled_back_steps)
+        colour, line = (RED, "-") if failure else (FAINT, "--")
+        axes.axvline(change.at_s, color=colour, linewidth=0.9, linestyle=line)
+        axes.axvspan(change.at_s, change.at_s + change.total_ms / 1000, color=colour, alpha=0.12, linewidth=0)
+
+
+def _legend(axes: Any, report: Report) -> None:
+    """What the lines mean, where there are any."""
+    from matplotlib.lines import Line2D
+
+    kinds = {is_failure(change.cause, change.rolled_back_steps) for change in report.recoveries}
+    shown = [
+        Line2D([], [], color=RED if kind else FAINT, linestyle="-" if kind else "--", label=label)
+        for kind, label in ((True, "failure"), (False, "other change"))
+        if kind in kinds
+    ]
+    if evaluated(report):
+        shown.insert(0, Line2D([], [], label="on held-out data", **_HELD_OUT))
+    if shown:
+        axes.legend(handles=shown, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown))

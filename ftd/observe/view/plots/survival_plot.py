@@ -1,0 +1,41 @@
+"""The survival curves of ``ftd reliability``, as REFT's Figure 8 draws them."""
+
+from pathlib import Path
+
+import numpy as np
+
+from ftd.config.reliability_file import ReliabilityQuestion
+from ftd.errors import ConfigurationError
+from ftd.observe.view.files import require_format
+from ftd.observe.view.plots.palette import BLUE, RED
+from planner.reliability import safe_days
+
+
+def plot_survival(question: ReliabilityQuestion, path: Path) -> None:
+    """:raises ConfigurationError: a format that is not offered, or a place that cannot be written."""
+    require_format(path, (".svg", ".png"), "--plot")
+    from matplotlib.figure import Figure
+
+    protection, threshold = question.protection, question.threshold
+    safe = safe_days(protection.protected, threshold)
+    longest = 4 * safe if np.isfinite(safe) else 365.0
+    shown = np.linspace(0.0, longest, 400)
+    figure = Figure(figsize=(8, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    curves = ((protection.protected, BLUE, "protected"), (protection.unprotected, RED, "not protected"))
+    for survival, colour, name in curves:
+        until = safe_days(survival, threshold)
+        label = f"{name}: {threshold:g} until {until:.2f} days"
+        axes.plot(shown, [survival(day) for day in shown.tolist()], color=colour, linewidth=2, label=label)
+        if until <= longest:
+            axes.plot([until], [threshold], "o", color=colour)
+    axes.axhline(threshold, color="#888888", linewidth=0.8, linestyle="--")
+    axes.set(xlabel="days without a persistent checkpoint", ylabel="probability that the state survives")
+    axes.set(xlim=(0, longest), ylim=(0, 1.02))
+    axes.set_title(f"{protection.nodes} nodes in groups of {protection.group}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--plot") from None

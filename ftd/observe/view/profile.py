@@ -1,0 +1,128 @@
+"""``ftd profile``: what was measured, as tables."""
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument, SpreadEntry
+from ftd.observe.view.text import plural, size
+from planner.values import Link
+
+_MOST_COUNTS = 6
+"""Columns of the table of stages; with more, only powers of two and the largest are shown."""
+
+
+def render_profile(document: ProfileDocument) -> RenderableType:
+    """Layers, network and provenance: readable at 80 columns."""
+    count = plural(len(document.layers), "layer")
+    room = document.device_memory_bytes
+    memory = f", {size(room)} of memory" if room is not None else ""
+    rows = plural(document.microbatch_rows, "row")
+    parts: list[RenderableType] = [
+        Text.assemble(("Layers", "bold"), (f"  {count}, microbatches of {rows}{memory}; times in ms", "dim")),
+        _layers(document),
+    ]
+    if any(layer.split for layer in document.layers):
+        head = (
+            ("Stages", "bold"),
+            ("  forward and backward, the microbatch split by rows; times in ms", "dim"),
+        )
+        parts += ["", Text.assemble(*head), _stages(document)]
+        parts.append(Text(_shards(document), style="dim"))
+    if document.network is not None:
+        parts += ["", Text.assemble(("Network", "bold"), (f"  {document.network.where}; times in ms", "dim"))]
+        parts += [_network(document.network), _fits(document)]
+    if document.provenance is not None:
+        origin = document.provenance
+        parts += ["", Text(f"measured on {origin.device}, torch {origin.torch_version}", style="dim")]
+        parts += [Text(f"stated: {line}", style="dim") for line in origin.stated]
+    return Group(*parts)
+
+
+def _shards(document: ProfileDocument) -> str:
+    if document.shard_problem is not None:
+        return f"these devices cannot hold shards: {document.shard_problem}"
+    shards = "as shards: the same, and what they gather and reduce, which is computed and not measured"
+    if document.tensor_problem is not None:
+        return f"{shards}\nthey cannot be tensor-parallel: {document.tensor_problem}"
+    if all(layer.tensor is None for layer in document.layers):
+        return shards
+    return f"{shards}\ntensor-parallel: all rows on each, of linear modules a part; computed and not measured"
+
+
+def spread(entry: SpreadEntry) -> str:
+    """``1.52 ± 0.04``: the median, and half of what the middle half spans."""
+    half_ms = (entry.upper_quartile_ms - entry.lower_quartile_ms) / 2
+    digits = 3 if entry.median_ms < 1 else 2 if entry.median_ms < 100 else 1
+    return f"{entry.median_ms:.{digits}f} ± {half_ms:.{digits}f}"
+
+
+def _layers(document: ProfileDocument) -> Table:
+    table = _table()
+    table.add_column("layer", no_wrap=True, max_width=16)
+    for name in ("forward", "backward"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("params", "optimizer", "activ.", "output"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for number, layer in enumerate(document.layers):
+        sizes = (layer.parameter_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
+        table.add_row(_name(number, layer), *_passes(layer, document.microbatch_rows), *map(size, sizes))
+    return table
+
+
+def _passes(layer: LayerEntry, rows: int) -> tuple[str, str]:
+    whole = next((entry for entry in layer.measured if entry.rows == rows), None)
+    if whole is None:
+        return f"{layer.forward_ms:.3f}", f"{layer.backward_ms:.3f}"
+    return spread(whole.forward), spread(whole.backward)
+
+
+def _stages(document: ProfileDocument) -> Table:
+    """Of each layer what both passes of a microbatch take on one device and on several."""
+    counts = sorted({split.devices for layer in document.layers for split in layer.split})
+    if len(counts) > _MOST_COUNTS:
+        counts = [count for count in counts if count & (count - 1) == 0 or count == counts[-1]]
+    table = _table()
+    table.add_column("layer", no_wrap=True, max_width=16)
+    for count in (1, *counts):
+        table.add_column(plural(count, "device"), justify="right", no_wrap=True)
+    for number, layer in enumerate(document.layers):
+        times = {1: layer.forward_ms + layer.backward_ms}
+        times |= {split.devices: split.forward_ms + split.backward_ms for split in layer.split}
+        cells = (f"{times[count]:.3f}" if count in times else "–" for count in (1, *counts))
+        table.add_row(_name(number, layer), *cells)
+    return table
+
+
+def _name(number: int, layer: LayerEntry) -> str:
+    return f"{number} {layer.name or ''}".strip()
+
+
+def _network(network: NetworkEntry) -> Table:
+    members = sorted({entry.members for entry in network.all_reduce})
+    times = {(1, entry.size_bytes): entry.time for entry in network.point_to_point}
+    times |= {(entry.members, entry.size_bytes): entry.time for entry in network.all_reduce}
+    table = _table()
+    for name in ("bytes", "one way", *(f"all-reduce of {count}" for count in members)):
+        table.add_column(name, justify="right", no_wrap=True)
+    for length in sorted({length for _, length in times}):
+        cells = (times.get((count, length)) for count in (1, *members))
+        table.add_row(size(length), *(spread(cell) if cell else "–" for cell in cells))
+    return table
+
+
+def _fits(document: ProfileDocument) -> Text:
+    network = document.network
+    assert network is not None, "asked only where there is one"
+    lines = (("link", document.link, network.link_error), ("ring", document.ring, network.ring_error))
+    said = [f"{name} {_link(entry)}, off by {error:.0%}" for name, entry, error in lines if entry is not None]
+    return Text("fitted: " + "; ".join(said))
+
+
+def _link(entry: LinkEntry) -> str:
+    link = Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
+    return f"{link.latency_ms:.3f} ms + {link.bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)

@@ -1,0 +1,82 @@
+"""``ftd reliability``: the answers as a table and three sentences."""
+
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ftd.config.reliability_file import ReliabilityQuestion
+from ftd.observe.view.text import JsonMap, plural
+
+_ROWS = (
+    ("without_protection", "without protection (Eq. 6)"),
+    ("with_protection", "protected (Eq. 5 as Figure 8 has it)"),
+    ("with_protection_as_printed", "protected (Eq. 5 as printed)"),
+)
+
+
+def render_reliability(question: ReliabilityQuestion, told: JsonMap) -> RenderableType:
+    """:param told: what ``ftd reliability --json`` prints."""
+    protection = question.protection
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.add_column("state in host memory")
+    for title in (
+        "after a day",
+        f"safe for ({question.threshold:g})",
+        "mean to loss",
+        "persist every (Daly)",
+    ):
+        table.add_column(title, justify="right", no_wrap=True)
+    for key, title in _ROWS:
+        curve = told[key]
+        table.add_row(
+            title,
+            f"{curve['survival_1_day']:.4g}",
+            days(curve["safe_days"]),
+            days(curve["mean_days_to_loss"]),
+            days(curve["daly_days"]),
+        )
+    shape = (
+        f"{plural(protection.nodes, 'node')} in groups of {protection.group}, each of which can lose "
+        f"{protection.losses}"
+    )
+    return Group(
+        Text.assemble(("Reliability", "bold"), (f"  {shape}", "dim")), table, "", *_sentences(question, told)
+    )
+
+
+def _sentences(question: ReliabilityQuestion, told: JsonMap) -> list[Text]:
+    repaired = told["with_repair"]
+    horizon = f"{question.horizon_days:g} days"
+    rate = repaired["losses_per_day"]
+    lost = f"once in {days(1 / rate)}" if rate else "never"
+    lines = [
+        f"Persist snapshots from memory at least every {days(told['with_protection']['safe_days'])}: until "
+        f"then they survive with probability {question.threshold:g} even if no lost node is replaced.",
+        f"If a lost node is replaced within {question.repair_days * 24:g} h: "
+        f"{repaired['node_failures_per_day']:.3g} node failures a day, and a group loses more than it can "
+        f"decode {lost}; {horizon} without that: {repaired['horizon_survival']:.4g}.",
+    ]
+    found: Any = told["smallest_f"]
+    if found is None:
+        lines.append(f"No sensible number of spare replicas gets a job through {horizon}: repair sooner.")
+    else:
+        lines.append(
+            f"tolerance.failures = {found} is the smallest f with which, with probability "
+            f"{question.threshold:g}, {horizon} pass without more than f nodes away at the same time."
+        )
+    return [Text(line) for line in lines]
+
+
+def days(value: float | None) -> str:
+    """Days, or the unit below that reads well."""
+    if value is None:
+        return "for ever"
+    if value >= 1000:
+        return f"{value / 365.25:.3g} years"
+    if value >= 1:
+        return f"{value:.2f} days"
+    if value * 24 >= 1:
+        return f"{value * 24:.2f} h"
+    return f"{value * 24 * 60:.1f} min"

@@ -1,0 +1,264 @@
+"""Makes the report out of the public events and states of a run.
+
+Everything is matched when the report is built, not as it arrives: MQTT may deliver twice, and the event of
+an injected fault may come after the recovery that it caused.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from ftd.observe.run import FAILURE_CAUSES, Detection, Evaluated, Run, StepCommitted
+from ftd.observe.run import Recovery as Completed
+from ftd.observe.view.document import (
+    EvaluationRecord,
+    Fault,
+    Final,
+    JobFacts,
+    Kept,
+    Outcome,
+    Pause,
+    PipelineFacts,
+    Processes,
+    Recovery,
+    Report,
+    StepRecord,
+)
+from ftd.observe.view.text import JsonMap
+
+_OUTCOMES: dict[str, Outcome] = {"JobFinished": "finished", "JobFailed": "failed", "JobStopped": "stopped"}
+_CHANGE_HOW = {
+    "start": "submitted",
+    "node_joined": "prepared",
+    "node_returned": "prepared",
+    "node_drained": "request",
+    "speed_changed": "measured",
+    "protection_changed": "request",
+    "resumed": "prepared",
+}
+"""What sets a change in motion that is no failure."""
+_SAME_MOMENT_S = 0.05
+
+
+def build_report(run: Run) -> Report:
+    """Return the report of all that was seen of a run so far."""
+    return _Builder(run).build()
+
+
+class _Builder:
+    """Renders a run as a report: its times count from the first event."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def build(self) -> Report:
+        """The report of all that was seen so far."""
+        run, job, end = self._run, self._run.job, self._run.ended
+        owners = _attribute(run)
+        recoveries = [
+            self._recovery(
+                one.recovery, [key for key, generations in owners.items() if generations[:1] == [number]]
+            )
+            for number, one in sorted(run.recoveries.items())
+        ]
+        steps = tuple(self._step(one) for one in run.lasting(run.steps))
+        return Report(
+            job=JobFacts(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
+            outcome=_OUTCOMES[end.event] if end else "unfinished",
+            outcome_reason=end.reason if end else "the run ended before the job did",
+            started_at=run.began,
+            duration_s=self._since(run.last_at),
+            steps=steps,
+            start=next((r for r in recoveries if r.cause == "start"), None),
+            recoveries=tuple(r for r in recoveries if r.cause != "start"),
+            faults=tuple(self._fault(key, owners[key]) for key in sorted(owners, key=lambda k: k[1])),
+            pauses=tuple(
+                Pause(at_s=self._since(one.at), needed=one.needed, present=one.present, reason=one.reason)
+                for one in sorted(run.pauses, key=lambda one: one.at)
+            ),
+            processes={
+                node: Processes(
+                    daemon=tuple(known.daemon),
+                    trainers={str(device): tuple(pids) for device, pids in sorted(known.trainers.items())},
+                )
+                for node, known in sorted(run.processes.items())
+            },
+            final=Final(
+                step=steps[-1].step if steps else 0,
+                loss=steps[-1].loss if steps else None,
+                checksum=end.checksum if end else None,
+            ),
+            snapshots=self._kept_of("snapshots"),
+            checkpoints=self._kept_of("checkpoints"),
+            evaluations=tuple(self._evaluation(one) for one in run.lasting(run.evaluations)),
+        )
+
+    def _kept_of(self, kind: str) -> Kept:
+        told = sorted((one for one in self._run.kept if one.kind == kind), key=lambda one: one.at)
+        completed = [one for one in told if one.completed]
+        given_up = [one for one in told if not one.completed]
+        newest = completed[-1] if completed else None
+        took = sorted(one.took_s for one in completed if one.took_s is not None)
+        stalls = [one.stall_s for one in completed if one.stall_s is not None]
+        protection = newest.protection if newest is not None else None
+        return Kept(
+            completed=len(completed),
+            given_up=len(given_up),
+            newest_step=newest.step if newest is not None else None,
+            size_bytes=newest.size_bytes if newest is not None else None,
+            how=protection if kind == "snapshots" else self._run.checkpoint_url,
+            last_problem=given_up[-1].reason if given_up else None,
+            took_s=_rounded(took[len(took) // 2]) if took else None,
+            stall_s=_rounded(sum(stalls)) if stalls else None,
+            longest_stall_s=_rounded(max(stalls)) if stalls else None,
+        )
+
+    def _since(self, at: float) -> float:
+        began_at = self._run.began_at
+        return round(at - began_at, 6) if began_at is not None else 0.0
+
+    def _evaluation(self, said: Evaluated) -> EvaluationRecord:
+        return EvaluationRecord(
+            step=said.step,
+            loss=_finite(said.loss),
+            weight=_finite(said.weight),
+            metrics={name: _finite(value) for name, value in (said.metrics or {}).items()},
+            took_s=_finite(said.took_s),
+            generation=said.generation,
+            at_s=self._since(said.at),
+        )
+
+    def _step(self, said: StepCommitted) -> StepRecord:
+        return StepRecord(
+            step=said.step,
+            loss=_finite(said.loss),
+            gradient_norm=_finite(said.gradient_norm),
+            skipped=bool(said.skipped),
+            step_s=_finite(said.step_s),
+            generation=said.generation,
+            at_s=self._since(said.at),
+            learning_rate=_finite(said.learning_rate) or None,
+            weight=_finite(said.weight),
+        )
+
+    def _recovery(self, told: Completed, faults: Sequence[tuple[str | None, float]]) -> Recovery:
+        detected_at = told.detected_at
+        fault_at = min([at for _, at in faults], default=None)
+        if fault_at is None:
+            fault_at = told.fault_at
+        if fault_at is not None and fault_at > detected_at:  # it struck when the recovery was under way
+            fault_at = None
+        waited_ms = detected_ms = None if fault_at is None else (detected_at - fault_at) * 1000
+        how = self._noticed_by(told)
+        if told.cause == "resumed" and fault_at is not None:
+            # It was noticed before the pause that this ended.
+            known = [d for node, at in faults if (d := self._detection(node, at, detected_at))]
+            if known:
+                first = min(known, key=lambda one: one.detected_at)
+                how, detected_ms = first.how, (first.detected_at - fault_at) * 1000
+        measured_from: Literal["fault", "detection"] = "detection" if fault_at is None else "fault"
+        return Recovery(
+            cause=told.cause,
+            node=next(iter(told.nodes), None),
+            nodes=tuple(told.nodes),
+            detected_how=how,
+            measured_from=measured_from,
+            at_s=self._since(detected_at),
+            detected_ms=_rounded(detected_ms),
+            quiesce_ms=round(told.quiesce_ms, 3),
+            plan_ms=round(told.plan_ms, 3),
+            state_ms=round(told.state_ms, 3),
+            resume_ms=round(told.resume_ms, 3),
+            total_ms=round((waited_ms or 0.0) + told.total_ms, 3),
+            commit_gap_ms=self._gap_ms(told.step),
+            rolled_back_steps=told.rolled_back_steps,
+            recomputed_steps=told.recomputed_steps,
+            tier=told.tier,
+            bytes_moved=told.bytes_moved,
+            method=told.method or "",
+            reason=told.reason or "",
+            decision=self._run.decisions.get(told.generation),
+            generation=told.generation,
+            generations_tried=told.generations_tried,
+            step=told.step,
+            pipelines_before=_pipelines(told.pipelines_before),
+            pipelines_after=_pipelines(told.pipelines_after),
+        )
+
+    def _noticed_by(self, told: Completed) -> str | None:
+        """Return how the node of a lost trainer noticed it, and otherwise what the coordinator says."""
+        if told.cause == "trainer_lost" and told.nodes:
+            begun_at = told.detected_at
+            first = self._detection(told.nodes[0], begun_at - _SAME_MOMENT_S, begun_at + _SAME_MOMENT_S)
+            if first is not None:
+                return first.how
+        return told.detected_how or _CHANGE_HOW.get(told.cause)
+
+    def _gap_ms(self, step: int) -> float | None:
+        before, after = self._run.steps.get(step), self._run.steps.get(step + 1)
+        return None if before is None or after is None else round((after.at - before.at) * 1000, 3)
+
+    def _fault(self, key: tuple[str | None, float], generations: Sequence[int]) -> Fault:
+        run, (node, at) = self._run, key
+        until = min((t for n, t in run.faults if n == node and t > at), default=math.inf)
+        detected = self._detection(node, at, until)
+        detected_ms = None if detected is None else (detected.detected_at - at) * 1000
+        total_ms = None
+        if generations:
+            told = run.recoveries[generations[0]].recovery
+            total_ms = (told.detected_at - at) * 1000 + told.total_ms
+        return Fault(
+            fault=run.faults[key].fault,
+            target=run.faults[key].target,
+            device=run.faults[key].device,
+            node=node,
+            at_s=self._since(at),
+            detected_how=detected.how if detected else None,
+            detected_ms=_rounded(detected_ms),
+            total_ms=_rounded(total_ms),
+            generations=tuple(generations),
+        )
+
+    def _detection(self, node: str | None, after: float, before: float) -> Detection | None:
+        hits = [one for one in self._run.detections if one.node == node and after <= one.detected_at < before]
+        return min(hits, key=lambda one: one.detected_at, default=None)
+
+
+def _attribute(run: Run) -> dict[tuple[str | None, float], list[int]]:
+    """Which recoveries each fault led to, oldest first.
+
+    A fault belongs to the first recovery from a failure (or, after ``term``, from a drain) of its node that
+    was completed after it, and to all later ones of that node until the node's next fault. So one recovery
+    may have several faults (two nodes at once) and one fault several recoveries (lost, later returned). What
+    goes on after a pause got over all faults since the last one before, whichever nodes they struck.
+    """
+    owners: dict[tuple[str | None, float], list[int]] = {}
+    for node, at in run.faults:
+        until = min((t for n, t in run.faults if n == node and t > at), default=math.inf)
+        mine = owners.setdefault((node, at), [])
+        ended_at = -math.inf
+        for generation, one in sorted(run.recoveries.items()):
+            told = one.recovery
+            before, ended_at = ended_at, told.completed_at
+            if told.cause == "resumed" and not mine and before <= at <= told.detected_at:
+                mine.append(generation)
+                continue
+            if node not in told.nodes or told.completed_at < at or told.detected_at >= until:
+                continue
+            if mine or told.cause in FAILURE_CAUSES or told.cause == "node_drained":
+                mine.append(generation)
+    return owners
+
+
+def _pipelines(pipelines: Sequence[JsonMap]) -> tuple[PipelineFacts, ...]:
+    return msgspec.convert(pipelines, tuple[PipelineFacts, ...])
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)

@@ -1,0 +1,27 @@
+"""The JSON Schema of a profile or a report: ``python -m ftd.observe.view.schema profile``, or ``… report``."""
+
+import sys
+
+import msgspec
+
+from ftd.config.profile_document import ProfileDocument
+from ftd.observe.view.document import Report
+
+DOCUMENTS = {"profile": ProfileDocument, "report": Report}
+
+
+def schema_of(document: type[msgspec.Struct]) -> bytes:
+    """The schema as indented JSON with a newline at its end."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(document)), indent=2) + b"\n"
+
+
+def main() -> int:
+    if len(sys.argv) != 2 or sys.argv[1] not in DOCUMENTS:
+        sys.stderr.write(f"python -m ftd.observe.view.schema {'|'.join(DOCUMENTS)}\n")
+        return 2
+    sys.stdout.buffer.write(schema_of(DOCUMENTS[sys.argv[1]]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

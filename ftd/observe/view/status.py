@@ -1,0 +1,117 @@
+"""``ftd status``: the cluster as its retained public state tells it, on one page."""
+
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ftd.observe.view.blocks import PipelineBars, node_table
+from ftd.observe.view.text import (
+    PHASE_STYLES,
+    JsonMap,
+    NodeColours,
+    barred_words,
+    duration,
+    leader_words,
+    number,
+    size,
+    waiting_words,
+)
+
+_MEANINGS = {
+    "WAITING": "no job is running",
+    "RUNNING": "training",
+    "QUIESCING": "stopping for a new plan",
+    "RECOVERING": "starting under a new plan",
+    "PAUSED": "too few nodes; the survivors hold their state and wait",
+    "FINISHED": "all steps are done",
+    "FAILED": "the job cannot go on",
+    "UNREACHABLE": "no coordinator; trainers go on by themselves",
+}
+_BAR_WIDTH = 24
+MOST = 10_000
+"""A status page leaves nothing out, unlike the live view, which must fit a screen."""
+
+
+def render_status(state: JsonMap) -> RenderableType:
+    """Phase, job, nodes and pipelines."""
+    phase = str(state.get("phase", "WAITING"))
+    colours = NodeColours()
+    table = node_table(state, colours, most=MOST)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    grid.add_row(
+        "cluster",
+        Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_meaning(state, phase)}"),
+    )
+    if waiting := waiting_words(state):
+        head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("because", "", waiting)
+        grid.add_row(head, Text(why, style="yellow"))
+    if planning := state.get("planning"):
+        done, total = int(planning["done"]), int(planning["total"])
+        filled = done * _BAR_WIDTH // max(total, 1)
+        bar = Text.assemble(("━" * filled, "green"), ("━" * (_BAR_WIDTH - filled), "dim"))
+        grid.add_row("planning", bar.append(f" {done} of {total} numbers of nodes"))
+    job = state.get("job")
+    if job:
+        grid.add_row("job", f"{job['name']} ({job['id']}), global batch {job['global_batch']}")
+        grid.add_row("step", _step(state, job["steps"]))
+    else:
+        grid.add_row("job", Text("none; submit one with: ftd submit JOB.toml", style="dim"))
+    if state.get("generation") is not None:
+        grid.add_row("plan", f"generation {state['generation']}")
+    if leader := leader_words(state):
+        grid.add_row("coordinator", leader)
+    for sentence in barred_words(state):
+        grid.add_row("", Text(sentence, style="yellow"))
+    if snapshot := state.get("snapshot"):
+        grid.add_row("snapshot", _snapshot(state, snapshot))
+    if checkpoint := state.get("checkpoint"):
+        grid.add_row("checkpoint", _checkpoint(checkpoint))
+    parts: list[RenderableType] = [grid]
+    if state.get("nodes"):
+        parts += ["", table]
+    if state.get("pipelines"):
+        parts += ["", PipelineBars(state["pipelines"], colours, most=MOST)]
+    return Group(*parts)
+
+
+def _meaning(state: JsonMap, phase: str) -> str:
+    """Of a job that is over, how it ended; of a cluster that nobody leads, why."""
+    meaning = _MEANINGS.get(phase, "")
+    if said := str(state.get("outcome") or state.get("reason") or ""):
+        return {"FINISHED": said, "FAILED": f"{meaning}: {said}", "UNREACHABLE": f"{said}; {meaning}"}.get(
+            phase, meaning
+        )
+    return meaning
+
+
+def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
+    """``step 40, 12 s old, aec, on 4 nodes``; and how many of its parts are gone."""
+    age_s = (_time(state["at"]) - _time(snapshot["at"])).total_seconds()
+    owners, present = int(snapshot["owners"]), int(snapshot["present"])
+    words = f"step {snapshot['step']}, {duration(max(0.0, age_s))} old, {snapshot['protection']}, "
+    lost = f" ({owners - present} gone)" if present < owners else ""
+    return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
+
+
+def _checkpoint(checkpoint: JsonMap) -> str:
+    """``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
+    step, writing = checkpoint["step"], checkpoint["writing_step"]
+    there = "none yet" if step is None else f"step {step}, {size(checkpoint['size_bytes'])}"
+    return f"{there}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
+
+
+def _time(stamp: str) -> datetime:
+    return datetime.fromisoformat(stamp)
+
+
+def _step(state: JsonMap, total: int) -> str:
+    step = int(state.get("step") or 0)
+    words = f"{step} of {total} ({step / total:.0%}), loss {number(state.get('loss'))}"
+    rate, step_s = state.get("samples_per_s"), state.get("step_s")
+    if rate and step_s:
+        words += f", {number(rate, 0)} samples/s, {duration(step_s)} a step"
+    return words

@@ -1,0 +1,283 @@
+"""The summary of a run: what failed, what was decided and why, and what it cost."""
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from ftd.observe.run import is_failure
+from ftd.observe.view.blocks import natural, pipeline_lines
+from ftd.observe.view.document import Fault, Kept, PipelineFacts, Recovery, Report
+from ftd.observe.view.live.chart import History, loss_chart
+from ftd.observe.view.rates import median_throughput
+from ftd.observe.view.sentences import decided, tries, uneventful, what_happened
+from ftd.observe.view.text import (
+    NodeColours,
+    duration,
+    how_words,
+    learning_rate_words,
+    metrics_words,
+    milliseconds,
+    number,
+    plural,
+    size,
+)
+
+_OUTCOME_STYLES = {
+    "finished": "bold green",
+    "failed": "bold red",
+    "stopped": "yellow",
+    "unfinished": "yellow",
+}
+CHART_HEIGHT = 5
+_WIDE = 97
+"""Columns that the table needs with all of its columns."""
+
+
+def render_summary(report: Report) -> RenderableType:
+    """Everything at a glance; readable from 80 columns on, better with 100 and more."""
+    parts: list[RenderableType] = [_headline(report)]
+    if report.recoveries:
+        parts += [
+            "",
+            Text.assemble(("Failures and changes", "bold"), ("  times in milliseconds", "dim")),
+            _RecoveryTable(report),
+        ]
+        parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
+    else:
+        parts += ["", Text(uneventful(report))]
+    unanswered = [f for f in report.faults if not f.generations]
+    if unanswered:
+        parts += [
+            "",
+            Text("Injected faults that no recovery followed", style="bold"),
+            _unanswered(unanswered),
+        ]
+    for pause in report.pauses:
+        parts.append(Text(f"Paused after {duration(pause.at_s)}: {pause.reason}", style="yellow"))
+    return Group(*parts)
+
+
+def _headline(report: Report) -> RenderableType:
+    style = _OUTCOME_STYLES[report.outcome]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column()
+    total = report.job.steps
+    failures = [r for r in report.recoveries if is_failure(r.cause, r.rolled_back_steps)]
+    lost = sum(r.rolled_back_steps for r in report.recoveries)
+    redone = sum(r.recomputed_steps for r in report.recoveries)
+    why = report.outcome_reason if report.outcome != "finished" else ""
+    if report.under_way:
+        grid.add_row("outcome", Text.assemble(("under way", style), f" for {duration(report.duration_s)}"))
+    else:
+        took = f" after {duration(report.duration_s)}  "
+        grid.add_row("outcome", Text.assemble((report.outcome, style), took, (why, "dim")))
+    grid.add_row(
+        "steps",
+        f"{report.final.step}{f' of {total}' if total else ''} committed, {lost} lost, {redone} recomputed",
+    )
+    if report.steps:
+        first, last = report.steps[0], report.steps[-1]
+        grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
+    _add_evaluations(grid, report)
+    _add_skipped(grid, report)
+    others = plural(len(report.recoveries) - len(failures), "other change")
+    grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
+    _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
+    _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.how}")
+    none = "none: the job goes on" if report.under_way else "none: the job did not finish"
+    grid.add_row("checksum", Text(report.final.checksum or none, overflow="fold"))
+    parts: list[RenderableType] = [grid]
+    if report.steps:
+        parts += ["", _Chart(report)]
+    title = f"[bold]ftd[/] · {report.job.name or 'run'}"
+    return Panel(Group(*parts), title=title, title_align="left", border_style=style)
+
+
+def _add_evaluations(grid: Table, report: Report) -> None:
+    """A line where the job was evaluated on held-out data."""
+    if not report.evaluations:
+        return
+    first, last = report.evaluations[0], report.evaluations[-1]
+    trend = f"{number(first.loss)} → {number(last.loss)}" if first is not last else number(last.loss)
+    times = plural(len(report.evaluations), "evaluation")
+    said = ", ".join(filter(None, [f"{times}, the last after step {last.step}", metrics_words(last.metrics)]))
+    grid.add_row("held out", f"{trend}   ({said})")
+
+
+def _add_skipped(grid: Table, report: Report) -> None:
+    """A line where some step updated nothing."""
+    skipped = [s.step for s in report.steps if s.skipped]
+    if skipped:
+        where = f"step {skipped[0]}" if len(skipped) == 1 else f"steps {skipped[0]} to {skipped[-1]}"
+        said = f"{len(skipped)} of {len(report.steps)} skipped: gradients were not finite ({where})"
+        grid.add_row("updates", Text(said, style="yellow"))
+
+
+def _add_kept(grid: Table, title: str, kept: Kept, where: str) -> None:
+    """A line where there were any; why one failed, where one did."""
+    if not kept.completed and not kept.given_up:
+        return
+    text = Text("none")
+    if kept.completed:
+        said = f"{kept.completed} {where}, the newest of step {kept.newest_step}"
+        facts = [kept.how] if title == "snapshots" and kept.how else []
+        facts += [size(kept.size_bytes)] if kept.size_bytes else []
+        text = Text(f"{said} ({', '.join(facts)})" if facts else said)
+    if kept.given_up:
+        text.append(f"; {kept.given_up} given up, the last: {kept.last_problem}", style="yellow")
+    grid.add_row(title, text)
+
+
+def _speed(report: Report) -> str:
+    times = sorted(s.step_s for s in report.steps if s.step_s)
+    if not times:
+        return ""
+    said = [f"median step {duration(times[len(times) // 2])}", median_throughput(report)]
+    if learning_rate := learning_rate_words(report.steps[-1].learning_rate):
+        said.append(f"learning rate {learning_rate}")
+    return f"   ({', '.join(filter(None, said))})"
+
+
+def _worst(failures: Sequence[Recovery]) -> str:
+    if not failures:
+        return ""
+    worst = max(failures, key=lambda r: r.total_ms)
+    return f"; at worst {duration(worst.total_ms / 1000)} from a failure to the next committed step"
+
+
+class _Chart:
+    """The loss over the whole width, marked where the plan changed."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        history = History()
+        for step in self._report.steps:
+            history.add(step.step, step.loss if step.loss is not None else float("nan"))
+        changes = self._report.recoveries
+        yield loss_chart(
+            history,
+            width=options.max_width,
+            height=CHART_HEIGHT,
+            failures=[r.step for r in changes if is_failure(r.cause, r.rolled_back_steps)],
+            changes=[r.step for r in changes if not is_failure(r.cause, r.rolled_back_steps)],
+            evaluations=[(one.step, one.loss) for one in self._report.evaluations],
+        )
+
+
+class _RecoveryTable:
+    """One row a change. Where it is narrow, who and how are left to the part below."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+        table.add_column("", no_wrap=True)
+        table.add_column("step", justify="right", no_wrap=True)
+        if wide:
+            table.add_column("what happened", min_width=18)
+            table.add_column("noticed by", min_width=8)
+        for phase in ("detect", "quiesce", "plan", "state", "resume"):
+            table.add_column(phase, justify="right", no_wrap=True, min_width=5)
+        table.add_column("total", justify="right", no_wrap=True, min_width=6, style="bold")
+        table.add_column("moved", justify="right", no_wrap=True, min_width=8)
+        table.add_column("lost", justify="right", no_wrap=True)
+        table.add_column("redone", justify="right", no_wrap=True)
+        for index, recovery in enumerate(self._report.recoveries, start=1):
+            who: list[RenderableType] = [_what(recovery, self._report), how_words(recovery.detected_how)]
+            table.add_row(
+                _number(index, recovery), str(recovery.step), *(who if wide else []), *_cells(recovery)
+            )
+        yield table
+
+
+def _number(index: int, recovery: Recovery) -> Text:
+    failure = is_failure(recovery.cause, recovery.rolled_back_steps)
+    return Text(str(index), style="red" if failure else "green")
+
+
+def _cells(recovery: Recovery) -> list[RenderableType]:
+    times_ms = (
+        recovery.detected_ms,
+        recovery.quiesce_ms,
+        recovery.plan_ms,
+        recovery.state_ms,
+        recovery.resume_ms,
+        recovery.total_ms,
+    )
+    return [
+        *(milliseconds(t) for t in times_ms),
+        size(recovery.bytes_moved),
+        Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
+        str(recovery.recomputed_steps),
+    ]
+
+
+def _what(recovery: Recovery, report: Report) -> Text:
+    who, became, injected = what_happened(recovery, report)
+    return Text.assemble((who, "bold"), became, (injected, "dim"))
+
+
+def _decisions(report: Report) -> RenderableType:
+    parts: list[RenderableType] = []
+    colours = NodeColours()
+    for node in sorted(report.processes, key=natural):
+        colours.of(node)
+    for index, recovery in enumerate(report.recoveries, start=1):
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(width=2)
+        grid.add_column(width=7, style="dim", no_wrap=True)
+        grid.add_column(ratio=1, overflow="fold")
+        method = f"{recovery.method}: " if recovery.method else ""
+        noticed = how_words(recovery.detected_how)
+        happened = Text.assemble(
+            _what(recovery, report), (f" at step {recovery.step}; noticed by: {noticed}", "dim")
+        )
+        grid.add_row(_number(index, recovery), "what", happened)
+        grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
+        if (sentence := decided(recovery)) is not None:
+            grid.add_row("", "state" if recovery.rolled_back_steps else "step", sentence)
+        if (more := tries(recovery)) is not None:
+            grid.add_row("", "tries", more)
+        before = _pipelines(recovery.pipelines_before, colours)
+        grid.add_row("", "layout", _Change(before, _pipelines(recovery.pipelines_after, colours)))
+        parts.append(Padding(grid, (0, 0, 0 if index == len(report.recoveries) else 1, 0)))
+    return Group(*parts)
+
+
+class _Change:
+    """Pipelines before and after, side by side where there is room, else one below the other."""
+
+    def __init__(self, before: Text, after: Text) -> None:
+        self._before = before
+        self._after = after
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        arrow = Text("→", style="dim")
+        texts = (self._before, self._after)
+        needed = sum(console.measure(t, options=options.update(width=10_000)).maximum for t in texts) + 7
+        if needed > options.max_width:
+            yield from (self._before, arrow, self._after)
+            return
+        grid = Table.grid(padding=(0, 3))
+        grid.add_row(self._before, arrow, self._after)
+        yield grid
+
+
+def _pipelines(pipelines: Sequence[PipelineFacts], colours: NodeColours) -> Text:
+    if not pipelines:
+        return Text("nothing ran", style="dim")
+    return pipeline_lines(msgspec.to_builtins(pipelines), colours)
+
+
+def _unanswered(faults: Sequence[Fault]) -> Text:
+    return Text("\n".join(f"{f.fault} {f.node or ''} after {duration(f.at_s)}" for f in faults))

@@ -1,0 +1,207 @@
+"""Exports of checkpoints for ``from_pretrained``: of ``ftd checkpoint export``, and of jobs that want them.
+
+Adapters are merged in a process that has torch. A job's export is a process of its own, too, beside the
+coordinator: ``python -m ftd.snapshots.checkpoint_export``, which answers with ``JobExport`` on stdout. Its exit code is
+``INVALID_EXIT`` where the last line of stderr says why there is no export.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from ftd.errors import CheckpointError, ConfigurationError
+from runtime.parent import die_with_parent
+from runtime.wire.measurement import INVALID_EXIT
+from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
+from storage.description import is_file_name
+from storage.errors import StorageError
+from storage.huggingface import MAX_SHARD_BYTES, appearing, export_base, export_huggingface
+from storage.safetensors_file import Exported, count_tensors
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
+_MOST_BYTES = 256 * 1024 * 1024
+"""A file beside the weights that is larger is none of a tokenizer's."""
+_ORIGIN = "ftd.json"
+_NICENESS = 10
+"""Of the process that exports beside training."""
+
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """``ftd.json`` in a job's export: the checkpoint that it was made from."""
+
+    job: str
+    job_id: str
+    step: int
+    written_at: float
+    ftd_version: str
+
+
+class JobExport(msgspec.Struct, frozen=True, kw_only=True):
+    """An export of a job that is complete."""
+
+    directory: str
+    size_bytes: int
+    """All weights."""
+
+
+def export_to_huggingface(
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    files_from: Path | None = None,
+    merge: bool = False,
+) -> Exported:
+    """Write ``directory``, which must not be there yet or be empty.
+
+    :param files_from: take the configuration and the tokenizer from this directory.
+    :param merge: an adapter is merged into its base model; else the adapter alone is written.
+    :raises StorageError: see ``storage.huggingface.export_huggingface``.
+    :raises ConfigurationError: there is nothing to merge, or it cannot be merged here.
+    :raises CheckpointError: merging failed.
+    :raises OSError: the directory cannot be written; nothing is left.
+    """
+    files = {} if files_from is None else _files_of(files_from)
+    if not merge:
+        return export_huggingface(
+            checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, files=files
+        )
+    if not checkpoint.description().adapter_files:
+        raise ConfigurationError(
+            "the model of this checkpoint has no adapter", field="--merge", remedy="leave it out"
+        )
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}.") as name:
+        parts = Path(name)
+        export_base(checkpoint, parts / "base", dtype=dtype)
+        export_huggingface(checkpoint, parts / "adapter", dtype=dtype)
+        _merge(parts, max_shard_bytes)
+        with appearing(directory) as draft:
+            for path in (parts / "merged").iterdir():
+                shutil.move(path, draft / path.name)
+            for file, data in files.items():
+                (draft / file).write_bytes(data)
+            weights = list(draft.glob("*.safetensors"))
+            tensors = sum(count_tensors(path) for path in weights)
+            size_bytes = sum(path.stat().st_size for path in weights)
+    return Exported(tensors=tensors, size_bytes=size_bytes)
+
+
+def _merge(parts: Path, max_shard_bytes: int) -> None:
+    done = subprocess.run(
+        # Safe path: a module of that name in the current directory must not be imported for ours.
+        [
+            *(sys.executable, "-P", "-m", "runtime.merge_adapter", "--parent", str(os.getpid())),
+            *("--max-shard-bytes", str(max_shard_bytes)),
+            *(str(parts / part) for part in ("base", "adapter", "merged")),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode == INVALID_EXIT:
+        raise ConfigurationError((done.stderr.strip() or "it failed").splitlines()[-1], field="--merge")
+    if done.returncode != 0:
+        raise CheckpointError(
+            f"merging the adapter failed (exit code {done.returncode}): {done.stderr[-2000:]}"
+        )
+
+
+def _files_of(directory: Path) -> dict[str, bytes]:
+    """The files in ``directory`` that are no weights."""
+    return {
+        path.name: path.read_bytes()
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+        and is_file_name(path.name)
+        and path.suffix not in _WEIGHTS
+        and not path.name.endswith(".index.json")
+        and path.stat().st_size <= _MOST_BYTES
+    }
+
+
+def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
+    """Write the checkpoint of a step to ``parent / "step-…"``, unless that very checkpoint is there already.
+
+    Another one of the same step, of a past that was undone, is replaced.
+
+    :raises StorageError: the checkpoint cannot be read, or has no configuration.
+    :raises OSError: the directory cannot be written; what was there stays.
+    """
+    checkpoint = CheckpointStore.at(url, job=job).open(step)
+    origin = msgspec.json.encode(_origin_of(checkpoint.manifest))
+    target = parent / checkpoint.directory
+    parent.mkdir(parents=True, exist_ok=True)
+    if not (target / _ORIGIN).is_file() or (target / _ORIGIN).read_bytes() != origin:
+        for stale in [*parent.glob(".step-*.partial"), *parent.glob(".step-*.replaced")]:
+            shutil.rmtree(stale, ignore_errors=True)  # The process that wrote it was stopped.
+        whole = parent / f".{target.name}.whole.partial"
+        export_huggingface(checkpoint, whole, files={_ORIGIN: origin})
+        old = parent / f".{target.name}.replaced"
+        if target.exists():
+            target.rename(old)
+        whole.rename(target)
+        shutil.rmtree(old, ignore_errors=True)
+    size_bytes = sum(path.stat().st_size for path in target.glob("*.safetensors"))
+    return JobExport(directory=str(target), size_bytes=size_bytes)
+
+
+def _origin_of(manifest: CheckpointManifest) -> Origin:
+    return Origin(
+        job=manifest.job,
+        job_id=manifest.job_id,
+        step=manifest.step,
+        written_at=manifest.written_at,
+        ftd_version=manifest.ftd_version,
+    )
+
+
+def run_export(url: str, job: str, step: int, parent: str, limit_s: float) -> JobExport:
+    """Run ``export_for_job`` in a process of its own, which ends with this thread.
+
+    :raises CheckpointError: it failed, or was not done after ``limit_s``.
+    """
+    # Safe path: a module of that name in the current directory must not be imported for ours.
+    command = [sys.executable, "-P", "-m", "ftd.snapshots.checkpoint_export", "--parent", str(os.getpid())]
+    command += [url, job, str(step), parent]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise CheckpointError(f"it did not end in {limit_s:g} s") from None
+    if done.returncode == INVALID_EXIT:
+        raise CheckpointError((done.stderr.strip() or "it failed").splitlines()[-1])
+    if done.returncode != 0:
+        raise CheckpointError(f"it ended with exit code {done.returncode}: {done.stderr[-2000:].strip()}")
+    return msgspec.json.decode(done.stdout, type=JobExport)
+
+
+def main() -> int:
+    """Run as a process."""
+    parser = argparse.ArgumentParser(
+        prog="python -m ftd.snapshots.checkpoint_export", description=export_for_job.__doc__
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("url")
+    parser.add_argument("job")
+    parser.add_argument("step", type=int)
+    parser.add_argument("directory", type=Path)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    os.nice(_NICENESS)
+    try:
+        done = export_for_job(arguments.url, arguments.job, arguments.step, arguments.directory)
+    except (StorageError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID_EXIT
+    sys.stdout.write(msgspec.json.encode(done).decode() + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

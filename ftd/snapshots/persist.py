@@ -1,0 +1,249 @@
+"""Persistent checkpoints on a node: its share of one is written out of memory, its layers are read from one.
+
+Writing goes on beside training: a layer is put together as for a rollback (``ftd.snapshots.restoring.restore``)
+while the one before is written, at the configured rate, in threads of low priority. That the snapshot stays
+meanwhile is the coordinator's word (``KeepSnapshot``); that it did is checked. The coordinator commits what
+all nodes wrote, or abandons it.
+"""
+
+import asyncio
+import contextlib
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+
+from ftd.snapshots.restoring.restore import DamageTold, RestoreError, Restorer
+from ftd.snapshots.restoring.staging import OneByOne, Put
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
+from statemachine.agent.events import PersistEnded
+from statemachine.events import Event
+from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
+from statemachine.messages.values import LayerOnDisk, Restore
+from storage.checkpoint import Checkpoint, CheckpointStore, Draft
+from storage.description import decode_description
+from storage.errors import DamagedError, ForeignError, MissingError, StorageError
+from storage.flow import Flow
+from storage.layerfile import LayerFile
+from storage.shards import Bytes
+
+log = structlog.get_logger("ftd.node")
+
+_NICENESS = 10
+"""Of threads that write: training goes first."""
+_READERS = 4
+"""Layers read at once; each takes its memory."""
+T = TypeVar("T")
+
+
+class Persister:
+    """:param rate_bytes_s: of what is written; ``None`` for as fast as it goes.
+    :param tell: for a job's snapshot of a step, who is told of damage in it.
+    """
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        arenas: Arenas,
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        rate_bytes_s: float | None,
+        feed: Callable[[Event], None],
+        stamp: Callable[[], dict[str, Any]],
+        tell: Callable[[str, int], DamageTold],
+    ) -> None:
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self._rate_bytes_s = rate_bytes_s
+        self._feed, self._stamp, self._tell = feed, stamp, tell
+        self._order: Persist | None = None
+        self._flow = Flow()
+        self._described: tuple[str, bytes] = ("", b"")
+        self._task: asyncio.Task[None] | None = None
+
+    def keep_description(self, job_id: str, description: bytes) -> None:
+        """Write this into checkpoints of the job: with layer 0, if this node writes it."""
+        try:
+            left_out = decode_description(description, "the description of the model").left_out
+        except DamagedError as error:
+            log.warning("description", job=job_id, reason=str(error))
+            return
+        if left_out:
+            log.warning("description", job=job_id, reason="files are too large to be kept", files=left_out)
+        self._described = job_id, description
+
+    def begin(self, order: Persist) -> None:
+        """Feed ``PersistEnded`` some time. What was begun before is given up."""
+        self.stop()
+        self._order, self._flow = order, Flow(self._rate_bytes_s)
+        self._task = asyncio.ensure_future(self._work(order, self._flow))
+
+    def stop(self, attempt: str | None = None) -> None:
+        """Write no more, of this attempt or of whatever it is; nothing is fed any more."""
+        if self._task is not None and self._order is not None and attempt in (None, self._order.attempt):
+            self._flow.cancel()
+            self._task.cancel()
+            self._task = None
+
+    async def close(self) -> None:
+        """Not waiting for a disk that does not answer."""
+        task = self._task
+        self.stop()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _work(self, order: Persist, flow: Flow) -> None:
+        began = time.monotonic()
+        try:
+            layers = await self._write(order, flow)
+        except (RestoreError, StorageError) as error:
+            self._fail(order, str(error))
+        except Exception as error:  # Whatever it is, somebody waits for an answer, and training goes on.
+            self._fail(order, f"{type(error).__name__}: {error}")
+        else:
+            took_s = round(time.monotonic() - began, 3)
+            size_bytes = sum(layer.size_bytes for layer in layers)
+            log.info(
+                "persisted", attempt=order.attempt, layers=len(layers), size_bytes=size_bytes, took_s=took_s
+            )
+            written = LayersPersisted(
+                job_id=order.job_id,
+                attempt=order.attempt,
+                step=order.record.step,
+                layers=tuple(layers),
+                took_s=took_s,
+            )
+            self._feed(PersistEnded(**self._stamp(), answer=written))
+
+    def _fail(self, order: Persist, detail: str) -> None:
+        log.warning("persist", attempt=order.attempt, step=order.record.step, reason=detail)
+        failed = PersistFailed(
+            job_id=order.job_id, attempt=order.attempt, step=order.record.step, detail=detail
+        )
+        self._feed(PersistEnded(**self._stamp(), answer=failed))
+
+    async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
+        written: list[LayerOnDisk] = []
+        store, draft = await aside(lambda: _begin(order))
+        job_id, description = self._described
+        if job_id == order.job_id and 0 in order.layers:
+            await aside(partial(store.write_description, draft, description), _NICENESS)
+        under_way: asyncio.Task[LayerFile] | None = None
+
+        async def settle() -> None:
+            if under_way is not None:
+                written.append(LayerOnDisk(**msgspec.structs.asdict(await under_way)))
+
+        async def put(layer: int, header: bytes, payload: Bytes) -> None:
+            nonlocal under_way
+            await settle()
+            write = partial(store.write_layer, draft, layer, header, [payload], flow)
+            under_way = asyncio.ensure_future(aside(write, _NICENESS))
+
+        record = order.record
+        async with ShardClient(self._token, tls=self._tls) as client:
+            restorer = Restorer(
+                restore=Restore(
+                    job_id=order.job_id,
+                    step=record.step,
+                    generation=record.generation,
+                    groups=record.groups,
+                    sources=order.sources,
+                ),
+                node=self._node,
+                arenas=self._arenas,
+                client=client,
+                tell=self._tell(order.job_id, record.step),
+            )
+            try:
+                await restorer.run(order.layers, OneByOne(put))
+                await settle()
+            except BaseException:
+                flow.cancel()
+                if under_way is not None:  # Not waiting for a disk that does not answer.
+                    under_way.cancel()
+                    await asyncio.gather(under_way, return_exceptions=True)
+                raise
+        return written
+
+
+def _begin(order: Persist) -> tuple[CheckpointStore, Draft]:
+    store = CheckpointStore.at(order.url, job=order.job_name)
+    return store, store.begin(order.record.step, order.attempt)
+
+
+async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> int:
+    """Put each of ``layers`` out of the persistent checkpoint that ``restore`` names; their bytes.
+
+    :raises RestoreError: they cannot be read; ``damaged`` where the checkpoint itself is to blame.
+    Whatever ``put`` raises ends it, too.
+    """
+    size_bytes, left = 0, iter(layers)
+
+    async def read(checkpoint: Checkpoint) -> None:
+        nonlocal size_bytes
+        for layer in left:
+            header, _, payload = await aside(partial(checkpoint.read_layer, layer))
+            await put(layer, header, payload)
+            size_bytes += len(payload)
+
+    readers: list[asyncio.Task[None]] = []
+    try:
+        checkpoint = await aside(lambda: _open(restore, layers))
+        readers += [asyncio.ensure_future(read(checkpoint)) for _ in range(_READERS)]
+        await asyncio.gather(*readers)
+    except MissingError as error:
+        # Others found it there: that is not the checkpoint's fault.
+        hint = "is this place the same for this node as for the coordinator?"
+        raise RestoreError(f"{error}; {hint}") from None
+    except StorageError as error:
+        damaged = isinstance(error, DamagedError | ForeignError)
+        raise RestoreError(f"the checkpoint of step {restore.step}: {error}", damaged=damaged) from None
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+    return size_bytes
+
+
+def _open(restore: Restore, layers: Sequence[int]) -> Checkpoint:
+    checkpoint = CheckpointStore.at(restore.url, job=restore.job_name).open(restore.step)
+    if missing := [layer for layer in layers if layer >= len(checkpoint.manifest.layers)]:
+        raise ForeignError(f"it has no layers {missing}")
+    return checkpoint
+
+
+async def aside(work: Callable[[], T], niceness: int = 0) -> T:
+    """Do it in a thread that nobody waits for when the daemon ends: a network disk may never answer."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():
+            return  # Cancelled.
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, problem = None, None
+        try:
+            if niceness:
+                with contextlib.suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
+            result = work()
+        except BaseException as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # The loop may be gone.
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return await done

@@ -1,0 +1,326 @@
+"""Bytes of the kept snapshot that changed in this node's memory, made again from what is kept elsewhere.
+
+A block at a time: from another run of the very same bytes (a small part's twin, the buddy's copy, or the
+owner's of a copy), else, of a shard, from the other owners' shards: its segment by decoding, its parity by
+computing it again; or, where owners keep parts, from those of others that have the same elements. All that is
+read is verified on the way, and what comes out against the digest that the owner's trainer wrote; only such
+bytes are written back, and who may write them is ``ftd.snapshots``'s.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ftd.errors import PeerError
+from ftd.snapshots.restoring.bucket import Store
+from ftd.snapshots.restoring.group_layout import GroupLayout, layouts_of
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.sources import Located, Source, Wanted
+from statemachine.messages.values import Restore, SnapshotGroup
+from storage.codes import make_code
+from storage.errors import DamagedError, LostError
+from storage.manifest import Manifest, Part
+from storage.partimage import ShardedImage, TensorBytes, find_bytes, tensor_bytes
+from storage.shards import Bytes, ShardLayout, needed_for, remake
+
+
+class RepairError(PeerError):
+    """Nobody has what would make the bytes again; says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remade:
+    """A block as it was written."""
+
+    data: bytes
+    sources: tuple[str, ...]
+    """Nodes whose memory it was made from."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A part in some node's memory; ``held`` where it is this one's."""
+
+    node: str
+    part: Part
+    held: Held | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What another node keeps of layers, and the bytes of it."""
+
+    node: str
+    image: ShardedImage
+    shard: Part | None
+    replica: Part | None
+
+
+@dataclass(slots=True, kw_only=True)
+class Repairer:
+    """For one reading of one snapshot: whom it asked it does not ask again."""
+
+    restore: Restore
+    node: str
+    arenas: Arenas
+    client: ShardClient
+    _theirs: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)
+    _reasons: dict[str, str] = field(default_factory=dict)
+    """Why a node could not help."""
+
+    async def remake(self, held: Held, part: Part, number: int) -> Remade:
+        """:raises RepairError: it cannot be made. :raises OSError: this node's own memory is gone."""
+        first, end = part.block(number)
+        for twins in (self._twins_here, self._twins_there):
+            for kept in await twins(held, part):
+                try:
+                    data = await self._read(kept, first, end)
+                except PeerError as error:
+                    self._reasons[kept.node] = str(error)
+                    continue
+                if part.sound(number, data):
+                    return Remade(data=data, sources=(kept.node,))
+                self._reasons[kept.node] = f"{kept.part.name} is damaged there, too"
+        mine = None if held.owner else self._share_of(held, part)
+        if mine is None:
+            raise self._lost(part, "there is no other run of the same bytes")
+        group, layout = mine
+        if layout.parted:
+            target, sources = await self._out_of_parts(group, layout, held, part, first, end)
+        else:
+            target, sources = await self._decoded(layout.within(group), layout, part, first, end)
+        data = target.tobytes()
+        if not part.sound(number, data):
+            raise self._lost(part, f"what {', '.join(sources)} keep makes other bytes than were written")
+        return Remade(data=data, sources=sources)
+
+    def _lost(self, part: Part, why: str) -> RepairError:
+        reasons = "; ".join(f"{node}: {reason}" for node, reason in sorted(self._reasons.items()))
+        return RepairError(f"{part.name}: {why}{f' ({reasons})' if reasons else ''}")
+
+    # --- the same bytes elsewhere ------------------------------------------------------------------
+
+    async def _twins_here(self, held: Held, part: Part) -> list[_Kept]:
+        found = self.arenas.find(self.restore.job_id, self.restore.step)
+        return [
+            _Kept(self.node, other, one)
+            for one in found
+            if one.manifest.generation == self.restore.generation
+            for other in one.manifest.parts
+            if _same(other, part) and (one, other) != (held, part)
+        ]
+
+    async def _twins_there(self, _: Held, part: Part) -> list[_Kept]:
+        there = [(node, await self._of(node)) for node in sorted(set(self.restore.sources) - {self.node})]
+        return [
+            _Kept(node, other, None)
+            for node, manifests in there
+            for manifest in manifests
+            for other in manifest.parts
+            if _same(other, part)
+        ]
+
+    async def _of(self, node: str) -> tuple[Manifest, ...]:
+        if node not in self._theirs:
+            source = Source(node=node, address=self.restore.sources[node])
+            self._theirs[node] = ()
+            try:
+                answer = await self.client.manifest(source, self.restore.job_id, self.restore.step)
+            except PeerError as error:
+                self._reasons[node] = str(error)
+            else:
+                found = answer.manifests if answer is not None else ()
+                self._theirs[node] = tuple(m for m in found if m.generation == self.restore.generation)
+        return self._theirs[node]
+
+    async def _read(self, kept: _Kept, first: int, end: int) -> bytes:
+        if kept.held is not None:
+            return bytes(self.arenas.view(kept.held, kept.part)[first:end])
+        target = bytearray(end - first)
+        await self.client.fetch([self._wanted(kept.node, kept.part, first, memoryview(target))])
+        return bytes(target)
+
+    def _wanted(self, node: str, part: Part, first: int, into: memoryview) -> Wanted:
+        place = Located(
+            source=Source(node=node, address=self.restore.sources[node]),
+            job_id=self.restore.job_id,
+            step=self.restore.step,
+            part=part,
+        )
+        return Wanted(places=(place,), first=first, into=into)
+
+    # --- out of others' parts ------------------------------------------------------------------------
+
+    async def _out_of_parts(
+        self, group: SnapshotGroup, mine: GroupLayout, held: Held, part: Part, first: int, end: int
+    ) -> tuple[Bytes, tuple[str, ...]]:
+        """From the same elements elsewhere, whatever the ranges are that others keep."""
+        image = self._own_image(held, mine)
+        if image is None:
+            raise self._lost(part, "what says which elements it has is damaged, too")
+        replica = part.name == mine.name_of("replica")
+        others = await self._parts_of_others(group)
+        target = np.zeros(end - first, dtype=np.uint8)
+        sources: set[str] = set()
+        for at, some in tensor_bytes(image.held, first, end, replica=replica):
+            left = some
+            while left.start < left.end:
+                done = at + left.start - some.start
+                size, node = await self._fetch_elements(others, left, target[done:])
+                if not size:
+                    raise self._lost(part, "nobody has the same elements")
+                sources.add(node)
+                left = replace(left, start=left.start + size)
+        return target, tuple(sorted(sources))
+
+    def _own_image(self, held: Held, mine: GroupLayout) -> ShardedImage | None:
+        """Out of the small part or its twin."""
+        for kind in ("small", "small-twin"):
+            for small in held.manifest.parts:
+                if small.name == mine.name_of(kind):
+                    image = _image(bytes(self.arenas.view(held, small)))
+                    if image is not None and small.intact(self.arenas.view(held, small)):
+                        return image
+        return None
+
+    async def _parts_of_others(self, group: SnapshotGroup) -> list[_Parts]:
+        """What other nodes keep of these layers."""
+        found: list[_Parts] = []
+        for node in sorted(set(self.restore.sources) - {self.node}):
+            for manifest in await self._of(node):
+                parts = {part.name: part for part in manifest.parts}
+                for owner in range(len(group.owners)):
+                    for layout in layouts_of(manifest, group, owner):
+                        small = parts.get(layout.name_of("small"))
+                        shards = [parts.get(layout.name_of(kind)) for kind in ("shard", "replica")]
+                        if small is not None and (image := await self._image_of(node, small)) is not None:
+                            found.append(_Parts(node, image, shards[0], shards[1]))
+        return found
+
+    async def _image_of(self, node: str, small: Part) -> ShardedImage | None:
+        try:
+            return _image(await self._read(_Kept(node, small, None), 0, small.size_bytes))
+        except PeerError as error:
+            self._reasons[node] = str(error)
+            return None
+
+    async def _fetch_elements(
+        self, others: list[_Parts], wanted: TensorBytes, into: Bytes
+    ) -> tuple[int, str]:
+        """Fetch the first of these bytes; how many came, and from whom. Who fails is not asked again."""
+        for one in list(others):
+            found = find_bytes(one.image.held, wanted)
+            if found is None:
+                continue
+            replica, offset, size = found
+            part = one.replica if replica else one.shard
+            try:
+                if part is None or offset + size > part.size_bytes:
+                    raise PeerError("its parts are not what they say")
+                await self.client.fetch([self._wanted(one.node, part, offset, into[:size].data)])
+            except PeerError as error:
+                self._reasons[one.node] = str(error)
+                others.remove(one)
+            else:
+                return size, one.node
+        return 0, ""
+
+    # --- out of other bytes ------------------------------------------------------------------------
+
+    def _share_of(self, held: Held, part: Part) -> tuple[SnapshotGroup, GroupLayout] | None:
+        """The group that a part is a shard or replica of, and what this node's manifest says of it."""
+        for group in self.restore.groups:
+            if self.node in group.owners:
+                for layout in layouts_of(held.manifest, group, group.owners.index(self.node)):
+                    if part.name in (layout.name_of("shard"), layout.name_of("replica")):
+                        return group, layout
+        return None
+
+    async def _decoded(
+        self, group: SnapshotGroup, mine: GroupLayout, part: Part, first: int, end: int
+    ) -> tuple[Bytes, tuple[str, ...]]:
+        owner = mine.owner
+        layout = ShardLayout(
+            code=make_code(group.protection, len(group.owners)), bucket_bytes=mine.bucket_bytes
+        )
+        shards = await self._shards(group, layout, owner)
+        while True:
+            present = frozenset(shards)
+            try:
+                ranges = await asyncio.to_thread(needed_for, layout, owner, present, first, end)
+            except LostError as error:
+                raise self._lost(part, str(error)) from None
+            stores = {other: Store(some) for other, some in ranges.items()}
+            failed = await self._fill(group, shards, stores)
+            if not failed:
+                break
+            for other in failed:
+                del shards[other]
+        target = np.empty(end - first, dtype=np.uint8)
+        await asyncio.to_thread(
+            remake,
+            layout,
+            owner,
+            present,
+            lambda other, at, size: stores[other].read(at, size),
+            first,
+            target,
+        )
+        return target, tuple(group.owners[other] for other in sorted(stores))
+
+    async def _shards(self, group: SnapshotGroup, layout: ShardLayout, owner: int) -> dict[int, Part]:
+        """By owner: what the others have of the very same group."""
+        found: dict[int, Part] = {}
+        for other, node in enumerate(group.owners):
+            if other == owner or node not in self.restore.sources:
+                continue
+            for manifest in await self._of(node):
+                for theirs in layouts_of(manifest, group, other):
+                    part = next((p for p in manifest.parts if p.name == theirs.name_of("shard")), None)
+                    fits = (
+                        theirs.within(group) == group
+                        and theirs.bucket_bytes == layout.bucket_bytes
+                        and part is not None
+                        and part.size_bytes == layout.shard_bytes(other)
+                    )
+                    if fits and part is not None:
+                        found[other] = part
+        return found
+
+    async def _fill(
+        self, group: SnapshotGroup, shards: dict[int, Part], stores: dict[int, Store]
+    ) -> Iterable[int]:
+        """Fetch what the stores want, from all at once; whose bytes are not to be had."""
+
+        async def fill(other: int, store: Store) -> None:
+            await self.client.fetch(
+                self._wanted(group.owners[other], shards[other], some.start, memory.data)
+                for some, memory in store.pieces
+            )
+
+        results = await asyncio.gather(
+            *(fill(other, store) for other, store in stores.items()), return_exceptions=True
+        )
+        failed = []
+        for other, result in zip(stores, results, strict=True):
+            if isinstance(result, PeerError):
+                self._reasons[group.owners[other]] = str(result)
+                failed.append(other)
+            elif isinstance(result, BaseException):
+                raise result
+        return failed
+
+
+def _image(small: bytes) -> ShardedImage | None:
+    try:
+        return ShardedImage.from_bytes(small)
+    except DamagedError:
+        return None
+
+
+def _same(one: Part, other: Part) -> bool:
+    """Were these the same bytes when they were written?"""
+    return (one.digest, one.size_bytes) == (other.digest, other.size_bytes)

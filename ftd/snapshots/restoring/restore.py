@@ -1,0 +1,350 @@
+"""Layers out of a snapshot in the memory of several nodes: REFT-load (design §5, §7).
+
+From a ``Restore`` and the layers that this node's devices need: own memory first, other nodes' over the
+snapshot servers, several at a time and only the bytes that are needed; what lost or damaged shards kept is
+decoded from the others where the code allows. Each layer comes out as ``runtime.layers.state`` packs it, for
+a trainer's files or a persistent checkpoint. Work on many bytes is done in threads: heartbeats go on.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import structlog
+
+from ftd.errors import PeerError
+from ftd.snapshots.restoring.bucket import FailedError, Plan, Stretch, carry_out, planned
+from ftd.snapshots.restoring.holders import Keeper, Keepers
+from ftd.snapshots.restoring.restore_parts import KeptParts, LostPartsError, homes_of, put_together
+from ftd.snapshots.restoring.staging import Found, Put, Target
+from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.client import ShardClient
+from ftd.snapshots.shards.sources import Located, Source, Wanted
+from statemachine.messages.values import Restore, SnapshotGroup
+from storage.codes import make_code
+from storage.errors import DamagedError, LostError
+from storage.image import GroupImage, LayerImage
+from storage.manifest import Part
+from storage.partimage import ShardedImage
+from storage.shards import Bytes, ShardLayout
+
+log = structlog.get_logger("ftd.node")
+
+DamageTold = Callable[[str, str, str], None]
+"""Called with a node, a part and what is wrong with it."""
+
+
+class RestoreError(PeerError):
+    """The layers cannot be put together.
+
+    ``bad``: whose shards cannot be had, or are damaged; ``damaged``: the persistent checkpoint is to blame.
+    """
+
+    def __init__(self, detail: str, bad: Iterable[str] = (), *, damaged: bool = False) -> None:
+        self.bad = tuple(sorted(bad))
+        self.damaged = damaged
+        super().__init__(detail)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a restore took."""
+
+    own_bytes: int
+    fetched_bytes: int
+    decoded_groups: int
+    """Groups of which at least one owner's shard was not to be had."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Restorer:
+    """``await Restorer(…).run(layers, put)``."""
+
+    restore: Restore
+    node: str
+    arenas: Arenas
+    client: ShardClient
+    tell: DamageTold
+    _bad: set[str] = field(default_factory=set)
+    _own_bytes: int = 0
+    _fetched_bytes: int = 0
+    _decoded: int = 0
+
+    async def run(self, layers: Sequence[int], target: Target) -> Restored:
+        """Give ``target`` each of ``layers``, in ascending order within a group.
+
+        :raises RestoreError: they cannot be put together; says why, and whose fault it is.
+        Whatever ``target`` raises ends it, too.
+        """
+        groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
+        covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
+        if missing := sorted(set(layers) - covered):
+            raise RestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
+        keepers = Keepers(
+            restore=self.restore,
+            node=self.node,
+            arenas=self.arenas,
+            client=self.client,
+            lose=self._lose,
+        )
+        await keepers.ask(groups)
+        for group in groups:
+            wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
+            await self._restore_group(group, keepers, wanted, target)
+        return Restored(
+            own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
+        )
+
+    # --- who has what ----------------------------------------------------------------------------
+
+    def _lose(self, node: str, part: str, detail: str) -> None:
+        self._bad.add(node)
+        self.tell(node, part, detail)
+
+    def _source(self, node: str) -> Source:
+        return Source(node=node, address=self.restore.sources[node])
+
+    def _located(self, keeper: Keeper, part: Part) -> Located:
+        return Located(
+            source=self._source(keeper.node), job_id=self.restore.job_id, step=self.restore.step, part=part
+        )
+
+    # --- one group -------------------------------------------------------------------------------
+
+    async def _restore_group(
+        self, group: SnapshotGroup, known: Keepers, layers: list[int], target: Target
+    ) -> None:
+        keepers = known.of(group)
+        if any(keeper.layout.parted for keeper in keepers):
+            await self._restore_parts(group, known, sorted(layers), target.put)
+            return
+        # The devices of a stage share the layers out: of each share there is a group of its own.
+        left = set(layers)
+        shares = {share.first_layer: share for share in (one.layout.within(group) for one in keepers)}
+        for first, share in sorted(shares.items()):
+            wanted = sorted(left.intersection(range(first, share.end_layer)))
+            if wanted:
+                same = [one for one in keepers if one.layout.within(group) == share]
+                await self._restore_share(share, same, wanted, target)
+                left -= set(wanted)
+        self._check_headers(sorted(left))
+
+    def _check_headers(self, missing: Sequence[int]) -> None:
+        """:raises RestoreError: there are layers of which nobody has the headers."""
+        if missing:
+            layers = "layer" if len(missing) == 1 else "layers"
+            where = ", ".join(map(str, missing))
+            raise RestoreError(f"nobody who is here has the headers of {layers} {where}", self._bad)
+
+    async def _restore_share(
+        self, group: SnapshotGroup, keepers: list[Keeper], layers: list[int], target: Target
+    ) -> None:
+        image = await self._image(group, keepers)
+        layout = ShardLayout(
+            code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
+        )
+        usable: dict[int, Keeper] = {}
+        spare: list[Keeper] = []
+        for keeper in keepers:
+            if (
+                keeper.shard is None
+                or keeper.shard.size_bytes != layout.shard_bytes(keeper.owner)
+                or keeper.layout.bucket_bytes != image.bucket_bytes
+            ):
+                continue
+            if usable.setdefault(keeper.owner, keeper) is not keeper:
+                spare.append(keeper)
+        if len(usable) < len(group.owners):
+            self._decoded += 1
+        for run in target.runs(layers):
+            first, last = image.layer(run[0]), image.layer(run[-1])
+            end = last.offset + last.size_bytes
+            stretches, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
+            await target.take([_found(layer, stretches) for layer in map(image.layer, run)], memory)
+
+    async def _restore_parts(
+        self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
+    ) -> None:
+        """Each owner has parts."""
+        kept = await self._kept_parts(group, known)
+        if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
+            self._decoded += 1
+        by_group = {group.first_layer: kept}
+        gone: set[tuple[str, Part]] = set()
+        there = {layer.layer for one in kept for layer in one.image.layers}
+        self._check_headers(sorted(set(layers) - there))
+        for layer in layers:
+            homes: dict[int, list[KeptParts]] = {}
+            for home in homes_of(kept, layer):
+                other = self._group_of(home)
+                if other.first_layer not in by_group:
+                    await known.ask([other])
+                    by_group[other.first_layer] = await self._kept_parts(other, known)
+                homes[home] = by_group[other.first_layer]
+            try:
+                header, payload = await put_together(kept, layer, homes, self._lose, gone)
+            except LostPartsError as error:
+                other = self._group_of(error.layer)
+                lost = {node for node, _ in gone}
+                here = {one.node for one in by_group[other.first_layer]} - lost
+                names = ", ".join(owner for owner in other.owners if owner not in here)
+                raise RestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
+            except DamagedError as error:
+                blamed = {one.node for some in (kept, *homes.values()) for one in some}
+                raise RestoreError(f"{_where(group)}: {error}", blamed) from None
+            await put(layer, header, payload)
+
+    def _group_of(self, layer: int) -> SnapshotGroup:
+        for group in self.restore.groups:
+            if group.first_layer <= layer < group.end_layer:
+                return group
+        raise RestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
+
+    async def _kept_parts(self, group: SnapshotGroup, known: Keepers) -> list[KeptParts]:
+        kept: list[KeptParts] = []
+        for keeper in known.of(group):
+            if keeper.small is None:
+                continue
+            try:
+                image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
+                if [one.layer for one in image.layers] != list(keeper.layout.layers):
+                    raise DamagedError("it is of other layers")
+            except (PeerError, DamagedError) as error:
+                self._lose(keeper.node, keeper.small.name, str(error))
+                continue
+            shard, replica = (
+                None if part is None else (part, partial(self._range, keeper, part))
+                for part in (keeper.shard, keeper.replica)
+            )
+            kept.append(
+                KeptParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
+            )
+        return kept
+
+    async def _range(self, keeper: Keeper, part: Part, first: int, size: int) -> Bytes:
+        """:raises PeerError: they are not to be had (any more)."""
+        target = np.empty(size, dtype=np.uint8)
+        if keeper.held is None:
+            place = self._located(keeper, part)
+            await self.client.fetch([Wanted(places=(place,), first=first, into=target.data)])
+            self._fetched_bytes += size
+            return target
+        try:
+            view = self.arenas.view(keeper.held, part)
+        except OSError as error:
+            raise PeerError(str(error)) from None
+        memory = np.frombuffer(view, dtype=np.uint8)
+        target[:] = memory[first : first + size]
+        if not await asyncio.to_thread(part.sound_in, memory, [range(first, first + size)]):
+            raise PeerError("its digest does not match")
+        if keeper.held not in self.arenas.find(self.restore.job_id, self.restore.step):
+            raise PeerError("the snapshot was released")
+        self._own_bytes += size
+        return target
+
+    async def _image(self, group: SnapshotGroup, keepers: list[Keeper]) -> GroupImage:
+        """The small part, from the first that has a sound one."""
+        for keeper in keepers:
+            if keeper.small is None:
+                continue
+            try:
+                image = GroupImage.from_bytes(await self._whole(keeper, keeper.small))
+                if image.bucket_bytes != keeper.layout.bucket_bytes or [
+                    one.layer for one in image.layers
+                ] != list(range(group.first_layer, group.end_layer)):
+                    raise DamagedError("it is of other layers")
+            except (PeerError, DamagedError) as error:
+                self._lose(keeper.node, keeper.small.name, str(error))
+            else:
+                return image
+        raise RestoreError(
+            f"nobody who is here has the headers of layers {group.first_layer} to {group.end_layer - 1}",
+            self._bad,
+        )
+
+    async def _whole(self, keeper: Keeper, part: Part) -> bytes:
+        if keeper.held is not None:
+            data = bytes(self.arenas.view(keeper.held, part))
+            if not part.sound_in(data, [range(len(data))]):
+                raise DamagedError("its digest does not match")
+            return data
+        target = bytearray(part.size_bytes)
+        place = self._located(keeper, part)
+        await self.client.fetch([Wanted(places=(place,), first=0, into=memoryview(target))])
+        return bytes(target)
+
+    async def _bucket(
+        self,
+        group: SnapshotGroup,
+        layout: ShardLayout,
+        usable: dict[int, Keeper],
+        spare: list[Keeper],
+        first: int,
+        end: int,
+        target: Target,
+    ) -> tuple[list[Stretch], Bytes]:
+        """Where the bucket's bytes [first, end) are: in the memory, or lent. Who fails on the way is left out
+        of ``usable`` from then on; the copy in ``spare`` takes its place.
+
+        :raises RestoreError: too few are left.
+        """
+        memory: Bytes | None = None
+        while True:
+            try:
+                plan = await asyncio.to_thread(planned, layout, dict(usable), first, end, lend=target.lends)
+            except LostError as error:
+                names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
+                raise RestoreError(
+                    f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
+                    self._bad,
+                ) from None
+            if memory is None or len(memory) < plan.size_bytes:
+                memory = await asyncio.to_thread(target.room, plan.size_bytes)
+            try:
+                self._fetched_bytes += await self._carry_out(plan, memory)
+            except FailedError as failed:
+                for owner, problem in failed.owners:
+                    keeper = usable.pop(owner)
+                    self._lose(keeper.node, keeper.named("shard"), str(problem))
+                    if spare:
+                        other = spare.pop(0)
+                        usable[other.owner] = other
+            else:
+                self._own_bytes += plan.own_bytes
+                return plan.stretches, memory
+
+    async def _carry_out(self, plan: Plan, memory: Bytes) -> int:
+        """:raises FailedError: an owner's shard is not to be had, or its memory is not the snapshot's any
+        more."""
+        own: dict[int, Bytes] = {}
+        here = [owner for owner, keeper in plan.usable.items() if keeper.held is not None]
+        for owner in set(plan.read()).intersection(here):
+            keeper = plan.usable[owner]
+            if keeper.held is not None and keeper.shard is not None:
+                try:
+                    own[owner] = np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
+                except OSError as error:
+                    raise FailedError([(owner, error)]) from None
+        fetched = await carry_out(plan, memory, own, self._fetch)
+        there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
+        if gone := [owner for owner in here if plan.usable[owner].held not in there]:
+            raise FailedError([(owner, PeerError("the snapshot was released")) for owner in gone])
+        return fetched
+
+    async def _fetch(self, keeper: Keeper, pieces: Sequence[tuple[int, Bytes]]) -> None:
+        assert keeper.shard is not None, "without it, it is not usable"
+        places = (self._located(keeper, keeper.shard),)
+        await self.client.fetch(
+            Wanted(places=places, first=first, into=memory.data) for first, memory in pieces
+        )
+
+
+def _found(layer: LayerImage, stretches: Iterable[Stretch]) -> Found:
+    begin, end = layer.offset, layer.offset + layer.size_bytes
+    return layer, [s.clipped(begin, end) for s in stretches if s.first < end and begin < s.end]
+
+
+def _where(group: SnapshotGroup) -> str:
+    return f"layers {group.first_layer} to {group.end_layer - 1}"

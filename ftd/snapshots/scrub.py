@@ -1,0 +1,187 @@
+"""The kept snapshot is read now and then: bits that changed in memory are found and made again in place.
+
+Once when it is complete everywhere, once when it was gone back to, then every ``Timing.scrub_s``; own parts,
+and copies kept for others. One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time,
+and what it finds changed is told (``ShardDamaged``), made again by ``ftd.snapshots.repair`` and written
+back (``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another
+snapshot at once.
+"""
+
+import asyncio
+import ssl
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from ftd.errors import PeerError
+from ftd.snapshots.persist import aside
+from ftd.snapshots.repair import Repairer, RepairError
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.client import ShardClient
+from statemachine.messages.values import Restore
+from storage.flow import Flow
+from storage.manifest import Part
+
+log = structlog.get_logger("ftd.node")
+
+_NICENESS = 19
+"""Of the thread that reads: everything else goes first."""
+
+Mend = Callable[[Held, Part, int, bytes], Awaitable[None]]
+"""Writes a block of a part again; raises ``RepairError`` where it is not there afterwards."""
+Said = Callable[[str, str, dict[str, Any]], None]
+"""Takes an event's name, reason and details."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changed:
+    """Blocks of a part that are not what was written."""
+
+    held: Held
+    part: Part
+    blocks: tuple[int, ...]
+
+
+class Scrubber:
+    """:param spoiled: told the step of a snapshot that is beyond repair here."""
+
+    def __init__(
+        self,
+        *,
+        node: str,
+        arenas: Arenas,
+        token: str,
+        tls: ssl.SSLContext | None,
+        rate_bytes_s: float,
+        period_s: float,
+        mend: Mend,
+        say: Said,
+        spoiled: Callable[[int], None],
+    ) -> None:
+        self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
+        self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
+        self._mend, self._say, self._spoiled = mend, say, spoiled
+        self._kept: Restore | None = None
+        self._flow = Flow()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def kept(self) -> Restore | None:
+        """The snapshot that is read."""
+        return self._kept
+
+    def watch(self, kept: Restore, *, at_once: bool = False) -> None:
+        """This one is complete everywhere: read it from now on, and no other.
+
+        :param at_once: even if it was read a moment ago.
+        """
+        before, self._kept = self._kept, kept
+        if at_once or before is None or _key(before) != _key(kept):
+            self.stop()
+            self._kept, self._flow = kept, Flow(self._rate_bytes_s)
+            self._task = asyncio.ensure_future(self._work(self._flow))
+
+    def stop(self) -> None:
+        """The job is over, or another snapshot came."""
+        self._kept = None
+        self._flow.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def close(self) -> None:
+        task = self._task
+        self.stop()
+        if task is not None:
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _work(self, flow: Flow) -> None:
+        while (kept := self._kept) is not None:
+            try:
+                held = self._held(kept)
+                changed = await aside(lambda held=held: self._read(held, flow), _NICENESS)  # type: ignore[misc]
+                # A snapshot that was released meanwhile has other bytes by right.
+                there = self._held(kept)
+                if changed := [one for one in changed if one.held in there]:
+                    await self._repair(kept, changed)
+            except (OSError, ValueError, PeerError) as error:  # Memory that went with its job.
+                log.warning("scrub", step=kept.step, reason=str(error))
+            await asyncio.sleep(self._period_s)
+
+    def _held(self, kept: Restore) -> list[Held]:
+        found = self._arenas.find(kept.job_id, kept.step)
+        return [one for one in found if one.manifest.generation == kept.generation]
+
+    def _read(self, held: list[Held], flow: Flow) -> list[Changed]:
+        """In a thread. What was found before it was cancelled counts for nothing."""
+        found = []
+        for one in held:
+            for part in one.manifest.parts:
+                blocks = []
+                for number in part.covering(0, part.size_bytes):
+                    first, end = part.block(number)
+                    if not flow.passed(end - first):
+                        return []
+                    if not part.sound(number, self._arenas.view(one, part)[first:end]):
+                        blocks.append(number)
+                if blocks:
+                    found.append(Changed(held=one, part=part, blocks=tuple(blocks)))
+        return found
+
+    async def _repair(self, kept: Restore, changed: list[Changed]) -> None:
+        for one in changed:
+            self._tell_damaged(kept, one, "it is made again from what others keep")
+        spoiled = False
+        async with ShardClient(self._token, tls=self._tls) as client:
+            repairer = Repairer(restore=kept, node=self._node, arenas=self._arenas, client=client)
+            for one in changed:
+                sources: set[str] = set()
+                try:
+                    for number in one.blocks:
+                        made = await repairer.remake(one.held, one.part, number)
+                        await self._mend(one.held, one.part, number, made.data)
+                        sources |= set(made.sources)
+                except RepairError as error:
+                    if one.held not in self._held(kept):
+                        return  # Released: nobody needs it any more.
+                    spoiled = True
+                    self._tell_damaged(kept, one, f"it cannot be repaired, a new snapshot is wanted: {error}")
+                else:
+                    self._tell_repaired(kept, one, sorted(sources))
+        if spoiled:
+            self._spoiled(kept.step)
+
+    def _details(self, kept: Restore, one: Changed) -> dict[str, Any]:
+        owner = one.held.owner or self._node
+        return {"owner": owner, "job": kept.job_id, "step": kept.step, "part": one.part.name}
+
+    def _tell_damaged(self, kept: Restore, one: Changed, remedy: str) -> None:
+        self._say(
+            "ShardDamaged",
+            f"{self._node}: {_blocks(one)} of {_called(one)} of the snapshot of step {kept.step} changed in "
+            f"memory; {remedy}",
+            self._details(kept, one),
+        )
+
+    def _tell_repaired(self, kept: Restore, one: Changed, sources: list[str]) -> None:
+        size_bytes = sum(end - first for first, end in map(one.part.block, one.blocks))
+        self._say(
+            "ShardRepaired",
+            f"{self._node}: {_blocks(one)} of {_called(one)} of the snapshot of step {kept.step} made again "
+            f"from {', '.join(sources)}",
+            {**self._details(kept, one), "sources": sources, "size_bytes": size_bytes},
+        )
+
+
+def _key(kept: Restore) -> tuple[str, int, int]:
+    return kept.job_id, kept.step, kept.generation
+
+
+def _blocks(one: Changed) -> str:
+    return "1 block" if len(one.blocks) == 1 else f"{len(one.blocks)} blocks"
+
+
+def _called(one: Changed) -> str:
+    return f"{one.part.name} (a copy for {one.held.owner})" if one.held.owner else one.part.name

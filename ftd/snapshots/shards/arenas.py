@@ -1,0 +1,368 @@
+"""The arenas of a node: where they are, what they hold, who may use them, when they go (design §7).
+
+``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write them; the daemon owns them: it names the
+directories, reads what is complete, serves it to other nodes, and removes what belongs to a job that is
+over. They outlive trainers and daemons. While trainers run nothing here changes an arena. Beside them,
+``copy-<d>-<owner>`` is what this node keeps for another one, written by ``ftd.snapshots.shards.copies``.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import structlog
+
+from ftd.errors import ConfigurationError
+from storage.arena import Arena
+from storage.errors import DamagedError
+from storage.manifest import Manifest, Part, check_parts, read_record, record_digest
+from storage.pages import Bytes, mapped, touch
+from storage.staged import Lender
+
+log = structlog.get_logger("ftd.node")
+
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
+_DEVICE = re.compile(r"device-(\d{1,4})()", re.ASCII)
+_COPY = re.compile(r"copy-(\d{1,4})-([A-Za-z0-9][A-Za-z0-9._-]{0,63})", re.ASCII)
+_GONE = ".gone-"
+_STAGING = "staging-"
+_REMOVALS = 5
+_REMOVAL_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """Something in memory that is not what was written there."""
+
+    job_id: str
+    step: int | None
+    part: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one device's arena holds of a snapshot."""
+
+    manifest: Manifest
+    directory: Path
+    owner: str = ""
+    """Of a copy: the node whose part it is."""
+
+    @property
+    def slot(self) -> Path:
+        """The file that its bytes are in."""
+        return self.directory / f"slot-{int(self.manifest.slot)}"
+
+    def lender(self) -> Lender:
+        """For who reads them there."""
+        path = (self.directory / _manifest_name(self.manifest.step)).absolute()
+        return Lender(manifest=str(path), digest=record_digest(self.manifest))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mapped:
+    identity: tuple[int, int]
+    """Inode and size: a slot that was made anew or has grown is another one."""
+    memory: Bytes
+
+
+class Arenas:
+    """:param limit_bytes: of all arenas of the node together; ``None`` leaves it to the file system.
+    :param names: of a job's arenas, with groups for a number and for an owner.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        devices: int,
+        limit_bytes: int | None = None,
+        names: tuple[re.Pattern[str], ...] = (_DEVICE, _COPY),
+    ) -> None:
+        self.root = root
+        self._names = names
+        self._devices = devices
+        self._limit_bytes = limit_bytes
+        self._lock: IO[bytes] | None = None
+        self._maps: dict[Path, _Mapped] = {}
+        """Of any thread's, so never walked as it is."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Of one device's arena."""
+        return None if self._limit_bytes is None else self._limit_bytes // self._devices
+
+    @property
+    def size_bytes(self) -> int:
+        """What the arenas of the node may take together: the limit, else what their file system has."""
+        return shutil.disk_usage(self.root).total if self._limit_bytes is None else self._limit_bytes
+
+    def open(self) -> None:
+        """Make the directory and check that there is room for what is allowed.
+
+        :raises ConfigurationError: it cannot be used, or the memory is smaller than the configured limit.
+        """
+        try:
+            self.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, exist_ok=True)
+            found = self.root.stat()
+            there = shutil.disk_usage(self.root).total
+        except OSError as error:
+            raise ConfigurationError(
+                f"{self.root} cannot be used: {error.strerror}",
+                field="node.snapshot_dir",
+                remedy="choose a directory below /dev/shm that this user can write to",
+            ) from None
+        if found.st_uid != os.getuid():
+            raise ConfigurationError(f"{self.root} belongs to another user", field="node.snapshot_dir")
+        self.own()
+        if self._limit_bytes is not None and there < self._limit_bytes:
+            raise ConfigurationError(
+                f"snapshots may take {self._limit_bytes >> 20} MiB, and {self.root} has {there >> 20} MiB",
+                field="node.snapshot_limit_mib",
+                remedy="a smaller limit, or a larger memory file system (mount -o remount,size=…)",
+            )
+
+    def own(self) -> bool:
+        """Whether this daemon may use the arenas: not while another one of its name runs on this host."""
+        if self._lock is None:
+            lock = (self.root / "lock").open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    def close(self) -> None:
+        """Forget the mappings and let others use the arenas; what they hold stays."""
+        self._maps.clear()
+        if self._lock is not None:
+            if [path.name for path in self._entries(self.root)] == ["lock"]:
+                shutil.rmtree(self.root, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    self.root.parent.rmdir()
+            self._lock.close()
+            self._lock = None
+
+    # --- directories -----------------------------------------------------------------------------
+
+    def directory(self, job_id: str, device: int) -> Path:
+        """:raises ValueError: the job's id cannot name a directory."""
+        return self._job(job_id) / f"device-{device}"
+
+    def make_staging(self, job_id: str, generation: int) -> Path:
+        """An empty directory for layers on their way to the trainers; an older one goes.
+
+        :raises OSError: it cannot be made. :raises ValueError: see ``directory``.
+        """
+        self.remove_staging(job_id)
+        path = self._job(job_id) / f"{_STAGING}{generation}"
+        path.mkdir(mode=0o700, parents=True)
+        return path
+
+    def remove_staging(self, job_id: str) -> None:
+        for path in self._entries(self._job(job_id)):
+            if path.name.startswith(_STAGING):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self, job_id: str) -> None:
+        """The job is over for good: give its memory back."""
+        if self.own():
+            path = self._job(job_id)
+            self._forget(path)
+            # Trainers that are being killed may still add a file.
+            for _ in range(_REMOVALS):
+                shutil.rmtree(path, ignore_errors=True)
+                if not path.exists():
+                    break
+                time.sleep(_REMOVAL_PAUSE_S)
+
+    def remove_others(self, job_id: str) -> None:
+        """A node has one job at a time: what others left is not needed any more."""
+        if self.own():
+            for path in self._entries(self.root):
+                if path.is_dir() and path.name != job_id:
+                    self.remove(path.name)
+
+    def _job(self, job_id: str) -> Path:
+        if not _JOB.fullmatch(job_id):
+            raise ValueError(f"{job_id[:80]!r} cannot name a directory")
+        return self.root / job_id
+
+    # --- copies for other nodes --------------------------------------------------------------------
+
+    def copy_directory(self, job_id: str, owner: str, device: int) -> Path:
+        """:raises ValueError: they cannot name a directory."""
+        path = self._job(job_id) / f"copy-{device}-{owner}"
+        if not _COPY.fullmatch(path.name):
+            raise ValueError(f"{owner[:80]!r} and {device} cannot name a directory")
+        return path
+
+    def taken_bytes(self, job_id: str) -> int:
+        """By all slots of the job: own ones and copies."""
+        return sum(slot.stat().st_size for slot in self._job(job_id).glob("*/slot-*"))
+
+    def copy_directories(self, job_id: str) -> dict[Path, str]:
+        """Those that are there, with their owners."""
+        return {path: owner for path, owner in self._arenas(self._job(job_id)) if owner}
+
+    def put_away(self, directory: Path) -> Path:
+        """Take a directory of copies out of use; its memory is yet to be given back."""
+        self._forget(directory)
+        gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")
+        directory.rename(gone)
+        return gone
+
+    # --- what they hold --------------------------------------------------------------------------
+
+    def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Damage]]:
+        """Before any trainer runs: what is complete, and what is damaged.
+
+        The former as (job, step, generation, owner); the owner is empty where it is this node.
+
+        Reads everything. Drafts and manifests that are damaged are put away, and damaged copies: their owners
+        send others. An own part of which bytes changed counts: the rest is sound, and they are made again.
+        """
+        held: list[tuple[str, int, int, str]] = []
+        problems: list[Damage] = []
+        if not self.own():
+            return held, problems
+        for job in self._entries(self.root):
+            if not job.is_dir() or not _JOB.fullmatch(job.name):
+                continue
+            self.remove_staging(job.name)
+            self._remove_gone(job)
+            whole: dict[tuple[int, int, str], bool] = {}
+            for directory, owner in self._arenas(job):
+                arena = Arena.open(directory)
+                problems += [
+                    Damage(job_id=job.name, step=None, part="manifest", detail=p) for p in arena.problems
+                ]
+                for manifest in arena.snapshots:
+                    key = manifest.step, manifest.generation, owner
+                    damaged = _damage(manifest, directory, arena.damaged(manifest))
+                    problems += damaged
+                    if damaged and owner:
+                        arena.release([manifest.step])
+                    there = manifest.job_id == job.name and not (damaged and owner)
+                    whole[key] = whole.get(key, True) and there
+                arena.close()
+            held += [(job.name, *key) for key, there in sorted(whole.items()) if there]
+        return held, problems
+
+    def find(self, job_id: str, step: int) -> tuple[Held, ...]:
+        """What is complete here of a job's snapshot: for each device that wrote one, in order; then copies.
+
+        Nothing of ``job_id`` is ever joined to a path.
+        """
+        job = next((path for path in self._entries(self.root) if path.name == job_id and path.is_dir()), None)
+        if job is None or not _JOB.fullmatch(job_id):
+            return ()
+        held = []
+        for directory, owner in self._arenas(job):
+            try:
+                manifest = read_record(directory / _manifest_name(step), Manifest)
+                if (manifest.job_id, manifest.step) != (job_id, step):
+                    raise DamagedError(f"it is of step {manifest.step} of job {manifest.job_id[:80]!r}")
+                check_parts(manifest, (directory / f"slot-{int(manifest.slot)}").stat().st_size)
+            except FileNotFoundError:
+                continue
+            except (DamagedError, OSError) as error:
+                log.warning("find", job=job_id, step=step, directory=str(directory), reason=str(error))
+                continue
+            held.append(Held(manifest=manifest, directory=directory, owner=owner))
+        return tuple(held)
+
+    def view(self, held: Held, part: Part) -> memoryview:
+        """The part's memory itself, read-only.
+
+        When its snapshot is released, the bytes change under it.
+
+        :raises OSError: the slot is gone.
+        """
+        path = held.slot
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            identity = status.st_ino, status.st_size
+            known = self._maps.get(path)
+            if known is None or known.identity != identity:
+                memory = mapped(file.fileno(), status.st_size, writable=False)
+                touch(memory)
+                known = self._maps[path] = _Mapped(identity=identity, memory=memory)
+        return known.memory[part.offset : part.offset + part.size_bytes].data
+
+    def write(self, held: Held, part: Part, first: int, data: bytes) -> None:
+        """Change bytes of a part in its slot. Only while nobody else writes there
+        (``ftd.snapshots.mend``).
+
+        :raises OSError: the slot is gone.
+        """
+        descriptor = os.open(held.slot, os.O_WRONLY)
+        try:
+            os.pwrite(descriptor, data, part.offset + first)
+        finally:
+            os.close(descriptor)
+
+    def damaged(self, held: tuple[Held, ...]) -> tuple[str, ...]:
+        """Names of the parts whose bytes are not what was written. Reads all of them but those that whoever
+        reads a range of them can verify.
+        """
+        return tuple(
+            part.name
+            for one in held
+            for part in one.manifest.parts
+            if not part.blocks
+            if not part.intact(self.view(one, part))
+        )
+
+    def _forget(self, directory: Path) -> None:
+        """The mappings of what is below; views that are still in use keep theirs alive."""
+        for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
+            self._maps.pop(slot, None)
+
+    def _arenas(self, job: Path) -> list[tuple[Path, str]]:
+        """Own ones in the order of devices, then copies, each with its owner."""
+        found: list[tuple[str, int, Path]] = []
+        for path in self._entries(job):
+            match = next(filter(None, (names.fullmatch(path.name) for names in self._names)), None)
+            if match is not None:
+                found.append((match[2], int(match[1]), path))
+        return [(path, owner) for owner, _, path in sorted(found)]
+
+    def _remove_gone(self, job: Path) -> None:
+        for path in self._entries(job):
+            if path.name.startswith(_GONE):
+                shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _entries(directory: Path) -> Iterator[Path]:
+        try:
+            yield from sorted(directory.iterdir())
+        except FileNotFoundError:
+            return
+
+
+def _manifest_name(step: int) -> str:
+    return f"step-{step:012d}.json"
+
+
+def _damage(manifest: Manifest, directory: Path, parts: tuple[str, ...]) -> list[Damage]:
+    return [
+        Damage(
+            job_id=manifest.job_id,
+            step=manifest.step,
+            part=part,
+            detail=f"{directory.name}: its digest does not match",
+        )
+        for part in parts
+    ]

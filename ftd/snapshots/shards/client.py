@@ -1,0 +1,284 @@
+"""Reading other nodes' snapshots: ranges of parts, received straight into the memory they are wanted in.
+
+Several at a time, from several nodes; a stream that breaks goes on at the byte where it stopped; and no
+node is believed: lengths, ranges and digests are checked, stalls are bounded. A node that breaks the
+contract is a ``PeerError`` that names it, and the next source is tried.
+"""
+
+import asyncio
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import structlog
+from yarl import URL
+
+from ftd.errors import PeerError
+from ftd.snapshots.shards.connection import Connection
+from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, Meter, NodeManifest
+from ftd.snapshots.shards.receiving import Block, other_bytes, verify
+from ftd.snapshots.shards.sources import Busy, Located, Source, Wanted, check_status
+from ftd.transport.tls import TlsFields, explained
+from storage.errors import DamagedError
+from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
+from storage.manifest import MAX_BYTES, check_parts, decode_record, digest_of
+
+log = structlog.get_logger("ftd.node")
+
+BLOCK_BYTES = 64 * 1024 * 1024
+"""Of one request."""
+MOST_STREAMS = 8
+"""At once, each from another node."""
+STALL_S = 10.0
+_ATTEMPTS = 6
+"""Connections for one block that may break or not come about."""
+_PAUSE_S = 0.1
+_BUSY_S = 60.0
+"""So long a node may answer that it has too many readers."""
+_TLS_FIELDS = TlsFields(
+    name="the host of [node] on that node", ca="node.snapshot_tls_ca", whose="that node's certificate"
+)
+_MOST_ANSWER_BYTES = 4 * 1024 * 1024
+
+T = TypeVar("T")
+
+
+class ShardClient:
+    """``async with ShardClient(token) as client``.
+
+    :param stall_s: no news for so long is a stall.
+    :param tls: whom to believe; ``None``: plain HTTP.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        *,
+        stall_s: float = STALL_S,
+        block_bytes: int = BLOCK_BYTES,
+        streams: int = MOST_STREAMS,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
+        self._tls = tls
+        self._stall_s = stall_s
+        self._block_bytes = block_bytes
+        self._streams = asyncio.Semaphore(streams)
+        self._ways: dict[str, asyncio.Lock] = {}
+        self._connections: dict[str, Connection] = {}
+        """By address: those that nobody receives from."""
+
+    async def __aenter__(self) -> Self:
+        self.session = aiohttp.ClientSession(
+            headers=self._headers,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._stall_s, sock_read=self._stall_s),
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls or True),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+            max_line_size=4096,
+            max_field_size=4096,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        await self.session.close()
+
+    def url(self, source: Source, path: str) -> URL:
+        """:raises ValueError: see ``Source.url``."""
+        return source.url(path, secure=self._tls is not None)
+
+    async def manifest(self, source: Source, job_id: str, step: int) -> NodeManifest | None:
+        """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
+
+        :raises PeerError: it cannot be reached, or does not answer as it should.
+        """
+        body = await self.insist(source, lambda: self._read_manifest(source, _path(job_id, step)))
+        if body is None:
+            return None
+        try:
+            found = decode_record(body, NodeManifest, str(source))
+            for manifest in found.manifests:
+                check_parts(manifest, 1 << 62)
+        except DamagedError as error:
+            raise PeerError(f"{source} sent a manifest that cannot be used: {error}") from None
+        if any((m.job_id, m.step) != (job_id, step) for m in found.manifests):
+            raise PeerError(f"{source} sent another snapshot's manifest")
+        return found
+
+    async def fetch(self, wanted: Iterable[Wanted]) -> None:
+        """All of them, or an error. What is in the memory after an error is anything.
+
+        :raises PeerError: something is to be had from none of its places; names the last one.
+        """
+        await _all([self._fetch_one(one) for one in wanted])
+
+    async def _fetch_one(self, wanted: Wanted) -> None:
+        problem = PeerError("nobody has it")
+        for place in wanted.places:
+            try:
+                await self._fetch_from(place, wanted)
+            except PeerError as error:
+                problem = error
+                log.warning("fetch", part=place.part.name, reason=str(error))
+            else:
+                return
+        raise problem
+
+    async def _fetch_from(self, place: Located, wanted: Wanted) -> None:
+        size, part = len(wanted.into), place.part
+        if wanted.first < 0 or wanted.first + size > part.size_bytes:
+            raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
+        if part.in_blocks:
+            await self._fetch_range(place, wanted)
+        elif size == part.size_bytes:
+            await _all(self._fetch_block(block) for block in self._blocks(place, 0, wanted.into))
+            if not await asyncio.to_thread(part.intact, wanted.into):
+                raise other_bytes(place)
+        else:
+            blocks = self._blocks(place, wanted.first, wanted.into)
+            await _all(self._fetch_hashed(block) for block in blocks)
+
+    def _blocks(self, place: Located, first: int, into: memoryview) -> list[Block]:
+        step = self._block_bytes
+        if place.part.in_blocks:  # Whole ones, as each request is verified by itself.
+            step = max(step // VERIFIED_BYTES, 1) * VERIFIED_BYTES
+        return [Block(place, first + done, into[done : done + step]) for done in range(0, len(into), step)]
+
+    async def _fetch_range(self, place: Located, wanted: Wanted) -> None:
+        """Whole blocks of the manifest straight into place, those at the edges beside it; each is verified
+        while later ones come."""
+        part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
+        numbers = part.covering(first, end)
+        edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
+        beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
+        requests = [Block(place, part.block(n)[0], memory) for n, memory in beside.items()]
+        if inner := [n for n in numbers if n not in beside]:
+            low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
+            requests += self._blocks(place, low, wanted.into[low - first : high - first])
+        await _all(one for request in requests for one in (self._fetch_block(request), verify(request)))
+        for n, memory in beside.items():
+            start, stop = part.block(n)
+            low, high = max(first, start), min(end, stop)
+            wanted.into[low - first : high - first] = memory[low - start : high - start]
+
+    async def _fetch_hashed(self, block: Block) -> None:
+        """Of a part without digests of blocks."""
+        block.hashed = True
+        await self._fetch_block(block)
+        if await asyncio.to_thread(digest_of, block.into) != block.digest:
+            raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
+
+    async def _fetch_block(self, block: Block) -> None:
+        # One after the other from the same node: side by side they would only share its way here.
+        way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
+        async with way, self._streams:
+            await self.insist(block.place.source, lambda: self._receive(block))
+
+    async def ask(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        """A short request and its answer, tried once.
+
+        :raises PeerError: there is no answer, or it is no; says why.
+        """
+        source = Source(node=address, address=address)
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self.session.request(
+                method, self.url(source, path), data=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                answer = bytearray()
+                async for chunk in response.content.iter_any():
+                    answer += chunk
+                    if len(answer) > _MOST_ANSWER_BYTES:
+                        raise PeerError(f"{source} sent more than {_MOST_ANSWER_BYTES} bytes")
+                if response.status == 409:
+                    raise PeerError(answer.decode(errors="replace")[:500])
+                check_status(source, response.status, 200)
+                return bytes(answer)
+        except Busy:
+            raise PeerError(f"{source} is busy") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise PeerError(f"{source}: {words_of(error)}") from None
+
+    # --- one request -----------------------------------------------------------------------------
+
+    async def insist(self, source: Source, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Try again where the connection is to blame. What the node itself did wrong is its last word.
+
+        :raises PeerError: it was, or the connection broke too often.
+        """
+        busy_until = time.monotonic() + _BUSY_S
+        broken = 0
+        while True:
+            try:
+                return await attempt()
+            except Busy:
+                if time.monotonic() > busy_until:
+                    raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
+            except (aiohttp.ClientSSLError, ssl.SSLCertVerificationError) as error:
+                inner = getattr(error, "certificate_error", getattr(error, "os_error", error))
+                raise PeerError(f"{source}: {explained(inner, _TLS_FIELDS)}") from None
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
+                broken += 1  # TimeoutError is an OSError.
+                if broken == _ATTEMPTS:
+                    raise PeerError(f"{source}: {words_of(error)}, {broken} times") from None
+            except (aiohttp.ClientError, ValueError) as error:
+                raise PeerError(f"{source} sent what is no answer: {words_of(error)}") from None
+            await asyncio.sleep(_PAUSE_S * max(1, broken))
+
+    async def _read_manifest(self, source: Source, path: str) -> bytes | None:
+        async with self.session.get(self.url(source, path), allow_redirects=False) as response:
+            if response.status == 404:
+                return None
+            check_status(source, response.status, 200)
+            body = bytearray()
+            meter = Meter(self._stall_s)
+            async for chunk in response.content.iter_any():
+                body += chunk
+                meter.note(len(chunk))
+                if len(body) > MAX_BYTES:
+                    raise PeerError(f"{source} sent a manifest of more than {MAX_BYTES} bytes")
+            return bytes(body)
+
+    async def _receive(self, block: Block) -> None:
+        """Ask for what is missing of a block, and take it. May be called again where it broke."""
+        source, part = block.place.source, block.place.part
+        first, last = block.first + block.received, block.first + len(block.into) - 1
+        if first > last:
+            return
+        headers = self._headers | {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
+        if block.hashed:
+            headers[WANT_DIGEST_HEADER] = "xxh3"
+        url = self.url(source, f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
+        connection = self._connections.pop(source.address, None)
+        if connection is None or not connection.alive:
+            connection = await Connection.to(url, stall_s=self._stall_s, tls=self._tls)
+        await connection.get(url, headers, block)
+        if connection.alive:
+            self._connections[source.address] = connection
+
+
+def _path(job_id: str, step: int) -> str:
+    return f"/v1/{quote(job_id, safe='')}/{step}"
+
+
+def words_of(error: BaseException) -> str:
+    return str(error).strip() or type(error).__name__
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Side by side; the first that fails ends the others."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,137 @@
+"""Sending this node's part of a snapshot to its buddy: straight out of the arena, at a bounded rate.
+
+Where the connection breaks, the manifest is offered again and the bytes go on where they stopped. A buddy
+that refuses, lies or stalls is a ``PeerError`` that names it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from urllib.parse import quote
+
+import aiohttp
+import structlog
+
+from ftd.errors import PeerError
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.client import STALL_S, ShardClient
+from ftd.snapshots.shards.protocol import Rate, Received
+from ftd.snapshots.shards.sources import Source, check_status
+from storage.errors import DamagedError
+from storage.manifest import Part, decode_record, encode_record
+
+log = structlog.get_logger("ftd.node")
+
+_MOST_ANSWER_BYTES = 1024 * 1024
+_MOST_REASON_BYTES = 500
+_TRIES = 2
+"""Bytes that come out wrong at the other end are sent once more."""
+
+
+class CopySender:
+    """:param owner: this node. :param rate: shared with whatever else is to keep it."""
+
+    def __init__(
+        self, client: ShardClient, arenas: Arenas, *, owner: str, rate: Rate, stall_s: float = STALL_S
+    ) -> None:
+        self._client, self._arenas = client, arenas
+        self._owner, self._rate, self._stall_s = owner, rate, stall_s
+
+    async def send(self, held: Sequence[Held], to: Source) -> int:
+        """All devices' manifests and parts; returns their bytes when ``to`` has committed them.
+
+        :raises PeerError: it does not keep them; says why.
+        :raises OSError: they cannot be read here.
+        """
+        for one in held:
+            await self._send(one, to)
+        return sum(one.manifest.size_bytes for one in held)
+
+    async def _send(self, held: Held, to: Source) -> None:
+        problem = ""
+        for _ in range(_TRIES):
+            problem = await self._client.insist(to, lambda: self._attempt(held, to))
+            if not problem:
+                return
+            log.warning("send_copy", to=to.node, step=held.manifest.step, reason=problem)
+        raise PeerError(f"{to} received other bytes than were sent: {problem}")
+
+    async def _attempt(self, held: Held, to: Source) -> str:
+        """Offer, send what is missing, commit; what came out wrong there, in words."""
+        manifest, session = held.manifest, self._client.session
+        device = _device_of(held.directory)
+        path = f"/v1/{quote(manifest.job_id, safe='')}/{manifest.step}/copies/{quote(self._owner)}/{device}"
+        async with session.put(
+            self._client.url(to, path), data=encode_record(manifest), allow_redirects=False
+        ) as response:
+            received = await self._received(to, response)
+        for part in manifest.parts:
+            first = received.get(part.name)
+            if first is None or not 0 <= first <= part.size_bytes:
+                raise PeerError(f"{to} says that it has {first} bytes of {part.name}")
+            if first < part.size_bytes:
+                await self._send_part(held, part, first, to, f"{path}/{quote(part.name)}")
+        async with session.post(self._client.url(to, path), allow_redirects=False) as response:
+            if response.status == 422:
+                return await _reason(response)
+            await _check(to, response, 204)
+        return ""
+
+    async def _send_part(self, held: Held, part: Part, first: int, to: Source, path: str) -> None:
+        memory = self._arenas.view(held, part)[first:]
+        headers = {
+            "Content-Length": str(len(memory)),
+            "Content-Range": f"bytes {first}-{part.size_bytes - 1}/{part.size_bytes}",
+            "Content-Type": "application/octet-stream",
+        }
+        async with asyncio.timeout(self._stall_s) as limit:
+            body = self._flow(memory, limit)
+            async with self._client.session.put(
+                self._client.url(to, path), data=body, headers=headers, allow_redirects=False
+            ) as response:
+                await self._received(to, response)
+
+    async def _flow(self, memory: memoryview, limit: asyncio.Timeout) -> AsyncIterator[memoryview]:
+        """:param limit: moved on whenever a piece went out."""
+        loop, size = asyncio.get_running_loop(), self._rate.chunk_bytes
+        for first in range(0, len(memory), size):
+            limit.reschedule(None)
+            await self._rate.take(min(size, len(memory) - first))
+            limit.reschedule(loop.time() + self._stall_s)
+            yield memory[first : first + size]
+        limit.reschedule(loop.time() + self._stall_s)
+
+    async def _received(self, to: Source, response: aiohttp.ClientResponse) -> dict[str, int]:
+        await _check(to, response, 200)
+        try:
+            return decode_record(await _body(response, _MOST_ANSWER_BYTES), Received, str(to)).received
+        except DamagedError as error:
+            raise PeerError(f"{to} sent what is no answer: {error}") from None
+
+
+async def _check(to: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
+    """:raises PeerError: it does not want it; in its words."""
+    if response.status == 408:
+        raise aiohttp.ClientPayloadError("it had to wait for bytes")
+    if response.status in (404, 405):
+        raise PeerError(f"{to} keeps no copies")
+    if response.status in (409, 507):
+        raise PeerError(f"{to} does not take the copy: {await _reason(response)}")
+    check_status(to, response.status, wanted)
+
+
+async def _reason(response: aiohttp.ClientResponse) -> str:
+    text = await _body(response, _MOST_REASON_BYTES)
+    return "".join(c if c.isprintable() else "?" for c in text.decode("utf-8", "replace"))
+
+
+async def _body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """What there is of it, cut off behind so many bytes."""
+    body = bytearray()
+    while len(body) < most_bytes and (chunk := await response.content.readany()):
+        body += chunk
+    return bytes(body[:most_bytes])
+
+
+def _device_of(directory: Path) -> int:
+    return int(directory.name.rpartition("-")[2])

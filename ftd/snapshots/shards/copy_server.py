@@ -1,0 +1,159 @@
+"""The part of a snapshot server that receives: other nodes' parts of snapshots, for
+``ftd.snapshots.shards.copies``.
+
+Requests come past the server's guard, with the cluster's token. Bodies go straight into the slot, at the
+speed at which they are read; who stalls or drips is cut off, and so is who sends more than it said.
+"""
+
+import asyncio
+import re
+
+import structlog
+from aiohttp import web
+
+from ftd.snapshots.shards.copies import Copies, Draft, Key, NoRoomError, RefusedError
+from ftd.snapshots.shards.protocol import Meter, Received
+from storage.errors import DamagedError
+from storage.manifest import Manifest, Part, decode_record, encode_record
+
+log = structlog.get_logger("ftd.node")
+
+MOST_RECEIVED = 8
+"""Streams at once."""
+MOST_OFFER_BYTES = 4 * 1024 * 1024
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
+_STEP = re.compile(r"\d{1,12}", re.ASCII)
+_DEVICE = re.compile(r"\d{1,4}", re.ASCII)
+_OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+class CopyServer:
+    """:param stall_s: a sender that sends next to nothing for so long is cut off."""
+
+    def __init__(self, copies: Copies, *, stall_s: float) -> None:
+        self._copies = copies
+        self._stall_s = stall_s
+        self._streams = 0
+
+    def add_to(self, app: web.Application) -> None:
+        place = "/v1/{job}/{step}/copies/{owner}/{device}"
+        app.router.add_put(place, self._offer)
+        app.router.add_post(place, self._commit)
+        app.router.add_put(f"{place}/{{part:.+}}", self._part)
+
+    async def _offer(self, request: web.Request) -> web.StreamResponse:
+        job, step, key = _named(request)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._stall_s):
+                while chunk := await request.content.readany():
+                    body += chunk
+                    if len(body) > MOST_OFFER_BYTES:
+                        raise web.HTTPRequestEntityTooLarge(MOST_OFFER_BYTES, len(body))
+            manifest = decode_record(bytes(body), Manifest, "the offer")
+        except (ConnectionError, web.RequestPayloadError, TimeoutError):
+            raise web.HTTPRequestTimeout(text="the offer did not come") from None
+        except DamagedError as error:
+            raise web.HTTPBadRequest(text=str(error)) from None
+        if (manifest.job_id, manifest.step) != (job, step):
+            raise web.HTTPBadRequest(text="the manifest is of another snapshot")
+        try:
+            received = await self._copies.offer(key, manifest)
+        except RefusedError as error:
+            raise _refusal(error) from None
+        return web.Response(body=encode_record(Received(received=received)))
+
+    async def _part(self, request: web.Request) -> web.StreamResponse:
+        job, step, key = _named(request)
+        try:
+            draft = self._copies.draft(key, job, step)
+        except RefusedError as error:
+            raise _refusal(error) from None
+        part = next((p for p in draft.manifest.parts if p.name == request.match_info["part"]), None)
+        if part is None:
+            raise web.HTTPNotFound(text="no such part was offered")
+        first, end = _range_of(request, part)
+        if self._streams >= MOST_RECEIVED:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
+        if first != draft.received[part.name]:
+            raise web.HTTPConflict(text=f"{draft.received[part.name]} bytes of {part.name} are here")
+        self._streams += 1
+        draft.turn += 1
+        try:
+            await self._receive(request, draft, part, end, draft.turn)
+        except (ConnectionError, web.RequestPayloadError):
+            raise web.HTTPBadRequest(text="the connection broke") from None  # Nobody reads that.
+        except TimeoutError:
+            log.warning("stalled_sender", peer=request.remote, path=request.path[:200])
+            if request.transport is not None:
+                request.transport.abort()
+            raise web.HTTPRequestTimeout(text="the bytes stopped coming") from None
+        finally:
+            self._streams -= 1
+        return web.Response(body=encode_record(Received(received=dict(draft.received))))
+
+    async def _receive(self, request: web.Request, draft: Draft, part: Part, end: int, turn: int) -> None:
+        """:raises TimeoutError: it stalls."""
+        window, meter = draft.window(part), Meter(self._stall_s)
+        while True:
+            async with asyncio.timeout(self._stall_s):
+                chunk = await request.content.readany()
+            if draft.turn != turn:
+                raise web.HTTPConflict(text="somebody else sends this copy now")
+            here = draft.received[part.name]
+            if not chunk:
+                if here != end:
+                    raise web.HTTPBadRequest(text=f"{here} bytes are here where {end} were to be")
+                return
+            if here + len(chunk) > end:
+                raise web.HTTPBadRequest(text="more bytes than were said")
+            window[here : here + len(chunk)] = chunk
+            draft.received[part.name] = here + len(chunk)
+            meter.note(len(chunk))
+
+    async def _commit(self, request: web.Request) -> web.StreamResponse:
+        job, step, key = _named(request)
+        try:
+            damaged = await self._copies.commit(key, job, step)
+        except RefusedError as error:
+            raise _refusal(error) from None
+        except OSError as error:
+            raise web.HTTPInsufficientStorage(text=f"its manifest cannot be written: {error}") from None
+        if damaged:
+            raise web.HTTPUnprocessableEntity(
+                text=f"{', '.join(damaged[:3])}: not the bytes that were offered"
+            )
+        return web.Response(status=204)
+
+
+def _named(request: web.Request) -> tuple[str, int, Key]:
+    """:raises web.HTTPException: 404: what is named cannot be."""
+    found = request.match_info
+    if not (
+        _STEP.fullmatch(found["step"])
+        and _DEVICE.fullmatch(found["device"])
+        and _OWNER.fullmatch(found["owner"])
+    ):
+        raise web.HTTPNotFound(text="no such copy")
+    return found["job"], int(found["step"]), (found["owner"], int(found["device"]))
+
+
+def _refusal(error: RefusedError) -> web.HTTPException:
+    kind = web.HTTPInsufficientStorage if isinstance(error, NoRoomError) else web.HTTPConflict
+    return kind(text=str(error))
+
+
+def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
+    """First byte and the one behind the last.
+
+    :raises web.HTTPException: 411, 400, 416: the length is missing, a lie, or not within the part.
+    """
+    match = _RANGE.fullmatch(request.headers.get("Content-Range", ""))
+    first, last, size = (int(match[1]), int(match[2]), int(match[3])) if match else (1, 0, 0)
+    if not first <= last < size or size != part.size_bytes:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{part.size_bytes}"})
+    if request.content_length is None:
+        raise web.HTTPLengthRequired
+    if request.content_length != last + 1 - first:
+        raise web.HTTPBadRequest(text=f"{request.content_length} bytes are no bytes {first} to {last}")
+    return first, last + 1

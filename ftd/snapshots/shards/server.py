@@ -1,0 +1,222 @@
+"""The snapshot server of a node: other nodes read from its arenas what it kept (design §7), and send copies.
+
+aiohttp, streaming straight from the arena's memory. Untrusted input: nothing of a request is looked at
+before its token was compared (in constant time), jobs are looked up in a listing and parts in a manifest,
+never joined to a path; streams, connections and headers are bounded; who does not read, or does not ask,
+is cut off. A snapshot that is released in the middle of a stream does no harm: the reader's digest tells.
+"""
+
+import asyncio
+import hmac
+import re
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterable
+
+import structlog
+from aiohttp import web
+
+from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.copies import Copies
+from ftd.snapshots.shards.copy_server import CopyServer
+from ftd.snapshots.shards.protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest, Rate
+from ftd.transport.complaints import Complaints
+from ftd.transport.doorway import Doorway, close
+from storage.manifest import Part, digest_of, encode_record
+
+log = structlog.get_logger("ftd.node")
+
+MOST_STREAMS = 16
+MOST_CONNECTIONS = 256
+STALL_S = 20.0
+"""A reader that takes nothing for so long is cut off."""
+GREETING_S = 10.0
+"""A connection that made no valid request for so long is closed."""
+_HEADER_BYTES = 4096
+_LINGER_S = 1.0
+"""So long the rest of a refused body is read, so that its sender reads why."""
+_VERIFIED_S = 2.0
+"""So long what was read and found sound is not read again: all nodes ask at the same time."""
+_RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
+_STEP = re.compile(r"\d{1,12}", re.ASCII)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class ShardServer:
+    """``await start()``, then ``port``; ``await close()``.
+
+    :param port: 0 takes a free one.
+    :param rate_bytes_s: of all streams together that it sends.
+    :param copies: where there are none, none are taken.
+    :param tls: with this node's certificate; ``None``: plain HTTP.
+    :param routes: answered, too, to those who have the token.
+    """
+
+    def __init__(
+        self,
+        arenas: Arenas,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        rate_bytes_s: float | None = None,
+        most_streams: int = MOST_STREAMS,
+        stall_s: float = STALL_S,
+        greeting_s: float = GREETING_S,
+        copies: Copies | None = None,
+        tls: ssl.SSLContext | None = None,
+        routes: Iterable[web.RouteDef] = (),
+    ) -> None:
+        self._arenas = arenas
+        self._copies = None if copies is None else CopyServer(copies, stall_s=stall_s)
+        self._authorization = f"Bearer {token}".encode()
+        self._tls = tls
+        self._host = host
+        self._port = port
+        self.rate = Rate(rate_bytes_s)
+        self._most_streams = most_streams
+        self._stall_s = stall_s
+        self._greeting_s = greeting_s
+        self._routes = tuple(routes)
+        self._streams = 0
+        self._verifying = asyncio.Lock()
+        self._verified: tuple[float, tuple[Held, ...], tuple[str, ...]] = (0.0, (), ())
+        self._complaints = Complaints(log, "unauthorised")
+
+    @property
+    def unauthorised(self) -> int:
+        """Requests without the token, or with a wrong one."""
+        return self._complaints.count
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    async def start(self) -> None:
+        """:raises OSError: the address cannot be bound."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_routes(self._routes)
+        app.router.add_get("/v1/{job}/{step}", self._manifest, allow_head=False)
+        app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
+        if self._copies is not None:
+            self._copies.add_to(app)
+        self._doorway = Doorway(
+            app,
+            self._complaints,
+            most_connections=MOST_CONNECTIONS,
+            header_bytes=_HEADER_BYTES,
+            patience_s=self._greeting_s,
+            part_with=close,
+            # With TLS a connection is one only when both sides are content; until then it is a stranger.
+            strangers_count=True,
+            lingering_time=_LINGER_S,
+        )
+        limit = self._greeting_s if self._tls is not None else None
+        await self._doorway.open(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
+        self._port = self._doorway.port
+
+    async def close(self) -> None:
+        """Streams that are under way are cut."""
+        await self._doorway.close()
+
+    # --- who is let in ---------------------------------------------------------------------------
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._authorization):
+            self._complaints.note(peer=request.remote, path=request.path[:200])
+            return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
+        self._doorway.let_in(request.protocol)
+        return await handler(request)
+
+    # --- what is asked for -----------------------------------------------------------------------
+
+    def _held(self, request: web.Request) -> tuple[Held, ...]:
+        """:raises web.HTTPException: 404, the same for what is malformed and what is not there."""
+        job, step = request.match_info["job"], request.match_info["step"]
+        held = self._arenas.find(job, int(step)) if _STEP.fullmatch(step) else ()
+        if not held:
+            raise web.HTTPNotFound(text="no such snapshot here")
+        return held
+
+    async def _manifest(self, request: web.Request) -> web.StreamResponse:
+        held = self._held(request)
+        async with self._verifying:
+            at, verified, damaged = self._verified
+            # What was found damaged may have been repaired since.
+            if verified != held or damaged or time.monotonic() - at > _VERIFIED_S:
+                damaged = await asyncio.to_thread(self._arenas.damaged, held)
+                self._verified = time.monotonic(), held, damaged
+        answer = NodeManifest(manifests=tuple(one.manifest for one in held), damaged=damaged)
+        return web.Response(body=encode_record(answer), content_type="application/octet-stream")
+
+    async def _part(self, request: web.Request) -> web.StreamResponse:
+        held, part = self._find_part(request)
+        first, end = _range_of(request, part)
+        if self._streams >= self._most_streams:
+            raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
+        self._streams += 1
+        try:
+            memory = self._arenas.view(held, part)[first:end]
+            headers = {
+                "Content-Type": "application/octet-stream",
+                "Content-Length": str(end - first),
+                "Content-Range": f"bytes {first}-{end - 1}/{part.size_bytes}",
+            }
+            if WANT_DIGEST_HEADER in request.headers:
+                headers[DIGEST_HEADER] = await asyncio.to_thread(digest_of, memory)
+                # Now that it is made: were these still the snapshot's bytes?
+                if self._find_part(request) != (held, part):
+                    raise web.HTTPNotFound(text="the snapshot was released")
+            status = 206 if "Range" in request.headers else 200
+            response = web.StreamResponse(status=status, headers=headers)
+            await self._stream(request, response, memory)
+            return response
+        finally:
+            self._streams -= 1
+
+    def _find_part(self, request: web.Request) -> tuple[Held, Part]:
+        """:raises web.HTTPException: 404 where it is not there, 412 where it is another snapshot's."""
+        name, wanted = request.match_info["part"], request.headers.get("If-Match")
+        # A copy of another generation may have a part of the same name as one's own.
+        found = [
+            (held, part) for held in self._held(request) for part in held.manifest.parts if part.name == name
+        ]
+        if not found:
+            raise web.HTTPNotFound(text="no such part in this snapshot")
+        for held, part in found:
+            if wanted in (None, f'"{part.digest}"'):
+                return held, part
+        raise web.HTTPPreconditionFailed(text="this step's snapshot is another one by now")
+
+    async def _stream(self, request: web.Request, response: web.StreamResponse, memory: memoryview) -> None:
+        size = self.rate.chunk_bytes
+        await response.prepare(request)
+        try:
+            for first in range(0, len(memory), size):
+                await self.rate.take(min(size, len(memory) - first))
+                async with asyncio.timeout(self._stall_s):
+                    await response.write(memory[first : first + size])
+            async with asyncio.timeout(self._stall_s):
+                await response.write_eof()
+        except TimeoutError:
+            log.warning("stalled_reader", peer=request.remote, path=request.path[:200])
+            if request.transport is not None:
+                request.transport.abort()
+
+
+def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
+    """First byte and the one behind the last.
+
+    :raises web.HTTPException: 416: not one range, or none within the part.
+    """
+    asked = request.headers.get("Range")
+    if asked is None:
+        return 0, part.size_bytes
+    match = _RANGE.fullmatch(asked)
+    first, last = (int(match[1]), int(match[2])) if match else (1, 0)
+    if not first <= last < part.size_bytes:
+        raise web.HTTPRequestRangeNotSatisfiable(headers={"Content-Range": f"bytes */{part.size_bytes}"})
+    return first, last + 1

@@ -1,0 +1,1 @@
+"""MQTT, the messages that travel on it, and the clients and servers that use it."""

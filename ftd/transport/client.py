@@ -1,0 +1,212 @@
+"""Talks to a running cluster: requests, the public state, the event stream. For commands and scripts.
+
+::
+
+    async with ClusterClient(address) as cluster:
+        answer = await cluster.request(StopRequest(**cluster.envelope(), job="gpt"))
+"""
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self
+
+from ftd.errors import RequestRefused, Unreachable, WireError
+from ftd.transport.address import ClusterAddress
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.public import (
+    Answer,
+    ChaosRequest,
+    EventMessage,
+    HistoryRequest,
+    NodeStateMessage,
+    Request,
+    SubmitRequest,
+    TraceRequest,
+    decode_json,
+    encode_json,
+)
+from ftd.transport.wire.repeats import Repeats
+from ftd.transport.wire.topics import Topics
+
+CONNECT_S = 3.0
+ANSWER_S = 5.0
+SOLVER_ANSWER_S = 60.0
+"""Time for the answer to a job that wants a solver: the coordinator imports and tries it first."""
+
+
+class ClusterClient:
+    """A connection to one cluster's broker; see the module."""
+
+    def __init__(
+        self,
+        address: ClusterAddress,
+        *,
+        listen: bool = False,
+        on_state: Callable[[dict[str, Any]], None] | None = None,
+        on_node: Callable[[str, str], None] | None = None,
+        on_broker: Callable[[bool], None] | None = None,
+    ) -> None:
+        """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state,
+        ``on_node`` every node's name and state as the node says it, ``on_broker`` whether the broker is
+        there, when that changes."""
+        self.topics = Topics(cluster=address.cluster)
+        self.client_id = f"client-{secrets.token_hex(6)}"
+        self._answers: dict[str, asyncio.Future[Answer]] = {}
+        self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._repeats = Repeats()
+        self._on_state, self._on_node = on_state, on_node
+        own = [self.topics.reply(self.client_id), self.topics.cluster_state]
+        self._session = MqttSession(
+            address.broker,
+            client_id=self.client_id,
+            subscriptions=[
+                *own,
+                *([self.topics.events] if listen else []),
+                *([self.topics.node_state()] if on_node is not None else []),
+            ],
+            on_message=self._on_message,
+            on_connected=lambda: on_broker(True) if on_broker is not None else None,
+            on_lost=lambda: on_broker(False) if on_broker is not None else None,
+        )
+        self._address = address
+
+    async def __aenter__(self) -> Self:
+        """:raises Unreachable: the broker does not answer."""
+        self._task = asyncio.create_task(self._session.run())
+        try:
+            await self._session.wait_connected(CONNECT_S)
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def envelope(self) -> dict[str, str]:
+        """The fields that every request begins with."""
+        return {"request": secrets.token_hex(8), "reply": self.client_id}
+
+    async def request(
+        self,
+        request: Request | ChaosRequest | TraceRequest,
+        *,
+        topic: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Answer:
+        """Send a request (to the coordinator, or to ``topic``) and wait for its answer.
+
+        It is sent again every second: it is served once, whatever is lost or doubled.
+
+        :param timeout_s: ``None``: as long as the answer to such a request may take.
+
+        :raises RequestRefused: the answer is no.
+        :raises Unreachable: nobody answers.
+        """
+        if timeout_s is None:
+            solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
+            timeout_s = SOLVER_ANSWER_S if solver else ANSWER_S
+        payload = encode_json(request)
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[request.request] = answer
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            while not answer.done():
+                left_s = deadline - asyncio.get_running_loop().time()
+                if left_s <= 0:
+                    raise Unreachable(self._nobody(topic))
+                self._session.publish(topic or self.topics.request, payload)
+                await asyncio.wait([answer], timeout=min(1.0, left_s))
+        finally:
+            del self._answers[request.request]
+        found = answer.result()
+        if not found.accepted:
+            raise RequestRefused(found.detail)
+        return found
+
+    async def state(self, timeout_s: float = 1.0) -> dict[str, Any]:
+        """The retained public state. :raises Unreachable: there is none."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)
+        except TimeoutError:
+            raise Unreachable(self._nobody(None)) from None
+
+    async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
+        """Events (or steps) of the journal, oldest first: all of them, or the ``newest`` so many.
+
+        :raises Unreachable: no coordinator answers.
+        """
+        found: list[dict[str, Any]] = []
+        after = 0
+        while True:
+            envelope = self.envelope()
+            request = HistoryRequest(
+                request=envelope["request"],
+                reply=envelope["reply"],
+                what="steps" if what == "steps" else "events",
+                after=after,
+                limit=newest or 1000,
+                newest=newest is not None,
+            )
+            data = (await self.request(request)).data or {}
+            rows = data.get(what, [])
+            found += rows
+            if not rows or newest is not None:
+                return found
+            after = int(data["last"])
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Events as they are published, each once, from the connection on; needs ``listen``."""
+        while True:
+            yield await self._events.get()
+
+    async def announce(self, event: EventMessage, timeout_s: float = 1.0) -> None:
+        """Publish an event and wait for the broker's acknowledgement, or for ``timeout_s``."""
+        self.publish(self.topics.events, encode_event(event))
+        await self._session.flush(timeout_s)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        """Any payload on any topic; kept for the next connection while there is none."""
+        self._session.publish(topic, payload, keep=True)
+
+    def _nobody(self, topic: str | None) -> str:
+        broker, cluster = self._address.broker, self._address.cluster
+        state = self._state.result() if self._state.done() else {}
+        where = f"at {broker.url} for cluster {cluster!r}"
+        may = f", and may {broker.username} write there (ftd acl)" if broker.username else ""
+        if topic:
+            return f"nobody answers on {topic} {where} (is the node up{may}?)"
+        if state.get("phase") == "UNREACHABLE":
+            return f"no coordinator answers {where}: {state.get('reason') or 'it is gone'}"
+        if leader := state.get("leader"):
+            asked = self.topics.request
+            return f"{leader} leads {where}, and answers nothing on {asked} (is it busy{may}?)"
+        return f"no coordinator answers {where} (is it running, and is the cluster's name right?)"
+
+    def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        try:
+            if topic == self.topics.cluster_state:
+                state = decode_json(payload, dict[str, Any])
+                if self._state.done():
+                    self._state = asyncio.get_running_loop().create_future()
+                self._state.set_result(state)
+                if self._on_state is not None:
+                    self._on_state(state)
+            elif self._on_node is not None and topic.endswith("/state"):
+                said: NodeStateMessage = decode_json(payload, NodeStateMessage)
+                self._on_node(said.node, said.state)
+            elif topic == self.topics.events:
+                event: EventMessage = decode_json(payload, EventMessage)  # Garbage is not handed on.
+                if self._repeats.is_new(event.id):
+                    self._events.put_nowait(decode_json(payload, dict[str, Any]))
+            else:
+                answer = decode_json(payload, Answer)
+                waiting = self._answers.get(answer.request)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        except WireError:
+            return  # Anybody may publish garbage; it is no answer of ours.

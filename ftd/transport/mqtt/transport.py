@@ -1,0 +1,24 @@
+"""The broker of a cluster, as the coordinator's sessions reach it in production."""
+
+import hashlib
+from functools import partial
+
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.session import MqttSession
+
+
+class MqttTransport:
+    """Opens sessions at an MQTT broker (``ftd.coordinator.ports.Transport``)."""
+
+    def __init__(self, broker: BrokerAddress, cluster: str) -> None:
+        self.session = partial(MqttSession, broker)
+        self.leader_client_id = leader_client_id(cluster, broker)
+
+
+def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
+    """Return the leader's client id. A client that connects with it ends the leader's session, so where the broker
+    has a password nobody without it can guess the id."""
+    if not broker.password:
+        return f"ftd-{cluster}-coordinator"
+    known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()
+    return f"ftd-{cluster}-coordinator-{known[:16]}"

@@ -1,0 +1,86 @@
+"""TLS towards a broker: whom to believe, and what to say when that does not work out."""
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from ftd.config.secrets import require_private
+from ftd.errors import ConfigurationError
+from ftd.transport.address import Tls
+
+
+def tls_context(tls: Tls) -> ssl.SSLContext:
+    """For a client: TLS 1.2 or newer, certificate and host name checked.
+
+    :raises ConfigurationError: a file is missing, unreadable, or not what it should be.
+    """
+    try:
+        context = ssl.create_default_context(cafile=str(tls.ca_file) if tls.ca_file else None)
+    except (OSError, ssl.SSLError) as error:
+        raise unusable(tls.ca_file, "broker.ca_file", error) from None
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    if tls.cert_file is not None and tls.key_file is not None:
+        require_private(tls.key_file, "broker.key_file")
+        try:
+            context.load_cert_chain(tls.cert_file, tls.key_file, password=no_password)
+        except (OSError, ssl.SSLError) as error:
+            raise unusable(tls.cert_file, "broker.cert_file", error) from None
+    return context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFields:
+    """What remedies speak of."""
+
+    name: str = "broker.url"
+    """Says which name is expected."""
+    ca: str = "broker.ca_file"
+    whose: str = "the broker's certificate"
+
+
+BROKER = TlsFields()
+
+
+def explained(error: BaseException, fields: TlsFields = BROKER) -> str:
+    """Why no connection came about, with the remedy where there is a likely one."""
+    match _origin(error):
+        case ssl.SSLCertVerificationError(verify_message=message):
+            return f"its certificate is refused: {message}{_remedy(message, fields)}"
+        case ssl.SSLError(reason=reason):
+            return f"no TLS connection: {(reason or str(error)).replace('_', ' ').lower()}"
+        case _:
+            return str(error) or type(error).__name__
+
+
+def _origin(error: BaseException) -> BaseException:
+    """TLS's own complaint, where a library made another error of it."""
+    inner: BaseException | None = error
+    while inner is not None:
+        if isinstance(inner, ssl.SSLError):
+            return inner
+        inner = inner.__cause__ or inner.__context__
+    return error
+
+
+def _remedy(message: str, fields: TlsFields) -> str:
+    if "expired" in message:
+        return f" (renew {fields.whose}; or is this host's clock wrong?)"
+    if "not yet valid" in message:
+        return " (is this host's clock wrong?)"
+    if "ismatch" in message:
+        return f" (use the name that the certificate is for in {fields.name}, or a certificate for this name)"
+    if "self-signed" in message or "local issuer" in message:
+        return f" (name the certificate of its authority in {fields.ca})"
+    return ""
+
+
+def no_password() -> str:
+    """Instead of asking on the terminal, for which a daemon would wait for ever."""
+    raise ssl.SSLError("the key is encrypted with a passphrase; take one without")
+
+
+def unusable(path: Path | None, field: str, error: Exception) -> ConfigurationError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return ConfigurationError(
+        f"{path} cannot be used: {reason}", field=field, remedy="a PEM file that this user may read"
+    )

@@ -1,0 +1,309 @@
+"""The JSON that outside tools read and write: states, events, requests, answers, chaos.
+
+These Structs are the contract. Readers ignore fields that they do not know, so that a field can be added
+without a new ``schema``; requests refuse them, because a request that is half understood is dangerous.
+"""
+
+import secrets
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import msgspec
+
+from ftd.errors import WireError
+from ftd.transport.wire.catalogue import Severity, severity_of
+from ftd.transport.wire.codec import check_size
+from planner.values import ActivationCheckpointing, WithinNode
+from statemachine.effects import EmitEvent
+from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, NodeState, WandbPolicy
+
+SCHEMA = 1
+
+
+def timestamp(*, ago_s: float = 0.0) -> str:
+    """Now, or so long ago: ISO-8601 in UTC with milliseconds."""
+    at = datetime.now(UTC) - timedelta(seconds=ago_s)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """Retained on ``node/<node>/state``; with state OFFLINE it is the node's last will."""
+
+    node: str
+    incarnation: int
+    state: NodeState
+    generation: int
+    step: int
+    reason: str
+    at: str
+    devices: int
+    host: str
+    graceful: bool = False
+    """OFFLINE on purpose: the node said goodbye, nothing broke."""
+    schema: int = SCHEMA
+
+
+class CoordinatorSaid(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the cluster's state, what coordinators look for in each: a thousand nodes take longer to read."""
+
+    phase: Any = None
+    coordinator: Any = None
+    graceful: Any = None
+
+
+class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """One fact on ``events``; ``monotonic`` is this host's CLOCK_MONOTONIC in seconds."""
+
+    event: str
+    node: str | None
+    generation: int | None
+    step: int | None
+    reason: str
+    at: str
+    monotonic: float
+    cause: str
+    details: dict[str, Any]
+    source: str = ""
+    """``coordinator`` for the coordinator's own; nodes speak for themselves in ``node``."""
+    id: str = ""
+    """Of this event alone: QoS 1 may bring it twice. Empty in what a version without it wrote."""
+    severity: Severity = "info"
+    """As the event's name has it (``ftd.transport.wire.catalogue``)."""
+    schema: int = SCHEMA
+
+
+class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``planner.values.Policy``; ``devices_per_node`` None: what the cluster's nodes have."""
+
+    global_batch: int
+    microbatch_rows: int
+    devices_per_node: int | None = None
+    tolerate: int = 1
+    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    objective: Literal["iteration", "paper"] = "iteration"
+    split: Literal["any", "aligned"] = "any"
+    batch_objective: Literal["minmax", "variance"] = "minmax"
+    batch_solver: Literal["exact", "pyomo"] = "exact"
+    activation_checkpointing: ActivationCheckpointing = "none"
+    device_memory_bytes: int | None = None
+    within_node: WithinNode = "replicate"
+
+
+class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.messages.values.SnapshotPolicy``."""
+
+    every_steps: int | Literal["auto"] = 0
+    protection: str = "aec"
+    cheap_share: float = 0.01
+
+
+class CheckpointData(CheckpointPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.messages.values.CheckpointPolicy``."""
+
+
+class WandbData(WandbPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.messages.values.WandbPolicy``."""
+
+
+class MlflowData(MlflowPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.messages.values.MlflowPolicy``."""
+
+
+class LoggingData(LoggingPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``statemachine.messages.values.LoggingPolicy``."""
+
+    wandb: WandbData | None = None
+    mlflow: MlflowData | None = None
+
+
+class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as submitted; ``training`` is statemachine.messages.trainer.TrainingData."""
+
+    name: str
+    steps: int
+    policy: PolicyData
+    training: dict[str, Any]
+    horizon_s: float | None = None
+    """Expected time to the next failure; None: the coordinator learns it from the job's failures."""
+    snapshot: SnapshotData = SnapshotData()
+    checkpoint: CheckpointData = CheckpointData()
+    logging: LoggingData = LoggingData()
+    profile: dict[str, Any] | None = None
+    """``planner.values.ModelProfile``; None: a node measures the layers."""
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="do"):
+    """Base of all requests. ``request`` is chosen by the client: the same id is served once."""
+
+    request: str
+    reply: str
+    """Client id; the answer comes on ``reply/<client id>``."""
+    schema: int = SCHEMA
+
+
+class SubmitRequest(Request, frozen=True, kw_only=True, tag="submit"):
+    job: JobData
+
+
+class StopRequest(Request, frozen=True, kw_only=True, tag="stop"):
+    job: str
+    """Id or name."""
+
+
+class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
+    node: str
+
+
+class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
+    """What is named changes, from the next step on."""
+
+    now: bool = False
+    """One behind the step in flight."""
+    every_steps: int | Literal["auto"] | None = None
+    """0: none for now."""
+    protection: str | None = None
+    """A scheme of ``storage.codes``, or auto."""
+
+
+class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
+    """Answered with the public state in ``data``, also when the retained one is not there yet."""
+
+
+class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
+    """A page of the journal: events (all but steps) or committed steps, oldest first.
+
+    ``after`` is the ``last`` of the page before. ``newest`` starts so that the page is the end.
+    """
+
+    what: Literal["events", "steps"] = "events"
+    after: int = 0
+    limit: int = 200
+    newest: bool = False
+
+
+AnyRequest = SubmitRequest | StopRequest | DrainRequest | SnapshotRequest | StatusRequest | HistoryRequest
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """On ``reply/<client id>``; ``detail`` is a sentence, ``data`` what was asked for."""
+
+    request: str
+    accepted: bool
+    detail: str
+    data: dict[str, Any] | None = None
+    schema: int = SCHEMA
+
+
+class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """To ``chaos/<node>``: a fault on demand, obeyed only where the node's configuration allows it."""
+
+    request: str
+    reply: str
+    do: Literal[
+        "kill",
+        "term",
+        "stop",
+        "hang",
+        "raise",
+        "slow",
+        "flip",
+        "disconnect",
+        "lossy",
+        "fill_memory",
+        "fill_disk",
+    ]
+    target: Literal["node", "trainer"] = "node"
+    device: int | None = None
+    """One trainer; left out, all trainers of the node."""
+    for_s: float | None = None
+    factor: float | None = None
+    """``slow``: computing takes so many times as long; 1 ends it."""
+    size_mib: int | None = None
+    """``fill_memory``, ``fill_disk``: take at most so much."""
+    drop: float | None = None
+    duplicate: float | None = None
+    """``lossy``: probabilities, for each message between this node and the coordinator."""
+    late_s: float | None = None
+    """``lossy``: each message comes up to so much later."""
+    seed: int = 0
+    """``lossy``: what is drawn from it."""
+    only_check: bool = False
+    """Do nothing; answer whether this node could and would."""
+    schema: int = SCHEMA
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """To ``trace/<node>``: what one trainer does in some steps; ``data`` of the answer is ``TraceData``."""
+
+    request: str
+    reply: str
+    device: int = 0
+    first_step: int = 0
+    """From this step on, or from the next where it is over."""
+    steps: int = 5
+    within_s: float = 60.0
+    """When they have taken longer, the answer is no."""
+    schema: int = SCHEMA
+
+
+class TraceData(msgspec.Struct, frozen=True, kw_only=True):
+    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.watch.tracing``)."""
+
+    node: str
+    device: int
+    rank: int
+    generation: int
+    dropped: int
+    spans: list[tuple[str, int, int, int, int]]
+
+
+_ENCODER = msgspec.json.Encoder()
+_DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def encode_json(value: Any) -> bytes:
+    """A Struct or plain data as JSON (a number that is not finite becomes null)."""
+    return _ENCODER.encode(value)
+
+
+def decode_json(payload: bytes, into: Any) -> Any:
+    """``payload`` as ``into`` (a Struct, a union of tagged Structs, or ``dict``).
+
+    :raises WireError: oversized or malformed; names the field.
+    """
+    check_size(payload)
+    decoder = _DECODERS.get(into)
+    if decoder is None:
+        decoder = _DECODERS[into] = msgspec.json.Decoder(into)
+    try:
+        return decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"malformed JSON message: {error}") from None
+
+
+def new_event_id() -> str:
+    """Unique in the world, as far as 64 random bits go."""
+    return f"e-{secrets.token_hex(8)}"
+
+
+def event_message(
+    effect: EmitEvent, *, monotonic: float, held_back: int = 0, source: str = ""
+) -> EventMessage:
+    """The envelope of an ``EmitEvent``; ``held_back`` similar ones were not published (``EventGate``)."""
+    details = dict(effect.details)
+    if held_back:
+        details["held_back"] = held_back
+    return EventMessage(
+        event=effect.name,
+        node=effect.node,
+        generation=effect.generation,
+        step=effect.step,
+        reason=effect.reason,
+        at=timestamp(),
+        monotonic=monotonic,
+        cause=effect.cause,
+        details=details,
+        source=source,
+        id=new_event_id(),
+        severity=severity_of(effect.name),
+    )
