@@ -1,6 +1,7 @@
 # make demo   sets everything up and runs the main job
 # make test   sets everything up and runs checks and tests
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
+# make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
 # make docs   writes the pages and schemas that are made of the code
 PYTHON ?= python3
 VENV   := .venv
@@ -9,7 +10,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test gpu-test check docs setup mosquitto promtool chromium clean
+.PHONY: demo test gpu-test mutants check docs setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -50,6 +51,9 @@ gpu-test: setup mosquitto
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU that torch can use")'
 	$(BIN)/pytest -n 0 tests/gpu
 	FTD_TEST_DEVICE=cuda $(BIN)/pytest -n 1 tests/e2e
+
+mutants: setup
+	$(BIN)/python -m tools.mutants --json mutants.json
 
 clean:
 	rm -rf $(VENV)
