@@ -22,7 +22,6 @@ import importlib
 import inspect
 import json
 import os
-import pickle
 import resource
 import sys
 import tempfile
@@ -363,11 +362,11 @@ class _Lines:
 
 def _remember_plans() -> None:
     """Let the planner, which no mutant changes, answer a question that it has answered before from memory."""
-    plan, answers = Planner.plan, dict[bytes, Plan]()
+    plan, answers = Planner.plan, dict[str, Plan]()
 
     @functools.wraps(plan)
     def remembered(planner: Planner, situation: Situation) -> Plan:
-        question = pickle.dumps((planner.profile, planner.policy, situation))
+        question = repr((planner.profile, planner.policy, situation))
         if question not in answers:
             answers[question] = plan(planner, situation)
         return answers[question]
