@@ -12,6 +12,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parent.parent
 FTD = Path(sys.executable).parent / "ftd"
 
+LIMIT_S = 1800.0
 Fault = dict[str, Any]
 """One ``[[fault]]`` of a chaos scenario."""
 Report = dict[str, Any]
@@ -30,8 +31,6 @@ def run_local(
     nodes: int,
     steps: int,
     faults: list[Fault],
-    broker: str = "mosquitto",
-    limit_s: float = 1800.0,
 ) -> Report:
     """Run a job with ``ftd local`` to its end and return its report.
 
@@ -43,7 +42,7 @@ def run_local(
         report = Path(directory) / "report.json"
         command = [
             str(FTD), "local", str(job), "--nodes", str(nodes), "--steps", str(steps),
-            "--broker", broker, "--report", str(report), "--no-view",
+            "--broker", "mosquitto", "--report", str(report), "--no-view",
         ]  # fmt: skip
         if faults:
             command += ["--chaos", str(scenario)]
@@ -52,11 +51,11 @@ def run_local(
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         ) as process:  # fmt: skip
             try:
-                printed, _ = process.communicate(timeout=limit_s)
+                printed, _ = process.communicate(timeout=LIMIT_S)
             except subprocess.TimeoutExpired:
                 process.send_signal(signal.SIGINT)
                 printed, _ = process.communicate(timeout=60)
-                raise RuntimeError(f"no end after {limit_s} s:\n{printed[-3000:]}") from None
+                raise RuntimeError(f"no end after {LIMIT_S} s:\n{printed[-3000:]}") from None
             except BaseException:
                 process.send_signal(signal.SIGINT)  # An interrupted benchmark leaves no cluster behind.
                 raise

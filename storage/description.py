@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from storage.errors import DamagedError
-from storage.manifest import digest_of
+from storage.layerstate import decode_versioned
+from storage.manifest import checked_body, with_digest
 
 DESCRIPTION_FORMAT = 1
 MAX_FILES_BYTES = 60 * 1024 * 1024
@@ -45,23 +46,13 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 def encode_description(description: ModelDescription) -> bytes:
     """Return a line with the digest of what follows, and msgpack."""
-    body = msgspec.msgpack.encode(description)
-    return digest_of(body).encode() + b"\n" + body
+    return with_digest(msgspec.msgpack.encode(description))
 
 
 def decode_description(data: Any, where: str) -> ModelDescription:
     """:param where: names it in the error. :raises DamagedError: it is not what was encoded."""
-    digest, newline, body = bytes(data).partition(b"\n")
-    if not newline or digest != digest_of(body).encode():
-        raise DamagedError(f"{where} was cut short or changed: its digest does not match")
-    try:
-        description = msgspec.msgpack.decode(body, type=ModelDescription)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{where} is no description of a model: {error}") from None
-    if description.format != DESCRIPTION_FORMAT:
-        raise DamagedError(
-            f"{where} is of format {description.format}; this version reads {DESCRIPTION_FORMAT}"
-        )
+    body = checked_body(bytes(data), where)
+    description = decode_versioned(body, ModelDescription, where, DESCRIPTION_FORMAT)
     for name in (*description.files, *description.adapter_files):
         if not is_file_name(name):
             raise DamagedError(f"{where} names a file {name!r}")

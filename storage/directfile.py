@@ -61,6 +61,15 @@ def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
             _spare.append(buffers)
 
 
+def sync_directory(path: Path) -> None:
+    """Have the disk know the names in a directory. :raises OSError: it does not."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _buffers() -> Buffers:
     """Two, of whole pages, as such writes want them."""
     try:

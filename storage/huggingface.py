@@ -19,9 +19,16 @@ from typing import Any
 
 from storage.checkpoint import Checkpoint
 from storage.description import ModelDescription
+from storage.directfile import sync_directory, write_synced
 from storage.errors import StorageError
-from storage.numeric import FLOATING
-from storage.safetensors_file import Exported, FileTensor, LayerReader, model_tensors, write_safetensors
+from storage.safetensors_file import (
+    FLOATING,
+    Exported,
+    FileTensor,
+    LayerReader,
+    model_tensors,
+    write_safetensors,
+)
 
 CONFIG = "config.json"
 MAX_SHARD_BYTES = 5_000_000_000
@@ -119,9 +126,10 @@ def _write(
         if len(shards) > 1:
             total = {"total_size": sum(tensor.size_bytes for tensor in tensors)}
             index = json.dumps({"metadata": total, "weight_map": weight_map}, indent=2, sort_keys=True)
-            _write_file(draft / f"{stem}.safetensors.index.json", index.encode() + b"\n")
+            write_synced(draft / f"{stem}.safetensors.index.json", [memoryview(index.encode() + b"\n")])
         for name, data in files.items():
-            _write_file(draft / name, _with_dtype(data, tensors) if name == CONFIG else data)
+            content = _with_dtype(data, tensors) if name == CONFIG else data
+            write_synced(draft / name, [memoryview(content)])
     return Exported(tensors=len(tensors), size_bytes=size_bytes)
 
 
@@ -163,13 +171,6 @@ def _name_dtype(config: dict[str, Any], dtype: str) -> None:
             _name_dtype(part, dtype)
 
 
-def _write_file(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 @contextlib.contextmanager
 def appearing(directory: Path) -> Iterator[Path]:
     """Give a directory to write to, which becomes ``directory`` at once when the block ends well.
@@ -185,8 +186,4 @@ def appearing(directory: Path) -> Iterator[Path]:
         draft.rename(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    descriptor = os.open(directory.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(directory.parent)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import DamagedError
-from storage.layerstate import ALIGNMENT_BYTES, Header, decode_header
+from storage.layerstate import ALIGNMENT_BYTES, Header, decode_header, decode_versioned
 
 FORMAT = 1
 Bytes = NDArray[np.uint8]
@@ -98,12 +98,7 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "GroupImage":
         """:raises DamagedError: it is none, or contradicts itself."""
-        try:
-            image = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DamagedError(f"the small part of a group is malformed: {error}") from None
-        if image.format != FORMAT:
-            raise DamagedError(f"a group of format {image.format}; this version reads {FORMAT}")
+        image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         end = 0
         for layer in image.layers:
             if layer.offset != end or layer.size_bytes < 0:

@@ -2,11 +2,14 @@
 
 ``runtime.layers.state`` packs a layer into a header, msgpack of ``Header``, and a payload, the tensors one
 after the other. Whoever stores or exports layers reads the header here, and need not know torch.
+
+Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.zero.parts``). What it sends of
+it is a header, msgpack of ``PartHeader``, and a payload, as for whole layers.
 """
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import xxhash
@@ -14,6 +17,7 @@ import xxhash
 from storage.errors import DamagedError
 
 HEADER_FORMAT = 1
+PART_FORMAT = 1
 ALIGNMENT_BYTES = 16
 """Each tensor begins at a multiple of this."""
 
@@ -32,6 +36,14 @@ DTYPE_BYTES = {
     "complex128": 16,
 }
 """Every type that travels, by torch's name without its prefix, and the size of one element."""
+
+
+class _Versioned(Protocol):
+    @property
+    def format(self) -> int: ...
+
+
+Decoded = TypeVar("Decoded", bound=_Versioned)
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,19 +73,55 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of the payload."""
 
 
+class PartEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``size_bytes`` bytes of the payload from ``offset``: elements of one flattened tensor, in order."""
+
+    name: str
+    """Canonical name of the parameter or buffer."""
+    role: Literal["parameter", "buffer", "optimizer"]
+    key: str
+    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
+    dtype: str
+    start: int
+    """The first element."""
+    count: int | None
+    """``None``: one number for the whole parameter (``step`` of Adam)."""
+    offset: int
+    size_bytes: int
+
+
+class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    format: int = PART_FORMAT
+    layer: int
+    entries: tuple[PartEntry, ...]
+    scalars: dict[str, dict[str, int | float | bool | str | None]]
+    """The optimizer's state of each parameter that is no tensor."""
+    schedule: dict[str, Any] | None
+    """Options of the parameter groups and the learning-rate schedule, for who has nothing yet."""
+    size_bytes: int
+    """Of the payload."""
+
+
+def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, version: int) -> Decoded:
+    """Return a struct with the field ``format`` out of its msgpack. :param what: names it in the error.
+
+    :raises DamagedError: it is malformed, or of another format than ``version``.
+    """
+    try:
+        found = msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedError(f"{what} is malformed: {error}") from None
+    if found.format != version:
+        raise DamagedError(f"{what} is of format {found.format}; this version reads {version}")
+    return found
+
+
 def decode_header(data: bytes, layer: int, payload_bytes: int) -> Header:
     """The header of ``layer``, whose payload has so many bytes; every entry lies within them.
 
     :raises DamagedError: it is not one.
     """
-    try:
-        header = msgspec.msgpack.decode(data, type=Header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"the header of layer {layer} is malformed: {error}") from None
-    if header.format != HEADER_FORMAT:
-        raise DamagedError(
-            f"the header of layer {layer} is of format {header.format}; this version reads {HEADER_FORMAT}"
-        )
+    header = decode_versioned(data, Header, f"the header of layer {layer}", HEADER_FORMAT)
     if (header.layer, header.size_bytes) != (layer, payload_bytes):
         raise DamagedError(
             f"a header of layer {header.layer} with {header.size_bytes} bytes stands where layer {layer} "

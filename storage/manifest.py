@@ -169,8 +169,23 @@ def digest_of(data: Any) -> str:
 
 def encode_record(record: msgspec.Struct) -> bytes:
     """The two lines."""
-    body = msgspec.json.encode(record)
+    return with_digest(msgspec.json.encode(record))
+
+
+def with_digest(body: bytes) -> bytes:
+    """Return a line with the digest of ``body``, and ``body``."""
     return digest_of(body).encode() + b"\n" + body
+
+
+def checked_body(data: bytes, where: str) -> bytes:
+    """Return what ``with_digest`` got. :param where: names it in the error.
+
+    :raises DamagedError: it was cut short or changed.
+    """
+    digest, newline, body = data.partition(b"\n")
+    if not newline or digest != digest_of(body).encode():
+        raise DamagedError(f"{where} was cut short or changed: its digest does not match")
+    return body
 
 
 def record_digest(record: msgspec.Struct) -> str:
@@ -180,9 +195,7 @@ def record_digest(record: msgspec.Struct) -> str:
 
 def decode_record(data: bytes, kind: type[T], where: str) -> T:
     """:raises DamagedError: not what ``encode_record`` made. :param where: names it in the error."""
-    digest, newline, body = data.partition(b"\n")
-    if not newline or digest != digest_of(body).encode():
-        raise DamagedError(f"{where} was cut short or changed: its digest does not match")
+    body = checked_body(data, where)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

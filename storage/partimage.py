@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import DamagedError
-from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
+from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header, decode_versioned
 
 FORMAT = 2
 Bytes = NDArray[np.uint8]
@@ -109,12 +109,7 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "ShardedImage":
         """:raises DamagedError: it is none, or contradicts itself."""
-        try:
-            image = msgspec.msgpack.decode(data, type=cls)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DamagedError(f"the small part of a group is malformed: {error}") from None
-        if image.format != FORMAT:
-            raise DamagedError(f"parts of format {image.format}; this version reads {FORMAT}")
+        image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         numbers = [layer.layer for layer in image.layers]
         ends = {False: 0, True: 0}
         for held in image.held:

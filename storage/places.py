@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from storage.directfile import write_synced
+from storage.directfile import sync_directory, write_synced
 from storage.errors import PlaceError, PlaceFullError, StorageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -132,7 +132,7 @@ class LocalPlace:
     def publish(self, draft: str, final: str) -> None:
         target, old = self.root / final, self.root / f".{final}.replaced"
         with self._told("written"):
-            _sync_directory(self.root / draft)
+            sync_directory(self.root / draft)
             if target.exists():
                 shutil.rmtree(old, ignore_errors=True)
                 target.rename(old)
@@ -141,7 +141,7 @@ class LocalPlace:
             except OSError:
                 self._settle(old)
                 raise
-            _sync_directory(self.root)
+            sync_directory(self.root)
         shutil.rmtree(old, ignore_errors=True)
 
     def abandon(self, draft: str, attempt: str) -> None:
@@ -188,14 +188,6 @@ def _place_error(url: str, done: str, error: OSError) -> PlaceError:
     if error.errno in _GONE:
         return PlaceError(f"{what}: it is not there, or not there any more{path}")
     return PlaceError(f"{what}: {error.strerror or error}{path}")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class RemotePlace:

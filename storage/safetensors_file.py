@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
 from storage.layerstate import DTYPE_BYTES, Entry
-from storage.numeric import FLOATING, converted
 
 _NAMES = {
     "float64": "F64",
@@ -34,6 +34,7 @@ _NAMES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+FLOATING = ("float64", "float32", "float16", "bfloat16")
 _ALIGNMENT_BYTES = 8
 _PIECE_BYTES = 16 * 1024 * 1024
 """Converted and written at a time; a multiple of every element's size."""
@@ -168,3 +169,34 @@ def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes
     body = msgspec.json.encode(said)
     body += b" " * (-len(body) % _ALIGNMENT_BYTES)
     return len(body).to_bytes(8, "little") + body
+
+
+def converted(data: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint8]:
+    """Return the numbers of type ``source`` in ``data`` as numbers of type ``target``, both as bytes.
+
+    They are rounded as torch does: to nearest, ties to even.
+
+    :param source: one of ``FLOATING``, as ``target`` is. Where both are the same, ``data`` itself returns.
+    """
+    if source == target:
+        return data
+    # The bytes of an entry need not lie at a multiple of its element's size once it was cut out of a payload.
+    whole = np.ascontiguousarray(data)
+    values: NDArray[Any] = _widened(whole.view(np.uint16)) if source == "bfloat16" else whole.view(source)
+    if target == "bfloat16":
+        return _bfloat16(values).view(np.uint8)
+    with np.errstate(over="ignore", invalid="ignore"):  # As torch: what is too large becomes infinite.
+        return values.astype(target).view(np.uint8)
+
+
+def _widened(halves: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def _bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        bits = values.astype(np.float32).view(np.uint32)
+    rounded = bits + (((bits >> 16) & 1) + 0x7FFF)  # An overflow of NaNs is put right below.
+    halves = (rounded >> 16).astype(np.uint16)
+    halves[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0
+    return halves

@@ -12,11 +12,11 @@ be numbers. docs/checkpoints.md has the function that loads it.
 """
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 from storage.checkpoint import Checkpoint
+from storage.directfile import write_synced
 from storage.huggingface import appearing
 from storage.safetensors_file import Exported, FileTensor, LayerReader, model_tensors, write_safetensors
 
@@ -56,8 +56,6 @@ def export_torch(checkpoint: Checkpoint, directory: Path) -> Exported:
         size_bytes = write_safetensors(draft / "model.safetensors", model, reader, {"format": "pt"})
         states = list(optimizer.values())
         size_bytes += write_safetensors(draft / "optimizer.safetensors", states, reader, {"format": "pt"})
-        with (draft / "training.json").open("w") as file:
-            file.write(json.dumps(training, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        content = json.dumps(training, indent=2).encode() + b"\n"
+        write_synced(draft / "training.json", [memoryview(content)])
     return Exported(tensors=len(model) + len(optimizer), size_bytes=size_bytes)

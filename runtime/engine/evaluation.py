@@ -20,7 +20,6 @@ from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageMicrobatches, StageTotals
 from runtime.engine.schedule import AwaitSent, Forward, ReceiveActivation, SendActivation, forward_only
 from runtime.groups.communicator import Communicator
-from runtime.layers.activations import flatten, shape_of
 from runtime.layers.model import Model
 from runtime.layers.world import Seat, seat_of
 from runtime.watch.pace import Pace
@@ -93,8 +92,9 @@ class EvaluationExecutor:
                 case ReceiveActivation(microbatch=microbatch):
                     inputs[microbatch] = self._links.receive()
                 case Forward(microbatch=microbatch):
-                    outputs[microbatch] = self._forward(
-                        microbatch, microbatches, inputs.pop(microbatch, ()), totals
+                    received = inputs.pop(microbatch, ())
+                    outputs[microbatch] = microbatches.forward(
+                        microbatch, received, totals, self._stopwatch, train=False
                     )
                 case SendActivation(microbatch=microbatch):
                     self._links.send_activation(microbatch, outputs.pop(microbatch))
@@ -104,31 +104,6 @@ class EvaluationExecutor:
             if own is not None and not own.rows:
                 self._model.attend(seat.first_layer, seat.end_layer)
         return totals
-
-    def _forward(
-        self,
-        microbatch: int,
-        microbatches: StageMicrobatches,
-        received: tuple[Tensor, ...],
-        totals: StageTotals,
-    ) -> tuple[Tensor, ...]:
-        """Return what is to be sent on; the last stage adds to ``totals``."""
-        model, seat = self._model, microbatches.seat(microbatch)
-        microbatches.load(microbatch)
-        with self._pace.trace.span("forward", microbatch), self._stopwatch.computing(microbatch):
-            output = microbatches.run(microbatch, received, train=False)
-            sent: tuple[Tensor, ...] = ()
-            if seat.is_last:
-                batch = microbatches.batch(microbatch)
-                with torch.no_grad():
-                    loss, weight = model.loss(output, batch, seat.rows, microbatches.on_host(microbatch))
-                if seat.speaks:
-                    totals.add(loss, weight, model.metrics(output, batch, seat.rows))
-            else:
-                sent = flatten(output)
-                model.learn_shape(seat.end_layer - 1, microbatches.signature(microbatch), shape_of(output))
-        microbatches.release(microbatch)
-        return sent
 
     def _own(self, batch: int, microbatch: int) -> Seat:
         seat = self._seat(batch, microbatch)

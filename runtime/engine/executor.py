@@ -23,7 +23,6 @@ from runtime.engine.schedule import (
     one_f_one_b,
 )
 from runtime.groups.communicator import Communicator
-from runtime.layers.activations import flatten, shape_of
 from runtime.layers.model import Model
 from runtime.layers.world import Seat
 from runtime.watch.pace import Pace
@@ -116,23 +115,11 @@ class StageExecutor:
         return self._stopwatch.microbatch_ms()
 
     def _forward(self, microbatch: int) -> None:
-        seat, model, microbatches = self._seat, self._model, self._microbatches
         received = self._inputs.get(microbatch, ())
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point())
-        microbatches.load(microbatch)
-        with self._pace.trace.span("forward", microbatch), self._stopwatch.computing(microbatch):
-            output = microbatches.run(microbatch, received)
-            if seat.is_last:
-                batch = microbatches.batch(microbatch)
-                total, weight = model.loss(output, batch, seat.rows, microbatches.on_host(microbatch))
-                if seat.speaks:
-                    self._totals.add(total, weight, model.metrics(output, batch, seat.rows))
-                self._outputs[microbatch] = (total * self._scale,)
-            else:
-                self._outputs[microbatch] = flatten(output)
-                model.learn_shape(seat.end_layer - 1, microbatches.signature(microbatch), shape_of(output))
-        microbatches.release(microbatch)
+        outputs = self._microbatches.forward(microbatch, received, self._totals, self._stopwatch)
+        self._outputs[microbatch] = (outputs[0] * self._scale,) if self._seat.is_last else outputs
 
     def _backward(self, microbatch: int) -> None:
         if microbatch == self._last:

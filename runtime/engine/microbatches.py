@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from runtime.data.batches import Batch, signature, slice_rows, to_device
-from runtime.layers.activations import Activation
+from runtime.layers.activations import Activation, flatten, shape_of
 from runtime.layers.model import Model
 from runtime.layers.world import Seat
 from runtime.watch.pace import Pace
+from runtime.watch.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
@@ -108,6 +109,38 @@ class StageMicrobatches:
         row = (seat.first_microbatch + microbatch) * self._rows + seat.first_row
         layers = seat.first_layer, seat.end_layer
         return model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
+
+    def forward(
+        self,
+        microbatch: int,
+        received: tuple[Tensor, ...],
+        totals: StageTotals,
+        stopwatch: Stopwatch,
+        *,
+        train: bool = True,
+    ) -> tuple[Tensor, ...]:
+        """Load a microbatch, and run and time the stage's layers on this rank's rows of it.
+
+        :param received: what the previous stage sent; empty on the first stage.
+        :param totals: the last stage adds what it computed.
+        :returns: what is to be sent to the next stage; the last stage's sum of losses.
+        """
+        seat, model = self.seat(microbatch), self._model
+        self.load(microbatch)
+        with self._pace.trace.span("forward", microbatch), stopwatch.computing(microbatch):
+            output = self.run(microbatch, received, train=train)
+            if seat.is_last:
+                batch = self.batch(microbatch)
+                with torch.set_grad_enabled(train):
+                    total, weight = model.loss(output, batch, seat.rows, self.on_host(microbatch))
+                if seat.speaks:
+                    totals.add(total, weight, model.metrics(output, batch, seat.rows))
+                outputs: tuple[Tensor, ...] = (total,)
+            else:
+                outputs = flatten(output)
+                model.learn_shape(seat.end_layer - 1, self.signature(microbatch), shape_of(output))
+        self.release(microbatch)
+        return outputs
 
     def release(self, microbatch: int) -> None:
         """Let go of a microbatch that is not needed any more."""

@@ -5,7 +5,7 @@ No default group, no global state: a communicator belongs to one generation and 
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
@@ -59,8 +59,8 @@ class Pending:
 
     __slots__ = ("done", "error")
 
-    def __init__(self) -> None:
-        self.done = False
+    def __init__(self, *, done: bool = False) -> None:
+        self.done = done
         self.error: BaseException | None = None
 
     def arrived(self) -> bool:
@@ -180,6 +180,21 @@ class Communicator(ABC):
             pending.done = True
             self._condition.notify_all()
 
+    def _start_forming(self, form: Callable[[], None]) -> Pending:
+        """Run ``form`` on a thread that an abort leaves behind."""
+        pending = Pending()
+
+        def run() -> None:
+            try:
+                form()
+            except Exception as error:  # Of any kind: the main thread waits for this one.
+                self._finish(pending, error)
+            else:
+                self._finish(pending, None)
+
+        threading.Thread(target=run, name="communication-form", daemon=True).start()
+        return pending
+
     def __enter__(self) -> Self:
         return self
 
@@ -205,9 +220,7 @@ class SoloCommunicator(Communicator):
         raise ValueError("a world of one rank has no peer")
 
     def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
-        pending = Pending()
-        pending.done = True
-        return pending
+        return Pending(done=True)
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
         raise ValueError("a world of one rank has nobody to gather from")

@@ -10,6 +10,7 @@ holds the buffers and the group until then, so neither may be used again: take f
 import threading
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -110,26 +111,15 @@ class GlooCommunicator(Communicator):
     def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
         formed: dict[Members, Group] = {}
-        forming = [self._start_forming(members, formed) for members in wanted]
+
+        def form(members: Members) -> None:
+            formed[members] = self._form_group(members)
+
+        forming = [self._start_forming(partial(form, members)) for members in wanted]
         for pending in forming:
             self.wait(pending)
         self._groups = formed
         self._close_stores()
-
-    def _start_forming(self, members: Members, formed: dict[Members, Group]) -> Pending:
-        pending = Pending()
-
-        def run() -> None:
-            try:
-                group = self._form_group(members)
-            except (RuntimeError, OSError) as error:
-                self._finish(pending, error)
-            else:
-                formed[members] = group
-                self._finish(pending, None)
-
-        threading.Thread(target=run, name="communication-form", daemon=True).start()
-        return pending
 
     def _form_group(self, members: Members) -> Group:
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
@@ -158,9 +148,7 @@ class GlooCommunicator(Communicator):
 
     def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
         if len(members) == 1:
-            pending = Pending()
-            pending.done = True
-            return pending
+            return Pending(done=True)
         return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:

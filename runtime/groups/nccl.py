@@ -86,17 +86,7 @@ class NcclCommunicator(Communicator):
     def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
         """NCCL forms its communicators at the first operation, on the thread that asks for it, where no abort
         reaches. A first all-reduce and a first send do it here, on a thread that an abort leaves behind."""
-        forming = Pending()
-
-        def run() -> None:
-            try:
-                self._form(groups, talks)
-            except Exception as error:  # Of any kind: the main thread waits for this one.
-                self._finish(forming, error)
-            else:
-                self._finish(forming, None)
-
-        threading.Thread(target=run, name="communication-form", daemon=True).start()
+        forming = self._start_forming(lambda: self._form(groups, talks))
         try:
             super().wait(forming)
         except PeerLost:
@@ -169,9 +159,7 @@ class NcclCommunicator(Communicator):
     def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
         self.check()
         if len(members) == 1:
-            pending = Pending()
-            pending.done = True
-            return pending
+            return Pending(done=True)
         return self._issue(self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:

@@ -3,28 +3,178 @@
 What is the same on all ranks (DDP) is kept by the hosts together: each its segment and its parity, made from
 its own memory without network traffic. What is a rank's own is copied to buddy hosts by their keepers. Both
 withstand the same losses. Without a keeper on each host everything stays as it is without protection.
+
+``restorable`` says which snapshots of a run can be restored from what is left in the memory of some hosts, and from
+whom. ``Keeper`` is this host's, as a script sees it: HTTP over a unix socket, without asyncio.
 """
 
+import http.client
 import logging
+import os
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
-from runtime.script.catalogue import Restorable, code_of, losses_of, restorable
-from runtime.script.keeper import Keeper, KeeperError
 from runtime.script.plain_state import SnapshotError
 from runtime.script.ranks import Ranks, place_number
 from runtime.script.saved import NOTHING, mapped
 from runtime.script.tensor_image import Bytes
-from runtime.wire.keeper_protocol import Facts, Held, Key, Layout, Run, Wanted
-from storage.codes import make_code
+from runtime.wire.keeper_protocol import SOCKET, Brought, Facts, Held, Key, Layout, Run, Wanted
+from storage.codes import make_code, parse_scheme, recipe
 from storage.manifest import Manifest
 from storage.shards import ShardLayout
 
 log = logging.getLogger("ftd.snapshotter")
+T = TypeVar("T")
+
+SOCKET_VARIABLE = "FTD_KEEPER"
+ASK_S = 10.0
+"""For what a keeper knows, or may have to ask its peers."""
+BRING_S = 1800.0
+"""For many gigabytes over a slow network."""
+
+
+def code_of(protection: str) -> str:
+    """The scheme of ``storage.codes`` for what a script asks for: ``buddy`` is a copy on the next host."""
+    return "+".join("arc:1" if part.strip() == "buddy" else part.strip() for part in protection.split("+"))
+
+
+def losses_of(scheme: str) -> int:
+    """Hosts that may be lost, where there are enough of them.
+
+    :raises ValueError: no protection of a script's snapshots.
+    """
+    parts = parse_scheme(scheme, ("none", "aec", "aec2"))
+    return sum({"none": 0, "arc": count, "aec": 1, "aec2": 2}[name] for name, count in parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restorable:
+    """A snapshot that all ranks can have."""
+
+    key: Key
+    layout: Layout
+    """Of some rank's: what they have in common counts."""
+    own: dict[int, tuple[str, ...]]
+    """Rank of then → who has what is its own."""
+    shards: dict[int, str]
+    """Owner → who has its shard."""
+
+    def source_of(self, rank: int) -> int:
+        """The rank of then whose own part a rank of now takes: its own, while there was one."""
+        return rank % self.layout.ranks
+
+
+def restorable(held: Sequence[Held], ranks: int) -> tuple[list[Restorable], list[tuple[Key, str]]]:
+    """What ``ranks`` ranks can restore, the newest first; and what they cannot, with the reason."""
+    by_key: dict[Key, list[Held]] = {}
+    for one in held:
+        by_key.setdefault(one.key, []).append(one)
+    found: list[Restorable] = []
+    refused: list[tuple[Key, str]] = []
+    for key in sorted(by_key, reverse=True):
+        made = _looked_at(key, by_key[key], ranks)
+        if isinstance(made, Restorable):
+            found.append(made)
+        else:
+            refused.append((key, made))
+    return found, refused
+
+
+def other_ranks(written: int, ranks: int) -> str:
+    """Why what so many ranks kept is not restored on another number."""
+    return (
+        f"it is of {written} ranks, and there are {ranks}: what each rank kept for itself is not cut anew; "
+        f"start with {written} ranks again. Another number can go on where DDP's ranks of several hosts were "
+        "protected (protection=), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
+    )
+
+
+def _looked_at(key: Key, held: Sequence[Held], ranks: int) -> Restorable | str:
+    layout = held[0].layout
+    common = _common(layout)
+    if any(_common(one.layout) != common for one in held):
+        return "its parts do not fit together"
+    if layout.ranks != ranks and not layout.shared_bytes:
+        return other_ranks(layout.ranks, ranks)
+    own: dict[int, tuple[str, ...]] = {}
+    for one in held:
+        own[one.layout.rank] = (*own.get(one.layout.rank, ()), one.address)
+    shards = {one.layout.owner: one.address for one in held if one.layout.owner >= 0 and not one.copy}
+    missing = sorted({rank % layout.ranks for rank in range(ranks)} - set(own))
+    if missing:
+        return f"what was rank {', '.join(map(str, missing[:5]))}'s own is lost"
+    if layout.shared_bytes:
+        lost = frozenset(range(layout.owners)) - set(shards)
+        if recipe(make_code(layout.scheme, layout.owners), lost) is None:
+            return (
+                f"the shards of {len(lost)} of {layout.owners} hosts are lost: too many for {layout.scheme}"
+            )
+    return Restorable(key=key, layout=layout, own=own, shards=shards)
+
+
+def _common(layout: Layout) -> tuple[int, int, str, int]:
+    return layout.ranks, layout.shared_bytes, layout.scheme, layout.owners
+
+
+class KeeperError(SnapshotError):
+    """It is not there, or could not do what it was asked."""
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class Keeper:
+    """:param path: of its socket; ``$FTD_KEEPER``, else where a keeper of this user has it by default."""
+
+    def __init__(self, path: str | Path | None, default: Path) -> None:
+        self.path = Path(path or os.environ.get(SOCKET_VARIABLE) or default / SOCKET)
+
+    def facts(self) -> Facts:
+        return self._ask("GET", "/v1/facts", None, Facts)
+
+    def held(self, job: str) -> tuple[Held, ...]:
+        return self._ask("GET", f"/v1/held/{job}", None, tuple[Held, ...])
+
+    def begin(self, run: Run) -> None:
+        self._ask("POST", "/v1/begin", run, dict[str, str])
+
+    def bring(self, wanted: Wanted) -> Brought:
+        return self._ask("POST", "/v1/bring", wanted, Brought, timeout_s=BRING_S)
+
+    def remove(self, job: str) -> None:
+        self._ask("POST", f"/v1/remove/{job}", None, dict[str, str])
+
+    def _ask(self, method: str, path: str, body: Any, kind: type[T], *, timeout_s: float = ASK_S) -> T:
+        """:raises KeeperError: it is not there, or could not do it."""
+        connection = _UnixConnection(self.path, timeout_s)
+        try:
+            connection.request(method, path, None if body is None else msgspec.json.encode(body))
+            response = connection.getresponse()
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise KeeperError(f"no keeper answers at {self.path}: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+        if response.status != http.HTTPStatus.OK:
+            raise KeeperError(data.decode(errors="replace")[:500] or f"the keeper answered {response.status}")
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise KeeperError(f"the keeper at {self.path} is of another version: {error}") from None
 
 
 class _Presence(msgspec.Struct, frozen=True, kw_only=True):

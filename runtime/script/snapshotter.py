@@ -23,14 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.script.catalogue import Restorable, other_ranks
 from runtime.script.contents import Contents
 from runtime.script.copier import HEADER, Copier, part_name
 from runtime.script.filling import Span, spans_of
-from runtime.script.keeper import KeeperError
 from runtime.script.place import Place, default_root, key_of
 from runtime.script.plain_state import SnapshotError
-from runtime.script.protection import Protection, layout_of
+from runtime.script.protection import KeeperError, Protection, Restorable, layout_of, other_ranks
 from runtime.script.ranks import Ranks
 from runtime.script.registered import Registered
 from runtime.script.saved import NOTHING, Prepared, Saved

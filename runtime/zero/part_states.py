@@ -20,8 +20,7 @@ from runtime.layers.state import DTYPES, StateError
 from runtime.zero.cells import Fractions
 from runtime.zero.parts import Move, Shape, Slice, Vector
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
-from storage.layerstate import ALIGNMENT_BYTES
-from storage.partstate import PART_FORMAT, PartEntry, PartHeader
+from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """What torch's optimizers keep once for a whole parameter; all else has its shape, be that ``()``."""

@@ -32,56 +32,25 @@ from runtime.watch.pace import Pace
 from runtime.zero.parts import Shape
 from runtime.zero.shards import StageShards, put_parameter
 
+Change = Callable[[Tensor], Tensor]
 
-class _Copied(torch.autograd.Function):
-    """The input of parts of a module; backward, the sum of its gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
-        ctx.parts = parts
-        return x.view_as(x)
+class _Exchange(torch.autograd.Function):
+    """What ``forth`` makes of a tensor; backward, what ``back`` makes of its gradient."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.summed(gradients[0]), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum of outputs of parts; backward, its gradient is that of each."""
+    def forward(ctx: Any, x: Tensor, forth: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return forth(x)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
-        return parts.summed(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(gradients[0]), None, None
 
 
-class _Gathered(torch.autograd.Function):
-    """The parts of an output, put together; backward, this device's part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
-        ctx.parts = parts
-        return parts.put_features_together(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.own_features(gradients[0]), None
-
-
-class _Split(torch.autograd.Function):
-    """This device's part of an input; backward, the parts of its gradient, put together."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: "StageTensorParts") -> Tensor:
-        ctx.parts = parts
-        return parts.own_features(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.parts.put_features_together(gradients[0]), None
+def _exchanged(x: Tensor, forth: Change, back: Change) -> Tensor:
+    found: Tensor = _Exchange.apply(x, forth, back)  # type: ignore[no-untyped-call]
+    return found
 
 
 class StageTensorParts(StageShards):
@@ -211,19 +180,17 @@ class StageTensorParts(StageShards):
         x = arguments[0]
         known = self._inputs.get(id(x))
         if known is None:
-            known = self._inputs[id(x)] = x, _Copied.apply(x, self)  # type: ignore[no-untyped-call]
+            known = self._inputs[id(x)] = x, _exchanged(x, _same, self.summed)
         return known[1], *arguments[1:]
 
     def _take_part(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _Split.apply(arguments[0], self), *arguments[1:]  # type: ignore[no-untyped-call]
+        return _exchanged(arguments[0], self.own_features, self.put_features_together), *arguments[1:]
 
     def _add_up(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        total: Tensor = _Summed.apply(output, self)  # type: ignore[no-untyped-call]
-        return total
+        return _exchanged(output, self.summed, _same)
 
     def _put_together(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        whole: Tensor = _Gathered.apply(output, self)  # type: ignore[no-untyped-call]
-        return whole
+        return _exchanged(output, self.put_features_together, self.own_features)
 
     # --- among the devices -------------------------------------------------------------------------
 
@@ -316,6 +283,10 @@ def _adds(bias: Any) -> Callable[..., Tensor]:
         return total
 
     return hook
+
+
+def _same(x: Tensor) -> Tensor:
+    return x.view_as(x)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

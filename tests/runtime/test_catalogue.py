@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from runtime.script.catalogue import code_of, losses_of, restorable
+from runtime.script.protection import code_of, losses_of, restorable
 from runtime.wire.keeper_protocol import Held, Layout, Run
 from storage.codes import make_code, recipe
 

@@ -22,7 +22,7 @@ from runtime.pretrained import load_into
 from runtime.training import Training
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
-from storage.numeric import FLOATING, converted
+from storage.safetensors_file import FLOATING, converted
 from tests.runtime.exporting import checkpoint_of
 from tests.runtime.small_models import MODELS, config_of, lasting, logits_of, model_of
 from tests.runtime.support import data_for

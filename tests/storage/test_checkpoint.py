@@ -296,7 +296,7 @@ def test_the_description_is_read_and_verified_and_older_formats_have_none(store:
     path.write_bytes(data)
     (problem,) = store.open().verify()
     assert "description.bin was cut short or changed" in problem
-    with pytest.raises(DamagedError, match="no description of a model"):
+    with pytest.raises(DamagedError, match="the description of the model is malformed"):
         store.write_description(store.begin(8), digest_of(b"x").encode() + b"\nx")
     store.abandon(store.begin(8))
     write(store, 9)

@@ -114,7 +114,7 @@ def with_layer(**changes: object) -> Change:
         (with_layer(buffers=bytes(32), size_bytes=16), "layer 1 has 32 bytes in common with its replicas"),
         (with_layer(header=b"\x01"), "header of layer 1 is malformed"),
         (lambda i: msgspec.structs.replace(i, bucket_bytes=5), "layers of 96 bytes in a bucket of 5"),
-        (lambda i: msgspec.structs.replace(i, format=9), "a group of format 9"),
+        (lambda i: msgspec.structs.replace(i, format=9), "a group is of format 9"),
     ],
 )
 def test_what_contradicts_itself_is_refused(change: Change, says: str) -> None:
