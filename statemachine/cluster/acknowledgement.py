@@ -12,12 +12,21 @@ from typing import Literal
 
 from statemachine.cluster.membership import inquire, prepare
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Group, Quiescing
 from statemachine.cluster.recovery import resume_command
 from statemachine.cluster.snapshots import persisting
-from statemachine.cluster.state import SUSPICION, SUSPICIOUS, Cluster
-from statemachine.messages.cluster import Acknowledgement, CancelPersist, Command, Heartbeat, Released, Snap
+from statemachine.cluster.state import SUSPICION, Cluster
+from statemachine.messages.cluster import (
+    Acknowledgement,
+    CancelPersist,
+    Command,
+    Heartbeat,
+    Released,
+    Resume,
+    Snap,
+)
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import ClusterPhase, NodeActivity
+from statemachine.messages.values import NodeActivity
 
 Lost = Literal["report", "Prepare", "Quiesce", "Resume", "Released", "Snap", "Persist", "CancelPersist"]
 """A report of the node, or the order that it lacks."""
@@ -86,33 +95,31 @@ def _lost(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement)
 
 
 def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    attempt, activity = c.attempt, said.activity
-    if attempt is None:
-        return None
-    if c.phase is ClusterPhase.QUIESCING:
-        if node.name not in attempt.expected or node.name in attempt.reports:
+    state, activity = c.state, said.activity
+    if isinstance(state, Quiescing):
+        if node.name not in state.expected or node.name in state.reports:
             return None
-        if generation < attempt.generation:
+        if generation < state.generation:
             return "Quiesce"
         return "report" if activity is not NodeActivity.QUIESCING else None
-    if not attempt.resume_sent or generation != attempt.generation or node.name not in attempt.members:
+    if not isinstance(state, Group) or generation != state.generation or node.name not in state.members:
         return None
     if activity is NodeActivity.QUIESCED:
         return "Resume"
     lost = activity is NodeActivity.PREPARED  # Its trainers are new ones, and TrainerLost was lost.
-    lost = lost or (activity in _RESUMED and node.name not in attempt.resumed)
-    lost = lost or (activity is NodeActivity.FINISHED and node.name not in attempt.finished)
+    lost = lost or (activity in _RESUMED and node.name not in state.resumed)
+    lost = lost or (activity is NodeActivity.FINISHED and node.name not in state.finished)
     lost = lost or said.restore_failed
-    lost = lost or (said.suspects_peer and c.phase in SUSPICIOUS and SUSPICION not in c.due)
+    lost = lost or (said.suspects_peer and SUSPICION not in c.due)
     return "report" if lost else None
 
 
 def _lost_of_snapshots(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    underway, writing, attempt = c.keeping.underway, c.persisting.writing, c.attempt
+    underway, writing, state = c.keeping.underway, c.persisting.writing, c.state
     if (
         underway is not None
-        and attempt is not None
-        and generation == attempt.generation == underway.generation
+        and isinstance(state, Group)
+        and generation == state.generation == underway.generation
     ):
         if node.name not in underway.completed and said.snapped and said.snapped == underway.step:
             return "report"
@@ -140,10 +147,12 @@ def _to_all(command: Callable[[Cluster], Command | None]) -> Callable[[Cluster, 
 
 
 def _quiesce(c: Cluster) -> Quiesce | None:
-    attempt = c.attempt
-    if attempt is None or c.phase is not ClusterPhase.QUIESCING:
-        return None
-    return Quiesce(generation=attempt.generation, mode=attempt.mode)
+    state = c.state
+    return Quiesce(generation=state.generation, mode=state.mode) if isinstance(state, Quiescing) else None
+
+
+def _resume(c: Cluster) -> Resume | None:
+    return resume_command(c, c.state) if isinstance(c.state, Group) else None
 
 
 def _snap(c: Cluster) -> Snap | None:
@@ -161,7 +170,7 @@ def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
 _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
     "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.asked]),
     "Quiesce": _to_all(_quiesce),
-    "Resume": _to_all(resume_command),
+    "Resume": _to_all(_resume),
     "Released": _to_all(lambda _: Released()),
     "Snap": _to_all(_snap),
     "Persist": _persist,

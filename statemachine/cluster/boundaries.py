@@ -1,25 +1,26 @@
 """Changes that wait for a step boundary: who comes and who goes, and how snapshots are protected."""
 
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Paused, Running
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.snapshots.buddies import lost_buddies, present_buddies
 from statemachine.cluster.snapshots.protections import overdue, wish_of
 from statemachine.cluster.state import JOIN, Cluster
 from statemachine.messages.cluster import Released
-from statemachine.messages.values import ClusterPhase
 
 
 def newcomers(c: Cluster) -> list[NodeMachine]:
     """Nodes that could take part but did not when the present generation was made."""
-    members = c.attempt.members if c.attempt is not None else set()
+    members = c.members
     return [node for node in c.alive() if node.ready and node.draining is None and node.name not in members]
 
 
 def leavers(c: Cluster) -> list[NodeMachine]:
     """Draining nodes, planned or a buddy, that this generation did not try to do without, or could by now."""
-    if c.phase is not ClusterPhase.RUNNING or c.attempt is None:
+    group = c.state
+    if not isinstance(group, Running):
         return []
-    planned = {*c.planned, *present_buddies(c).values()} - kept(c)
+    planned = {*group.planned, *group.resumption.buddies.values()} - kept(group)
     return [node for node in c.alive() if node.draining is not None and node.name in planned]
 
 
@@ -30,16 +31,16 @@ def want_join(c: Cluster) -> None:
 
 def join(c: Cluster) -> None:
     """The settle time of joins and drains is over."""
-    if c.phase not in (ClusterPhase.RUNNING, ClusterPhase.PAUSED):
+    if not isinstance(c.state, Running | Paused):
         return
     joining, leaving = newcomers(c), leavers(c)
     if not joining and not leaving:
         return
-    if c.phase is ClusterPhase.RUNNING and c.recovery is not None:
+    if isinstance(c.state, Running) and c.recovery is not None:
         # The recovery under way gets its first commit undisturbed; then it is its turn.
         c.set_timer(JOIN, c.timing.join_settle_s)
         return
-    paused = c.phase is ClusterPhase.PAUSED
+    paused = isinstance(c.state, Paused)
     names = [node.name for node in joining]
     if paused:
         note_cause(c, "resumed", names)
@@ -68,26 +69,24 @@ def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
     c.publish()
 
 
-def kept(c: Cluster) -> frozenset[str]:
+def kept(group: Running) -> frozenset[str]:
     """Nodes that wait for their release and that the plan under way cannot do without.
 
     Where they were kept for layers that nobody else had, its transfers may have brought these to others:
     then it can by now. Where layers are in parts, the plan does not tell who brings them to whom.
     """
-    attempt, resumption = c.attempt, c.resumption
-    if attempt is None or resumption is None or c.job is None:
-        return frozenset()
-    if not attempt.kept_for or resumption.held_parts:
-        return attempt.kept
+    resumption = group.resumption
+    if not group.kept_for or resumption.held_parts:
+        return group.kept
     elsewhere = {
         layer
         for pipeline in resumption.plan.pipelines
         for stage in pipeline.stages
-        if not {device.node for device in stage.devices} & attempt.kept
+        if not {device.node for device in stage.devices} & group.kept
         for layer in range(stage.first_layer, stage.end_layer)
     }
     everything = max(pipeline.stages[-1].end_layer for pipeline in resumption.plan.pipelines)
-    return attempt.kept if len(elsewhere) < everything else frozenset()
+    return group.kept if len(elsewhere) < everything else frozenset()
 
 
 def release_drained(c: Cluster) -> None:
@@ -100,39 +99,35 @@ def release_drained(c: Cluster) -> None:
             release(c, node)
 
 
-def release_idle(c: Cluster) -> None:
-    """A draining node outside the running plan holds nothing once a step of this generation committed."""
-    if c.recovery is None or c.recovery.committed_at is not None:
-        release_drained(c)
-
-
 def release(c: Cluster, node: NodeMachine) -> None:
     node.released = True
     node.asked = node.prepared = False
     if c.profiler == node.name:
         c.profiler, c.dirty = None, True  # Another one is to measure the job.
-    if c.attempt is not None:
-        c.attempt.members.discard(node.name)
+    c.members.discard(node.name)
     c.send(node, Released())
     c.persist()
     c.emit("NodeReleased", f"{node.name} holds nothing that the job needs", node=node.name)
     c.publish()
 
 
-# --- snapshots ------------------------------------------------------------------------------------
+# --- while the group trains -----------------------------------------------------------------------
 
 
-def change_protection(c: Cluster) -> None:
-    """Another one was asked for than the group under way was planned with: a boundary, and the same plan."""
-    if c.recovery is not None or JOIN in c.due or not overdue(c):
+def keep_up(c: Cluster, group: Running) -> None:
+    """Do what can be done without a new generation, or begin one at the next boundary."""
+    if c.recovery is None or c.recovery.committed_at is not None:
+        # A draining node outside the running plan holds nothing once a step of this generation committed.
+        release_drained(c)
+    want_join(c)
+    if c.recovery is not None:
         return
-    note_cause(c, "protection_changed", [])
-    reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
-
-
-def mend_buddies(c: Cluster) -> None:
-    """A node that keeps copies is gone: others must have one. Planned ones are missed before this."""
     lost = lost_buddies(c)
-    if lost and c.recovery is None:
+    if JOIN not in c.due and overdue(c, group):
+        # Another protection was asked for than this group was planned with: a boundary, and the same plan.
+        note_cause(c, "protection_changed", [])
+        reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
+    elif lost:
+        # Others must keep the copies that a lost node kept. Lost nodes of the plan are missed before this.
         note_cause(c, "node_lost", lost)
         reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")

@@ -3,20 +3,12 @@
 import hashlib
 from typing import Any
 
-from statemachine.cluster.boundaries import (
-    change_protection,
-    mend_buddies,
-    release,
-    release_drained,
-    release_idle,
-    set_draining,
-    want_join,
-)
+from statemachine.cluster.boundaries import keep_up, release, release_drained, set_draining, want_join
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.ledger import learn_evaluation, tell
 from statemachine.cluster.membership import healthy, misfit, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
-from statemachine.cluster.phases import PhaseEvent
+from statemachine.cluster.phases import Group, Over, Paused, PhaseEvent, Quiescing, Resuming, Running, Waiting
 from statemachine.cluster.recovery import follow_group, foresee, note_cause, reconfigure
 from statemachine.cluster.snapshots import exporting, orders, persisting
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
@@ -67,9 +59,9 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
         beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
         answer(c, event.request, False, f"{beyond}: give it more steps, or another url")
         return
-    c.enter(PhaseEvent.JOB_ACCEPTED)
-    c.job, c.outcome, c.lacking, c.last_failure = job, "", "", ""
-    c.profiled = c.profiler = c.attempt = c.resumption = c.recovery = None
+    c.enter(PhaseEvent.JOB_ACCEPTED, Waiting())
+    c.job, c.last_failure = job, ""
+    c.profiled = c.profiler = c.resumption = c.recovery = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
     c.keeping, c.lineage = Keeping(), 0
@@ -125,8 +117,8 @@ def drain(c: Cluster, event: DrainRequested) -> None:
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
     """The job is over, one way or another: the trainers end, the nodes stay."""
     assert c.job is not None, "only a job under way ends"
-    c.enter(event)
-    c.outcome = reason
+    ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
+    c.enter(event, Over(phase=ended, outcome=reason))
     persisting.ended(c)
     c.keeping.underway = None
     for node in c.nodes.values():
@@ -273,13 +265,11 @@ def maybe_start(c: Cluster) -> None:
 # --- the end -------------------------------------------------------------------------------------
 
 
-def maybe_finish(c: Cluster) -> None:
+def maybe_finish(c: Cluster, group: Running) -> None:
     """Every planned node finished, and the world was told of every step."""
-    attempt, job = c.attempt, c.job
-    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING:
-        return
-    planned = c.planned
-    if not c.ended:
+    job = c.job
+    assert job is not None, "a group trains"
+    if not group.ended:
         return
     if c.ledger.told < job.steps:
         known = c.ledger.known
@@ -290,8 +280,8 @@ def maybe_finish(c: Cluster) -> None:
     if orders.last_wanted(c) or exporting.last_export_wanted(c):
         return
     digests: dict[int, str] = {}
-    for name in planned:
-        for layer, digest in sorted(attempt.finished[name].digests.items()):
+    for name in group.planned:
+        for layer, digest in sorted(group.finished[name].digests.items()):
             if digests.setdefault(layer, digest) != digest:
                 c.emit(
                     "ReplicasDiverged",
@@ -313,42 +303,39 @@ def pursue(c: Cluster) -> None:
     if not c.active:
         release_drained(c)
         return
-    follow_group(c)
+    if isinstance(c.state, Resuming | Running):
+        follow_group(c, c.state)
     build(c)
     persisting.pursue(c)
     exporting.pursue(c)
-    match c.phase:
-        case ClusterPhase.WAITING:
+    match c.state:
+        case Waiting():
             problem = nobody_can_build(c)
             if problem is not None:
                 fail(c, problem)
                 return
             release_drained(c)
             maybe_start(c)
-        case ClusterPhase.RUNNING:
-            maybe_finish(c)
-            if c.phase is ClusterPhase.RUNNING:
-                release_idle(c)
-                want_join(c)
-                change_protection(c)
-            if c.phase is ClusterPhase.RUNNING:
-                mend_buddies(c)
-            if c.phase is ClusterPhase.RUNNING:
-                orders.pursue(c)
-        case ClusterPhase.PAUSED:
+        case Quiescing() as state:
+            foresee(c, state)
+        case Running() as group:
+            maybe_finish(c, group)
+            if c.state is group:
+                keep_up(c, group)
+            if c.state is group:
+                orders.pursue(c, group)
+        case Paused():
             want_join(c)
-        case ClusterPhase.QUIESCING:
-            foresee(c)
         case _:
             pass
 
 
 def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
-    attempt = c.attempt
-    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+    group = c.state
+    if not isinstance(group, Group) or signal.generation != group.generation:
         c.ignore("a Finished that nobody waits for", node.name)
         return
-    attempt.finished[node.name] = signal
+    group.finished[node.name] = signal
     node.step = max(node.step, signal.step)
     learn_evaluation(c, signal.step, signal.evaluation)
     tell(c)

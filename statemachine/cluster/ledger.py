@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Paused, Planning, Running
 from statemachine.cluster.state import STEPS, Cluster
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.events import StepsMissed
 from statemachine.messages.cluster import Heartbeat, Stepped, StepsWanted
-from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, Job, Vote
+from statemachine.messages.values import CommittedStep, Evaluation, Job, Vote
 
 
 def _is_news(c: Cluster, generation: int) -> bool:
@@ -23,7 +24,8 @@ def _is_news(c: Cluster, generation: int) -> bool:
     Not when a later generation was resumed since, and not between a decision and its Resume: the step to
     resume from is settled then, and what a dead rank did beyond it is being redone.
     """
-    settled = c.attempt is not None and c.attempt.decision is not None and not c.attempt.resume_sent
+    state = c.state
+    settled = isinstance(state, Planning) or (isinstance(state, Paused) and state.decided)
     return generation >= c.resumed_generation > 0 and not settled
 
 
@@ -215,7 +217,7 @@ def ask(c: Cluster) -> None:
         ledger.asked = (after or names)[0]
         c.send(c.nodes[ledger.asked], StepsWanted(first=ledger.told + 1, last=last))
         c.set_timer(STEPS, c.timing.steps_wanted_s)
-    elif ledger.pending and c.phase is ClusterPhase.RUNNING:
+    elif ledger.pending and isinstance(c.state, Running):
         c.ignore(f"nobody has the votes of steps {ledger.told + 1} to {last}")
         ledger.told = last
         tell(c)

@@ -14,6 +14,7 @@ from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_kept
 from statemachine.cluster.membership import forget, inquire_all, silent
+from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
 from statemachine.cluster.snapshots import exporting, persisting, snapshots
 from statemachine.cluster.snapshots import requests as snapshot_requests
 from statemachine.cluster.state import (
@@ -171,7 +172,7 @@ class ClusterMachine:
     @property
     def members(self) -> tuple[str, ...]:
         """Nodes whose reports counted in the present generation."""
-        return tuple(sorted(self._c.attempt.members)) if self._c.attempt is not None else ()
+        return tuple(sorted(self._c.members))
 
     @property
     def lineage(self) -> int:
@@ -287,12 +288,18 @@ class ClusterMachine:
             case "suspicion":
                 recovery.suspicion_overdue(c)
             case "give_up":
-                if c.phase is ClusterPhase.PAUSED and any(node.asked for node in c.alive()):
-                    c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
-                elif c.phase is ClusterPhase.PAUSED and not rollback.go_back(c):
-                    jobs.fail(c, c.lacking)
+                if isinstance(c.state, Paused):
+                    self._give_up(c.state)
             case _:  # "settle": pursue sees that the time is over
                 c.dirty = True
+
+    def _give_up(self, paused: Paused) -> None:
+        """Nobody came in time who may hold the state that is lacking."""
+        c = self._c
+        if any(node.asked for node in c.alive()):
+            c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
+        elif not rollback.go_back(c, paused):
+            jobs.fail(c, paused.reason)
 
     def _tick(self, late_s: float) -> None:
         """Look who is silent, and what has changed since the last tick. ``late_s``: how late this very tick is."""
@@ -330,16 +337,18 @@ class ClusterMachine:
         restored, c.restored = c.restored, False
         if restored:
             persisting.restarted(c)
-        attempt = c.attempt
-        if c.changing and attempt is not None and restored and not attempt.resume_sent:
-            # The reports that came before the crash are lost with it.
-            recovery.reconfigure(c, "the coordinator was restarted during a recovery", attempt.mode)
-        elif c.phase is ClusterPhase.QUIESCING:
-            c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
-        elif c.phase is ClusterPhase.RECOVERING and attempt is not None and attempt.resume_sent:
-            c.set_timer(RESUME, recovery.resume_limit_s(c))
-        elif c.phase is ClusterPhase.PAUSED and c.giving_up:
-            c.set_timer(GIVE_UP, c.timing.lost_state_s)
+        match c.state:
+            case Quiescing(mode=mode) if restored:
+                # The reports that came before the crash are lost with it.
+                recovery.reconfigure(c, "the coordinator was restarted during a recovery", mode)
+            case Quiescing():
+                c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
+            case Resuming() as group:
+                c.set_timer(RESUME, recovery.resume_limit_s(c, group))
+            case Paused(gives_up=True):
+                c.set_timer(GIVE_UP, c.timing.lost_state_s)
+            case _:
+                pass
         if c.keeping.underway is not None:
             c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
         if c.persisting.writing is not None:
@@ -360,30 +369,27 @@ class ClusterMachine:
         c = self._c
         first = not c.templates_ready
         jobs.templates_ready(c, event.job_id)
-        attempt = c.attempt
-        waiting = c.phase is ClusterPhase.RECOVERING and attempt is not None and not attempt.resume_sent
-        if first and c.templates_ready and waiting and attempt is not None and attempt.situation is not None:
-            recovery.ask_plan(c, attempt, with_draining=bool(attempt.kept))
+        if first and c.templates_ready and isinstance(c.state, Planning):
+            recovery.ask_plan(c, c.state, with_draining=bool(c.state.kept))
 
     def _plan_impossible(self, event: PlanImpossible) -> None:
         c = self._c
-        attempt = c.attempt
-        if (
-            attempt is None
-            or c.phase is not ClusterPhase.RECOVERING
-            or attempt.resume_sent
-            or event.generation != attempt.generation
-        ):
+        state = c.state
+        if not isinstance(state, Planning) or event.generation != state.generation:
             c.ignore("a plan of an older generation")
             return
-        lost = recovery.no_plan(c, attempt, event)
-        if lost is not None and not rollback.check(c, attempt, lost, event.lost_layers):
+        lost = recovery.no_plan(c, state, event)
+        if lost is not None and not rollback.check(c, state, lost, event.lost_layers):
             self._lost(rollback.wait_or_lose(c, lost))
 
     def _plan_ready(self, event: PlanReady) -> None:
-        c, attempt = self._c, self._c.attempt
-        if attempt is not None and attempt.restoring is not None and recovery.awaits_plan(c, event):
-            rollback.undo(c, attempt)
+        c, state = self._c, self._c.state
+        if (
+            isinstance(state, Planning)
+            and event.generation == state.generation
+            and state.restoring is not None
+        ):
+            rollback.undo(c, state)
         recovery.take_plan(c, event)
 
     def _fail(self, reason: str | None) -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from planner.values import Policy
 from statemachine.cluster.node import RETIRED_KEPT, NodeEvent, NodeMachine
+from statemachine.cluster.phases import Group, Paused, Planning, Quiescing, Running
 from statemachine.cluster.state import Cluster, counted
 from statemachine.effects import ForgetNode
 from statemachine.messages.cluster import (
@@ -37,7 +38,7 @@ from statemachine.messages.common import (
     Snapping,
     SnapshotFailed,
 )
-from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts, NodeState
+from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
 
 
 class Standing(StrEnum):
@@ -224,8 +225,8 @@ def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
         node.gone = True
     if c.profiler == node.name:
         c.profiler = None
-    if c.attempt is not None and node.name not in c.planned:
-        c.attempt.members.discard(node.name)
+    if node.name not in c.planned:
+        c.members.discard(node.name)
     for rejected in [one for one in c.rejected if one[0] == node.name]:
         del c.rejected[rejected]  # Its name is free. It may not have heard that it was not: so it is asked.
     c.dirty = True
@@ -292,8 +293,8 @@ def unhealthy(c: Cluster, node: NodeMachine) -> bool:
     node.asked = False
     if c.profiler == node.name:
         c.profiler = None
-    if c.attempt is not None and node.name not in c.planned:
-        c.attempt.members.discard(node.name)
+    if node.name not in c.planned:
+        c.members.discard(node.name)
     c.dirty = True
     return changed
 
@@ -360,11 +361,13 @@ def needed(c: Cluster) -> frozenset[str]:
     if not c.active:
         return frozenset()
     names: set[str] = set()
-    attempt, resumption, newest = c.attempt, c.resumption, c.keeping.newest
-    if attempt is not None:
-        names |= {*attempt.members, *attempt.kept, *attempt.sources}
-        if not attempt.resume_sent:
-            names |= attempt.expected.keys()
+    state, resumption, newest = c.state, c.resumption, c.keeping.newest
+    if isinstance(state, Planning | Group | Paused):
+        names |= {*state.members, *state.sources}
+    if isinstance(state, Planning | Group):
+        names |= state.kept
+    if isinstance(state, Quiescing | Planning | Paused):
+        names |= state.expected.keys()
     if resumption is not None:
         names |= {*resumption.plan.nodes, *resumption.buddies, *resumption.buddies.values()}
     if c.recovery is not None:
@@ -373,7 +376,7 @@ def needed(c: Cluster) -> frozenset[str]:
         names |= {*newest.owners, *newest.buddies.values()}
     if (writing := c.persisting.writing) is not None:
         names |= {*writing.record.owners, *writing.shares}
-    if c.phase is not ClusterPhase.RUNNING or c.recovery is not None:
+    if not isinstance(state, Running) or c.recovery is not None:
         names |= {node.name for node in c.nodes.values() if _has_state(c, node)}
     return frozenset(names)
 

@@ -1,8 +1,165 @@
-"""The cluster's phases (design §3): one declared table, and the pairs that must never happen."""
+"""The cluster's phases (design §3): the state of each, one declared table, and the pairs that must never happen.
 
+The state of a phase has what exists in that phase alone, so nothing else can be asked for. ``ClusterPhase`` is what
+outside tools see: RECOVERING is two states, ``Planning`` before the Resume and ``Resuming`` after it.
+"""
+
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import ClassVar, Self
 
-from statemachine.messages.values import ClusterPhase
+from planner.values import Device, Situation
+from statemachine.cluster.rules import Decision, Resumption
+from statemachine.events import RestoreChecked
+from statemachine.messages.common import Finished, Resumed
+from statemachine.messages.values import Checkpoint, ClusterPhase, DeviceReport, QuiesceMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """No generation was started yet: there is no job, or it is built and measured."""
+
+    phase: ClassVar = ClusterPhase.WAITING
+
+
+@dataclass(slots=True, kw_only=True)
+class Quiescing:
+    """A generation from its Quiesce until all reports are there."""
+
+    phase: ClassVar = ClusterPhase.QUIESCING
+    generation: int
+    mode: QuiesceMode
+    began_at: float
+    expected: dict[str, None]
+    """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
+    reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
+    """Reports of these nodes alone."""
+    foreseen: int = 0
+    """Number of expected nodes when the planner was told which plan to foresee."""
+
+    @property
+    def reported(self) -> bool:
+        """Whether all that are waited for have reported."""
+        return len(self.reports) == len(self.expected)
+
+
+@dataclass(slots=True, kw_only=True)
+class Planning:
+    """A generation from the decision until its Resume."""
+
+    phase: ClassVar = ClusterPhase.RECOVERING
+    generation: int
+    began_at: float
+    expected: dict[str, None]
+    """Nodes that answered the Quiesce."""
+    members: set[str]
+    """Nodes whose reports counted. The plan uses some or all of them."""
+    decision: Decision
+    situation: Situation | None = None
+    """The situation that the planner is (to be) asked about; ``None`` before ``ask_plan``."""
+    wish: str = ""
+    """The protection that the planner is asked for: a scheme, or ``auto``."""
+    kept: frozenset[str] = frozenset()
+    """Nodes that wait for their release and that the plan has to use nevertheless."""
+    kept_for: tuple[int, ...] = ()
+    """Layers that nobody but them has; empty where that is not the reason."""
+    why_lost: str = ""
+    """The reason why live replicas are not enough, in the planner's words."""
+    sources: tuple[str, ...] = ()
+    """Nodes whose parts of the snapshot are reckoned with."""
+    restoring: RestoreChecked | None = None
+    """The snapshot can be put together, and the plan is one for its step."""
+    checkpoint: Checkpoint | None = None
+    """The checkpoint that the plan goes on from instead of a snapshot."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Group:
+    """The training group of a generation, from its Resume on."""
+
+    generation: int
+    began_at: float
+    members: set[str]
+    """Nodes whose reports counted in the decision."""
+    resumption: Resumption
+    planned: tuple[str, ...]
+    """Nodes of its plan."""
+    kept: frozenset[str] = frozenset()
+    """As of ``Planning``, when the plan was made."""
+    kept_for: tuple[int, ...] = ()
+    """As of ``Planning``, when the plan was made."""
+    sources: tuple[str, ...] = ()
+    """Nodes whose parts of the snapshot are restored."""
+    holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
+    """Layers that devices held when it was decided; empty after a restart of the coordinator."""
+    resumed: dict[str, Resumed] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    suspected_at_step: int = 0
+    """The committed step when a trainer first saw a connection break, or when that was last looked at."""
+    seen_going_on: bool = False
+    """Steps were committed between two looks, although a connection is said to be broken."""
+
+    @property
+    def everybody(self) -> bool:
+        """Whether every planned node has resumed."""
+        return all(name in self.resumed for name in self.planned)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every planned node said that all steps are done."""
+        return all(name in self.finished for name in self.planned)
+
+
+@dataclass(slots=True, kw_only=True)
+class Resuming(Group):
+    """The group forms."""
+
+    phase: ClassVar = ClusterPhase.RECOVERING
+
+
+@dataclass(slots=True, kw_only=True)
+class Running(Group):
+    """The group trains."""
+
+    phase: ClassVar = ClusterPhase.RUNNING
+
+    @classmethod
+    def of(cls, group: Resuming) -> Self:
+        """Return the group, as one that trains."""
+        return cls(**{one.name: getattr(group, one.name) for one in fields(group)})
+
+
+@dataclass(slots=True, kw_only=True)
+class Paused:
+    """A generation that could not be resumed: something is waited for."""
+
+    phase: ClassVar = ClusterPhase.PAUSED
+    generation: int
+    expected: dict[str, None]
+    members: set[str]
+    """As of ``Planning``; empty where nobody was left to report."""
+    sources: tuple[str, ...] = ()
+    decided: bool = False
+    """Whether it ended after the decision."""
+    reason: str
+    """What is waited for."""
+    gives_up: bool = False
+    """Only absent nodes hold some state: the job fails when they stay away."""
+    discarded_steps: int = 0
+    """Steps that this recovery discarded: the next one recomputes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Over:
+    """The job is over."""
+
+    phase: ClusterPhase
+    """FINISHED or FAILED."""
+    outcome: str
+    """How the job ended, in words."""
+
+
+State = Waiting | Quiescing | Planning | Resuming | Running | Paused | Over
 
 
 class PhaseEvent(StrEnum):
@@ -81,7 +238,6 @@ IMPOSSIBLE: frozenset[tuple[ClusterPhase, PhaseEvent]] = frozenset(
 )
 
 OVER = frozenset({_P.FINISHED, _P.FAILED})
-CHANGING = frozenset({_P.QUIESCING, _P.RECOVERING})
 
 
 class MachineError(RuntimeError):

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import PipelinePlacement, Plan
+from statemachine.cluster.phases import Group, Over, Paused, Planning, Quiescing, Resuming, Waiting
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.state import Cluster, who
-from statemachine.messages.values import ClusterPhase
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
@@ -37,19 +37,18 @@ def considered(plan: Plan) -> list[dict[str, Any]]:
 
 def waiting_for(c: Cluster) -> str:
     """One line for people: what has to happen next. Empty while training runs or the job is over."""
-    match c.phase:
-        case ClusterPhase.WAITING:
+    match c.state:
+        case Waiting():
             return _before_the_start(c)
-        case ClusterPhase.QUIESCING if c.attempt is not None:
-            missing = [name for name in c.attempt.expected if name not in c.attempt.reports]
+        case Quiescing(expected=expected, reports=reports):
+            missing = [name for name in expected if name not in reports]
             return f"reports of {who(missing)}" if missing else "the decision"
-        case ClusterPhase.RECOVERING if c.attempt is not None:
-            if not c.attempt.resume_sent:
-                return "a plan" if c.templates_ready else "templates"
-            missing = [name for name in c.planned if name not in c.attempt.resumed]
-            return f"{who(missing)} to resume"
-        case ClusterPhase.PAUSED:
-            return c.lacking
+        case Planning():
+            return "a plan" if c.templates_ready else "templates"
+        case Resuming() as group:
+            return f"{who([name for name in group.planned if name not in group.resumed])} to resume"
+        case Paused(reason=reason):
+            return reason
         case _:
             return ""
 
@@ -124,7 +123,8 @@ def plan_in_words(plan: Plan) -> dict[str, Any]:
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
     ledger, job = c.ledger, c.job
-    in_plan = set(c.planned) if c.active else set()
+    group = c.state if isinstance(c.state, Group) else None
+    in_plan = set(group.planned) if group is not None else set()
     running = job is not None and ledger.step_s > 0
     return {
         "phase": str(c.phase),
@@ -134,8 +134,8 @@ def public_state(c: Cluster) -> dict[str, Any]:
         "step_s": ledger.step_s if running else None,
         "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
         "waiting_for": waiting_for(c),
-        "gives_up": c.phase is ClusterPhase.PAUSED and c.giving_up,
-        "outcome": c.outcome,
+        "gives_up": isinstance(c.state, Paused) and c.state.gives_up,
+        "outcome": c.state.outcome if isinstance(c.state, Over) else "",
         "snapshot": _snapshot(c),
         "snapshot_policy": _snapshot_policy(c),
         "checkpoint": _checkpoint(c),
@@ -147,7 +147,7 @@ def public_state(c: Cluster) -> dict[str, Any]:
             "steps": job.steps,
             "global_batch": job.policy.global_batch,
         },
-        "pipelines": pipelines(c.resumption.plan.pipelines) if in_plan and c.resumption is not None else [],
+        "pipelines": pipelines(group.resumption.plan.pipelines) if group is not None else [],
         "nodes": {
             name: {
                 "state": str(node.state),

@@ -22,7 +22,7 @@ from planner.values import Device, Situation, StatePart
 from statemachine.cluster.ledger import learn, learn_evaluation, tell
 from statemachine.cluster.membership import fence, inquire, lose, prepare, unknown
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import PhaseEvent
+from statemachine.cluster.phases import Group, Paused, PhaseEvent, Planning, Quiescing, Resuming, Running
 from statemachine.cluster.public import pipelines, plan_in_words
 from statemachine.cluster.rules import Decision, Resumption, decide, trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
@@ -37,8 +37,6 @@ from statemachine.cluster.state import (
     QUIESCE,
     RESUME,
     SUSPICION,
-    SUSPICIOUS,
-    Attempt,
     Cluster,
     Recovery,
     who,
@@ -47,7 +45,7 @@ from statemachine.effects import ComputePlan, ForeseePlan
 from statemachine.events import NodeVanished, PlanImpossible, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
 from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
-from statemachine.messages.values import Buddy, ClusterPhase, CommittedStep, NodeFacts, QuiesceMode, Restore
+from statemachine.messages.values import Buddy, CommittedStep, NodeFacts, QuiesceMode, Restore
 
 T = TypeVar("T")
 
@@ -91,16 +89,7 @@ def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     lose(c, node, how, reason)
     c.persist()
     c.publish()
-    if c.active and c.attempt is not None and c.phase is not ClusterPhase.PAUSED and _counted_on(c, node):
-        note_cause(c, "node_lost", [node.name], how)
-    after_loss(c, node, reason)
-
-
-def _counted_on(c: Cluster, node: NodeMachine) -> bool:
-    attempt = c.attempt
-    if attempt is None:
-        return False
-    return node.name in (c.planned if attempt.resume_sent else attempt.expected)
+    after_loss(c, node, "node_lost", how, reason)
 
 
 def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> None:
@@ -108,6 +97,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
         before = c.resumption.plan.pipelines if c.resumption is not None else ()
+        discarded = c.state.discarded_steps if isinstance(c.state, Paused) else 0
         if cause in LOSSES:
             c.exposure.failures += 1
         c.recovery = Recovery(
@@ -116,56 +106,49 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
             detected_how=how,
             detected_at=c.at,
             tried=record.tried if record is not None else 0,
-            recomputed_steps=record.recomputed_steps if record is not None else c.discarded_steps,
+            recomputed_steps=record.recomputed_steps if record is not None else discarded,
             before=before,
         )
         return
     record.nodes.extend(name for name in nodes if name not in record.nodes)
 
 
-def after_loss(c: Cluster, node: NodeMachine, why: str) -> None:
+def after_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
     """A node or one of its trainers is gone: does the generation need it?"""
-    attempt = c.attempt
-    if attempt is None or not c.active:
-        return
-    match c.phase:
-        case ClusterPhase.QUIESCING:
-            needed = node.name in attempt.expected
-            if needed and not node.alive and attempt.mode == "abort":
-                do_without(c, attempt, node)
-                return
-        case ClusterPhase.RECOVERING:
-            needed = node.name in (c.planned if attempt.resume_sent else attempt.expected)
-            needed = needed or (not node.alive and node.name in attempt.sources)
-        case ClusterPhase.RUNNING:
-            needed = node.name in c.planned
-        case _:
-            needed = False
-    if needed:
+    state, counted = c.state, node.name in c.counted_on
+    if counted:
+        note_cause(c, cause, [node.name], how)
+    if isinstance(state, Quiescing) and state.mode == "abort" and not node.alive:
+        if counted:
+            do_without(c, state, node)
+    elif counted or (
+        isinstance(state, Planning | Resuming) and not node.alive and node.name in state.sources
+    ):
         reconfigure(c, why, "abort")
 
 
-def do_without(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
+def do_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
     """A node is lost while reports come in: nothing was decided yet, and who aborts waits for nobody.
 
     So that a hundred nodes that are lost at once are one generation. What it may have reported goes with it.
     """
-    attempt.expected.pop(node.name, None)
-    attempt.reports.pop(node.name, None)
+    state.expected.pop(node.name, None)
+    state.reports.pop(node.name, None)
     c.dirty = True
-    if not attempt.expected:
+    if not state.expected:
         c.cancel_timer(QUIESCE)
         pause(c, "no node is ready", needed=1)
-    elif attempt.reported:
-        settle(c, attempt)
+    elif state.reported:
+        settle(c, state)
 
 
-def do_with(c: Cluster, attempt: Attempt, node: NodeMachine) -> None:
-    """A node that was lost is back with its state before anything was decided: its report counts, too."""
-    if c.phase is not ClusterPhase.QUIESCING or attempt.mode != "abort":
+def do_with(c: Cluster, node: NodeMachine) -> None:
+    """A node that was lost is back with its state. Before anything was decided its report counts, too."""
+    state = c.state
+    if isinstance(state, Planning) or (isinstance(state, Quiescing) and state.mode == "boundary"):
         reconfigure(c, f"{node.name} is back before anything was decided", "abort")
-    elif node.ready:
-        attempt.expected[node.name] = None  # Its Hello is answered with the Quiesce.
+    elif isinstance(state, Quiescing) and node.ready:
+        state.expected[node.name] = None  # Its Hello is answered with the Quiesce.
 
 
 # --- 2. a new generation: everybody stops and reports ---------------------------------------------
@@ -178,27 +161,24 @@ def next_generation(c: Cluster) -> int:
 
 def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
     """Steps 1 and 2: announce a new generation to everybody who may take part."""
-    was_running = c.phase is ClusterPhase.RUNNING
+    was_running = isinstance(c.state, Running)
     record = c.recovery
     if record is not None:
         if was_running and mode == "abort" and c.job is not None and c.ledger.known_step < c.job.steps:
             record.recomputed_steps = 1
         record.tried += 1
         record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
-    c.enter(PhaseEvent.GENERATION_STARTED)
     c.exposure.plan_ended(c.at)
     c.generation = next_generation(c)
     members = [node for node in c.alive() if node.ready]
-    c.attempt = Attempt(
-        generation=c.generation,
-        mode=mode,
-        began_at=c.at,
-        expected=dict.fromkeys(node.name for node in members),
+    expected = dict.fromkeys(node.name for node in members)
+    c.enter(
+        PhaseEvent.GENERATION_STARTED,
+        Quiescing(generation=c.generation, mode=mode, began_at=c.at, expected=expected),
     )
     interrupt(c, why)
     for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
         c.cancel_timer(name)
-    c.giving_up = False
     c.persist()
     c.emit("GenerationStarted", why, mode=mode, why=why)
     c.send_all(members, Quiesce(generation=c.generation, mode=mode))
@@ -210,15 +190,19 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
         pause(c, "no node is ready", needed=1)
 
 
-def foresee(c: Cluster) -> None:
-    """Again whenever the nodes that are waited for have changed."""
-    attempt, resumption = c.attempt, c.resumption
-    if attempt is None or attempt.mode != "abort" or attempt.foreseen == len(attempt.expected):
+def foresee(c: Cluster, state: Quiescing) -> None:
+    """Tell the planner what it will likely be asked; again whenever the nodes that are waited for have changed.
+
+    Where nodes are lost the others stop in the same step, each with the layers that the plan gave it. If somebody
+    reports anything else, the plan is made when that is known, as if nothing had been foreseen.
+    """
+    resumption = c.resumption
+    if state.mode != "abort" or state.foreseen == len(state.expected):
         return
     if resumption is None or not c.templates_ready or c.job is None or resumption.held_parts:
         return  # The parts that somebody holds are not the plan's alone.
-    attempt.foreseen = len(attempt.expected)
-    nodes = [c.nodes[name] for name in sorted(attempt.expected)]
+    state.foreseen = len(state.expected)
+    nodes = [c.nodes[name] for name in sorted(state.expected)]
     devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
     if devices:
         c.out.append(
@@ -234,12 +218,11 @@ def foresee(c: Cluster) -> None:
 
 def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
     """One node's reports; with the last of them the generation is decided."""
-    attempt = c.attempt
+    state = c.state
     if (
-        attempt is None
-        or c.phase is not ClusterPhase.QUIESCING
-        or signal.generation != attempt.generation
-        or node.name not in attempt.expected
+        not isinstance(state, Quiescing)
+        or signal.generation != state.generation
+        or node.name not in state.expected
     ):
         c.ignore("reports that nobody waits for", node.name)
         return
@@ -249,19 +232,19 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
         node.prepared = False
         node.asked = True
         prepare(c, [node])
-        attempt.reports[node.name] = ()
+        state.reports[node.name] = ()
     else:
-        attempt.reports[node.name] = signal.reports
-    if attempt.reported:
-        settle(c, attempt)
+        state.reports[node.name] = signal.reports
+    if state.reported:
+        settle(c, state)
 
 
 # --- 3. the step to resume from is decided, and a plan is asked for -------------------------------
 
 
-def settle(c: Cluster, attempt: Attempt) -> None:
+def settle(c: Cluster, state: Quiescing) -> None:
     """Step 3: everybody answered; decide the step to resume from."""
-    reports = {name: devices for name, devices in attempt.reports.items() if devices}
+    reports = {name: devices for name, devices in state.reports.items() if devices}
     strangers = [
         name
         for name, devices in reports.items()
@@ -277,10 +260,15 @@ def settle(c: Cluster, attempt: Attempt) -> None:
         return
     c.cancel_timer(QUIESCE)
     zero1 = c.job is not None and c.job.policy.zero1
-    decision = decide(reports, c.ledger.known, c.resumption, attempt.mode, zero1=zero1)
-    attempt.decision = decision
-    attempt.members = set(reports)
-    c.enter(PhaseEvent.REPORTS_COMPLETED)
+    decision = decide(reports, c.ledger.known, c.resumption, state.mode, zero1=zero1)
+    planning = Planning(
+        generation=state.generation,
+        began_at=state.began_at,
+        expected=state.expected,
+        members=set(reports),
+        decision=decision,
+    )
+    c.enter(PhaseEvent.REPORTS_COMPLETED, planning)
     if decision.vote is not None:
         learn(c, [CommittedStep(step=decision.step, vote=decision.vote)])
     learn_evaluation(c, decision.step, decision.evaluation)
@@ -297,7 +285,7 @@ def settle(c: Cluster, attempt: Attempt) -> None:
         in_flight=decision.in_flight,
     )
     tell(c)
-    ask_plan(c, attempt, with_draining=False)
+    ask_plan(c, planning, with_draining=False)
 
 
 def _explain(decision: Decision) -> str:
@@ -312,31 +300,30 @@ def _explain(decision: Decision) -> str:
             return f"nobody committed step {decision.step + 1}: all discard it and redo it"
 
 
-def ask_plan(c: Cluster, attempt: Attempt, *, with_draining: bool) -> None:
+def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
     """Step 4. First without the nodes that wait for their release; with them where it cannot be done."""
-    decision = attempt.decision
-    assert decision is not None, "a plan is asked for after a decision"
-    draining = frozenset(name for name in attempt.members if c.nodes[name].draining is not None)
-    attempt.kept = draining if with_draining else frozenset()
+    decision = state.decision
+    draining = frozenset(name for name in state.members if c.nodes[name].draining is not None)
+    state.kept = draining if with_draining else frozenset()
     left_out = frozenset() if with_draining else draining
-    usable = tuple(name for name in sorted(attempt.members) if name not in left_out)
-    attempt.situation = Situation(
+    usable = tuple(name for name in sorted(state.members) if name not in left_out)
+    state.situation = Situation(
         nodes=usable,
         holdings=of_nodes(decision.holdings, usable),
         previous=c.resumption.plan if c.resumption is not None else None,
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
         parts=parts_of(c, decision, usable),
-        in_memory=decision.step > 0 and attempt.restoring is None,
+        in_memory=decision.step > 0 and state.restoring is None,
     )
     c.publish()
     if c.templates_ready:
-        attempt.wish = wish_of(c)
+        state.wish = wish_of(c)
         c.out.append(
             ComputePlan(
                 cause=c.cause,
-                generation=attempt.generation,
-                situation=attempt.situation,
+                generation=state.generation,
+                situation=state.situation,
                 protection=wanted(c, usable),
             )
         )
@@ -357,14 +344,14 @@ def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
     return {device: what for device, what in held.items() if device.node in among}
 
 
-def no_plan(c: Cluster, attempt: Attempt, event: PlanImpossible) -> str | None:
+def no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
     """There is no plan for these nodes now. Returns what state is lost, if that is why."""
     reason = event.reason
-    waiting = [name for name in sorted(attempt.members) if c.nodes[name].draining is not None]
-    if waiting and not attempt.kept:
+    waiting = [name for name in sorted(state.members) if c.nodes[name].draining is not None]
+    if waiting and not state.kept:
         c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
-        attempt.kept_for = event.lost_layers
-        ask_plan(c, attempt, with_draining=True)
+        state.kept_for = event.lost_layers
+        ask_plan(c, state, with_draining=True)
         return None
     if event.too_few:
         pause(c, reason, needed=event.needed)
@@ -372,12 +359,25 @@ def no_plan(c: Cluster, attempt: Attempt, event: PlanImpossible) -> str | None:
     return reason
 
 
-def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
-    c.lacking = reason
-    if c.recovery is not None:
-        # It ends here, without a commit; going on will be a recovery of its own.
-        c.discarded_steps, c.recovery = c.recovery.recomputed_steps, None
-    c.enter(PhaseEvent.NODES_LACKED)
+def pause(c: Cluster, reason: str, *, needed: int | None, gives_up: bool = False) -> None:
+    """Wait for what is lacking: there is no plan for what is here."""
+    state = c.state
+    assert isinstance(state, Quiescing | Planning), (
+        "only a generation that was not resumed can lack something"
+    )
+    record, c.recovery = c.recovery, None  # It ends here, without a commit; going on will be one of its own.
+    decided = isinstance(state, Planning)
+    paused = Paused(
+        generation=state.generation,
+        expected=state.expected,
+        members=state.members if isinstance(state, Planning) else set(),
+        sources=state.sources if isinstance(state, Planning) else (),
+        decided=decided,
+        reason=reason,
+        gives_up=gives_up,
+        discarded_steps=record.recomputed_steps if record is not None else 0,
+    )
+    c.enter(PhaseEvent.NODES_LACKED, paused)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
     c.emit("ClusterPaused", reason, needed=needed, present=present)
@@ -387,25 +387,18 @@ def pause(c: Cluster, reason: str, *, needed: int | None) -> None:
 # --- 4. the plan is here: everybody resumes -------------------------------------------------------
 
 
-def awaits_plan(c: Cluster, event: PlanReady) -> bool:
-    attempt = c.attempt
-    if attempt is None or attempt.decision is None or attempt.resume_sent:
-        return False
-    return c.phase is ClusterPhase.RECOVERING and event.generation == attempt.generation
-
-
 def take_plan(c: Cluster, event: PlanReady) -> None:
     """Step 5: the plan is here; from now on this generation is the one whose group may commit."""
-    attempt = c.attempt
-    if not awaits_plan(c, event) or attempt is None or attempt.decision is None:
+    state = c.state
+    if not isinstance(state, Planning) or event.generation != state.generation:
         c.ignore("a plan of an older generation")
         return
-    decision, plan = attempt.decision, event.plan
+    decision, plan = state.decision, event.plan
     sharded = c.job is not None and (c.job.policy.zero1 or decision.parted)
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
     protection = settled(c, event.protection)
-    c.resumption = Resumption(
-        generation=attempt.generation,
+    resumption = c.resumption = Resumption(
+        generation=state.generation,
         step=decision.step,
         vote=decision.vote,
         plan=plan,
@@ -413,18 +406,28 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         ready_parts={device: decision.parts[device] for device in decision.ready if decision.parts[device]},
         held_parts=held_parts(plan, decision.holdings, decision.parts) if sharded else (),
         lineage=c.lineage,
-        restore=restore_of(c, attempt),
+        restore=restore_of(c, state),
         protection=protection,
-        wish=attempt.wish,
-        buddies=buddies_of(plan, protection, able(c, attempt.members)),
+        wish=state.wish,
+        buddies=buddies_of(plan, protection, able(c, state.members)),
         evaluated=c.ledger.evaluated,
     )
-    attempt.resume_sent = True
+    group = c.state = Resuming(
+        generation=state.generation,
+        began_at=state.began_at,
+        members=state.members,
+        resumption=resumption,
+        planned=plan.nodes,
+        kept=state.kept,
+        kept_for=state.kept_for,
+        sources=state.sources,
+        holdings=decision.holdings,
+    )
     c.keeping.urgent = True
-    c.balance.speeds = dict(attempt.situation.speeds) if attempt.situation is not None else {}
-    c.exposure.plan_began(len(plan.nodes), c.at)
-    for name in attempt.members:
-        c.nodes[name].counted_in = attempt.generation
+    c.balance.speeds = dict(state.situation.speeds) if state.situation is not None else {}
+    c.exposure.plan_began(len(group.planned), c.at)
+    for name in state.members:
+        c.nodes[name].counted_in = state.generation
     if c.recovery is not None:
         c.recovery.planned_at = c.at
         if from_replicas:
@@ -443,16 +446,14 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         idle_nodes=list(plan.idle_nodes),
         **plan_in_words(plan),
     )
-    command = resume_command(c)
-    if command is not None:
-        c.send_all((c.nodes[name] for name in sorted(attempt.members)), command)
-    c.set_timer(RESUME, resume_limit_s(c))
+    c.send_all((c.nodes[name] for name in sorted(group.members)), resume_command(c, group))
+    c.set_timer(RESUME, resume_limit_s(c, group))
     c.publish()
 
 
-def restore_of(c: Cluster, attempt: Attempt) -> Restore | None:
+def restore_of(c: Cluster, state: Planning) -> Restore | None:
     """Where everybody's state comes from after a rollback."""
-    record, checkpoint, job = c.keeping.newest, attempt.checkpoint, c.job
+    record, checkpoint, job = c.keeping.newest, state.checkpoint, c.job
     if job is not None and checkpoint is not None:
         return Restore(
             job_id=job.job_id,
@@ -463,9 +464,9 @@ def restore_of(c: Cluster, attempt: Attempt) -> Restore | None:
             url=job.checkpoint.url,
             job_name=job.name,
         )
-    if attempt.restoring is None or record is None or job is None:
+    if state.restoring is None or record is None or job is None:
         return None
-    facts = {name: c.nodes[name].facts for name in attempt.sources}
+    facts = {name: c.nodes[name].facts for name in state.sources}
     return Restore(
         job_id=job.job_id,
         step=record.step,
@@ -479,11 +480,10 @@ def _served_at(facts: NodeFacts) -> str:
     return f"{facts.host}:{facts.snapshot_port}"
 
 
-def resume_command(c: Cluster) -> Resume | None:
-    """The Resume of the present generation, also for a node that has to be told again."""
-    resumption, job = c.resumption, c.job
-    if resumption is None or job is None:
-        return None
+def resume_command(c: Cluster, group: Group) -> Resume:
+    """Return the Resume of the present generation, also for a node that has to be told again."""
+    resumption, job = group.resumption, c.job
+    assert job is not None, "a job is under way"
     plan = replace(resumption.plan, considered=())  # Which is for people.
     hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
     first = c.nodes[plan.devices[0].node].facts
@@ -509,27 +509,26 @@ def resume_command(c: Cluster) -> Resume | None:
 
 
 def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
-    attempt = c.attempt
-    if attempt is None or not attempt.resume_sent or signal.generation != attempt.generation:
+    """Note that a node is in the group; the last one, or a commit, ends the recovery (``follow_group``)."""
+    group = c.state
+    if not isinstance(group, Group) or signal.generation != group.generation:
         c.ignore("a Resumed that nobody waits for", node.name)
         return
-    attempt.resumed[node.name] = signal
-    c.dirty = c.dirty or len(attempt.resumed) >= len(c.planned)
+    group.resumed[node.name] = signal
+    c.dirty = c.dirty or len(group.resumed) >= len(group.planned)
 
 
-# --- 5. the group trains, and commits its first step ----------------------------------------------
+# --- 5. the group trains, and commits its first step -----------------------------------------------
 
 
-def follow_group(c: Cluster) -> None:
-    """Step 6: has the group resumed, has it committed its first step?"""
-    attempt, resumption, record = c.attempt, c.resumption, c.recovery
-    if attempt is None or resumption is None or not attempt.resume_sent:
-        return
-    committed = c.ledger.known_step > resumption.step or bool(attempt.finished)
-    everybody = all(name in attempt.resumed for name in resumption.plan.nodes)
-    if c.phase is ClusterPhase.RECOVERING and (everybody or committed):
+def follow_group(c: Cluster, group: Resuming | Running) -> None:
+    """Has the group resumed, has it committed its first step?"""
+    record = c.recovery
+    committed = c.ledger.known_step > group.resumption.step or bool(group.finished)
+    if isinstance(group, Resuming) and (group.everybody or committed):
         # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
-        c.enter(PhaseEvent.GROUP_RESUMED)
+        group = Running.of(group)
+        c.enter(PhaseEvent.GROUP_RESUMED, group)
         c.cancel_timer(RESUME)
         c.blamed.clear()
         c.unreached.clear()
@@ -538,27 +537,25 @@ def follow_group(c: Cluster) -> None:
         c.persist()
         c.emit(
             "TrainingResumed",
-            f"generation {attempt.generation} trains from step {resumption.step} on",
-            step=resumption.step,
-            bytes_moved=sum(signal.bytes_moved for signal in attempt.resumed.values()),
-            rendezvous_s=max((signal.rendezvous_s for signal in attempt.resumed.values()), default=0.0),
-            state_s=max((signal.state_s for signal in attempt.resumed.values()), default=0.0),
+            f"generation {group.generation} trains from step {group.resumption.step} on",
+            step=group.resumption.step,
+            bytes_moved=sum(signal.bytes_moved for signal in group.resumed.values()),
+            rendezvous_s=max((signal.rendezvous_s for signal in group.resumed.values()), default=0.0),
+            state_s=max((signal.state_s for signal in group.resumed.values()), default=0.0),
         )
         c.publish()
-    if c.phase is not ClusterPhase.RUNNING or not committed:
+    if record is None or not committed:
         return
-    if record is not None and record.committed_at is None:
+    if record.committed_at is None:
         record.committed_at = c.at
-    late = record is not None and record.committed_at is not None and record.committed_at < c.at
-    if record is not None and (everybody or late):
-        _complete(c, attempt, resumption, record)
+    if group.everybody or record.committed_at < c.at:
+        _complete(c, group, record)
 
 
-def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Recovery) -> None:
+def _complete(c: Cluster, group: Group, record: Recovery) -> None:
     """The first commit of the new generation: training goes on."""
     c.recovery = None
-    moved = sum(signal.bytes_moved for signal in attempt.resumed.values())
-    plan = resumption.plan
+    plan = group.resumption.plan
     recovery = {
         "cause": record.cause,
         "nodes": record.nodes,
@@ -572,12 +569,12 @@ def _complete(c: Cluster, attempt: Attempt, resumption: Resumption, record: Reco
         "rolled_back_steps": record.rolled_back_steps,
         "recomputed_steps": record.recomputed_steps,
         "tier": record.tier or ("live_replica" if plan.transfers or plan.part_bytes else "none"),
-        "bytes_moved": moved,
+        "bytes_moved": sum(signal.bytes_moved for signal in group.resumed.values()),
         "method": plan.method,
         "reason": plan.reason,
-        "generation": attempt.generation,
+        "generation": group.generation,
         "generations_tried": record.tried,
-        "step": resumption.step,
+        "step": group.resumption.step,
         "pipelines_before": pipelines(record.before),
         "pipelines_after": pipelines(plan.pipelines),
     }
@@ -592,21 +589,21 @@ def _ms(later: float | None, earlier: float | None) -> float:
 # --- somebody is too slow, or a connection broke --------------------------------------------------
 
 
-def resume_limit_s(c: Cluster) -> float:
-    restoring = c.resumption is not None and c.resumption.restore is not None
-    return c.timing.restore_s if restoring else c.timing.resume_s
+def resume_limit_s(c: Cluster, group: Group) -> float:
+    """Return for how long the group may take to form."""
+    return c.timing.restore_s if group.resumption.restore is not None else c.timing.resume_s
 
 
 def quiesce_overdue(c: Cluster) -> None:
     """Some node did not answer Quiesce in time."""
-    attempt = c.attempt
-    if attempt is None or c.phase is not ClusterPhase.QUIESCING:
+    state = c.state
+    if not isinstance(state, Quiescing):
         return
-    missing = [name for name in attempt.expected if name not in attempt.reports]
-    if attempt.mode == "boundary":
+    missing = [name for name in state.expected if name not in state.reports]
+    if state.mode == "boundary":
         reconfigure(c, f"{', '.join(missing)} did not reach the step boundary in time", "abort")
         return
-    _drop(c, missing, f"no answer to Quiesce of generation {attempt.generation}")
+    _drop(c, state, missing, "Quiesce")
 
 
 def resume_overdue(c: Cluster) -> None:
@@ -616,36 +613,34 @@ def resume_overdue(c: Cluster) -> None:
     where others could is fenced itself; one at a time and the one that has least to lose, since those who
     wait for it look the same from here.
     """
-    attempt = c.attempt
-    if attempt is None or c.phase is not ClusterPhase.RECOVERING:
+    group = c.state
+    if not isinstance(group, Resuming):
         return
-    missing = [name for name in c.planned if name not in attempt.resumed]
-    again = [name for name in missing if name in c.blamed] if attempt.resumed else []
-    c.blamed = set(missing) if attempt.resumed else set()
+    missing = [name for name in group.planned if name not in group.resumed]
+    again = [name for name in missing if name in c.blamed] if group.resumed else []
+    c.blamed = set(missing) if group.resumed else set()
     if again:
-        worst = min(again, key=lambda name: (_layers_held(attempt, name), name))
-        _drop(c, [worst], f"no answer to Resume of generation {attempt.generation}, again")
+        worst = min(again, key=lambda name: (_layers_held(group, name), name))
+        _drop(c, group, [worst], "Resume", ", again")
     else:
         late = ", ".join(missing)
         note_cause(c, "connection_lost", [], "no_answer")
-        reconfigure(c, f"{late} did not resume generation {attempt.generation} in time", "abort")
+        reconfigure(c, f"{late} did not resume generation {group.generation} in time", "abort")
 
 
-def _layers_held(attempt: Attempt, name: str) -> int:
-    holdings = attempt.decision.holdings if attempt.decision is not None else {}
-    return sum(len(layers) for device, layers in holdings.items() if device.node == name)
+def _layers_held(group: Group, name: str) -> int:
+    return sum(len(layers) for device, layers in group.holdings.items() if device.node == name)
 
 
-def _drop(c: Cluster, names: list[str], reason: str) -> None:
+def _drop(c: Cluster, state: Quiescing | Resuming, names: list[str], order: str, again: str = "") -> None:
     """Go on without these. Who obeyed and yet did not answer is fenced. Who was not heard at all may be cut
     off, or it is we who are; whom the order did not reach may be behind a line that loses much, but not for
     ever: they may come back with their state."""
-    attempt = c.attempt
-    assert attempt is not None, "somebody did not answer"
+    reason = f"no answer to {order} of generation {state.generation}{again}"
     for name in names:
         node = c.nodes[name]
-        heard = node.heard_at > attempt.began_at
-        if node.alive and heard and (node.obeyed >= attempt.generation or name in c.unreached):
+        heard = node.heard_at > state.began_at
+        if node.alive and heard and (node.obeyed >= state.generation or name in c.unreached):
             fence(c, name, node.incarnation, reason)
             lose(c, node, "no_answer", reason)
         elif node.alive:
@@ -659,10 +654,9 @@ def _drop(c: Cluster, names: list[str], reason: str) -> None:
 def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
     """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
     c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
-    attempt = c.attempt
-    concerned = attempt is not None and attempt.resume_sent and signal.generation == attempt.generation
-    if concerned and c.phase in SUSPICIOUS and SUSPICION not in c.due:
-        c.suspected_at_step, c.seen_going_on = c.ledger.known_step, False
+    group = c.state
+    if isinstance(group, Group) and signal.generation == group.generation and SUSPICION not in c.due:
+        group.suspected_at_step, group.seen_going_on = c.ledger.known_step, False
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
 
 
@@ -672,13 +666,16 @@ def suspicion_overdue(c: Cluster) -> None:
     Unless it goes on regardless. The step that was past its VOTE when the connection broke proves nothing,
     nor does late news of earlier ones: the group must be seen to go on twice.
     """
+    group = c.state
+    if not isinstance(group, Group):
+        return
     if not c.connected:
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-    elif c.phase in SUSPICIOUS and c.ledger.known_step > c.suspected_at_step + 1:
-        first, c.seen_going_on = not c.seen_going_on, True
+    elif c.ledger.known_step > group.suspected_at_step + 1:
+        first, group.seen_going_on = not group.seen_going_on, True
         if first:
-            c.suspected_at_step = c.ledger.known_step
+            group.suspected_at_step = c.ledger.known_step
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-    elif c.phase in SUSPICIOUS:
+    else:
         note_cause(c, "connection_lost", [], "peer")
         reconfigure(c, "a connection between trainers broke, and all of them live", "abort")

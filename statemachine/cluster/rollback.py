@@ -17,16 +17,17 @@ from typing import Any
 
 from planner.values import Device, StatePart
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.snapshots.buddies import copies, copy_of
 from statemachine.cluster.snapshots.keeping import Keeping
 from statemachine.cluster.snapshots.snapshots import holders, key_of
-from statemachine.cluster.state import FIND, GIVE_UP, Attempt, Cluster, who
+from statemachine.cluster.state import FIND, GIVE_UP, Cluster, who
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost
-from statemachine.messages.values import ClusterPhase, Snapshot, Vote
+from statemachine.messages.values import Snapshot, Vote
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""
@@ -34,13 +35,13 @@ REFUSED_TRIES = 10
 """So often the place of checkpoints is looked at within ``lost_state_s`` while it cannot be read."""
 
 
-def check(c: Cluster, attempt: Attempt, reason: str, lost_layers: tuple[int, ...]) -> bool:
+def check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
     """Ask whether the newest snapshot can be put together. ``False``: there is none."""
     newest = c.keeping.newest
-    if newest is None or not lost_layers or attempt.restoring is not None:
+    if newest is None or not lost_layers or state.restoring is not None:
         return False
-    attempt.why_lost = reason
-    _ask(c, attempt, newest)
+    state.why_lost = reason
+    _ask(c, state, newest)
     return True
 
 
@@ -50,12 +51,12 @@ def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
     return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
 
 
-def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, failures: int = 0) -> None:
-    attempt.sources = _sources(c, newest, failures)
+def _ask(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> None:
+    state.sources = _sources(c, newest, failures)
     c.out.append(
         CheckRestore(
             cause=c.cause,
-            generation=attempt.generation,
+            generation=state.generation,
             record=newest,
             present=holders(c, newest, failures=failures),
             copied=tuple(sorted(copies(c, newest, key_of(c, newest), failures=failures))),
@@ -65,27 +66,20 @@ def _ask(c: Cluster, attempt: Attempt, newest: Snapshot, failures: int = 0) -> N
 
 def checked(c: Cluster, event: RestoreChecked) -> str | None:
     """Go on from the snapshot; else wait for who may help. Returns why the job is lost, if it is."""
-    attempt, newest = c.attempt, c.keeping.newest
-    if (
-        attempt is None
-        or newest is None
-        or attempt.decision is None
-        or c.phase is not ClusterPhase.RECOVERING
-        or attempt.resume_sent
-        or event.generation != attempt.generation
-    ):
+    state, newest = c.state, c.keeping.newest
+    if not isinstance(state, Planning) or newest is None or event.generation != state.generation:
         c.ignore("a check of a snapshot for an older generation")
         return None
     others = _sources(c, newest, RESTORE_TRIES - 1)
-    if not event.possible and others != attempt.sources:
+    if not event.possible and others != state.sources:
         # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
-        _ask(c, attempt, newest, RESTORE_TRIES - 1)
+        _ask(c, state, newest, RESTORE_TRIES - 1)
         return None
     if not event.possible:
-        reason = f"{attempt.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
+        reason = f"{state.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
         return wait_or_lose(c, reason)
-    attempt.restoring = event
-    _plan_from(c, attempt, newest.step, newest.vote, newest.groups[-1].end_layer)
+    state.restoring = event
+    _plan_from(c, state, newest.step, newest.vote, newest.groups[-1].end_layer)
     return None
 
 
@@ -109,8 +103,7 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
         f"{reason}; {who(live + kept)} may still hold it: waiting for their return for "
         f"{c.timing.lost_state_s:g} s, then {then}"
     )
-    pause(c, waited, needed=None)
-    c.giving_up = True
+    pause(c, waited, needed=None, gives_up=True)
     c.set_timer(GIVE_UP, c.timing.lost_state_s)
     return None
 
@@ -141,18 +134,16 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
 
 def search(c: Cluster, reason: str) -> bool:
     """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
-    attempt, job = c.attempt, c.job
-    if job is None or not job.checkpoint.url or attempt is None or attempt.decision is None:
+    state, job = c.state, c.job
+    if job is None or not job.checkpoint.url or not isinstance(state, Planning):
         return False
-    if c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
-        return False
-    attempt.why_lost = reason
+    state.why_lost = reason
     if c.at < c.persisting.again_at:
         _wait_for_place(c, reason)
         return True
     spoiled = tuple(sorted(c.persisting.spoiled))
     c.set_timer(FIND, c.timing.place_s)
-    c.out.append(FindCheckpoint(cause=c.cause, generation=attempt.generation, job=job, spoiled=spoiled))
+    c.out.append(FindCheckpoint(cause=c.cause, generation=state.generation, job=job, spoiled=spoiled))
     return True
 
 
@@ -167,17 +158,16 @@ def _refused(c: Cluster) -> bool:
 
 def _wait_for_place(c: Cluster, reason: str) -> None:
     assert c.job is not None, "a job is under way"
-    pause(c, f"{reason}; {c.job.checkpoint.url} is tried again", needed=None)
-    c.giving_up = True
+    pause(c, f"{reason}; {c.job.checkpoint.url} is tried again", needed=None, gives_up=True)
     c.set_timer(GIVE_UP, c.persisting.again_at - c.at)
 
 
 def find_overdue(c: Cluster) -> str | None:
     """No word of the newest checkpoint. Returns why the job is lost, if it has waited long enough."""
-    attempt = c.attempt
-    if attempt is None or c.phase is not ClusterPhase.RECOVERING or attempt.resume_sent:
+    state = c.state
+    if not isinstance(state, Planning):
         return None
-    return _unreadable(c, f"{attempt.why_lost}; and there was no answer in {c.timing.place_s:g} s")
+    return _unreadable(c, f"{state.why_lost}; and there was no answer in {c.timing.place_s:g} s")
 
 
 def _unreadable(c: Cluster, reason: str) -> str | None:
@@ -187,46 +177,43 @@ def _unreadable(c: Cluster, reason: str) -> str | None:
     return None
 
 
-def go_back(c: Cluster) -> bool:
+def go_back(c: Cluster, paused: Paused) -> bool:
     """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
     if c.job is None or not c.job.checkpoint.url:
         return False
     c.persisting.impatient = True
     note_cause(c, "resumed", [])
-    reconfigure(c, f"{c.lacking}; back to a persistent checkpoint", "abort")
+    reconfigure(c, f"{paused.reason}; back to a persistent checkpoint", "abort")
     return True
 
 
 def found(c: Cluster, event: CheckpointFound) -> str | None:
     """Go on from it. Returns why the job is lost, if there is none."""
-    attempt, job, checkpoint = c.attempt, c.job, event.checkpoint
+    state, job, checkpoint = c.state, c.job, event.checkpoint
     if (
-        attempt is None
+        not isinstance(state, Planning)
         or job is None
-        or attempt.decision is None
-        or c.phase is not ClusterPhase.RECOVERING
-        or attempt.resume_sent
-        or attempt.restoring is not None
-        or event.generation != attempt.generation
+        or state.restoring is not None
+        or event.generation != state.generation
     ):
         c.ignore("a checkpoint for an older generation")
         return None
     c.cancel_timer(FIND)
     if event.unreadable:
-        return _unreadable(c, f"{attempt.why_lost}; and the checkpoints cannot be read: {event.reason}")
+        return _unreadable(c, f"{state.why_lost}; and the checkpoints cannot be read: {event.reason}")
     for passed in event.skipped:
         c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
     if checkpoint is None:
         look = f"ftd checkpoint verify {job.checkpoint.url}"
-        return f"{attempt.why_lost}; nor is there a sound checkpoint: {event.reason} (see: {look})"
+        return f"{state.why_lost}; nor is there a sound checkpoint: {event.reason} (see: {look})"
     layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
     if checkpoint.layers != layers:
         return (
             f"checkpoint.url: {job.checkpoint.url} holds a model of {checkpoint.layers} layers under the "
             f"name {job.name!r}, and this job's has {layers}: give the job another url or another name"
         )
-    attempt.checkpoint, attempt.sources = checkpoint, ()
-    attempt.restoring = RestoreChecked(
+    state.checkpoint, state.sources = checkpoint, ()
+    state.restoring = RestoreChecked(
         at=event.at,
         cause=event.cause,
         generation=event.generation,
@@ -234,44 +221,43 @@ def found(c: Cluster, event: CheckpointFound) -> str | None:
         reason=f"the newest persistent checkpoint in {job.checkpoint.url}",
         tier="persistent",
     )
-    _plan_from(c, attempt, checkpoint.step, checkpoint.vote, layers)
+    _plan_from(c, state, checkpoint.step, checkpoint.vote, layers)
     return None
 
 
-def _plan_from(c: Cluster, attempt: Attempt, step: int, vote: Vote, layers: int) -> None:
+def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) -> None:
     """A plan as if everybody held everything at this step."""
-    assert attempt.decision is not None, "nothing is looked for before the decision"
     everything = frozenset(range(layers))
     devices = [
-        Device(node=n, index=d) for n in sorted(attempt.members) for d in range(c.nodes[n].facts.devices)
+        Device(node=n, index=d) for n in sorted(state.members) for d in range(c.nodes[n].facts.devices)
     ]
     holdings = dict.fromkeys(devices, everything)
-    parted = attempt.decision.parted or (c.job is not None and c.job.policy.zero1)
+    parted = state.decision.parted or (c.job is not None and c.job.policy.zero1)
     parts = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(layers) if parted)
-    attempt.decision = replace(
-        attempt.decision,
+    state.decision = replace(
+        state.decision,
         step=step,
         vote=vote,
         holdings=holdings,
         ready={},
         parts=dict.fromkeys(devices, parts),
     )
-    ask_plan(c, attempt, with_draining=False)
+    ask_plan(c, state, with_draining=False)
 
 
 # --- going back ----------------------------------------------------------------------------------
 
 
-def undo(c: Cluster, attempt: Attempt) -> None:
+def undo(c: Cluster, state: Planning) -> None:
     """With the Resume: what was committed behind that step is forgotten, and done again."""
-    target, event = attempt.checkpoint or c.keeping.newest, attempt.restoring
+    target, event = state.checkpoint or c.keeping.newest, state.restoring
     assert target is not None, "it was checked"
     assert event is not None, "it was checked"
     ledger, before = c.ledger, c.ledger.known_step
     ledger.roll_back(target.step, target.vote)
-    c.lineage = attempt.generation
-    if attempt.checkpoint is not None:
-        persisting.rolled_back(c, attempt.checkpoint)
+    c.lineage = state.generation
+    if state.checkpoint is not None:
+        persisting.rolled_back(c, state.checkpoint)
         c.keeping = Keeping()
     c.keeping.behind = target.step
     for node in c.nodes.values():
@@ -280,16 +266,16 @@ def undo(c: Cluster, attempt: Attempt) -> None:
     if c.recovery is not None:
         c.recovery.rolled_back_steps += undone
         c.recovery.tier = event.tier
-    what = "checkpoint" if attempt.checkpoint is not None else "snapshot"
-    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", attempt.why_lost
+    what = "checkpoint" if state.checkpoint is not None else "snapshot"
+    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", state.why_lost
     told: dict[str, Any] = {
-        "generation": attempt.generation,
+        "generation": state.generation,
         "step": target.step,
         "from_step": before,
         "to_step": target.step,
         "undone": undone,
         "tier": event.tier,
-        "sources": list(attempt.sources),
+        "sources": list(state.sources),
     }
     if c.resumption is None:
         c.emit("JobResumed", goes_on, **told)
@@ -311,10 +297,9 @@ def foreign(c: Cluster, signal: TrainerLost) -> str | None:
 
 def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
     """Try again without those whose shards cannot be had. Returns why the job is lost, if it is."""
-    attempt, newest = c.attempt, c.keeping.newest
-    restore = c.resumption.restore if c.resumption is not None else None
-    restoring = attempt is not None and attempt.resume_sent and c.phase is ClusterPhase.RECOVERING
-    if attempt is None or restore is None or not restoring or signal.generation != attempt.generation:
+    group, newest = c.state, c.keeping.newest
+    restore = group.resumption.restore if isinstance(group, Resuming) else None
+    if restore is None or signal.generation != c.resumed_generation:
         c.ignore("a RestoreFailed that nobody waits for", node.name)
         return None
     for name in signal.bad:

@@ -21,7 +21,9 @@ from statemachine.cluster.membership import (
     unhealthy,
 )
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
 from statemachine.cluster.recovery import (
+    after_loss,
     do_with,
     node_lost,
     note_cause,
@@ -35,7 +37,7 @@ from statemachine.cluster.rollback import take_restore_failed
 from statemachine.cluster.snapshots import intervals, persisting, snapshots
 from statemachine.cluster.state import Cluster
 from statemachine.cluster.stragglers import take_times
-from statemachine.cluster.trainers import _lost_trainers, trainer_lost
+from statemachine.cluster.trainers import trainer_lost
 from statemachine.events import SignalArrived
 from statemachine.messages.cluster import (
     Heartbeat,
@@ -171,8 +173,7 @@ def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         inquire(c, node.name, node.incarnation)
     else:
         take_back(c, node)
-        if c.active and c.attempt is not None and c.changing and not c.attempt.resume_sent:
-            do_with(c, c.attempt, node)
+        do_with(c, node)
         hello(c, node, signal)
 
 
@@ -201,9 +202,9 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
         unhealthy(c, node)
         node.returning = True
-        _lost_trainers(c, node, "hello", f"the trainers of {node.name} are gone")
+        after_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
-    if news and c.phase is ClusterPhase.PAUSED and c.giving_up:
+    if news and isinstance(c.state, Paused) and c.state.gives_up:
         note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort")
         return
@@ -213,26 +214,21 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
 
 def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """Send again the command that this node has yet to obey."""
-    attempt = c.attempt
-    if attempt is None:
-        return
-    match c.phase:
-        case ClusterPhase.QUIESCING:
-            if node.name in attempt.expected and node.name not in attempt.reports:
-                c.send(node, Quiesce(generation=attempt.generation, mode=attempt.mode))
-        case ClusterPhase.RECOVERING | ClusterPhase.RUNNING if attempt.resume_sent:
-            here = signal.generation == attempt.generation
-            if node.name not in attempt.members or (here and signal.training):
+    match c.state:
+        case Quiescing() as state:
+            if node.name in state.expected and node.name not in state.reports:
+                c.send(node, Quiesce(generation=state.generation, mode=state.mode))
+        case Resuming() | Running() as group:
+            here = signal.generation == group.generation
+            if node.name not in group.members or (here and signal.training):
                 return
-            command = resume_command(c)
-            if here and signal.quiesced and command is not None:
-                c.send(node, command)
-            elif node.name in c.planned:
+            if here and signal.quiesced:
+                c.send(node, resume_command(c, group))
+            elif node.name in group.planned:
                 # Its trainers failed and are back, all in an outage.
                 node.returning = True
-                _lost_trainers(
-                    c, node, "hello", f"{node.name} does not train under generation {attempt.generation}"
-                )
+                why = f"{node.name} does not train under generation {group.generation}"
+                after_loss(c, node, "trainer_lost", "hello", why)
         case _:
             pass
 

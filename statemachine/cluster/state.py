@@ -5,16 +5,28 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planner.reasons import names
-from planner.values import Device, PipelinePlacement, Plan, Situation
+from planner.values import Device, PipelinePlacement, Plan
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import ALIVE, NodeMachine
-from statemachine.cluster.phases import CHANGING, OVER, PhaseEvent, next_phase
-from statemachine.cluster.rules import Decision, Resumption
+from statemachine.cluster.phases import (
+    Group,
+    Over,
+    Paused,
+    PhaseEvent,
+    Planning,
+    Quiescing,
+    Resuming,
+    Running,
+    State,
+    Waiting,
+    next_phase,
+)
+from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
 from statemachine.effects import (
     BroadcastCommand,
@@ -27,21 +39,8 @@ from statemachine.effects import (
     SetTimer,
     WeighPlan,
 )
-from statemachine.events import RestoreChecked
 from statemachine.messages.cluster import Command
-from statemachine.messages.common import Finished, Resumed
-from statemachine.messages.values import (
-    Checkpoint,
-    ClusterPhase,
-    CommittedStep,
-    DeviceReport,
-    Evaluation,
-    Job,
-    Profiled,
-    QuiesceMode,
-    Raising,
-    Vote,
-)
+from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, Job, Profiled, Raising, Vote
 from statemachine.timing import Timing
 
 TICK = "tick"
@@ -59,51 +58,6 @@ FIND = "find"
 
 LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
-
-SUSPICIOUS = frozenset({ClusterPhase.RECOVERING, ClusterPhase.RUNNING})
-"""Where a broken connection between trainers matters: their group forms or trains."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Attempt:
-    """One generation, from its Quiesce until the next one."""
-
-    generation: int
-    mode: QuiesceMode
-    began_at: float
-    expected: dict[str, None]
-    """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
-    reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
-    """Of these nodes alone."""
-    foreseen: int = 0
-    """Of how many of these the planner was told to foresee the plan."""
-    members: set[str] = field(default_factory=set)
-    """Nodes whose reports counted; set with the decision. The plan uses some or all of them."""
-    decision: Decision | None = None
-    situation: Situation | None = None
-    """What the planner is (to be) asked."""
-    wish: str = ""
-    """The protection that the planner is asked for: a scheme, or ``auto``."""
-    kept: frozenset[str] = frozenset()
-    """Nodes that wait for their release and that the plan had to use nevertheless."""
-    kept_for: tuple[int, ...] = ()
-    """Layers that nobody but them had then; empty where that was not the reason."""
-    why_lost: str = ""
-    """Why live replicas are not enough, in the planner's words."""
-    sources: tuple[str, ...] = ()
-    """Nodes whose parts of the snapshot are reckoned with."""
-    restoring: RestoreChecked | None = None
-    """The snapshot can be put together, and the plan is one for its step."""
-    checkpoint: Checkpoint | None = None
-    """What the plan goes on from instead of a snapshot."""
-    resume_sent: bool = False
-    resumed: dict[str, Resumed] = field(default_factory=dict)
-    finished: dict[str, Finished] = field(default_factory=dict)
-
-    @property
-    def reported(self) -> bool:
-        """All that are waited for have."""
-        return len(self.reports) == len(self.expected)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -193,12 +147,10 @@ class Balance:
 class Cluster:
     timing: Timing
     nodes: dict[str, NodeMachine] = field(default_factory=dict)
-    phase: ClusterPhase = ClusterPhase.WAITING
+    state: State = field(default_factory=Waiting)
     generation: int = 0
     """The highest generation ever persisted; the next is one more."""
     job: Job | None = None
-    outcome: str = ""
-    """How the last job ended, in words."""
     profiled: Profiled | None = None
     profiler: str | None = None
     """Node that was asked for the profile."""
@@ -213,20 +165,10 @@ class Cluster:
     persisting: Persisting = field(default_factory=Persisting)
     lineage: int = 0
     """Generation of the job's last rollback; 0: none."""
-    attempt: Attempt | None = None
     resumption: Resumption | None = None
+    """The last generation whose Resume was sent."""
     recovery: Recovery | None = None
     ledger: Ledger = field(default_factory=Ledger)
-    lacking: str = ""
-    """While PAUSED: what is waited for."""
-    discarded_steps: int = 0
-    """Steps that a recovery discarded that ended in a pause: the next one recomputes them."""
-    giving_up: bool = False
-    """PAUSED because only absent nodes hold some state; FAILED when they stay away."""
-    suspected_at_step: int = 0
-    """The committed step when a trainer first saw a connection break, or when that was last looked at."""
-    seen_going_on: bool = False
-    """Steps were committed between two looks, although a connection is said to be broken."""
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
     unreached: set[str] = field(default_factory=set)
@@ -263,22 +205,19 @@ class Cluster:
     entered: list[str] = field(default_factory=list)
     in_order: list[str] = field(default_factory=list)
     """Names of ``nodes``, as they are there and sorted."""
-    planned_by: Plan | None = None
-    planned_nodes: tuple[str, ...] = ()
-    """Of ``planned_by``: for a thousand nodes they are worth keeping."""
     made: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Large parts of the durable state, by name, with what they were made of."""
 
     # --- facts ---
 
     @property
-    def active(self) -> bool:
-        """A job is under way."""
-        return self.job is not None and self.phase not in OVER
+    def phase(self) -> ClusterPhase:
+        return self.state.phase
 
     @property
-    def changing(self) -> bool:
-        return self.phase in CHANGING
+    def active(self) -> bool:
+        """A job is under way."""
+        return self.job is not None and not isinstance(self.state, Over)
 
     @property
     def resumed_generation(self) -> int:
@@ -287,18 +226,29 @@ class Cluster:
     @property
     def planned(self) -> tuple[str, ...]:
         """Nodes of the plan that runs or is being resumed."""
-        attempt, resumption = self.attempt, self.resumption
-        if attempt is None or resumption is None or not attempt.resume_sent:
-            return ()
-        if self.planned_by is not resumption.plan:
-            self.planned_by, self.planned_nodes = resumption.plan, resumption.plan.nodes
-        return self.planned_nodes
+        return self.state.planned if isinstance(self.state, Group) else ()
+
+    @property
+    def counted_on(self) -> Collection[str]:
+        """Nodes whose loss interrupts the generation under way."""
+        match self.state:
+            case Quiescing() | Planning() as state:
+                return state.expected
+            case Resuming() | Running() as group:
+                return group.planned
+            case _:
+                return ()
+
+    @property
+    def members(self) -> set[str]:
+        """Nodes whose reports counted in the generation under way."""
+        state = self.state
+        return state.members if isinstance(state, Planning | Group | Paused) else set()
 
     @property
     def ended(self) -> bool:
         """Every planned node said that all steps are done."""
-        attempt, planned = self.attempt, self.planned
-        return attempt is not None and bool(planned) and all(name in attempt.finished for name in planned)
+        return isinstance(self.state, Group) and self.state.ended
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -326,9 +276,14 @@ class Cluster:
 
     # --- verbs ---
 
-    def enter(self, event: PhaseEvent) -> None:
-        self.phase = next_phase(self.phase, event)
-        self.dirty = True
+    def enter(self, event: PhaseEvent, state: State) -> None:
+        """Go on with the state that follows from an event.
+
+        :raises MachineError: this event cannot happen in this phase.
+        """
+        phase = next_phase(self.phase, event)
+        assert state.phase is phase, f"{event} leads to {phase}, not to {state.phase}"
+        self.state, self.dirty = state, True
 
     def send(self, node: NodeMachine, command: Command) -> None:
         self.send_to(node.name, node.incarnation, command)

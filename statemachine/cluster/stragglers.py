@@ -16,13 +16,13 @@ from statistics import median_low
 from planner.stages.layers import expected_ms
 from planner.values import Device, Situation
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Running
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.state import JOIN, Cluster
 from statemachine.effects import WeighPlan
 from statemachine.events import PlanWeighed
 from statemachine.messages.cluster import Heartbeat
-from statemachine.messages.values import ClusterPhase
 
 
 def take_times(node: NodeMachine, signal: Heartbeat) -> None:
@@ -47,7 +47,7 @@ def look(c: Cluster) -> None:
 
 def _steady(c: Cluster) -> bool:
     """The group trains, and nothing else is about to change it."""
-    return c.phase is ClusterPhase.RUNNING and c.recovery is None and c.job is not None and bool(c.planned)
+    return isinstance(c.state, Running) and c.recovery is None
 
 
 def _slowness(c: Cluster) -> dict[str, float] | None:
@@ -105,8 +105,8 @@ def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
 
 def _weigh(c: Cluster) -> None:
     """Ask what another plan would save, when speeds are no more those that the plan was made for."""
-    balance, attempt, resumption = c.balance, c.attempt, c.resumption
-    if attempt is None or resumption is None or not c.templates_ready:
+    balance, group = c.balance, c.state
+    if not isinstance(group, Running) or not c.templates_ready:
         return
     if c.speeds == balance.speeds or JOIN in c.due:
         return
@@ -114,14 +114,14 @@ def _weigh(c: Cluster) -> None:
         return
     if balance.weighed_at is not None and c.at - balance.weighed_at < c.timing.straggler_again_s:
         return
-    usable = tuple(name for name in sorted(attempt.members) if c.nodes[name].ready)
+    usable = tuple(name for name in sorted(group.members) if c.nodes[name].ready)
     holdings: dict[Device, frozenset[int]] = {
-        device: frozenset(layers) for device, layers in owned_layers(resumption.plan).items()
+        device: frozenset(layers) for device, layers in owned_layers(group.resumption.plan).items()
     }
     situation = Situation(
         nodes=usable,
         holdings=holdings,
-        previous=resumption.plan,
+        previous=group.resumption.plan,
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
     )

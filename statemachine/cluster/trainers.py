@@ -10,11 +10,11 @@ rollback, until it is. The same error is the same words (the exception of the tr
 from statemachine.cluster.jobs import fail
 from statemachine.cluster.membership import unhealthy
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.recovery import after_loss, note_cause
+from statemachine.cluster.recovery import after_loss
 from statemachine.cluster.rollback import foreign
 from statemachine.cluster.state import Cluster, counted
 from statemachine.messages.cluster import TrainerLost
-from statemachine.messages.values import ClusterPhase, Raising
+from statemachine.messages.values import Raising
 
 _LINE_CHARACTERS = 200
 """Of a failure, in the reason of its event: the whole detail is there, too."""
@@ -52,7 +52,8 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
         fail(c, why)
         return
-    _lost_trainers(c, node, signal.cause, f"trainer {signal.device} of {node.name}: {signal.cause}")
+    why = f"trainer {signal.device} of {node.name}: {signal.cause}"
+    after_loss(c, node, "trainer_lost", signal.cause, why)
 
 
 def _in_a_line(signal: TrainerLost) -> str:
@@ -62,14 +63,6 @@ def _in_a_line(signal: TrainerLost) -> str:
         return ""
     line = lines[-1] if signal.cause == "raised" else lines[0]
     return f", {line[:_LINE_CHARACTERS]}"
-
-
-def _lost_trainers(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
-    """``how`` it was noticed: the trainer's cause of failure, or a Hello that did not speak of it."""
-    planned = node.name in c.planned or (c.attempt is not None and node.name in c.attempt.expected)
-    if planned and c.phase is not ClusterPhase.PAUSED:
-        note_cause(c, "trainer_lost", [node.name], how)
-    after_loss(c, node, reason)
 
 
 def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | None:

@@ -16,6 +16,7 @@ from statemachine.cluster.durable.outbox import is_kept
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.membership import misfit
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Running
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.state import Cluster
 from statemachine.effects import (
@@ -704,9 +705,9 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
         s.resumed(name, 3)
     s.stepped("node-1", 3, 3)
     assert "join" in s.machine._c.due
-    attempt = restarted(s).machine._c.attempt
-    assert attempt is not None
-    assert attempt.kept_for == (0, 1)
+    group = restarted(s).machine._c.state
+    assert isinstance(group, Running)
+    assert group.kept_for == (0, 1)
     s.fire("join", 0.1)
     assert set(sent(s, Quiesce)) == {"node-1", "node-2", "node-3", "node-4"}
     held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}

@@ -128,7 +128,7 @@ def plan_for_two(s: Coordination) -> None:
 def pause_without_node_1(s: Coordination) -> None:
     s.feed(NodeVanished, node="node-1", incarnation=101)
     generation = s.machine.generation
-    for name in s.machine._c.attempt.expected.copy():
+    for name in s.machine._c.counted_on.copy():
         s.quiesced(name, generation, report(1, held=(0, 1)))
     s.feed(PlanImpossible, generation=generation, too_few=True, reason="1 of 2 nodes", needed=2)
     assert s.machine.phase is ClusterPhase.PAUSED

@@ -16,10 +16,11 @@ from statemachine.cluster.durable.promises import beyond
 from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, put_together
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Group, Over, Paused, Quiescing, Resuming, Running, State, Waiting
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
-from statemachine.cluster.state import Attempt, Cluster, Ledger, Recovery
-from statemachine.messages.values import PROTOCOL, NodeFacts
+from statemachine.cluster.state import Cluster, Ledger, Recovery
+from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts
 from statemachine.timing import Timing
 
 T = TypeVar("T")
@@ -180,14 +181,15 @@ def write(c: Cluster) -> dict[str, Any]:
 
     Large parts that are as they were the last time are the same objects; none changes once it is given out.
     """
-    attempt, record, resumption, ledger = c.attempt, c.recovery, c.resumption, c.ledger
+    phase, record, resumption, ledger = c.state, c.recovery, c.resumption, c.ledger
+    paused = phase if isinstance(phase, Paused) else None
     state: dict[str, Any] = {
         "schema": SCHEMA,
         "phase": str(c.phase),
         "generation": c.generation,
-        "outcome": c.outcome,
-        "lacking": c.lacking,
-        "giving_up": c.giving_up,
+        "outcome": phase.outcome if isinstance(phase, Over) else "",
+        "lacking": paused.reason if paused is not None else "",
+        "giving_up": paused is not None and paused.gives_up,
         "raised": c.raised,
         "raising": c.raising,
         "last_failure": c.last_failure,
@@ -207,17 +209,20 @@ def write(c: Cluster) -> dict[str, Any]:
         "lineage": c.lineage,
         "persisting": _persisting(c),
     }
-    if attempt is not None:
+    if not isinstance(phase, Waiting | Over):
+        group = phase if isinstance(phase, Group) else None
         state["attempt"] = {
-            "generation": attempt.generation,
-            "mode": attempt.mode,
-            "kept": sorted(attempt.kept),
-            "kept_for": list(attempt.kept_for),
-            "resume_sent": attempt.resume_sent,
-            "sources": list(attempt.sources),
+            "generation": phase.generation,
+            "mode": phase.mode if isinstance(phase, Quiescing) else "abort",
+            "kept": sorted(group.kept) if group is not None else [],
+            "kept_for": list(group.kept_for) if group is not None else [],
+            "resume_sent": group is not None,
+            "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
-        state["expected"] = _alike(c, "expected", list(attempt.expected), list)
-        state["members"] = _alike(c, "members", attempt.members.copy(), sorted)
+        # Program versions before this one read these of a group, too.
+        expected = sorted(phase.members) if isinstance(phase, Group) else list(phase.expected)
+        state["expected"] = _alike(c, "expected", expected, list)
+        state["members"] = _alike(c, "members", c.members.copy(), sorted)
     if record is not None:
         state["recovery"], state["before"] = _recovery(record), record.before
     if resumption is not None:
@@ -261,11 +266,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
         timing=timing,
-        phase=journal.phase,
         generation=journal.generation,
-        outcome=journal.outcome,
-        lacking=journal.lacking,
-        giving_up=journal.giving_up,
         raised=journal.raised,
         raising=journal.raising,
         last_failure=journal.last_failure,
@@ -321,19 +322,7 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             buddies=journal.resumed_buddies,
             evaluated=journal.resumed_evaluated,
         )
-    if journal.attempt is not None:
-        past = journal.attempt
-        c.attempt = Attempt(
-            generation=past.generation,
-            mode=past.mode,
-            began_at=at,
-            expected=dict.fromkeys(past.expected),
-            members=set(past.members),
-            kept=frozenset(past.kept),
-            kept_for=past.kept_for,
-            resume_sent=past.resume_sent,
-            sources=past.sources,
-        )
+    c.state = _read_state(journal, c.resumption, at)
     if journal.recovery is not None:
         old = journal.recovery
         c.recovery = Recovery(
@@ -350,6 +339,43 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             planned_at=_past(old.planned_at, at),
             resumed_at=_past(old.resumed_at, at),
         )
+
+
+def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> State:
+    """Return the state of the phase. Reports are not kept: a generation that was not resumed is to begin again.
+
+    :raises JournalError: what belongs to the phase is not there.
+    """
+    phase, past = journal.phase, journal.attempt
+    if phase is ClusterPhase.WAITING:
+        return Waiting()
+    if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED):
+        return Over(phase=phase, outcome=journal.outcome)
+    if past is None:
+        raise JournalError(f"the coordinator's journal cannot be read: it has no generation in phase {phase}")
+    expected = dict.fromkeys(past.expected)
+    if phase is ClusterPhase.PAUSED:
+        return Paused(
+            generation=past.generation,
+            expected=expected,
+            members=set(past.members),
+            sources=past.sources,
+            reason=journal.lacking,
+            gives_up=journal.giving_up,
+        )
+    if not past.resume_sent or resumption is None:
+        return Quiescing(generation=past.generation, mode=past.mode, began_at=at, expected=expected)
+    kind = Running if phase is ClusterPhase.RUNNING else Resuming
+    return kind(
+        generation=past.generation,
+        began_at=at,
+        members=set(past.members),
+        resumption=resumption,
+        planned=resumption.plan.nodes,
+        kept=frozenset(past.kept),
+        kept_for=past.kept_for,
+        sources=past.sources,
+    )
 
 
 def _past(moment: float | None, at: float) -> float | None:

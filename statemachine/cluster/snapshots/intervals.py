@@ -11,10 +11,11 @@ from statistics import median
 from msgspec.structs import replace
 
 from planner.intervals import SnapshotCost, choose_interval
+from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots.keeping import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
-from statemachine.messages.values import ClusterPhase, Job
+from statemachine.messages.values import Job
 
 FIRST_EVERY_STEPS = 5
 """While too little is measured."""
@@ -35,14 +36,13 @@ def every_steps(c: Cluster, job: Job) -> int:
 
 def note_step(c: Cluster, signal: Stepped) -> None:
     """The newest step of the group that trains was so long."""
-    attempt, resumption, keeping = c.attempt, c.resumption, c.keeping
-    if attempt is None or resumption is None or not signal.steps or signal.step_s <= 0:
+    group, keeping = c.state, c.keeping
+    if not isinstance(group, Running) or c.recovery is not None or not signal.steps or signal.step_s <= 0:
         return
-    running = c.phase is ClusterPhase.RUNNING and c.recovery is None
     step = signal.steps[-1].step
-    if not running or signal.generation != attempt.generation or signal.wanted is not None:
+    if signal.generation != group.generation or signal.wanted is not None:
         return
-    if step <= c.ledger.known_step or step < resumption.step + 2:
+    if step <= c.ledger.known_step or step < group.resumption.step + 2:
         return  # an old one; or the first of a group, which makes and allocates
     costs = keeping.costs
     if costs.last and step == costs.last + 1:

@@ -5,8 +5,8 @@ them says that its part is spoiled and cannot be made again. One that is given u
 the next would be due: behind the next step, then two steps later, then four.
 """
 
+from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import intervals
-from statemachine.cluster.snapshots.buddies import present_buddies
 from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.snapshots.snapshots import give_up, whole
 from statemachine.cluster.state import SNAPSHOT, Cluster
@@ -14,31 +14,33 @@ from statemachine.messages.cluster import Snap
 from statemachine.messages.values import NodeState
 
 
-def pursue(c: Cluster) -> None:
+def pursue(c: Cluster, group: Running) -> None:
     """While the group trains: order one when it is time."""
-    keeping, job, attempt, resumption = c.keeping, c.job, c.attempt, c.resumption
-    if job is None or attempt is None or resumption is None or job.snapshot.every_steps < 1:
+    keeping, job = c.keeping, c.job
+    if job is None or job.snapshot.every_steps < 1:
         return
     if (
         keeping.underway is not None
         and keeping.underway.step is None
         and not keeping.underway.last
-        and c.ended
+        and group.ended
     ):
         give_up(c, "the last step came first")
     if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
         return
     newest = keeping.newest
     # Also an idle buddy: it has no more slots than others.
-    planned = [c.nodes[name] for name in {*c.planned, *present_buddies(c).values()} if name in c.nodes]
+    planned = [
+        c.nodes[name] for name in {*group.planned, *group.resumption.buddies.values()} if name in c.nodes
+    ]
     kept = newest.step if newest is not None else 0
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
-    known, last = c.ledger.known_step, c.ended
+    known, last = c.ledger.known_step, group.ended
     # Whose trainers are done has no ballot to ask the others in.
-    asked = c.planned if last else (resumption.plan.devices[0].node,)
+    asked = group.planned if last else (group.resumption.plan.devices[0].node,)
     keeping.underway = Underway(
-        generation=attempt.generation,
+        generation=group.generation,
         behind=known - 1 if last else known,
         began_at=c.at,
         snap_after=known,
@@ -48,7 +50,7 @@ def pursue(c: Cluster) -> None:
         asked=keeping.asked,
     )
     keeping.behind, keeping.urgent, keeping.asked = known, False, False
-    c.send_all((c.nodes[name] for name in asked), Snap(generation=attempt.generation, behind=known))
+    c.send_all((c.nodes[name] for name in asked), Snap(generation=group.generation, behind=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
 
 

@@ -10,6 +10,7 @@ import hashlib
 
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import exporting
 from statemachine.cluster.snapshots.keeping import Writing
 from statemachine.cluster.snapshots.orders import last_wanted
@@ -25,7 +26,7 @@ from statemachine.messages.cluster import (
     Persist,
     PersistFailed,
 )
-from statemachine.messages.values import Checkpoint, ClusterPhase, Job, Snapshot
+from statemachine.messages.values import Checkpoint, Job, Snapshot
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
@@ -66,13 +67,13 @@ def pursue(c: Cluster) -> None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
         if gone and not writing.committing:
             give_up(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
-    elif newest is not None and c.phase is ClusterPhase.RUNNING and _time(c, newest):
+    elif newest is not None and isinstance(c.state, Running) and _time(c, newest):
         _begin(c, newest)
 
 
 def _watch_the_end(c: Cluster) -> None:
     """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
-    if c.phase is not ClusterPhase.RUNNING or not (last_wanted(c) or exporting.last_export_wanted(c)):
+    if not isinstance(c.state, Running) or not (last_wanted(c) or exporting.last_export_wanted(c)):
         c.cancel_timer(FINISH)
     elif FINISH not in c.due:
         c.set_timer(FINISH, _finish_limit_s(c))

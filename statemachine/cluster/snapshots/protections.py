@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from msgspec.structs import replace
 
+from statemachine.cluster.phases import Running
 from statemachine.cluster.state import Cluster
 from statemachine.messages.values import ProtectionChoice, ProtectionWish
 
@@ -37,12 +38,12 @@ def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionWish | None:
     )
 
 
-def overdue(c: Cluster) -> bool:
+def overdue(c: Cluster, group: Running) -> bool:
     """The group that trains was planned with another wish, and has steps left to profit from a new one."""
-    job, resumption, attempt = c.job, c.resumption, c.attempt
-    if job is None or resumption is None or attempt is None or not resumption.wish:
+    job, wish = c.job, group.resumption.wish
+    if job is None or not wish:
         return False
-    return resumption.wish != wish_of(c) and not attempt.finished and c.ledger.known_step + 1 < job.steps
+    return wish != wish_of(c) and not group.finished and c.ledger.known_step + 1 < job.steps
 
 
 def settled(c: Cluster, choice: ProtectionChoice | None) -> str:

@@ -11,20 +11,14 @@ from collections.abc import Mapping
 from planner.values import Plan
 from statemachine.cluster.ledger import learn, tell
 from statemachine.cluster.node import NodeEvent, NodeMachine
+from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import intervals
 from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapshot
 from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.state import SNAPSHOT, Cluster, who
 from statemachine.messages.cluster import Heartbeat, Hello, KeepSnapshot, SnapshotCompleted
 from statemachine.messages.common import Snapping, SnapshotFailed
-from statemachine.messages.values import (
-    ClusterPhase,
-    CommittedStep,
-    HeldSnapshot,
-    Restore,
-    Snapshot,
-    SnapshotGroup,
-)
+from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 FEW = 8
 """Less than one node in so many."""
@@ -88,11 +82,11 @@ def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
     A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
     says that the older one was overtaken.
     """
-    keeping, attempt, job = c.keeping, c.attempt, c.job
-    if attempt is None or job is None or c.phase is not ClusterPhase.RUNNING or node.name not in c.planned:
+    keeping, group, job = c.keeping, c.state, c.job
+    if not isinstance(group, Running) or job is None or node.name not in group.planned:
         return False
     over = max(keeping.over, keeping.newest.step if keeping.newest is not None else 0)
-    if generation != attempt.generation or job.snapshot.every_steps < 1 or step <= over:
+    if generation != group.generation or job.snapshot.every_steps < 1 or step <= over:
         return False
     underway = keeping.underway
     if underway is not None and (
