@@ -49,6 +49,8 @@ class Planning:
 
     phase: ClassVar = ClusterPhase.RECOVERING
     generation: int
+    mode: QuiesceMode
+    """How it was quiesced; for a coordinator that is restarted now, and has to do it again."""
     began_at: float
     expected: dict[str, None]
     """Nodes that answered the Quiesce."""

@@ -263,6 +263,7 @@ def settle(c: Cluster, state: Quiescing) -> None:
     decision = decide(reports, c.ledger.known, c.resumption, state.mode, zero1=zero1)
     planning = Planning(
         generation=state.generation,
+        mode=state.mode,
         began_at=state.began_at,
         expected=state.expected,
         members=set(reports),

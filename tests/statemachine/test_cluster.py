@@ -943,6 +943,20 @@ def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> N
     assert "NodeLost" in events(s), "the doubt ends with the time that nodes have for coming back"
 
 
+def test_a_coordinator_that_is_restarted_before_the_resume_of_a_join_waits_for_a_boundary_again() -> None:
+    """The reports are lost with it; nobody is dead, so nothing is to be computed again."""
+    s = running(4)
+    s.feed(DrainRequested, request="d", node="node-3")
+    s.fire("join", 0.1)
+    for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1)), ("node-3", (2, 3))):
+        s.quiesced(name, 2, report(2, held=held))
+    assert s.machine.phase is ClusterPhase.RECOVERING
+    other = restarted(s)
+    other.feed(BrokerConnected)
+    assert {order.mode for order in sent(other, Quiesce).values()} == {"boundary"}
+    assert other.machine.generation == 3
+
+
 def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     s = running()
     s.stepped("node-0", 1, 1)

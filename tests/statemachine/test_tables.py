@@ -1,5 +1,6 @@
 """The declared tables name every pair exactly once."""
 
+import dataclasses
 from itertools import product
 from typing import get_args
 
@@ -9,8 +10,10 @@ from statemachine.cluster import membership, node, phases
 from statemachine.cluster.membership import Standing
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import MachineError, PhaseEvent, next_phase
+from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Hello, Signal
 from statemachine.messages.values import ClusterPhase, NodeFacts, NodeState
+from statemachine.timing import Timing
 
 FACTS = NodeFacts(devices=1, host="h", rendezvous_port=1)
 
@@ -44,6 +47,31 @@ def test_the_phase_table_and_the_impossible_pairs_are_all_pairs() -> None:
 def test_an_impossible_phase_event_is_a_bug() -> None:
     with pytest.raises(MachineError, match="GROUP_RESUMED cannot happen in phase PAUSED"):
         next_phase(ClusterPhase.PAUSED, PhaseEvent.GROUP_RESUMED)
+
+
+def test_every_phase_has_a_state_and_recovering_one_on_each_side_of_the_resume() -> None:
+    kinds = {kind: kind.phase for kind in get_args(phases.State) if kind is not phases.Over}
+    assert set(kinds.values()) == set(ClusterPhase) - phases.OVER
+    assert {kind for kind, phase in kinds.items() if phase is ClusterPhase.RECOVERING} == {
+        phases.Planning,
+        phases.Resuming,
+    }
+
+
+def test_a_phase_holds_only_what_exists_in_it() -> None:
+    """No decision before the reports, no group before the Resume, nothing of a generation without one."""
+    held = {kind: {field.name for field in dataclasses.fields(kind)} for kind in get_args(phases.State)}
+    assert {kind for kind in held if "generation" not in held[kind]} == {phases.Waiting, phases.Over}
+    assert {kind for kind in held if "reports" in held[kind]} == {phases.Quiescing}
+    assert {kind for kind in held if "decision" in held[kind]} == {phases.Planning}
+    assert {kind for kind in held if "resumed" in held[kind]} == {phases.Resuming, phases.Running}
+
+
+def test_the_state_that_is_entered_is_one_of_the_phase_that_follows() -> None:
+    c = Cluster(timing=Timing())
+    with pytest.raises(AssertionError, match="JOB_ENDED leads to FINISHED, not to FAILED"):
+        c.enter(PhaseEvent.JOB_ENDED, phases.Over(phase=ClusterPhase.FAILED, outcome=""))
+    assert c.phase is ClusterPhase.WAITING
 
 
 def test_a_job_can_break_or_end_from_every_phase_that_has_one() -> None:

@@ -16,7 +16,17 @@ from statemachine.cluster.durable.promises import beyond
 from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, put_together
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Group, Over, Paused, Quiescing, Resuming, Running, State, Waiting
+from statemachine.cluster.phases import (
+    Group,
+    Over,
+    Paused,
+    Planning,
+    Quiescing,
+    Resuming,
+    Running,
+    State,
+    Waiting,
+)
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
 from statemachine.cluster.state import Cluster, Ledger, Recovery
@@ -213,7 +223,7 @@ def write(c: Cluster) -> dict[str, Any]:
         group = phase if isinstance(phase, Group) else None
         state["attempt"] = {
             "generation": phase.generation,
-            "mode": phase.mode if isinstance(phase, Quiescing) else "abort",
+            "mode": phase.mode if isinstance(phase, Quiescing | Planning) else "abort",
             "kept": sorted(group.kept) if group is not None else [],
             "kept_for": list(group.kept_for) if group is not None else [],
             "resume_sent": group is not None,
