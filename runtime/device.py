@@ -21,6 +21,11 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, row-major: its own memory where that is contiguous, else a copy."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
 class Event(Protocol):
     """A place in the work of a stream; ``record`` may be called again for another place."""
 

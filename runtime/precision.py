@@ -22,6 +22,11 @@ class Precision:
     """Let float32 matrix products round their inputs to TensorFloat-32."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name without its prefix: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def lacking(name: str, device: torch.device) -> str | None:
     """Return why a device cannot compute with a precision, and what it can; ``None`` where it can."""
     if name == "tf32":

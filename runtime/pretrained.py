@@ -23,24 +23,13 @@ from torch import Tensor, nn
 
 from runtime.adapters import base_model_of, base_name
 from runtime.training import TrainingError
+from storage.safetensors_file import DTYPE_NAMES
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+_DTYPES = {short: getattr(torch, name) for name, short in DTYPE_NAMES.items()}
 _EACH = 12
 """Names of a list that an error gives one by one; of a longer one it gives patterns with counts."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import DamagedError
-from storage.layerstate import ALIGNMENT_BYTES, Header, decode_header, decode_versioned
+from storage.layerstate import Header, decode_header, decode_versioned, padded
 
 FORMAT = 1
 Bytes = NDArray[np.uint8]
@@ -43,7 +43,7 @@ def runs_of(header: Header) -> tuple[Run, ...]:
     ends = {True: 0, False: 0}
     end = 0
     for entry in header.entries:
-        size = entry.size_bytes + -entry.size_bytes % ALIGNMENT_BYTES
+        size = padded(entry.size_bytes)
         shared = entry.role != "buffer"
         if entry.offset != end:
             raise DamagedError(

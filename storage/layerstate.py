@@ -102,6 +102,11 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of the payload."""
 
 
+def padded(size_bytes: int) -> int:
+    """Return where the next tensor begins after one of so many bytes."""
+    return size_bytes + -size_bytes % ALIGNMENT_BYTES
+
+
 def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, version: int) -> Decoded:
     """Return a struct with the field ``format`` out of its msgpack. :param what: names it in the error.
 

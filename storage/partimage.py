@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.errors import DamagedError
-from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header, decode_versioned
+from storage.layerstate import DTYPE_BYTES, HEADER_FORMAT, Entry, Header, decode_versioned, padded
 
 FORMAT = 2
 Bytes = NDArray[np.uint8]
@@ -143,10 +143,6 @@ def _check_runs(one: PartOfLayer, begin: int) -> None:
         raise DamagedError(
             f"layer {one.layer} is {one.size_bytes} bytes at {one.offset}, not {end} at {begin}"
         )
-
-
-def padded(size_bytes: int) -> int:
-    return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
 def lent(whole: WholeLayer, part: PartOfLayer) -> PartOfLayer:

@@ -21,7 +21,7 @@ from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
 from storage.layerstate import DTYPE_BYTES, Entry
 
-_NAMES = {
+DTYPE_NAMES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -34,6 +34,7 @@ _NAMES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
+"""What safetensors files call each type, by torch's name without its prefix."""
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 _ALIGNMENT_BYTES = 8
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -158,11 +159,11 @@ def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes
     said: dict[str, object] = {"__metadata__": metadata}
     end = 0
     for tensor in tensors:
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise StorageError(f"{tensor.name} is of {tensor.dtype}, which safetensors files cannot hold")
         start, end = end, end + tensor.size_bytes
         said[tensor.name] = {
-            "dtype": _NAMES[tensor.dtype],
+            "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": tensor.entry.shape,
             "data_offsets": (start, end),
         }

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime.device import flat_bytes
 from runtime.training import TrainingError
 
 Batch = Any
@@ -302,7 +303,7 @@ def first_difference(one: Batch, other: Batch) -> str | None:
     match one:
         case Tensor():
             equal = one.dtype == other.dtype and one.shape == other.shape
-            return None if equal and torch.equal(_bits(one), _bits(other)) else ""
+            return None if equal and torch.equal(flat_bytes(one), flat_bytes(other)) else ""
         case dict() if one.keys() == other.keys():
             parts = [(f"[{key!r}]", item, other[key]) for key, item in one.items()]
         case tuple() | list() if len(one) == len(other):
@@ -314,10 +315,6 @@ def first_difference(one: Batch, other: Batch) -> str | None:
         if below is not None:
             return path + below
     return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def signature(batch: Batch) -> Hashable:

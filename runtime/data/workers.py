@@ -29,6 +29,7 @@ from torch import Tensor
 from runtime.data.batches import Batch, leaves_of
 from runtime.data.reading import BatchReaders, Key
 from runtime.parent import die_with_parent
+from runtime.precision import dtype_name
 from runtime.training import TrainingError
 from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
@@ -135,7 +136,7 @@ def receive_frame(stream: socket.socket, decoder: "msgspec.msgpack.Decoder[_Rece
 def _node_of(batch: Batch) -> Node:
     match batch:
         case Tensor():
-            return TensorNode(dtype=str(batch.dtype).removeprefix("torch."), shape=tuple(batch.shape))
+            return TensorNode(dtype=dtype_name(batch.dtype), shape=tuple(batch.shape))
         case tuple() | list():
             return SequenceNode(items=[_node_of(item) for item in batch], is_tuple=isinstance(batch, tuple))
         case dict():

@@ -13,7 +13,7 @@ complete or not: parameters are gathered behind the commit.
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -482,11 +482,10 @@ class Engine:
                     return True
         assert self._communicator is not None
         loss, weight, *metrics = sums
-        pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
         self.evaluation = Evaluation(
             loss=loss / weight if weight else math.nan,
             weight=weight,
-            metrics={name: total / number for name, total, number in pairs if number},
+            metrics=_means(names, metrics),
             took_s=took_s / self._communicator.size,
         )
         self._evaluated = self.committed_step
@@ -590,7 +589,6 @@ class Engine:
         names = self.model.metric_names
         sums = self._summed([squared, broken, stop, snap, *totals.numbers(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
-        pairs = zip(names, metrics[::2], metrics[1::2], strict=True)
         vote = Vote(
             loss=loss / weight if weight else 0.0,
             gradient_norm=math.sqrt(total_squared) / self._divisor(weight, scale),
@@ -598,7 +596,7 @@ class Engine:
             weight=weight,
             loss_scale=scale,
             learning_rate=self.optimization.learning_rate(),
-            metrics={name: total / number for name, total, number in pairs if number},
+            metrics=_means(names, metrics),
             evaluation=self.evaluation,
         )
         return vote, stops > 0, snaps > 0
@@ -688,6 +686,12 @@ class Engine:
         if self.sharding is not None:
             self.sharding.leave()
         self._communicator = self._gradients = self._executor = self._evaluator = None
+
+
+def _means(names: Sequence[str], sums: list[float]) -> dict[str, float]:
+    """Return the mean of each metric. :param sums: of each, its sum and its weight (``StageTotals.numbers``)."""
+    found = zip(names, sums[::2], sums[1::2], strict=True)
+    return {name: total / weight for name, total, weight in found if weight}
 
 
 def optimization_of(model: Model, data: TrainingData) -> Optimization:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from runtime.layers.state import LayerStates, Reused
 from storage.errors import DamagedError
-from storage.layerstate import ALIGNMENT_BYTES, Entry
+from storage.layerstate import Entry, padded
 from storage.manifest import BLOCK_BYTES, Part
 from storage.pages import Bytes, mapped
 from storage.staged import Lender, Piece, read_staged
@@ -182,7 +182,7 @@ class StagedState:
         """Where the payload's bytes go, ascending; and of tensors that bytes cannot be copied into what is
         copied for them instead."""
         apart = [_memory(tensor) is None for _, tensor in places]
-        sizes = [entry.size_bytes + -entry.size_bytes % ALIGNMENT_BYTES for entry, _ in places]
+        sizes = [padded(entry.size_bytes) for entry, _ in places]
         needed = sum(size for size, beside in zip(sizes, apart, strict=True) if beside)
         if len(self._beside) < needed:
             self._beside = np.empty(needed, dtype=np.uint8)

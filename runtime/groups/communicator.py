@@ -26,7 +26,10 @@ Group = Any
 
 
 def run_of(numel: int, index: int, members: int) -> tuple[int, int]:
-    """Return the elements ``[start, end)`` of a vector that are member ``index``'s; sizes differ by at most 1."""
+    """Return the elements ``[start, end)`` of a vector, or rows of a microbatch, that are member ``index``'s.
+
+    Sizes differ by at most 1.
+    """
     return numel * index // members, numel * (index + 1) // members
 
 

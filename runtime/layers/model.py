@@ -39,7 +39,7 @@ from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_
 from runtime.layers.tensor_plan import Place, SplitRegions, TensorPlan, TensorPlanError, plan_of
 from runtime.layers.vocabulary import Vocabulary
 from runtime.layers.windows import Scopes, WindowedModule, caller
-from runtime.precision import PRECISIONS, lacking
+from runtime.precision import PRECISIONS, dtype_name, lacking
 from runtime.training import Batch, Training, TrainingError
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
@@ -287,7 +287,7 @@ class Model:
     @property
     def parameter_sizes(self) -> dict[str, ParameterSize]:
         return {
-            t.name: ParameterSize(numel=t.value.numel(), dtype=str(t.value.dtype).removeprefix("torch."))
+            t.name: ParameterSize(numel=t.value.numel(), dtype=dtype_name(t.value.dtype))
             for t in self._trainable
         }
 

@@ -7,7 +7,6 @@ the optimizer's state of each parameter, group options and the schedule. No pick
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -15,10 +14,20 @@ import msgspec
 import torch
 from torch import Tensor
 
-from runtime.device import DeviceRuntime
+from runtime.device import DeviceRuntime, flat_bytes
 from runtime.layers.model import Model, SharedTensor
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar
-from storage.layerstate import ALIGNMENT_BYTES, DTYPE_BYTES, HEADER_FORMAT, Entry, Header
+from runtime.precision import dtype_name
+from storage.errors import DamagedError
+from storage.layerstate import (
+    ALIGNMENT_BYTES,
+    DTYPE_BYTES,
+    HEADER_FORMAT,
+    Entry,
+    Header,
+    decode_header,
+    padded,
+)
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
@@ -38,7 +47,6 @@ class LayerStates:
     def __init__(self, model: Model, optimization: Optimization) -> None:
         self._model = model
         self._optimization = optimization
-        self._decoder = msgspec.msgpack.Decoder(Header)
 
     @property
     def runtime(self) -> DeviceRuntime:
@@ -58,14 +66,14 @@ class LayerStates:
                     name=name,
                     role=role,
                     key=key,
-                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    dtype=dtype_name(tensor.dtype),
                     shape=tuple(tensor.shape),
                     on_host=tensor.device.type == "cpu",
                     offset=end,
                     size_bytes=size_bytes,
                 )
             )
-            end += _padded(size_bytes)
+            end += padded(size_bytes)
         header = Header(
             format=HEADER_FORMAT,
             layer=layer,
@@ -135,8 +143,11 @@ class LayerStates:
         self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None
     ) -> tuple[list[tuple[Entry, Tensor]], "_States"]:
         """Hold the layer; return where each entry goes, and the optimizer's state that is yet to be taken."""
-        decoded = self._decode(header)
-        self._check(layer, decoded, payload_bytes)
+        try:
+            decoded = decode_header(header, layer, payload_bytes)
+        except DamagedError as error:
+            raise StateError(str(error)) from error
+        self._check(layer, decoded)
         try:
             self._optimization.set_schedule(decoded.schedule)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -177,7 +188,7 @@ class LayerStates:
         """Size of the payload, without making it."""
         self._check_held(layer)
         tensors, _ = self._collect(layer)
-        return sum(_padded(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
+        return sum(padded(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
 
     def digest(self, layer: int) -> str:
         """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
@@ -190,7 +201,7 @@ class LayerStates:
             if tensor.kind == "parameter":
                 value = tensor.value.detach()
                 digest.update(f"{tensor.name}:{value.dtype}:{tuple(value.shape)};".encode())
-                digest.update(_bytes_of(self.runtime.to_host(value)).numpy().data)
+                digest.update(flat_bytes(self.runtime.to_host(value)).numpy().data)
         return digest.hexdigest()
 
     def _collect(
@@ -216,29 +227,14 @@ class LayerStates:
         if layer not in self._model.held | self._model.sharded:
             raise RuntimeError(f"layer {layer} is not held here")
 
-    def _decode(self, header: bytes) -> Header:
-        try:
-            decoded = self._decoder.decode(header)
-        except msgspec.DecodeError as error:
-            raise StateError(f"malformed header: {error}") from error
-        if decoded.format != HEADER_FORMAT:
-            raise StateError(f"header of format {decoded.format}; this version reads {HEADER_FORMAT}")
-        return decoded
-
-    def _check(self, layer: int, header: Header, payload_bytes: int) -> None:
-        if header.layer != layer:
-            raise StateError(f"state of layer {header.layer} came where layer {layer} was expected")
-        if payload_bytes != header.size_bytes:
-            raise StateError(
-                f"layer {layer}: payload of {payload_bytes} bytes, the header says {header.size_bytes} bytes"
-            )
+    def _check(self, layer: int, header: Header) -> None:
         expected = {tensor.name: tensor for tensor in self._model.tensors_of(layer)}
         end = 0
         seen: set[tuple[str, str]] = set()
         for entry in header.entries:
             if entry.name not in expected:
                 raise StateError(f"layer {layer} has no parameter or buffer {entry.name!r}")
-            _check_entry(layer, entry, expected[entry.name], header.size_bytes)
+            _check_entry(layer, entry, expected[entry.name])
             if entry.offset < end or (entry.name, entry.key) in seen:
                 raise StateError(f"layer {layer}: {entry.name} {entry.key} overlaps or comes twice")
             end = entry.offset + entry.size_bytes
@@ -267,7 +263,7 @@ class LayerReader:
         for entry, tensor in self._places:
             low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
             if low < high:
-                source = _bytes_of(tensor)[low - entry.offset : high - entry.offset]
+                source = flat_bytes(tensor)[low - entry.offset : high - entry.offset]
                 chunk[low - start : high - start].copy_(source)
         return chunk
 
@@ -317,28 +313,20 @@ class LayerWriter:
         return self._beside[entry.offset]
 
 
-def _check_entry(layer: int, entry: Entry, shared: SharedTensor, payload_bytes: int) -> None:
+def _check_entry(layer: int, entry: Entry, shared: SharedTensor) -> None:
     place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise StateError(f"{place}: unknown dtype {entry.dtype!r}")
-    if (
-        any(length < 0 for length in entry.shape)
-        or entry.size_bytes != math.prod(entry.shape) * dtype.itemsize
-    ):
-        raise StateError(f"{place}: {entry.size_bytes} bytes cannot be {entry.shape} of {entry.dtype}")
-    if entry.offset < 0 or entry.offset % ALIGNMENT_BYTES or entry.offset + entry.size_bytes > payload_bytes:
-        raise StateError(f"{place}: bytes {entry.offset} + {entry.size_bytes} are outside of the payload")
+    if entry.offset % ALIGNMENT_BYTES:
+        raise StateError(f"{place}: byte {entry.offset} is no multiple of {ALIGNMENT_BYTES}")
     if entry.role == "optimizer":
         if not shared.trainable or not entry.key:
             raise StateError(f"{place}: optimizer state for something that is not trained")
         return
     value = shared.value
-    if (entry.role, entry.key, tuple(value.shape), value.dtype) != (shared.kind, "", entry.shape, dtype):
+    here = shared.kind, "", tuple(value.shape), value.dtype
+    if (entry.role, entry.key, entry.shape, DTYPES[entry.dtype]) != here:
         raise StateError(
             f"{place}: a {entry.role} of {entry.shape} {entry.dtype} came, "
-            f"this model has a {shared.kind} of {tuple(value.shape)} "
-            f"{str(value.dtype).removeprefix('torch.')}"
+            f"this model has a {shared.kind} of {tuple(value.shape)} {dtype_name(value.dtype)}"
         )
 
 
@@ -346,11 +334,3 @@ def _view(payload: Tensor, entry: Entry) -> Tensor:
     """The entry's part of the payload with its dtype and shape; no copy."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
     return part.view(DTYPES[entry.dtype]).view(entry.shape)
-
-
-def _padded(size_bytes: int) -> int:
-    return size_bytes + -size_bytes % ALIGNMENT_BYTES
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

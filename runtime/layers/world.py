@@ -9,7 +9,7 @@ from functools import partial
 from itertools import pairwise
 
 from planner.values import Recompute
-from runtime.groups.communicator import Channel, Talk
+from runtime.groups.communicator import Channel, Talk, run_of
 from statemachine.messages.trainer import StageData, WorldData
 
 Peers = dict[int, tuple[int, int]]
@@ -86,11 +86,6 @@ def has_shards(world: WorldData) -> bool:
     return any(is_sharded(stage) for pipeline in world.pipelines for stage in pipeline.stages)
 
 
-def rows_of(microbatch_rows: int, index: int, devices: int) -> tuple[int, int]:
-    """Return the rows ``[start, end)`` of a microbatch for device ``index`` of a stage; sizes differ by at most 1."""
-    return microbatch_rows * index // devices, microbatch_rows * (index + 1) // devices
-
-
 def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows that each rank of a stage computes.
 
@@ -101,7 +96,7 @@ def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
     if not (coupled or is_tensor_parallel(stage)):
         count = len(stage.ranks)
-        return {rank: rows_of(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
+        return {rank: run_of(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
     return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
 
 

@@ -222,7 +222,7 @@ def measure(
 
 def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict[int, int]:
     """For each number of devices that a stage can have, from 2: rows of the device that has most
-    (``runtime.layers.world.rows_of``)."""
+    (``runtime.groups.communicator.run_of``)."""
     return {
         devices: rows if coupled else -(-rows // devices)
         for devices in range(2, min(devices_per_node, rows) + 1)

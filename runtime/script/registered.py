@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from runtime.precision import dtype_name
 from runtime.script.plain_state import Ref, SnapshotError, rebuild
 from runtime.script.random_states import Generator, OwnGenerator
 from runtime.script.tensor_image import Entry, local
@@ -165,7 +166,7 @@ def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entr
             return f"{name} is of another kind"
         if isinstance(value, Tensor):
             entry, inner = entries[ref.index], local(value)
-            dtype, shape = str(inner.dtype).removeprefix("torch."), tuple(inner.shape)
+            dtype, shape = dtype_name(inner.dtype), tuple(inner.shape)
             if (entry.dtype, entry.shape) != (dtype, shape):
                 there = f"{entry.dtype} {list(entry.shape)}"
                 return f"{name} is {there} there, and {dtype} {list(shape)} here"

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError
 from storage.shards import Piece as Kept
 
@@ -260,7 +261,7 @@ def _look_at(tensor: Tensor, address: int) -> Known:
         order = tuple(range(inner.dim()))
     view: Source | None = flat.numpy() if flat is not None and flat.device.type == "cpu" else flat
     entry = Entry(
-        dtype=str(inner.dtype).removeprefix("torch."),
+        dtype=dtype_name(inner.dtype),
         shape=tuple(inner.shape),
         order=order,
         on_host=inner.device.type == "cpu",

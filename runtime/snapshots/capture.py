@@ -15,7 +15,7 @@ from runtime.snapshots.movers import Bytes, Mover
 from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
 from statemachine.messages.values import Vote
 from storage.image import GroupImage, LayerImage
-from storage.layerstate import ALIGNMENT_BYTES
+from storage.layerstate import padded
 from storage.manifest import BLOCK_BYTES, Digests, Part
 from storage.shards import ShardLayout
 
@@ -199,7 +199,7 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
         else:
             frozen = entry.role == "parameter" and entry.name in still
             source = source_of(tensor, states.runtime)
-            bucket.add(source, _padded(entry.size_bytes), frozen=frozen)
+            bucket.add(source, padded(entry.size_bytes), frozen=frozen)
     return LayerImage(
         layer=layer,
         offset=begin,
@@ -212,8 +212,4 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
 def bytes_of(buffers: Iterable[Tensor], runtime: DeviceRuntime) -> bytes:
     """One after the other, padded, as the device has computed them."""
     made = [np.asarray(source_of(runtime.to_host(tensor))).tobytes() for tensor in buffers]
-    return b"".join(data.ljust(_padded(len(data)), b"\0") for data in made)
-
-
-def _padded(size_bytes: int) -> int:
-    return size_bytes + -size_bytes % ALIGNMENT_BYTES
+    return b"".join(data.ljust(padded(len(data)), b"\0") for data in made)

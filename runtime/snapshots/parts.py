@@ -7,6 +7,7 @@ training; what says what they are, and buffers, are copied at once (``storage.pa
 from torch import Tensor
 
 from runtime.layers.model import Model, SharedTensor
+from runtime.precision import dtype_name
 from runtime.snapshots.capture import Capture, bytes_of
 from runtime.snapshots.groups import Group
 from runtime.snapshots.movers import HostMover, Mover
@@ -16,7 +17,8 @@ from runtime.zero.part_states import PartState
 from runtime.zero.sharding import Sharding
 from storage import partimage
 from storage.codes import make_code
-from storage.partimage import PartImage, PartOfLayer, Run, ShardedImage, WholeLayer, padded
+from storage.layerstate import padded
+from storage.partimage import PartImage, PartOfLayer, Run, ShardedImage, WholeLayer
 from storage.shards import ShardLayout
 
 
@@ -68,7 +70,7 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
             partimage.Tensor(
                 name=tensor.name,
                 role=tensor.kind,
-                dtype=_dtype(tensor.value),
+                dtype=dtype_name(tensor.value.dtype),
                 shape=tuple(tensor.value.shape),
                 # Of what is in shards there is no memory here.
                 on_host=(model.device if tensor.value.is_meta else tensor.value.device).type == "cpu",
@@ -103,7 +105,7 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, f
                 name=name,
                 role=role,  # type: ignore[arg-type]
                 key=key,
-                dtype=_dtype(tensor),
+                dtype=dtype_name(tensor.dtype),
                 on_host=tensor.device.type == "cpu",
                 start=start,
                 count=count,
@@ -143,7 +145,3 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, f
 
 def _frozen(tensor: SharedTensor) -> bool:
     return tensor.kind == "parameter" and not tensor.trainable
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

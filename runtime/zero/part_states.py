@@ -14,13 +14,15 @@ import xxhash
 from torch import Tensor
 
 from planner.values import StatePart
+from runtime.device import flat_bytes
 from runtime.layers.model import Model
 from runtime.layers.optimizer import ParameterState, Scalar
 from runtime.layers.state import DTYPES, StateError
+from runtime.precision import dtype_name
 from runtime.zero.cells import Fractions
 from runtime.zero.parts import Move, Shape, Slice, Vector
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
-from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader
+from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader, padded
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """What torch's optimizers keep once for a whole parameter; all else has its shape, be that ``()``."""
@@ -206,7 +208,7 @@ class PartStates:
                 found = tensors[key]
                 digest.update(f"{one.slice.name}:{one.slice.start}:{key};".encode())
                 if isinstance(found, Tensor):
-                    digest.update(_flat_bytes(self._model.runtime.to_host(found)).numpy().data)
+                    digest.update(flat_bytes(self._model.runtime.to_host(found)).numpy().data)
                 else:
                     digest.update(repr(found).encode())
         return digest.digest()
@@ -267,14 +269,14 @@ class PartStates:
                 name=one.name,
                 role=role,  # type: ignore[arg-type]
                 key=key,
-                dtype=str(tensor.dtype).removeprefix("torch."),
+                dtype=dtype_name(tensor.dtype),
                 start=one.start,
                 count=None if key and tensor.dim() == 0 else tensor.numel(),
                 offset=end,
                 size_bytes=tensor.numel() * tensor.element_size(),
             )
             found.append((entry, tensor))
-            end += entry.size_bytes + -entry.size_bytes % ALIGNMENT_BYTES
+            end += padded(entry.size_bytes)
 
         if move.what == "rest":
             for shared in self._model.tensors_of(move.layer):
@@ -396,7 +398,7 @@ class PartStates:
             dtype = self._shape.vectors[move.vector].dtype
             return came == [(s.name, "parameter", "", s.start, s.end - s.start, dtype) for s in slices]
         return came == [
-            (t.name, t.kind, "", 0, t.value.numel(), str(t.value.dtype).removeprefix("torch."))
+            (t.name, t.kind, "", 0, t.value.numel(), dtype_name(t.value.dtype))
             for t in self._model.tensors_of(move.layer)
             if not t.trainable
         ]
@@ -442,7 +444,3 @@ def _narrowed(piece: SliceState, one: Slice) -> ParameterState:
 
 def _view(payload: Tensor, entry: PartEntry) -> Tensor:
     return payload[entry.offset : entry.offset + entry.size_bytes].view(DTYPES[entry.dtype])
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)

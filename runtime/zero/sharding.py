@@ -178,28 +178,11 @@ class Sharding:
         """Make room for what this rank computes with."""
         shards: StageShards | None = None
         before = self._optimization.shards
+        given = self._model, self.shape, own, stage.ranks, communicator, self._pace
         if is_tensor_parallel(stage):
-            shards = StageTensorParts(
-                self._model,
-                self.shape,
-                own,
-                stage.ranks,
-                communicator,
-                self._pace,
-                plan=self._plan_on(len(stage.ranks)),
-                before=before,
-            )
+            shards = StageTensorParts(*given, plan=self._plan_on(len(stage.ranks)), before=before)
         elif is_sharded(stage):
-            shards = StageShards(
-                self._model,
-                self.shape,
-                own,
-                stage.ranks,
-                communicator,
-                self._pace,
-                same_rows=self._model.couples_rows,
-                before=before,
-            )
+            shards = StageShards(*given, same_rows=self._model.couples_rows, before=before)
         self._optimization.shards = shards
         self._model.shard(own if shards is not None else (), shards)
         if shards is None:

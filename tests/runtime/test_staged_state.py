@@ -155,7 +155,7 @@ def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_pa
     path.write_bytes(whole)
     short = StagedLayer(header=header, pieces=tuple(pieces[:-1]))
     write_staged(tmp_path, 1, short)
-    assert "the header says" in problem(StateError)
+    assert "stands where layer 1" in problem(StateError)
     (tmp_path / "layer-1.staged").write_bytes(b"\x93")
     assert "malformed" in problem()
 

@@ -177,12 +177,12 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda header: header[:-5], "malformed header"),
-        (lambda header: b"\x80", "malformed header"),
-        (edited(lambda h: h.update(format=2)), "header of format 2"),
-        (edited(lambda h: h.update(surprise=2)), "malformed header"),
-        (edited(lambda h: h.update(layer=2)), "state of layer 2 came where layer 1"),
-        (edited(lambda h: h.update(size_bytes=5)), "the header says 5 bytes"),
+        (lambda header: header[:-5], "malformed"),
+        (lambda header: b"\x80", "malformed"),
+        (edited(lambda h: h.update(format=2)), "header of layer 1 is of format 2"),
+        (edited(lambda h: h.update(surprise=2)), "malformed"),
+        (edited(lambda h: h.update(layer=2)), "a header of layer 2 .* stands where layer 1"),
+        (edited(lambda h: h.update(size_bytes=5)), "a header of layer 1 with 5 bytes stands where layer 1"),
         (edited(lambda h: h["entries"].pop(0)), "1.norm_1.weight is missing"),
         (edited(lambda h: h["entries"].insert(0, h["entries"][0])), "overlaps or comes twice"),
         (edited(lambda h: h["scalars"].update(other={"step": 1})), "optimizer state for other"),
@@ -190,20 +190,20 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (edited(lambda h: h.update(schedule={})), "layer 1"),
         (entry(name="1.nothing"), "no parameter or buffer '1.nothing'"),
         (entry(name="2.norm_1.weight"), "no parameter or buffer"),
-        (entry(dtype="float8"), "unknown dtype 'float8'"),
+        (entry(dtype="float8"), r"64 bytes from \d+ of \d+ cannot be \(8,\) of float8"),
         (
             entry(dtype="int64"),
             r"a parameter of \(8,\) int64 came, this model has a parameter of \(8,\) float64",
         ),
         (entry(shape=(4, 2)), r"a parameter of \(4, 2\) float64 came"),
-        (entry(shape=(7,)), r"64 bytes cannot be \(7,\) of float64"),
-        (entry(shape=(-8, -1)), r"64 bytes cannot be"),
-        (entry(offset=-16), "outside of the payload"),
-        (entry(offset=8), "outside of the payload"),
-        (entry(offset=1 << 40), "outside of the payload"),
+        (entry(shape=(7,)), r"64 bytes from \d+ of \d+ cannot be \(7,\) of float64"),
+        (entry(shape=(-8, -1)), r"64 bytes from \d+ of \d+ cannot be"),
+        (entry(offset=-16), r"64 bytes from -16 of \d+ cannot be"),
+        (entry(offset=8), "byte 8 is no multiple of 16"),
+        (entry(offset=1 << 40), r"64 bytes from \d+ of \d+ cannot be"),
         (entry(role="buffer"), "a buffer of"),
         (entry(role="optimizer"), "not trained"),
-        (entry(role="code"), "malformed header"),
+        (entry(role="code"), "malformed"),
     ],
 )
 def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
@@ -228,7 +228,7 @@ def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
 def test_a_payload_of_another_size_is_refused(payload: Callable[[Tensor], Tensor]) -> None:
     trainer = Trainer()
     header, whole = trainer.states.pack(1)
-    with pytest.raises(StateError, match="payload of"):
+    with pytest.raises(StateError, match=r"payload of|bytes should be"):
         trainer.states.unpack(1, header, payload(whole))
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.layers.world import WorldError, check_world, owners_of_layer, rows_of, seat_of, talks_of
+from runtime.groups.communicator import run_of
+from runtime.layers.world import WorldError, check_world, owners_of_layer, seat_of, talks_of
 from statemachine.messages.trainer import PipelineData, TransferData, WorldData
 from tests.runtime.harness import pipeline
 
@@ -55,8 +56,8 @@ def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, be
         pipeline((0, 1, ranks[:before]), (1, 2, ranks[before:]), first_microbatch=0, microbatches=1),
         size=before + behind,
     )
-    assert [rows_of(rows, i, before)[1] for i in range(before - 1)] == [
-        rows_of(rows, i, before)[0] for i in range(1, before)
+    assert [run_of(rows, i, before)[1] for i in range(before - 1)] == [
+        run_of(rows, i, before)[0] for i in range(1, before)
     ]
     sent: list[tuple[int, int, int, int]] = []
     received: list[tuple[int, int, int, int]] = []
