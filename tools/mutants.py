@@ -84,11 +84,13 @@ class Mutant:
     after: str
     statement: str
     """First line of the statement that the change is in."""
+    change: str
+    """``drop CLAUSE``, ``drop STATEMENT``, or ``BEFORE -> AFTER``; numbered where a function has it several times."""
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, str]:
         """The name of the mutant, which stays when lines move."""
-        return (self.function, self.statement, self.before, self.after)
+        return (self.function, self.change)
 
 
 @dataclass(kw_only=True)
@@ -109,6 +111,8 @@ class _Finder:
 
     found: list[tuple[Mutant, Callable[[], None]]] = field(default_factory=list)
     path: str
+    _changes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """How often each change was found in each function."""
 
     def module(self, tree: ast.Module) -> None:
         for node in tree.body:
@@ -134,9 +138,8 @@ class _Finder:
         if isinstance(node, _NOT_CHANGED) or _is_text(node):
             return
         if _has_effect(node):
-            self._add(
-                node, function, node, "pass", functools.partial(put, ast.copy_location(ast.Pass(), node))
-            )
+            apply = functools.partial(put, ast.copy_location(ast.Pass(), node))
+            self._add(node, function, node, "pass", apply, f"drop {ast.unparse(node)}")
         self._children(node, function, node)
 
     def _children(self, node: ast.AST, function: str, statement: ast.stmt) -> None:
@@ -164,6 +167,9 @@ class _Finder:
     def _expression(
         self, node: ast.expr, function: str, statement: ast.stmt, put: Callable[[Any], None]
     ) -> None:
+        if isinstance(node, ast.BoolOp):
+            for clause, rest in _without_each(node):
+                self._replace(node, rest, function, statement, put, f"drop {ast.unparse(clause)}")
         for other in _others(node):
             self._replace(node, other, function, statement, put)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -171,11 +177,22 @@ class _Finder:
         self._children(node, function, statement)
 
     def _replace(
-        self, node: ast.expr, other: ast.expr, function: str, statement: ast.stmt, put: Callable[[Any], None]
+        self,
+        node: ast.expr,
+        other: ast.expr,
+        function: str,
+        statement: ast.stmt,
+        put: Callable[[Any], None],
+        change: str = "",
     ) -> None:
         ast.copy_location(other, node)
         ast.fix_missing_locations(other)
-        self._add(node, function, statement, ast.unparse(other), functools.partial(put, other))
+        after = ast.unparse(other)
+        if not change:
+            change = f"{ast.unparse(node)} -> {after}"
+        if isinstance(node, ast.Constant):
+            change += f" in {ast.unparse(statement).splitlines()[0]}"
+        self._add(node, function, statement, after, functools.partial(put, other), change)
 
     def _add(
         self,
@@ -184,13 +201,16 @@ class _Finder:
         statement: ast.stmt,
         after: str,
         apply: Callable[[], None],
+        change: str,
     ) -> None:
         first, last = statement.lineno, statement.end_lineno or statement.lineno
         if isinstance(statement, ast.Match):
             first, last = node.lineno, node.end_lineno or node.lineno
         elif isinstance(statement, _COMPOUND) and not isinstance(statement, ast.Try):
             last = max(statement.body[0].lineno - 1, statement.lineno)
+        number = self._changes[function, change] = self._changes[function, change] + 1
         mutant = Mutant(
+            change=change if number == 1 else f"{change} ({number})",
             path=self.path,
             number=len(self.found),
             function=function,
@@ -237,13 +257,16 @@ def _has_effect(node: ast.stmt) -> bool:
             return False
 
 
+def _without_each(node: ast.BoolOp) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield each clause, with the condition that is left without it."""
+    for number, clause in enumerate(node.values):
+        left = node.values[:number] + node.values[number + 1 :]
+        yield clause, left[0] if len(left) == 1 else ast.BoolOp(op=node.op, values=left)
+
+
 def _others(node: ast.expr) -> Iterator[ast.expr]:
     """Yield what may stand in place of this expression."""
     match node:
-        case ast.BoolOp(op=op, values=values):
-            for number in range(len(values)):
-                left = values[:number] + values[number + 1 :]
-                yield left[0] if len(left) == 1 else ast.BoolOp(op=op, values=left)
         case ast.Compare(left=first, ops=ops, comparators=others):
             for table in (_NEGATED, _BORDER):
                 for number, old in enumerate(ops):
@@ -400,7 +423,7 @@ class Run:
     def write(self) -> None:
         """Write every mutant with its verdict so far."""
         if self._json is not None:
-            shown = ("path", "line", "function", "statement", "before", "after")
+            shown = ("path", "line", "function", "statement", "before", "after", "change")
             entries = [
                 {name: getattr(one.mutant, name) for name in shown} | {"status": one.status, "by": one.by}
                 for one in self.verdicts
@@ -511,14 +534,10 @@ class Run:
 # --- what is known and what is reported ----------------------------------------------------------
 
 
-def explained() -> dict[tuple[str, str, str, str], str]:
-    """Return the reasons of the mutants that are known to be equivalent."""
-    if not EQUIVALENT.exists():
-        return {}
-    entries = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["mutant"]
-    return {
-        (one["function"], one["statement"], one["before"], one["after"]): one["reason"] for one in entries
-    }
+def explained() -> dict[tuple[str, str], str]:
+    """Return the reasons of the mutants that are known to be equivalent, by function and change."""
+    sections = tomllib.loads(EQUIVALENT.read_text(encoding="utf-8"))["equivalent"]
+    return {(one["function"], change): one["reason"] for one in sections for change in one["changes"]}
 
 
 def modules(words: Sequence[str]) -> list[str]:
@@ -571,11 +590,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(status)
     run.write()
     report(verdicts)
-    stale = (
-        [] if chosen.modules else [key for key in reasons if key not in {one.mutant.key for one in verdicts}]
-    )
-    for function, _, before, after in stale:
-        print(f"{EQUIVALENT.name} explains a mutant that does not exist: {function}: {before} -> {after}")
+    stale = set() if chosen.modules else reasons.keys() - {one.mutant.key for one in verdicts}
+    for function, change in sorted(stale):
+        print(f"{EQUIVALENT.name} explains a mutant that does not exist: {function}: {change}")
     return int(bool(stale) or any(verdict.status == "open" for verdict in verdicts))
 
 

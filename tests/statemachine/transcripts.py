@@ -26,6 +26,8 @@ from statemachine.effects import (
     Effect,
     EmitEvent,
     InstructTrainer,
+    PersistState,
+    PublishCluster,
     SendCommand,
     SetTimer,
 )
@@ -322,6 +324,37 @@ class Coordination(Script):
         super().__init__(machine if machine is not None else ClusterMachine(Timing()))
         self.incarnations: dict[str, int] = {}
         self.planner = Planner(PROFILE, POLICY)
+
+    def feed(self, kind: Any, **values: Any) -> list[Effect]:
+        """Feed an event, and check that whatever it changes is published, or stored, where it must be."""
+        before = self._lasting()
+        effects = super().feed(kind, **values)
+        kinds = {type(effect) for effect in effects}
+        for effect, then, now in zip((PublishCluster, PersistState), before, self._lasting(), strict=True):
+            changed = [key for key in now if then.get(key) != now[key]]
+            assert effect in kinds or not changed, f"{effect.__name__} is missing after a change of {changed}"
+        return effects
+
+    def _lasting(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what outside tools are shown at once, and what must survive a crash.
+
+        Steps, and what is waited for, are shown with the next change; reports of nodes are asked for again.
+        """
+        seen = self.machine.public_state()
+        later = {"step", "loss", "step_s", "samples_per_s", "waiting_for", "snapshot"}
+        shown = {key: value for key, value in seen.items() if key not in later}
+        shown["nodes"] = {
+            name: {key: value for key, value in node.items() if key != "step"}
+            for name, node in seen["nodes"].items()
+        }
+        stored = self.machine.durable_state()
+        again = {"nodes", "held", "snapshot_behind"}
+        lasting = {key: value for key, value in stored.items() if key not in again}
+        if attempt := stored.get("attempt"):
+            lasting["attempt"] = {
+                key: value for key, value in attempt.items() if key not in ("sources", "kept_for")
+            }
+        return shown, lasting
 
     def say(self, node: str, signal: Signal, incarnation: int | None = None) -> list[Effect]:
         number = self.incarnations[node] if incarnation is None else incarnation
