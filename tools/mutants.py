@@ -287,14 +287,14 @@ def _others(node: ast.expr) -> Iterator[ast.expr]:
             pass
 
 
-@functools.cache
-def _source(path: str) -> str:
-    return (ROOT / path).read_text(encoding="utf-8")
-
-
 def mutants_of(path: str) -> list[Mutant]:
     """Return every mutant of the module at ``path``, relative to the root of the project."""
-    return [mutant for mutant, _ in _found(path, _source(path))[1]]
+    return [mutant for mutant, _ in _parsed(path)[1]]
+
+
+@functools.cache
+def _parsed(path: str) -> tuple[ast.Module, list[tuple[Mutant, Callable[[], None]]]]:
+    return _found(path, (ROOT / path).read_text(encoding="utf-8"))
 
 
 def _found(path: str, source: str) -> tuple[ast.Module, list[tuple[Mutant, Callable[[], None]]]]:
@@ -318,8 +318,8 @@ def changed_source(source: str) -> list[str]:
 
 
 def become(mutant: Mutant) -> None:
-    """Change the imported program to this mutant, for good."""
-    tree, found = _found(mutant.path, _source(mutant.path))
+    """Change the imported program to this mutant, for good: the process can become no other one."""
+    tree, found = _parsed(mutant.path)
     found[mutant.number][1]()
     module = importlib.import_module(
         mutant.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
