@@ -9,6 +9,8 @@ taken. The same situation always gives the same plan.
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import Layout, first_layout, layouts
 from planner.changes.cover import Masks, Needs, whole_layers
@@ -160,7 +162,7 @@ class Planner:
 
     def _with_exact_shares(self) -> "Planner":
         """Return a planner for the same job that needs no solver and has the same templates."""
-        other = Planner(self.profile, replace(self.policy, batch_solver="exact"))
+        other = Planner(self.profile, msgspec.structs.replace(self.policy, batch_solver="exact"))
         if self._templates is not None:
             other.restore(self.precomputed())
         return other

@@ -7,7 +7,8 @@ to 2·n₀ − 1 at least (p = n₀), as far as there are nodes.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+
+import msgspec
 
 from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
@@ -107,15 +108,15 @@ def _helpful_settings(costs: StageCosts) -> list[tuple[str, int]]:
     """
     profile, policy = costs.profile, costs.policy
     settings: list[tuple[str, Policy]] = []
-    recomputing = replace(policy, activation_checkpointing="auto")
+    recomputing = msgspec.structs.replace(policy, activation_checkpointing="auto")
     if policy.activation_checkpointing != "auto":
         settings.append(("activation_checkpointing = auto", recomputing))
     if policy.within_node != "auto" and costs.max_devices > 1 and profile.shard_problem is None:
-        settings.append(("within_node = auto", replace(policy, within_node="auto")))
+        settings.append(("within_node = auto", msgspec.structs.replace(policy, within_node="auto")))
     found = _fitting(profile, settings)
     if not found and len(settings) == 2:
         both = " with ".join(setting for setting, _ in settings)
-        found = _fitting(profile, [(both, replace(recomputing, within_node="auto"))])
+        found = _fitting(profile, [(both, msgspec.structs.replace(recomputing, within_node="auto"))])
     return found
 
 
@@ -135,7 +136,7 @@ def costs_for(profile: ModelProfile, policy: Policy) -> StageCosts:
     costs = StageCosts(profile, policy)
     if not policy.zero1 or costs.most_nodes < 1:
         return costs
-    whole = StageCosts(profile, replace(policy, zero1=False))
+    whole = StageCosts(profile, msgspec.structs.replace(policy, zero1=False))
     return whole if fewest_nodes(whole) == fewest_nodes(costs) else costs
 
 

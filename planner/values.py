@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import gcd
 from typing import Literal
 
+import msgspec
+
 Recompute = Literal["none", "selective", "full"]
 """How a stage gets the activations that its backward pass needs: ``none`` keeps all of them; ``selective``
 keeps the outputs of matrix products and attention and computes the rest again; ``full`` keeps the layers'
@@ -23,6 +25,11 @@ k-th of each layer's, and gathers a layer's parameters for its forward and its b
 k-th, too, and computes a k-th of the layers' linear modules, on all rows. A stage of one device is ``replicate``."""
 WithinNode = Literal["auto", "replicate", "shard", "tensor"]
 """One ``Within`` for all stages of several devices; or ``auto``: for each stage the quickest one that fits."""
+Objective = Literal["iteration", "paper"]
+BatchObjective = Literal["minmax", "variance"]
+BatchSolver = Literal["exact", "pyomo"]
+Minimum = Literal["one_replica", "oobleck"]
+"""Fewest nodes that a job goes on with: those of one replica of the model, or of ``tolerate`` + 1 replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,34 +147,50 @@ class ModelProfile:
     """Operations per second that one device can do at most, in the precision that computes; ``None``: unknown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """What the user asked for, as far as planning is concerned."""
+class PlannerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Choices of how layers are laid out over the nodes.
 
-    devices_per_node: int = 1
+    Each is a key of ``[planner]`` in a job file, a field of a submitted job's policy, and an option of ``ftd plan``.
+    All three take the name, the allowed values, the default and the meaning from the declaration here.
+    """
+
+    objective: Objective = "iteration"
+    """What a plan minimises: the time of a step, or the formula of the Oobleck paper."""
+    split: Literal["any", "aligned"] = "any"
+    """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
+    batch_objective: BatchObjective = "minmax"
+    """What the pipelines' shares of the batch minimise."""
+    batch_solver: BatchSolver = "exact"
+    """How the shares are found: by the planner's own combinatorial method, or by integer programs (Pyomo, HiGHS)."""
+    within_node: WithinNode = "auto"
+    """How the devices of a stage share its work: each holds all of the stage's parameters and optimizer state
+    (``replicate``), a shard of them (``shard``), or the part of them that it computes with (``tensor``); ``auto``: for
+    each stage the quickest one that fits."""
+
+
+class RequestedPolicy(PlannerOptions, frozen=True, kw_only=True):
+    """What a job asks of its plans, on whatever nodes it runs."""
+
     tolerate: int = 1
     """Oobleck's f: how many simultaneous node failures must leave a copy of every layer."""
     global_batch: int
     """Samples of one step over all pipelines; exact, never changed by a plan."""
     microbatch_rows: int
     """Samples of one microbatch; divides ``global_batch``."""
-    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    minimum: Minimum = "one_replica"
     """Fewest nodes to train on: one replica's n₀, or Oobleck's (f+1)·n₀ (§4.1.1)."""
-    objective: Literal["iteration", "paper"] = "iteration"
-    split: Literal["any", "aligned"] = "any"
-    """How a node's devices are split into stages: in any order; or ``aligned``, into powers of two, each
-    stage of d devices starting at a multiple of d in its node."""
-    batch_objective: Literal["minmax", "variance"] = "minmax"
-    """What the shares of the pipelines minimise: the slowest pipeline's time, or the variance (Eq. 6)."""
-    batch_solver: Literal["exact", "pyomo"] = "exact"
-    """Method that finds the shares: the combinatorial one, or integer programs made with Pyomo and solved by HiGHS."""
     activation_checkpointing: ActivationCheckpointing = "none"
     device_memory_bytes: int | None = None
     """Overrides what the profile says about one device."""
+    within_node: WithinNode = "replicate"  # Jobs that are submitted without it hold whole layers.
+
+
+class Policy(RequestedPolicy, frozen=True, kw_only=True):
+    """What a plan must comply with: a job's request on the nodes of one cluster."""
+
+    devices_per_node: int = 1
     zero1: bool = False
     """ZeRO-1: each owner of a layer, one in each pipeline, keeps its part of the optimizer's state only."""
-    within_node: WithinNode = "replicate"
-    """How the devices of a stage may share its work."""
 
     @property
     def microbatches(self) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, get_args
 import typer
 
 from ftd.errors import ConfigurationError
+from statemachine.messages.trainer import Precision
 
 if TYPE_CHECKING:
     from ftd.config.job_choices import Tables
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Size = Literal["tiny", "small", "medium", "large"]
-Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
 
 
 def register(app: typer.Typer) -> None:

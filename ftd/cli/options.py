@@ -1,13 +1,17 @@
 """Options that several commands share: which cluster, and how to print."""
 
+import functools
+import inspect
 import json
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 import typer
 
 from ftd.config.locate import find_cluster
+from ftd.config.reading import meanings_of
 from ftd.transport.address import ClusterAddress
 
 T = TypeVar("T")
@@ -27,6 +31,37 @@ ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Take broker and cluster from this ftd.toml.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for scripts instead of text for people.")]
+
+
+def with_keys_of(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Add an option for each field of a table of the job file, with the field's name, type and meaning, to a command.
+
+    The command takes those that were given as its ``**`` parameter.
+    """
+
+    def decorated(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        keys = [_key_parameter(field, meanings_of(table)) for field in msgspec.structs.fields(table)]
+
+        @functools.wraps(command)
+        def with_given(**values: Any) -> None:
+            not_given = {key.name for key in keys if values[key.name] is None}
+            command(**{name: value for name, value in values.items() if name not in not_given})
+
+        parameters = [*own, *keys]
+        vars(with_given)["__signature__"] = inspect.Signature(parameters)
+        with_given.__annotations__ = {each.name: each.annotation for each in parameters}
+        return with_given
+
+    return decorated
+
+
+def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -> inspect.Parameter:
+    meaning = meanings[field.name].replace("``", "")
+    option = typer.Option(None, help=meaning, show_default=f"the job's, or {field.default}")
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=field.type | None
+    )
 
 
 def address_of(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:

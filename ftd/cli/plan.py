@@ -1,13 +1,12 @@
 """``ftd plan``: what the planner would do with a job or a profile, without a cluster."""
 
 import time
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import JsonOption, print_json, print_rich
+from ftd.cli.options import JsonOption, print_json, print_rich, with_keys_of
 from ftd.cli.plan_request import (
     MOST_DEVICES_PER_NODE,
     MOST_MICROBATCHES,
@@ -17,6 +16,7 @@ from ftd.cli.plan_request import (
     requested,
 )
 from ftd.errors import ConfigurationError
+from planner.values import ActivationCheckpointing, PlannerOptions
 
 if TYPE_CHECKING:
     from ftd.snapshots.protection import SnapshotProtection
@@ -27,52 +27,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 2
 PLOT_FORMATS = (".svg", ".png", ".html")
-
-
-class Objective(StrEnum):
-    """What a template's mapping minimises."""
-
-    iteration = "iteration"
-    paper = "paper"
-
-
-class BatchObjective(StrEnum):
-    """What the shares of the pipelines minimise."""
-
-    minmax = "minmax"
-    variance = "variance"
-
-
-class BatchSolver(StrEnum):
-    """How the shares of the pipelines are found."""
-
-    exact = "exact"
-    pyomo = "pyomo"
-
-
-class ActivationCheckpointing(StrEnum):
-    """What stages keep for the backward pass."""
-
-    none = "none"
-    selective = "selective"
-    full = "full"
-    auto = "auto"
-
-
-class WithinNode(StrEnum):
-    """How the devices of a stage of several devices share its work."""
-
-    auto = "auto"
-    replicate = "replicate"
-    shard = "shard"
-    tensor = "tensor"
-
-
-class Split(StrEnum):
-    """How the devices of a node are split into stages."""
-
-    any = "any"
-    aligned = "aligned"
 
 
 JobArgument = Annotated[
@@ -104,34 +58,6 @@ MicrobatchesOption = Annotated[
         show_default="the job's, or 4 a device",
     ),
 ]
-ObjectiveOption = Annotated[
-    Objective | None,
-    typer.Option(
-        help="What a template minimises: a step's true time, or the paper's formula.",
-        show_default="the job's, or iteration",
-    ),
-]
-SplitOption = Annotated[
-    Split | None,
-    typer.Option(
-        help="How a node is split into stages: in any order, or aligned to powers of two.",
-        show_default="the job's, or any",
-    ),
-]
-BatchObjectiveOption = Annotated[
-    BatchObjective | None,
-    typer.Option(
-        help="What shares of the batch minimise: the slowest pipeline's time, or the variance (Eq. 6).",
-        show_default="the job's, or minmax",
-    ),
-]
-BatchSolverOption = Annotated[
-    BatchSolver | None,
-    typer.Option(
-        help="What finds the shares: the planner's own exact method, or integer programs (Pyomo, HiGHS).",
-        show_default="the job's, or exact",
-    ),
-]
 TolerateOption = Annotated[
     int | None,
     typer.Option(
@@ -146,13 +72,6 @@ CheckpointingOption = Annotated[
     typer.Option(
         help="What is kept for the backward pass: everything, matrix products, inputs; auto: what fits.",
         show_default="the job's, or none",
-    ),
-]
-WithinOption = Annotated[
-    WithinNode | None,
-    typer.Option(
-        help="How devices of a stage share its work: replicas, shards, or tensor-parallel; auto: what fits.",
-        show_default="the job's, or auto",
     ),
 ]
 CompareOption = Annotated[
@@ -178,7 +97,7 @@ PlotOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan")(plan)
+    app.command("plan")(with_keys_of(PlannerOptions)(plan))
 
 
 def plan(
@@ -188,19 +107,15 @@ def plan(
     gpus_per_node: DevicesOption = 1,
     template_nodes: TemplateNodesOption = None,
     microbatches: MicrobatchesOption = None,
-    objective: ObjectiveOption = None,
-    split: SplitOption = None,
-    batch_objective: BatchObjectiveOption = None,
-    batch_solver: BatchSolverOption = None,
     tolerate: TolerateOption = None,
     memory: MemoryOption = None,
     activation_checkpointing: CheckpointingOption = None,
-    within_node: WithinOption = None,
     compare: CompareOption = None,
     check: CheckOption = False,
     protection: ProtectionOption = None,
     plot: PlotOption = None,
     as_json: JsonOption = False,
+    **planner: Any,
 ) -> None:
     """Show which pipelines a number of nodes would make, and why.
 
@@ -223,16 +138,10 @@ def plan(
             devices_per_node=gpus_per_node,
             template_nodes=template_nodes,
             microbatches=microbatches,
-            objective=None if objective is None else objective.value,
-            split=None if split is None else split.value,
-            batch_objective=None if batch_objective is None else batch_objective.value,
-            batch_solver=None if batch_solver is None else batch_solver.value,
             tolerate=tolerate,
             memory=memory,
-            activation_checkpointing=(
-                None if activation_checkpointing is None else activation_checkpointing.value
-            ),
-            within_node=None if within_node is None else within_node.value,
+            activation_checkpointing=activation_checkpointing,
+            planner=planner,
             protection=protection,
         )
     )
@@ -295,10 +204,7 @@ def _as_json(
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,
         "planning_s": planning_s,
-        "objective": policy.objective,
-        "split": policy.split,
-        "batch_objective": policy.batch_objective,
-        "batch_solver": policy.batch_solver,
+        **{key: getattr(policy, key) for key in PlannerOptions.__struct_fields__},
         "nodes": told.nodes,
         "devices_per_node": policy.devices_per_node,
         "layers": told.layers,
@@ -307,7 +213,6 @@ def _as_json(
         "microbatch_rows": policy.microbatch_rows,
         "memory_limit_bytes": told.memory_limit_bytes,
         "activation_checkpointing": policy.activation_checkpointing,
-        "within_node": policy.within_node,
         "templates": [_template_json(row) for row in told.templates],
         "instantiation": {
             "iteration_ms": told.iteration_ms,

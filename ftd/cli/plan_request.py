@@ -1,17 +1,21 @@
 """What ``ftd plan`` was asked: its options and files as a profile, a policy and a number of nodes."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import asdict
+from msgspec.structs import replace as changed
 
 from ftd.errors import ConfigurationError
+from planner.values import ActivationCheckpointing, Objective, PlannerOptions, Policy
 
 if TYPE_CHECKING:
     from ftd.snapshots.protection import SnapshotProtection
     from planner.errors import PlanningError
     from planner.preview import Preview
-    from planner.values import ModelProfile, Policy
+    from planner.values import ModelProfile
     from statemachine.messages.values import Job
 
 MOST_NODES = 100_000
@@ -37,15 +41,12 @@ class PlanOptions:
     devices_per_node: int = 1
     template_nodes: int | None = None
     microbatches: int | None = None
-    objective: Literal["iteration", "paper"] | None = None
-    split: Literal["any", "aligned"] | None = None
-    batch_objective: Literal["minmax", "variance"] | None = None
-    batch_solver: Literal["exact", "pyomo"] | None = None
     tolerate: int | None = None
     memory: str | None = None
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] | None = None
-    within_node: Literal["auto", "replicate", "shard", "tensor"] | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
     protection: str | None = None
+    planner: dict[str, Any] = field(default_factory=dict)
+    """The keys of ``[planner]`` (``planner.values.PlannerOptions``) that were given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +57,15 @@ class PlanRequest:
     name: str
     """Of the job or of the profile's file."""
     profile: "ModelProfile"
-    policy: "Policy"
+    policy: Policy
     protection: str | None = None
     """Scheme of the snapshots (``storage.codes``), or auto; ``None``: there are none, and nobody asked."""
     zero1: bool = False
 
     def other_objective(self) -> "PlanRequest":
         """The same question under the objective that was not asked for."""
-        other: Literal["iteration", "paper"] = "iteration" if self.policy.objective == "paper" else "paper"
-        return replace(self, policy=replace(self.policy, objective=other))
+        other: Objective = "iteration" if self.policy.objective == "paper" else "paper"
+        return replace(self, policy=changed(self.policy, objective=other))
 
     def preview(self) -> "Preview":
         """Plan it.
@@ -161,10 +162,8 @@ _OPTIONS = {
     "policy.devices_per_node": "--gpus-per-node",
     "policy.tolerate": "--tolerate",
     "policy.device_memory_bytes": "--memory",
-    "split = aligned": "--split aligned",
-    "split = any": "--split any",
     "activation_checkpointing =": "--activation-checkpointing",
-    "within_node =": "--within-node",
+    **{f"{key} =": f"--{key.replace('_', '-')}" for key in PlannerOptions.__struct_fields__},
 }
 
 
@@ -194,17 +193,13 @@ def requested(options: PlanOptions) -> PlanRequest:
             protection = "auto" if job.snapshot.auto_protection else job.snapshot.protection
     profile = _profile(options, job, known)
     policy = _policy_of_job(job, options) if job is not None else _policy_alone(profile, options)
-    policy = replace(
-        policy,
-        objective=options.objective or policy.objective,
-        split=options.split or policy.split,
-        batch_objective=options.batch_objective or policy.batch_objective,
-        batch_solver=options.batch_solver or policy.batch_solver,
-        tolerate=policy.tolerate if options.tolerate is None else options.tolerate,
-        device_memory_bytes=policy.device_memory_bytes if memory_bytes is None else memory_bytes,
-        activation_checkpointing=options.activation_checkpointing or policy.activation_checkpointing,
-        within_node=options.within_node or policy.within_node,
-    )
+    given = {
+        "tolerate": options.tolerate,
+        "device_memory_bytes": memory_bytes,
+        "activation_checkpointing": options.activation_checkpointing,
+        **options.planner,
+    }
+    policy = changed(policy, **{name: value for name, value in given.items() if value is not None})
     file = options.job or options.profile
     assert file is not None, "one of the two was given"
     name = job.name if job is not None else file.name
@@ -242,16 +237,14 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
         return measured_profile(job, told, activation_checkpointing=way)
 
 
-def _policy_of_job(job: "Job", options: PlanOptions) -> "Policy":
+def _policy_of_job(job: "Job", options: PlanOptions) -> Policy:
     if options.microbatches is None:
         return job.policy
-    return replace(job.policy, global_batch=options.microbatches * job.policy.microbatch_rows)
+    return changed(job.policy, global_batch=options.microbatches * job.policy.microbatch_rows)
 
 
-def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> "Policy":
+def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> Policy:
     """No job: microbatches as they were measured, nothing to tolerate."""
-    from planner.values import Policy
-
     microbatches = options.microbatches
     if microbatches is None:
         microbatches = MICROBATCHES_PER_DEVICE * options.nodes * options.devices_per_node
@@ -260,7 +253,7 @@ def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> "Policy":
         tolerate=0,
         global_batch=microbatches * profile.microbatch_rows,
         microbatch_rows=profile.microbatch_rows,
-        within_node="auto",
+        **asdict(PlannerOptions()),
     )
 
 

@@ -29,7 +29,7 @@ from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_de
 from ftd.config.tracking import LoggingTable, logging_data, logging_policy
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.wire.public import JobData, PolicyData, SnapshotData, encode_json
-from planner.values import ModelProfile, Policy
+from planner.values import ActivationCheckpointing, Minimum, ModelProfile, PlannerOptions, Policy
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import facts_of
 from runtime.wire.recipe import (
@@ -44,7 +44,7 @@ from runtime.wire.recipe import (
     Recipe,
     ScheduleTable,
 )
-from statemachine.messages.trainer import TrainingData
+from statemachine.messages.trainer import Precision, TrainingData
 from statemachine.messages.values import Job
 
 DEFAULT_CLIP = 1.0
@@ -65,7 +65,7 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Samples that pass through a pipeline together; divides ``global_batch``."""
     seed: int = 0
     """Start of all random numbers: weights, order of samples, dropout."""
-    precision: Literal["float32", "tf32", "bfloat16", "float16", "float64"] = "float32"
+    precision: Precision = "float32"
     """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
@@ -73,7 +73,7 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Peak of one device in this precision, for MFU; left out: that of the CUDA device, where it is known."""
     clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
     """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
-    activation_checkpointing: Literal["none", "selective", "full", "auto"] = "none"
+    activation_checkpointing: ActivationCheckpointing = "none"
     """Recompute activations in the backward pass to save memory: all that follows from a layer's input
     (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
     not fit otherwise."""
@@ -93,25 +93,13 @@ class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     failures: int = 1
     """Nodes that may fail at once with a copy of every layer left."""
-    minimum: Literal["one_replica", "oobleck"] = "one_replica"
+    minimum: Minimum = "one_replica"
     """Go on while one copy of every layer is left; ``oobleck``: with at least ``failures`` + 1 copies."""
 
 
-class PlannerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PlannerTable(PlannerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[planner]``: how layers are laid out over the nodes."""
 
-    objective: Literal["iteration", "paper"] = "iteration"
-    """What a plan minimises: the time of a step, or the formula of the Oobleck paper."""
-    split: Literal["any", "aligned"] = "any"
-    """How a node's devices are split into stages; ``aligned``: into aligned powers of two."""
-    batch_objective: Literal["minmax", "variance"] = "minmax"
-    """What the pipelines' shares of the batch minimise."""
-    batch_solver: Literal["exact", "pyomo"] = "exact"
-    """How the shares are found: by the planner's own combinatorial method, or by integer programs (Pyomo, HiGHS)."""
-    within_node: Literal["auto", "replicate", "shard", "tensor"] = "auto"
-    """How the devices of a stage share its work: each holds all of the stage's parameters and optimizer state
-    (``replicate``), a shard of them (``shard``), or the part of them that it computes with (``tensor``); ``auto``: for
-    each stage the quickest one that fits."""
     device_memory_mib: Annotated[float | None, msgspec.Meta(examples=[16384.0])] = None
     """Plan for devices of this many MiB, whatever they report."""
     horizon_s: Annotated[float | None, msgspec.Meta(examples=[3600.0])] = None
@@ -202,13 +190,9 @@ def load_job_data(
             microbatch_rows=file.training.microbatch,
             tolerate=file.tolerance.failures,
             minimum=file.tolerance.minimum,
-            objective=file.planner.objective,
-            split=file.planner.split,
-            batch_objective=file.planner.batch_objective,
-            batch_solver=file.planner.batch_solver,
             activation_checkpointing=file.training.activation_checkpointing,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
-            within_node=file.planner.within_node,
+            **{key: getattr(file.planner, key) for key in PlannerOptions.__struct_fields__},
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,

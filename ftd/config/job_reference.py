@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from ftd.config.job import JobFile
-from ftd.config.reading import kinds_of
-from ftd.config.reference import meanings_of
+from ftd.config.reading import kinds_of, meanings_of
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 

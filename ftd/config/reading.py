@@ -4,9 +4,12 @@ msgspec checks the types; this module turns its one-line complaints into ours: t
 the user wrote it (``training.global_batch``), and for an unknown field the nearest known one.
 """
 
+import ast
 import difflib
+import inspect
 import os
 import re
+import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -170,6 +173,34 @@ def kinds_of(kind: Any) -> list[Any]:
     if get_origin(kind) in (Union, UnionType):
         return [one for member in get_args(kind) for one in kinds_of(member)]
     return [kind]
+
+
+def meanings_of(table: type[Any]) -> dict[str, str]:
+    """Return each field's meaning, the string literal after it; fields that share one string share it.
+
+    The fields of base classes have the meanings that these give them.
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(table.__mro__):
+        if "__annotations__" in vars(owner):
+            found |= _own_meanings(owner)
+    return found
+
+
+def _own_meanings(owner: type[Any]) -> dict[str, str]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(tree, ast.ClassDef)
+    found: dict[str, str] = {}
+    waiting: list[str] = []
+    for node in tree.body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                waiting.append(name)
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                words = " ".join(text.split())
+                found |= dict.fromkeys(waiting, words)
+                waiting = []
+    return found
 
 
 def _words_of(kind: Any) -> list[str]:

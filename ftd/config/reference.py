@@ -4,11 +4,8 @@ The meanings are the docstrings behind the fields, taken from the source: what i
 into the schema cannot differ from what is read.
 """
 
-import ast
 import dataclasses
-import inspect
 import json
-import textwrap
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,6 +14,7 @@ import msgspec
 
 from ftd.config.daemon_file import DaemonFile
 from ftd.config.environment import variable_of
+from ftd.config.reading import meanings_of
 from statemachine.timing import Timing
 
 
@@ -122,20 +120,3 @@ def _add(found: dict[str, Key], name: str, kind: Any, default: Any, meanings: di
         meaning=meanings.get(name.rpartition(".")[2], ""),
         secret=name in SECRETS,
     )
-
-
-def meanings_of(owner: type[Any]) -> dict[str, str]:
-    """Return each field's meaning, the string literal after it; fields that share one string share it."""
-    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
-    waiting: list[str] = []
-    for node in tree.body:
-        match node:
-            case ast.AnnAssign(target=ast.Name(id=name)):
-                waiting.append(name)
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                words = " ".join(text.split())
-                found |= dict.fromkeys(waiting, words)
-                waiting = []
-    return found

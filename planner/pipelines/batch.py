@@ -10,20 +10,14 @@ than a few.
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from statistics import pstdev
-from typing import Literal
 
 from planner.errors import BatchError
 from planner.pipelines.variance import least_variance
+from planner.values import BatchObjective, BatchSolver
 
 Cost = Callable[[int], float]
 """Milliseconds for a number of microbatches ≥ 1; never falls as the number grows. Pipelines whose costs are
 the same object, or equal ones, are the same."""
-
-BatchObjective = Literal["minmax", "variance"]
-"""``Policy.batch_objective``."""
-
-BatchSolver = Literal["exact", "pyomo"]
-"""``Policy.batch_solver``."""
 
 NARROWINGS = 16
 """Halvings of the target time before single microbatches are handed out."""

@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from planner.errors import SolverError
-from planner.pipelines.batch import BatchObjective, Cost, check_batch, kinds_of, largest_share, microbatch_ms
+from planner.pipelines.batch import Cost, check_batch, kinds_of, largest_share, microbatch_ms
+from planner.values import BatchObjective
 
 SOLVER_LIMIT_S = 20.0
 """Limit of the solver's time for one distribution, all rounds of cuts included."""

@@ -44,6 +44,8 @@ from statemachine.messages.common import (
 from statemachine.messages.trace import Trace, Traced
 from statemachine.messages.values import TrainerState, Vote
 
+Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
+
 
 class StageData(msgspec.Struct, frozen=True, kw_only=True):
     """Layers ``[first_layer, end_layer)`` on these global ranks, which split each microbatch by rows."""
@@ -113,8 +115,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     clip_gradient_norm: float | None = None
     activation_checkpointing: ActivationCheckpointing = "none"
     """What the plan's stages have; ``auto``: each what the planner chose for it."""
-    precision: str = "float32"
-    """``float32``, ``tf32``, ``bfloat16``, ``float16`` or ``float64`` (``runtime.precision``)."""
+    precision: Precision = "float32"
+    """What computes (``runtime.precision``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
     device_peak_tflops: float = 0.0

@@ -161,10 +161,10 @@ def test_templates_come_from_another_process_and_a_plan_is_made_of_them(tmp_path
 
 
 def test_shares_by_the_integer_program_are_as_good_and_need_no_import_after_a_loss(tmp_path: Path) -> None:
-    asked = replace(POLICY, batch_solver="pyomo", batch_objective="variance")
+    asked = msgspec.structs.replace(POLICY, batch_solver="pyomo", batch_objective="variance")
     own, modelled = (
         answers(tmp_path, build(policy), asking(5))[1]
-        for policy in (replace(asked, batch_solver="exact"), asked)
+        for policy in (msgspec.structs.replace(asked, batch_solver="exact"), asked)
     )
     assert isinstance(own, PlanReady) and isinstance(modelled, PlanReady)
     assert modelled.plan.estimated_iteration_s == pytest.approx(own.plan.estimated_iteration_s)
@@ -173,7 +173,7 @@ def test_shares_by_the_integer_program_are_as_good_and_need_no_import_after_a_lo
         "async def story(scene):\n"
         "    scene.service._planner_for(build())\n"
         "    before = 'pyomo' in sys.modules\n"
-        "    scene.service._planner_for(build(replace(POLICY, batch_solver='pyomo')))\n"
+        "    scene.service._planner_for(build(msgspec.structs.replace(POLICY, batch_solver='pyomo')))\n"
         "    print(before, 'pyomo' in sys.modules)\n"
         f"play(Scene(Path({str(tmp_path)!r})), story)\n"
     )
@@ -185,7 +185,7 @@ def test_shares_by_the_integer_program_are_as_good_and_need_no_import_after_a_lo
 
 def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def story(scene: Scene) -> None:
-        policy = replace(POLICY, batch_solver="pyomo")
+        policy = msgspec.structs.replace(POLICY, batch_solver="pyomo")
         assert isinstance(await scene.ask(build(policy)), TemplatesReady)
         await scene.settled()
         monkeypatch.setattr(programs, "SOLVER_LIMIT_S", 0.0)
@@ -240,7 +240,7 @@ def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, e
 
 
 def test_too_few_nodes_to_start_with_the_wanted_tolerance_is_a_pause(tmp_path: Path) -> None:
-    _, answer = answers(tmp_path, build(replace(POLICY, tolerate=3)), asking(3))
+    _, answer = answers(tmp_path, build(msgspec.structs.replace(POLICY, tolerate=3)), asking(3))
     assert isinstance(answer, PlanImpossible) and answer.too_few and answer.needed == 4
     assert "tolerance.failures = 3" in answer.reason and "at most 2" in answer.reason
 
@@ -254,7 +254,7 @@ def test_later_a_job_goes_on_with_less_than_its_tolerance(tmp_path: Path) -> Non
 
 
 def test_a_model_that_needs_more_nodes_than_there_are_waits_for_them(tmp_path: Path) -> None:
-    policy = replace(POLICY, tolerate=0, device_memory_bytes=8_000)
+    policy = msgspec.structs.replace(POLICY, tolerate=0, device_memory_bytes=8_000)
     ready, answer = answers(tmp_path, build(policy, max_nodes=2), asking(1))
     assert isinstance(ready, TemplatesReady)
     assert isinstance(answer, PlanImpossible) and answer.too_few and (answer.needed or 0) > 1
@@ -348,7 +348,7 @@ def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
-    planner = Planner(PROFILE, replace(POLICY, minimum="oobleck"))
+    planner = Planner(PROFILE, msgspec.structs.replace(POLICY, minimum="oobleck"))
     planner.precompute(2)
     plan = planner.plan(situation(2))
     with pytest.raises(PlanningError):
@@ -357,13 +357,13 @@ def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
 
 
 def test_a_model_that_fits_nowhere_fails_with_the_reason(tmp_path: Path) -> None:
-    (answer,) = answers(tmp_path, build(replace(POLICY, device_memory_bytes=10)))
+    (answer,) = answers(tmp_path, build(msgspec.structs.replace(POLICY, device_memory_bytes=10)))
     assert isinstance(answer, TemplatesFailed) and answer.job_id == "gpt-1"
     assert "memory" in answer.reason or "device has" in answer.reason
 
 
 def test_a_batch_with_too_few_microbatches_recommends_one(tmp_path: Path) -> None:
-    (answer,) = answers(tmp_path, build(replace(POLICY, global_batch=8, tolerate=3)))
+    (answer,) = answers(tmp_path, build(msgspec.structs.replace(POLICY, global_batch=8, tolerate=3)))
     assert isinstance(answer, TemplatesFailed)
     assert "16" in answer.reason and "global_batch" in answer.reason
 
@@ -598,7 +598,12 @@ def test_the_same_job_is_read_from_the_disk_and_starts_no_process(tmp_path: Path
 def test_every_input_is_in_the_key(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     quicker = replace(PROFILE, layers=(*PROFILE.layers[1:], replace(LAYER, forward_ms=9.99)))
-    works = [work_for(), work_for(7), work_for(profile=quicker), work_for(policy=replace(POLICY, tolerate=0))]
+    works = [
+        work_for(),
+        work_for(7),
+        work_for(profile=quicker),
+        work_for(policy=msgspec.structs.replace(POLICY, tolerate=0)),
+    ]
     assert len({cache.key(work) for work in works}) == len(works)
     assert cache.key(work_for()) == cache.key(msgspec.structs.replace(work_for(), present=1))
 

@@ -7,6 +7,8 @@ from itertools import combinations, pairwise, product
 from math import ceil
 from random import Random
 
+import msgspec
+
 from planner.values import (
     LayerProfile,
     Link,
@@ -130,7 +132,7 @@ def with_shards(random: Random, profile: ModelProfile, policy: Policy) -> tuple[
         within = "auto"
     return (
         replace(profile, inner=random.choice([None, inner])),
-        replace(policy, within_node=within),
+        msgspec.structs.replace(policy, within_node=within),
     )
 
 

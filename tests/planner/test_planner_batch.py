@@ -13,7 +13,6 @@ from oracles import shares
 from planner.errors import BatchError, SolverError
 from planner.pipelines import programs
 from planner.pipelines.batch import (
-    BatchObjective,
     Cost,
     check_batch,
     distribute,
@@ -24,6 +23,7 @@ from planner.pipelines.batch import (
 from planner.pipelines.programs import distribute_by_model, distribute_for_by_model, least_variance_by_model
 from planner.pipelines.variance import least_variance
 from planner.stages.makespan import PipelineClock
+from planner.values import BatchObjective
 
 
 def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from oracles import profile_of
 
@@ -72,7 +73,7 @@ def test_the_integer_program_checks_the_shares() -> None:
 
 
 def test_shares_of_least_variance_are_checked_as_such() -> None:
-    policy = replace(POLICY, batch_objective="variance", global_batch=84)
+    policy = msgspec.structs.replace(POLICY, batch_objective="variance", global_batch=84)
     plan = preview(profile_of([3.0, 1, 4, 1, 5, 9, 2, 6]), policy, 5)
     check = cross_check(plan)
     assert check.agrees and check.score_ms < check.iteration_ms
@@ -80,7 +81,7 @@ def test_shares_of_least_variance_are_checked_as_such() -> None:
 
 
 def test_one_size_is_the_same_template_without_the_others() -> None:
-    profile, policy = profile_of([3.0, 1, 4, 1, 5, 9, 2, 6]), replace(POLICY, tolerate=0)
+    profile, policy = profile_of([3.0, 1, 4, 1, 5, 9, 2, 6]), msgspec.structs.replace(POLICY, tolerate=0)
     whole, alone = preview(profile, policy, 4), preview(profile, policy, 4, template_nodes=4)
     assert list(alone.templates) == [4]
     assert alone.templates[4] == whole.templates[4]
@@ -89,10 +90,12 @@ def test_one_size_is_the_same_template_without_the_others() -> None:
 
 
 def test_one_size_makes_as_many_pipelines_as_it_can() -> None:
-    alone = preview(profile_of([1.0] * 8), replace(POLICY, tolerate=2), 11, template_nodes=3)
+    alone = preview(profile_of([1.0] * 8), msgspec.structs.replace(POLICY, tolerate=2), 11, template_nodes=3)
     assert alone.instantiation.sizes == (3, 3, 3) and alone.idle_nodes == 2
     assert alone.instantiation.microbatches == (6, 5, 5)
-    few = preview(profile_of([1.0] * 8), replace(POLICY, global_batch=8), 11, template_nodes=3)
+    few = preview(
+        profile_of([1.0] * 8), msgspec.structs.replace(POLICY, global_batch=8), 11, template_nodes=3
+    )
     assert few.instantiation.microbatches == (1, 1) and few.idle_nodes == 5
 
 
@@ -106,7 +109,7 @@ def test_one_size_makes_as_many_pipelines_as_it_can() -> None:
     ],
 )
 def test_a_size_that_cannot_be_says_which_can(size: int, changes: dict[str, int], says: str) -> None:
-    policy = replace(POLICY, **{"tolerate": 0, **changes})  # type: ignore[arg-type]
+    policy = msgspec.structs.replace(POLICY, **{"tolerate": 0, **changes})  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError) as caught:
         preview(profile_of([1.0] * 8), policy, 12, template_nodes=size)
     assert all(part in str(caught.value) for part in says.split("|"))
@@ -114,4 +117,9 @@ def test_a_size_that_cannot_be_says_which_can(size: int, changes: dict[str, int]
 
 def test_one_size_needs_a_microbatch_for_each_pipeline() -> None:
     with pytest.raises(BatchError, match="3 pipelines"):
-        preview(profile_of([1.0] * 8), replace(POLICY, tolerate=2, global_batch=8), 12, template_nodes=2)
+        preview(
+            profile_of([1.0] * 8),
+            msgspec.structs.replace(POLICY, tolerate=2, global_batch=8),
+            12,
+            template_nodes=2,
+        )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from itertools import product
 from random import Random
 
+import msgspec
 import pytest
 from oracles import (
     all_mappings,
@@ -88,7 +89,7 @@ def test_no_other_choice_for_any_stage_is_better() -> None:
     random, recomputing = Random(4), 0
     for _ in range(100):
         profile, policy, nodes = random_model(random)
-        policy = replace(policy, activation_checkpointing="auto", within_node="replicate")
+        policy = msgspec.structs.replace(policy, activation_checkpointing="auto", within_node="replicate")
         profile = replace(profile, layers=profile.layers[:5], device_memory_bytes=random.randint(20, 60))
         scores: list[float] = []
         for mapping in all_mappings(profile, policy, nodes):
@@ -121,7 +122,7 @@ def test_the_search_is_exact_where_recomputation_decides(
     cases = 120
     for _ in range(cases):
         profile, policy, nodes = random_model(random, objective)
-        policy = replace(policy, activation_checkpointing="auto")
+        policy = msgspec.structs.replace(policy, activation_checkpointing="auto")
         profile = replace(profile, device_memory_bytes=random.randint(20, 60))
         microbatches = random.randint(1, 12)
         template = Mapper(StageCosts(profile, policy), nodes).template(nodes, microbatches)

@@ -5,6 +5,7 @@ from itertools import product
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from oracles import (
     all_mappings,
@@ -251,7 +252,7 @@ def test_no_other_choice_for_any_stage_is_notably_better() -> None:
     random, sharded, compared = Random(7), 0, 0
     for _ in range(60):
         profile, policy, nodes = random_model(random)
-        policy = replace(policy, activation_checkpointing="auto", within_node="auto")
+        policy = msgspec.structs.replace(policy, activation_checkpointing="auto", within_node="auto")
         profile = heavy(random, replace(profile, layers=profile.layers[:4]))
         if policy.devices_per_node == 1:
             continue

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
@@ -321,7 +322,7 @@ def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None
 
 
 def test_a_node_that_comes_back_with_fewer_devices_is_told_that_one_may_have_failed() -> None:
-    policy = replace(job().policy, devices_per_node=2)
+    policy = msgspec.structs.replace(job().policy, devices_per_node=2)
     told = misfit(facts(devices=1), policy, before=2)
     assert told is not None and "has 1 device and had 2 before" in told
     assert "has 2: see whether a device has failed, set node.devices = 2 and restart the node" in told

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 from transcripts import GOLDEN, POLICY, Coordination, Script, committed, facts, job, report
 
@@ -524,7 +525,7 @@ def test_fewer_devices() -> None:
     )
     s.feed(BrokerConnected)
     s.hello("node-0", 100, facts=facts(devices=2))
-    s.feed(JobSubmitted, request="r", job=job(policy=replace(POLICY, devices_per_node=2)))
+    s.feed(JobSubmitted, request="r", job=job(policy=msgspec.structs.replace(POLICY, devices_per_node=2)))
     s.feed(NodeVanished, node="node-0", incarnation=100)
     s.hello("node-0", 200, facts=facts(devices=1))
     s.states()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -119,7 +120,7 @@ def test_the_page() -> None:
 
 def test_the_page_names_the_solver_of_the_shares() -> None:
     told = described()
-    page = printed(replace(told, policy=replace(told.policy, batch_solver="pyomo")))
+    page = printed(replace(told, policy=msgspec.structs.replace(told.policy, batch_solver="pyomo")))
     assert "shares of the batch by an integer program (Pyomo, HiGHS)" in page
 
 
@@ -133,7 +134,9 @@ def test_the_page_names_the_solver_of_the_shares() -> None:
 )
 def test_objectives_are_compared(iteration_ms: float, says: str) -> None:
     told = described()
-    other = replace(told, policy=replace(told.policy, objective="paper"), iteration_ms=iteration_ms)
+    other = replace(
+        told, policy=msgspec.structs.replace(told.policy, objective="paper"), iteration_ms=iteration_ms
+    )
     page = printed(told, other=other)
     assert says in page
     assert cells("iteration 1.091 s 10.7% 1 of 3 nodes (2 stages), 2 of 2 nodes (2 stages) ◂ chosen") in (
@@ -246,7 +249,7 @@ def test_no_sizes_no_memory_panel() -> None:
 def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"
     told = described()
-    other = replace(told, policy=replace(told.policy, objective="paper"), iteration_ms=2182.0)
+    other = replace(told, policy=msgspec.structs.replace(told.policy, objective="paper"), iteration_ms=2182.0)
     plot_plan(told, path, name="a<b>&c", other=other)
     raw = path.read_bytes()
     if kind == "png":

@@ -62,7 +62,9 @@ def setting_of(scenario: Scenario, job: Path | None, nodes: int | None, origin: 
     profile = profile_from_data(data)
     if profile is None:
         profile = _stand_in(scenario, made)
-        made = msgspec.structs.replace(made, policy=replace(made.policy, device_memory_bytes=None))
+        made = msgspec.structs.replace(
+            made, policy=msgspec.structs.replace(made.policy, device_memory_bytes=None)
+        )
     return Setting(
         job=made,
         profile=profile,

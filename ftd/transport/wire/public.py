@@ -13,7 +13,7 @@ import msgspec
 from ftd.errors import WireError
 from ftd.transport.wire.catalogue import Severity, severity_of
 from ftd.transport.wire.codec import check_size
-from planner.values import ActivationCheckpointing, WithinNode
+from planner.values import RequestedPolicy
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, NodeState, WandbPolicy
 
@@ -72,21 +72,11 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
-class PolicyData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``planner.values.Policy``; ``devices_per_node`` None: what the cluster's nodes have."""
+class PolicyData(RequestedPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Policy of a submitted job: ``planner.values.Policy`` without what the cluster and ``training`` decide."""
 
-    global_batch: int
-    microbatch_rows: int
     devices_per_node: int | None = None
-    tolerate: int = 1
-    minimum: Literal["one_replica", "oobleck"] = "one_replica"
-    objective: Literal["iteration", "paper"] = "iteration"
-    split: Literal["any", "aligned"] = "any"
-    batch_objective: Literal["minmax", "variance"] = "minmax"
-    batch_solver: Literal["exact", "pyomo"] = "exact"
-    activation_checkpointing: ActivationCheckpointing = "none"
-    device_memory_bytes: int | None = None
-    within_node: WithinNode = "replicate"
+    """``None``: as many as the nodes of the cluster have."""
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

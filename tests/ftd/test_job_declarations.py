@@ -1,0 +1,57 @@
+"""Each key of a job file is declared once, and its value reaches whoever uses it."""
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.config.job import PlannerTable, job_from_data, load_job_data
+from ftd.config.job_reference import job_tables
+from ftd.transport.wire.public import JobData, PolicyData, decode_json, encode_json
+from planner.values import PlannerOptions, Policy
+from tests.ftd.job_tables import write
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("planner", "statemachine", "storage", "runtime", "ftd")
+OTHER_VALUES = {
+    field.name: [value for value in get_args(field.type) if value != field.default]
+    for field in msgspec.structs.fields(PlannerOptions)
+}
+
+
+def classes_that_declare(table: type[Any], key: str) -> list[type[Any]]:
+    return [owner for owner in table.__mro__ if key in vars(owner).get("__annotations__", {})]
+
+
+@pytest.mark.parametrize("key", PlannerOptions.__struct_fields__)
+def test_a_choice_of_the_planner_is_declared_in_one_class(key: str) -> None:
+    """A default may be declared again for jobs that were submitted without the key."""
+    for owner in (PlannerTable, PolicyData, Policy):
+        assert classes_that_declare(owner, key)[-1] is PlannerOptions
+    shown = [entry for table in job_tables() for entry in table.keys if entry.name == key]
+    assert len(shown) == 1 and shown[0].meaning
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, values in OTHER_VALUES.items() for v in values])
+def test_a_choice_of_the_planner_reaches_the_planner(tmp_path: Path, key: str, value: Any) -> None:
+    training = {"function": "train.py:build"}
+    path = write(tmp_path, {"name": "gpt", "steps": 10, "training": training, "planner": {key: value}})
+    data = decode_json(encode_json(load_job_data(path)), JobData)
+    policy = job_from_data(data, job_id="gpt-1", devices_per_node=2).policy
+    plain = load_job_data(write(tmp_path, {"name": "gpt", "steps": 10, "training": training}))
+    expected = job_from_data(plain, job_id="gpt-1", devices_per_node=2).policy
+    assert policy == msgspec.structs.replace(expected, **{key: value}) != expected
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, v) for key, values in OTHER_VALUES.items() for v in values])
+def test_a_choice_of_the_planner_is_an_option(tmp_path: Path, key: str, value: str) -> None:
+    layer = {"forward_ms": 1.0, "backward_ms": 3.0, "allreduce_in_node_ms": {"1": 0.0, "2": 0.5}}
+    profile = tmp_path / "bare.json"
+    profile.write_text(json.dumps({"kind": "test", "layers": [layer] * 4}))
+    asked = ["plan", "--profile", profile, "--nodes", 2, "--json", f"--{key.replace('_', '-')}", value]
+    done = CliRunner().invoke(app, [*map(str, asked)], catch_exceptions=False)
+    assert json.loads(done.stdout)[key] == value
