@@ -21,7 +21,7 @@ from storage.errors import DamagedError, ForeignError, MissingError
 from storage.flow import Flow
 from storage.layerfile import (
     Bytes,
-    LayerFile,
+    is_consistent,
     read_header,
     read_layer_file,
     verify_layer_file,
@@ -30,6 +30,7 @@ from storage.layerfile import (
 from storage.layerstate import Header, fingerprint_of
 from storage.manifest import MAX_BYTES, decode_record, encode_record
 from storage.places import Place, place_of
+from storage.values import LayerOnDisk
 
 FORMAT = 2
 """Of the manifest and of the files; docs/checkpoints.md says what each is."""
@@ -72,7 +73,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     written_at: float
     """Seconds since the epoch."""
     ftd_version: str
-    layers: tuple[LayerFile, ...]
+    layers: tuple[LayerOnDisk, ...]
     description: DescriptionFile | None = None
     """``None`` where no writer had one."""
 
@@ -128,7 +129,7 @@ class CheckpointStore:
 
     def write_layer(
         self, draft: Draft, layer: int, header: bytes, payload: Iterable[Any], flow: Flow | None = None
-    ) -> LayerFile:
+    ) -> LayerOnDisk:
         """Write a layer; it is on the disk when this returns.
 
         :param payload: its bytes in any number of contiguous buffers of any size. Each is read once, in
@@ -156,7 +157,7 @@ class CheckpointStore:
     def commit(
         self,
         draft: Draft,
-        files: Sequence[LayerFile],
+        files: Sequence[LayerOnDisk],
         *,
         job: str,
         job_id: str,
@@ -310,7 +311,7 @@ class CheckpointStore:
     def _check_files(self, manifest: CheckpointManifest, directory: str) -> None:
         sizes = self.place.sizes(directory)
         for number, file in enumerate(manifest.layers):
-            if file.layer != number or not _DATA.fullmatch(file.name) or not file.consistent:
+            if file.layer != number or not _DATA.fullmatch(file.name) or not is_consistent(file):
                 raise DamagedError(f"its manifest is wrong about layer {number}: {file}")
             size_bytes = sizes.get(file.name)
             if size_bytes is None:

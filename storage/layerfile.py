@@ -14,7 +14,6 @@ page, the kernel took nearly twice the time for them (ext4).
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
-import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
@@ -24,6 +23,7 @@ from storage.flow import Flow
 from storage.layerstate import Header, decode_header
 from storage.manifest import digest_of
 from storage.places import Place
+from storage.values import LayerOnDisk
 
 PIECE_BYTES = 1024 * 1024
 """Written, read and hashed at a time, which a core's cache should hold; a flow counts pieces."""
@@ -35,26 +35,13 @@ _ENDING_BYTES = 16
 Bytes = NDArray[np.uint8]
 
 
-class LayerFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file that was written: plain data, to be sent to whoever commits, and kept in the manifest."""
-
-    layer: int
-    name: str
-    size_bytes: int
-    digest: str
-    """XXH3, 128 bits, of the whole file."""
-    header_bytes: int
-    header_digest: str
-    payload_bytes: int
-
-    @property
-    def consistent(self) -> bool:
-        """Its numbers can be those of a file; a manifest may say anything."""
-        return (
-            0 < self.header_bytes <= MOST_HEADER_BYTES
-            and self.payload_bytes >= 0
-            and self.size_bytes == self.payload_bytes + self.header_bytes + _ENDING_BYTES
-        )
+def is_consistent(file: LayerOnDisk) -> bool:
+    """Return whether its numbers can be those of a file; a manifest may say anything."""
+    return (
+        0 < file.header_bytes <= MOST_HEADER_BYTES
+        and file.payload_bytes >= 0
+        and file.size_bytes == file.payload_bytes + file.header_bytes + _ENDING_BYTES
+    )
 
 
 def write_layer_file(
@@ -65,7 +52,7 @@ def write_layer_file(
     header: bytes,
     payload: Iterable[Any],
     flow: Flow | None,
-) -> LayerFile:
+) -> LayerOnDisk:
     """See ``CheckpointStore.write_layer``."""
     digest = xxhash.xxh3_128()
     end, payload_bytes = _ending(header), 0
@@ -83,7 +70,7 @@ def write_layer_file(
         yield memoryview(end)
 
     place.write(directory, name, pieces())
-    return LayerFile(
+    return LayerOnDisk(
         layer=layer,
         name=name,
         size_bytes=payload_bytes + len(end),
@@ -94,7 +81,7 @@ def write_layer_file(
     )
 
 
-def read_header(place: Place, directory: str, file: LayerFile) -> Header:
+def read_header(place: Place, directory: str, file: LayerOnDisk) -> Header:
     """:raises DamagedError: it is not what was written."""
     with place.open(directory, file.name) as source:
         source.seek(file.payload_bytes)
@@ -102,7 +89,7 @@ def read_header(place: Place, directory: str, file: LayerFile) -> Header:
 
 
 def read_layer_file(
-    place: Place, directory: str, file: LayerFile, flow: Flow | None
+    place: Place, directory: str, file: LayerOnDisk, flow: Flow | None
 ) -> tuple[bytes, Header, Bytes]:
     """Header, as bytes and decoded, and payload. :raises DamagedError: a byte is not what was written."""
     payload, digest = np.empty(file.payload_bytes, dtype=np.uint8), xxhash.xxh3_128()
@@ -117,7 +104,7 @@ def read_layer_file(
     return header, decode_header(header, file.layer, file.payload_bytes), payload
 
 
-def verify_layer_file(place: Place, directory: str, file: LayerFile, flow: Flow | None) -> Header:
+def verify_layer_file(place: Place, directory: str, file: LayerOnDisk, flow: Flow | None) -> Header:
     """Read all of it with the memory of one piece. :raises DamagedError: a byte is not what was written."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
     with place.open(directory, file.name) as source:
@@ -139,7 +126,7 @@ def _ending(header: bytes) -> bytes:
     return header + len(header).to_bytes(8, "little") + _MAGIC
 
 
-def _header(source: BinaryIO, file: LayerFile) -> bytes:
+def _header(source: BinaryIO, file: LayerOnDisk) -> bytes:
     """``source`` stands where the payload ends."""
     ending = bytearray(file.header_bytes + _ENDING_BYTES)
     _fill(source, memoryview(ending), file)
@@ -159,7 +146,7 @@ def _cut(buffers: Iterable[Any]) -> Iterator[memoryview]:
             yield flat[start : start + PIECE_BYTES]
 
 
-def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
+def _fill(source: BinaryIO, piece: memoryview, file: LayerOnDisk) -> None:
     done = 0
     while done < len(piece):
         # Raw files, too: every reader that fsspec opens has it.
@@ -169,7 +156,7 @@ def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
         done += count
 
 
-def _check_digest(digest: str, file: LayerFile) -> None:
+def _check_digest(digest: str, file: LayerOnDisk) -> None:
     if digest != file.digest:
         raise DamagedError(f"{file.name}: its bytes are not what was written (digest {digest})")
 

@@ -33,7 +33,6 @@ from statemachine.events import (
 from statemachine.messages.values import Checkpoint, Job, PassedOver, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.errors import StorageError
-from storage.layerfile import LayerFile
 from storage.layerstate import fingerprint_of
 
 _log = structlog.get_logger("ftd.checkpoints")
@@ -174,7 +173,7 @@ def commit(
         store = _store(job)
         store.commit(
             store.begin(effect.step, effect.attempt),
-            [msgspec.convert(msgspec.to_builtins(file), LayerFile) for file in effect.layers],
+            effect.layers,
             job=job.name,
             job_id=job.job_id,
             vote=msgspec.to_builtins(effect.vote),

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import msgspec
 import structlog
 
 from ftd.snapshots.restoring.restore import DamageTold, RestoreError, Restorer
@@ -31,7 +30,6 @@ from storage.checkpoint import Checkpoint, CheckpointStore, Draft
 from storage.description import decode_description
 from storage.errors import DamagedError, ForeignError, MissingError, StorageError
 from storage.flow import Flow
-from storage.layerfile import LayerFile
 from storage.shards import Bytes
 
 log = structlog.get_logger("ftd.node")
@@ -135,11 +133,11 @@ class Persister:
         job_id, description = self._described
         if job_id == order.job_id and 0 in order.layers:
             await aside(partial(store.write_description, draft, description), _NICENESS)
-        under_way: asyncio.Task[LayerFile] | None = None
+        under_way: asyncio.Task[LayerOnDisk] | None = None
 
         async def settle() -> None:
             if under_way is not None:
-                written.append(LayerOnDisk(**msgspec.structs.asdict(await under_way)))
+                written.append(await under_way)
 
         async def put(layer: int, header: bytes, payload: Bytes) -> None:
             nonlocal under_way

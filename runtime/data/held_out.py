@@ -67,15 +67,15 @@ class HeldOut:
         """Undo ``step_of``."""
         return _FIRST_STEP - step
 
-
-class HeldOutSampler:
-    """The order of the held-out samples; batches go by ``HeldOut.step_of``, rows beyond the end are left out."""
-
-    def __init__(self, held_out: HeldOut) -> None:
-        self._held_out = held_out
-        self.dataset_length = held_out.length
+    @property
+    def dataset_length(self) -> int:
+        """Samples of the held-out data set, for who reads it."""
+        return self.length
 
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
-        """Return rows ``[first_row, first_row + rows)`` of a batch, as far as there are any."""
-        start = self._held_out.batch_of(step) * self._held_out.global_batch + first_row
-        return [Draw(_EPOCH, index) for index in range(start, min(start + rows, self._held_out.samples))]
+        """Return rows ``[first_row, first_row + rows)`` of a batch, as far as there are any.
+
+        :param step: what stands for the batch (``step_of``).
+        """
+        start = self.batch_of(step) * self.global_batch + first_row
+        return [Draw(_EPOCH, index) for index in range(start, min(start + rows, self.samples))]

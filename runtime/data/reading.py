@@ -25,12 +25,12 @@ from runtime.data.batches import (
     first_difference,
     kind_of,
 )
-from runtime.data.held_out import HeldOut, HeldOutSampler
-from runtime.data.sampling import Draw
-from runtime.data.seeds import stream_seed
+from runtime.data.held_out import HeldOut
+from runtime.data.sampling import Draw, stream_seed
 from runtime.tracebacks import describe_error, users_traceback
 from runtime.training import TrainingError
 
+_HOST = torch.device("cpu")
 _SAMPLE, _COLLATE = -2, -3
 """Take the place of a step in the key, so that the data shares no stream with the sampler or a layer."""
 
@@ -84,7 +84,9 @@ def _length_of(dataset: Any, name: str) -> int:
 class Order(Protocol):
     """Which samples the rows of each global batch are."""
 
-    dataset_length: int
+    @property
+    def dataset_length(self) -> int:
+        """Samples of the data set."""
 
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of the global batch of ``step``."""
@@ -131,7 +133,7 @@ class BatchReader:
         self._check_length()
         first_row = microbatch * self._rows
         draws = self._sampler.draws(step, first_row, self._rows)
-        with _generators_kept():
+        with generators_kept():
             samples = self._samples(draws, step, first_row, check)
             if self._found_repeatable:
                 return self._collated(samples, draws, step, microbatch)
@@ -219,7 +221,7 @@ class HeldOutReader(BatchReader):
         super().__init__(
             dataset,
             collate,
-            HeldOutSampler(held_out),
+            held_out,
             microbatch_rows=held_out.microbatch_rows,
             seed=seed,
             dtype=dtype,
@@ -312,12 +314,13 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Restore the states of this process's generators at the end."""
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
+def generators_kept(device: torch.device = _HOST) -> Iterator[None]:
+    """Restore the states of this process's generators at the end: of torch on the host and on ``device``, of random and
+    of numpy."""
+    own = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(own[0])
+            np.random.set_state(own[1])

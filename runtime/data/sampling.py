@@ -10,12 +10,12 @@ A permutation is a Feistel network over the next power of four, walked until it 
 a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indices at once.
 """
 
+import struct
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
 import numpy.typing as npt
-
-from runtime.data.seeds import stream_seed
 
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
@@ -96,6 +96,12 @@ def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int)
     :param seed: ``[training] seed`` of the job file.
     """
     return Sampler(dataset_length, global_batch, seed).indices(step)
+
+
+def stream_seed(*key: int) -> int:
+    """Return a 63-bit seed of a random stream for a tuple of integers; close keys give unrelated seeds."""
+    digest = blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _mix(words: _Words) -> _Words:

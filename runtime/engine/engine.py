@@ -25,11 +25,11 @@ from runtime.allocator import give_back_memory
 from runtime.data.batches import to_device
 from runtime.data.held_out import HeldOut
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import HeldOutReader, Key
+from runtime.data.reading import HeldOutReader, Key, generators_kept
 from runtime.data.sampling import Sampler
 from runtime.device import DeviceRuntime
 from runtime.engine.alike import check_alike
-from runtime.engine.evaluation import EvaluationExecutor, generators_kept
+from runtime.engine.evaluation import EvaluationExecutor
 from runtime.engine.executor import StageExecutor
 from runtime.engine.gradients import Gradients
 from runtime.engine.links import StageLinks

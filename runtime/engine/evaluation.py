@@ -6,12 +6,6 @@ metrics, and of the wish to stop. So no rank is ahead of another by more than a 
 last sum knows the same result as all others. Nothing of the training's state changes.
 """
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import numpy as np
-import torch
 from torch import Tensor
 
 from runtime.data.held_out import HeldOut
@@ -115,15 +109,3 @@ class EvaluationExecutor:
         whole = self._seats[self._held_out.microbatch_rows]
         rows = self._held_out.rows(batch, whole.first_microbatch + microbatch)
         return self._seats[rows] if rows else None
-
-
-@contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """Restore the states of the generators that training's code may draw from."""
-    own = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            random.setstate(own[0])
-            np.random.set_state(own[1])

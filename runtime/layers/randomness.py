@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from runtime.data.seeds import stream_seed
+from runtime.data.sampling import stream_seed
 
 _CHANNEL_DROPOUTS: frozenset[Callable[..., Any]] = frozenset(
     {functional.dropout1d, functional.dropout2d, functional.dropout3d}

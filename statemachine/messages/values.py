@@ -11,6 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from planner.values import Device, ModelProfile, Policy, StatePart
+from storage.values import LayerOnDisk as LayerOnDisk  # noqa: PLC0414 (It is a word of this vocabulary, too.)
 
 
 class NodeState(StrEnum):
@@ -357,18 +358,6 @@ class Restore(Struct, frozen=True, kw_only=True):
     """Where the checkpoint of ``step`` lies; then there are neither groups nor sources."""
     job_name: str = ""
     """Under which it was written."""
-
-
-class LayerOnDisk(Struct, frozen=True, kw_only=True):
-    """A layer's file in a draft of a checkpoint: ``storage.layerfile.LayerFile`` as plain data."""
-
-    layer: int
-    name: str
-    size_bytes: int
-    digest: str
-    header_bytes: int
-    header_digest: str
-    payload_bytes: int
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):

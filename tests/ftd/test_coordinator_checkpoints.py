@@ -40,7 +40,7 @@ def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[Lay
     draft = store.begin(step, attempt)
     states = [layer_state(layer, step) for layer in range(LAYERS)]
     files = [store.write_layer(draft, n, header, [payload]) for n, (header, payload) in enumerate(states)]
-    return tuple(LayerOnDisk(**msgspec.structs.asdict(file)) for file in files)
+    return tuple(files)
 
 
 def committing(job: Job, step: int, layers: tuple[LayerOnDisk, ...], attempt: str = "a") -> CommitCheckpoint:

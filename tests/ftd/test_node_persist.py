@@ -22,7 +22,7 @@ from kept_snapshots import (
     shared_directory,
     write_group,
 )
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 
 from ftd.snapshots.persist import Persister, read_checkpoint
 from ftd.snapshots.restoring.restore import RestoreError
@@ -32,7 +32,7 @@ from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
 from statemachine.messages.values import Restore, Snapshot, SnapshotGroup, Vote
-from storage.checkpoint import CheckpointStore, LayerFile
+from storage.checkpoint import CheckpointStore
 from storage.description import ModelDescription, encode_description
 from storage.layerfile import PIECE_BYTES
 
@@ -132,7 +132,7 @@ class Hosts:
 
 
 def commit(hosts: Hosts, written: Sequence[LayersPersisted]) -> None:
-    files = [LayerFile(**asdict(layer)) for event in written for layer in event.layers]
+    files = [layer for event in written for layer in event.layers]
     store = hosts.store()
     draft = store.begin(STEP, "7")
     store.commit(draft, files, job="gpt", job_id=JOB, vote=None, written_at=1.0, ftd_version="0")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.data.held_out import HeldOut, HeldOutSampler
+from runtime.data.held_out import HeldOut
 
 
 def held_out(length: int, **changes: int) -> HeldOut:
@@ -33,11 +33,10 @@ def test_every_sample_is_taken_once_and_in_order(
     length: int, most: int, rows: int, microbatches: int
 ) -> None:
     found = held_out(length, global_batch=rows * microbatches, microbatch_rows=rows, most_batches=most)
-    sampler = HeldOutSampler(found)
     indices: list[int] = []
     for batch in range(found.batches):
         for microbatch in range(microbatches):
-            draws = sampler.draws(found.step_of(batch), microbatch * rows, rows)
+            draws = found.draws(found.step_of(batch), microbatch * rows, rows)
             assert len(draws) == found.rows(batch, microbatch)
             indices += [draw.index for draw in draws]
     assert indices == list(range(found.samples))

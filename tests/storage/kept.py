@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from storage.checkpoint import CheckpointManifest, CheckpointStore, LayerFile
+from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.description import ModelDescription, encode_description
 from storage.layerstate import Entry, Header
+from storage.values import LayerOnDisk
 
 LAYERS = 3
 DESCRIPTION = ModelDescription(aliases={"0.weight": ("2.weight",)}, files={"config.json": b"{}"})
@@ -65,7 +66,7 @@ def write(
     """A whole checkpoint; its bytes depend on the seed, which is the step by default."""
     draft = store.begin(step, attempt)
     store.write_description(draft, encode_description(DESCRIPTION))
-    files: list[LayerFile] = []
+    files: list[LayerOnDisk] = []
     for layer in reversed(range(LAYERS)):
         header, payload = layer_state(layer, step if seed is None else seed, numel)
         files.append(store.write_layer(draft, layer, header, in_chunks(payload)))
