@@ -10,7 +10,7 @@ from statemachine.cluster.membership import healthy, misfit, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import Group, Over, Paused, PhaseEvent, Quiescing, Resuming, Running, Waiting
 from statemachine.cluster.recovery import follow_group, foresee, note_cause, reconfigure
-from statemachine.cluster.snapshots import exporting, orders, persisting
+from statemachine.cluster.snapshots import orders, persisting
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
 from statemachine.cluster.state import (
     FIND,
@@ -28,7 +28,7 @@ from statemachine.cluster.state import (
     Ledger,
     counted,
 )
-from statemachine.effects import AnswerRequest, BuildTemplates, CancelTemplates
+from statemachine.effects import BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, JobSubmitted, StopRequested
 from statemachine.messages.cluster import Heartbeat, Released, Stop
 from statemachine.messages.common import Finished, Prepared
@@ -40,24 +40,20 @@ SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
 
 
-def answer(c: Cluster, request: str, accepted: bool, detail: str) -> None:
-    c.out.append(AnswerRequest(cause=c.cause, request=request, accepted=accepted, detail=detail))
-
-
 def submit(c: Cluster, event: JobSubmitted) -> None:
     """Take a job on when none is under way; everything that was true of the last one is forgotten."""
     job = event.job
     if c.job is not None and c.job.job_id == job.job_id:
         # The client asks again: its answer was lost. The job may have ended meanwhile.
-        answer(c, event.request, True, job.job_id)
+        c.answer(event.request, True, job.job_id)
         return
     if c.active and c.job is not None:
-        answer(c, event.request, False, f"job {c.job.name!r} is under way: ftd stop {c.job.name}")
+        c.answer(event.request, False, f"job {c.job.name!r} is under way: ftd stop {c.job.name}")
         return
     begin = event.begin
     if begin is not None and begin.step > job.steps:
         beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
-        answer(c, event.request, False, f"{beyond}: give it more steps, or another url")
+        c.answer(event.request, False, f"{beyond}: give it more steps, or another url")
         return
     c.enter(PhaseEvent.JOB_ACCEPTED, Waiting())
     c.job, c.last_failure = job, ""
@@ -79,7 +75,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
             del c.nodes[node.name]
             reject(c, node.name, node.incarnation, problem)
     c.persist()
-    answer(c, event.request, True, job.job_id)
+    c.answer(event.request, True, job.job_id)
     c.emit(
         "JobSubmitted",
         f"job {job.name!r}: {job.steps} steps",
@@ -94,23 +90,21 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
 def stop(c: Cluster, event: StopRequested) -> None:
     job = c.job
     if job is None or not c.active:
-        answer(c, event.request, False, "no job is under way")
+        c.answer(event.request, False, "no job is under way")
     elif event.job not in (job.job_id, job.name):
-        answer(c, event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
+        c.answer(event.request, False, f"the job under way is {job.name!r}, not {event.job!r}")
     else:
-        answer(c, event.request, True, f"job {job.name!r} is stopped")
+        c.answer(event.request, True, f"job {job.name!r} is stopped")
         end_job(c, PhaseEvent.JOB_ENDED, "stopped by a user", "JobStopped")
 
 
 def drain(c: Cluster, event: DrainRequested) -> None:
     node = c.nodes.get(event.node)
     if node is None or not node.alive:
-        answer(
-            c, event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}"
-        )
+        c.answer(event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}")
         return
     when = "is released already" if node.released else "will be released at the next step boundary"
-    answer(c, event.request, True, f"{node.name} {when}")
+    c.answer(event.request, True, f"{node.name} {when}")
     set_draining(c, node, "drain requested")
 
 
@@ -277,7 +271,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
             c.ledger.pending[known.step] = known.vote
             tell(c)
         return
-    if orders.last_wanted(c) or exporting.last_export_wanted(c):
+    if orders.last_wanted(c) or persisting.last_export_wanted(c):
         return
     digests: dict[int, str] = {}
     for name in group.planned:
@@ -306,8 +300,9 @@ def pursue(c: Cluster) -> None:
     if isinstance(c.state, Resuming | Running):
         follow_group(c, c.state)
     build(c)
-    persisting.pursue(c)
-    exporting.pursue(c)
+    if c.job is not None and c.job.checkpoint.url:
+        persisting.pursue(c)
+        persisting.pursue_export(c)
     match c.state:
         case Waiting():
             problem = nobody_can_build(c)

@@ -15,8 +15,7 @@ from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_kept
 from statemachine.cluster.membership import forget, inquire_all, silent
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
-from statemachine.cluster.snapshots import exporting, persisting, snapshots
-from statemachine.cluster.snapshots import requests as snapshot_requests
+from statemachine.cluster.snapshots import orders, persisting, snapshots
 from statemachine.cluster.state import (
     FINISH,
     GIVE_UP,
@@ -232,7 +231,7 @@ class ClusterMachine:
             case StepsMissed():
                 ledger.missed(c, event)
             case SnapshotRequested():
-                snapshot_requests.requested(c, event)
+                orders.requested(c, event)
             case TemplatesReady():
                 self._templates_ready(event)
             case TemplatesFailed():
@@ -250,9 +249,9 @@ class ClusterMachine:
             case CheckpointFailed():
                 persisting.commit_failed(c, event)
             case CheckpointExported():
-                exporting.exported(c, event)
+                persisting.exported(c, event)
             case CheckpointExportFailed():
-                exporting.export_failed(c, event)
+                persisting.export_failed(c, event)
             case CheckpointFound():
                 self._fail(rollback.found(c, event))
             case _:

@@ -29,6 +29,7 @@ from statemachine.cluster.phases import (
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting
 from statemachine.effects import (
+    AnswerRequest,
     BroadcastCommand,
     CancelTimer,
     Effect,
@@ -328,6 +329,10 @@ class Cluster:
         """A stale message: counted, and an event that the driver may thin out."""
         self.ignored[why] += 1
         self.emit("MessageIgnored", why, node=node, why=why, count=self.ignored[why])
+
+    def answer(self, request: str, accepted: bool, detail: str) -> None:
+        """Answer a client's request."""
+        self.out.append(AnswerRequest(cause=self.cause, request=request, accepted=accepted, detail=detail))
 
     def persist(self) -> None:
         self.out.append(PersistState(cause=self.cause))

@@ -11,9 +11,8 @@ from test_snapshots import HELD, KEY, Snapshots
 from transcripts import GOLDEN, Coordination, report
 
 from planner.values import LayerProfile, ModelProfile, Plan, Policy, StagePlacement
-from statemachine.cluster.durable.columns import columns, rows
 from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
-from statemachine.cluster.durable.records import put_together
+from statemachine.cluster.durable.records import columns, put_together, rows
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from planner.values import Device, Plan
-from statemachine.cluster.durable.columns import columns
 from statemachine.cluster.durable.promises import beyond
-from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, put_together
+from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, columns, put_together
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (

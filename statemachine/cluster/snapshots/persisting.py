@@ -4,6 +4,11 @@ Its layers are shared out among the nodes that hold it (``Persist``), which writ
 into a draft; once all have (``LayersPersisted``), it is committed, and only then it is there. Until then the
 snapshot is *pinned*: nodes keep it beside the newest one. Whatever goes wrong, the attempt is given up, and
 the next snapshot is tried. Training never waits for this; the job's end does for the last step's.
+
+Checkpoints are exported for ``from_pretrained``, beside training. Every so many steps the newest complete
+checkpoint is exported (``ExportCheckpoint``), and the last step's always. Training never waits for it; the
+job's end does, as long as for the last checkpoint itself. One is under way at a time. A coordinator that
+takes over exports again what it does not know to be done: whoever exports finds that it is there already.
 """
 
 import hashlib
@@ -11,13 +16,17 @@ import hashlib
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
-from statemachine.cluster.snapshots import exporting
 from statemachine.cluster.snapshots.keeping import Writing
 from statemachine.cluster.snapshots.orders import last_wanted
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.state import FINISH, PERSIST, Cluster, who
-from statemachine.effects import AbandonCheckpoint, CommitCheckpoint
-from statemachine.events import CheckpointFailed, CheckpointWritten
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint
+from statemachine.events import (
+    CheckpointExported,
+    CheckpointExportFailed,
+    CheckpointFailed,
+    CheckpointWritten,
+)
 from statemachine.messages.cluster import (
     CancelPersist,
     Hello,
@@ -73,7 +82,7 @@ def pursue(c: Cluster) -> None:
 
 def _watch_the_end(c: Cluster) -> None:
     """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
-    if not isinstance(c.state, Running) or not (last_wanted(c) or exporting.last_export_wanted(c)):
+    if not isinstance(c.state, Running) or not (last_wanted(c) or last_export_wanted(c)):
         c.cancel_timer(FINISH)
     elif FINISH not in c.due:
         c.set_timer(FINISH, _finish_limit_s(c))
@@ -267,7 +276,7 @@ def overdue(c: Cluster) -> None:
 def end_overdue(c: Cluster) -> None:
     """The last step's checkpoint, or its export, is not there in time: the job ends without it."""
     persisting = c.persisting
-    exporting.end_overdue(c, _finish_limit_s(c))
+    export_overdue(c, _finish_limit_s(c))
     if not last_wanted(c):
         return
     why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
@@ -340,3 +349,84 @@ def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
     persisting.done = persisting.impatient = False
     # What may be committed yet is of steps that are undone.
     persisting.spoiled |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
+
+
+# --- exports --------------------------------------------------------------------------------------
+
+
+def pursue_export(c: Cluster) -> None:
+    """Begin one when it is time."""
+    job, persisting = c.job, c.persisting
+    if job is None or persisting.exporting is not None or not _export_due(c):
+        return
+    assert persisting.newest is not None, "a checkpoint is due"
+    persisting.exporting = persisting.newest.step
+    c.out.append(
+        ExportCheckpoint(cause=c.cause, job=job, step=persisting.newest.step, limit_s=c.timing.persist_s)
+    )
+
+
+def _export_due(c: Cluster) -> bool:
+    job, newest, exported_step = c.job, c.persisting.newest, c.persisting.exported_step
+    if job is None or newest is None or job.checkpoint.huggingface_every_steps < 1:
+        return False
+    if newest.step <= exported_step:
+        return False
+    return newest.step - exported_step >= job.checkpoint.huggingface_every_steps or newest.step >= job.steps
+
+
+def last_export_wanted(c: Cluster) -> bool:
+    """Return whether all steps are done, and the checkpoint of the last one has yet to be exported."""
+    job, newest = c.job, c.persisting.newest
+    return job is not None and c.ended and newest is not None and newest.step >= job.steps and _export_due(c)
+
+
+def exported(c: Cluster, event: CheckpointExported) -> None:
+    """Take word that an export is complete."""
+    if not _concerns_export(c, event.job_id, event.step):
+        c.ignore("an export that nobody waits for")
+        return
+    _end_export(c, event.step)
+    c.emit(
+        "CheckpointExported",
+        f"the state after step {event.step} can be loaded from {event.directory}",
+        step=event.step,
+        directory=event.directory,
+        size_bytes=event.size_bytes,
+        took_s=event.took_s,
+    )
+
+
+def export_failed(c: Cluster, event: CheckpointExportFailed) -> None:
+    """Take word that an export cannot be; the next checkpoint that is due is tried."""
+    if not _concerns_export(c, event.job_id, event.step):
+        c.ignore("a failed export that nobody waits for")
+        return
+    _give_up_export(c, event.step, event.detail)
+
+
+def export_overdue(c: Cluster, limit_s: float) -> None:
+    """The last step's export is not there in time: the job ends without it."""
+    if last_export_wanted(c) and c.persisting.newest is not None:
+        step = c.persisting.newest.step
+        _give_up_export(c, step, f"it is not complete {limit_s:g} s after the last step")
+
+
+def _give_up_export(c: Cluster, step: int, why: str) -> None:
+    job = c.job
+    assert job is not None, "a checkpoint is of a job"
+    _end_export(c, step)
+    c.emit("CheckpointExportFailed", why, step=step, directory=job.checkpoint.huggingface_directory)
+
+
+def _concerns_export(c: Cluster, job_id: str, step: int) -> bool:
+    return c.job is not None and c.job.job_id == job_id and c.persisting.exporting == step
+
+
+def _end_export(c: Cluster, step: int) -> None:
+    c.persisting.exporting = None
+    # Everybody may have gone back meanwhile: what was exported is of a past that was undone.
+    newest = c.persisting.newest
+    c.persisting.exported_step = min(step, newest.step) if newest is not None else step
+    c.dirty = True
+    c.persist()
