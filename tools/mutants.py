@@ -573,6 +573,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
     parser.add_argument("--json", type=Path, help="write every mutant with its verdict to this file")
+    parser.add_argument(
+        "--again", type=Path, help="run only those that are open in this file of an earlier run"
+    )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     chosen = parser.parse_args(arguments)
     verdicts = [Verdict(mutant=mutant) for path in modules(chosen.modules) for mutant in mutants_of(path)]
@@ -580,6 +583,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for verdict in verdicts:
         if reason := reasons.get(verdict.mutant.key):
             verdict.status, verdict.by = "equivalent", reason
+    if chosen.again:
+        entries = json.loads(chosen.again.read_text(encoding="utf-8"))
+        left = {(one["function"], one["change"]) for one in entries if one["status"] == "open"}
+        verdicts = [verdict for verdict in verdicts if verdict.mutant.key in left]
     if chosen.list:
         report(verdicts)
         return 0
@@ -590,7 +597,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(status)
     run.write()
     report(verdicts)
-    stale = set() if chosen.modules else reasons.keys() - {one.mutant.key for one in verdicts}
+    stale = set() if chosen.modules or chosen.again else reasons.keys() - {one.mutant.key for one in verdicts}
     for function, change in sorted(stale):
         print(f"{EQUIVALENT.name} explains a mutant that does not exist: {function}: {change}")
     return int(bool(stale) or any(verdict.status == "open" for verdict in verdicts))

@@ -1,12 +1,15 @@
 """Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
 
 from planner.errors import StateLostError
+from planner.values import Device, StatePart
 from statemachine.agent.events import AgentStarted, CommandArrived, PersistEnded
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
@@ -48,10 +51,11 @@ from statemachine.messages.cluster import (
     Resume,
     Snap,
     SnapshotCompleted,
+    Stepped,
     ToNode,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, Prepared
+from statemachine.messages.common import Finished, Prepared, Quiesce
 from statemachine.messages.values import (
     Checkpoint,
     CheckpointPolicy,
@@ -443,6 +447,100 @@ def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_laye
     s.say("node-0", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 0, 0.weight: (3,)"))
     nodes = s.machine.public_state()["nodes"]
     assert {node["state"] for node in nodes.values()} == {"HEALTHY"}, "fresh trainers come without a word"
+
+
+def looking(s: Writing) -> FindCheckpoint:
+    """All memory is lost, and the newest checkpoint is looked for."""
+    gone(s)
+    for name in NODES:
+        s.quiesced(name, s.machine.generation, report())
+    s.plan_or_not()
+    s.feed(RestoreChecked, generation=s.machine.generation, possible=False, reason="nobody has a part")
+    asked: FindCheckpoint = s.one(FindCheckpoint)
+    return asked
+
+
+def test_a_found_checkpoint_counts_once_and_for_its_generation() -> None:
+    s = Writing()
+    asked = looking(s)
+    assert s.due["find"] == pytest.approx(s.now + Timing().place_s)
+    found = {"checkpoint": Checkpoint(step=5, vote=vote(5), layers=LAYERS), "skipped": (), "reason": ""}
+    s.feed(CheckpointFound, generation=asked.generation - 1, **found)
+    assert s.events("MessageIgnored") and not s.all(ComputePlan) and "find" in s.due
+    s.feed(CheckpointFound, generation=asked.generation, **found)
+    plan: ComputePlan = s.one(ComputePlan)
+    assert "find" not in s.due
+    assert plan.situation.parts is None and not plan.situation.in_memory
+    s.feed(CheckpointFound, generation=asked.generation, **found)
+    assert s.events("MessageIgnored") and not s.all(ComputePlan)
+    s.last = [plan]
+    s.plan()
+    s.feed(CheckpointFound, generation=asked.generation, **found)
+    assert s.events("MessageIgnored") and not s.all(ComputePlan)
+
+
+def test_a_place_that_cannot_be_read_is_looked_at_again_after_a_tenth_of_the_time() -> None:
+    s = Writing()
+    asked = looking(s)
+    nothing = {"checkpoint": None, "skipped": (), "reason": "stale file handle", "unreadable": True}
+    s.feed(CheckpointFound, generation=asked.generation, **nothing)
+    state = s.machine.public_state()
+    assert state["phase"] == "PAUSED" and state["gives_up"]
+    assert state["waiting_for"].endswith("cannot be read: stale file handle; /checkpoints is tried again")
+    assert s.due["give_up"] == pytest.approx(s.now + 3.0)
+    s.fire("give_up", 3.0)
+    quiesces = s.commands(Quiesce)
+    assert {one.command.mode for one in quiesces} == {"abort"} and len(quiesces) == 4
+    for name in NODES:
+        s.quiesced(name, s.machine.generation, report())
+    s.plan_or_not()
+    s.feed(RestoreChecked, generation=s.machine.generation, possible=False, reason="nobody has a part")
+    asked = s.one(FindCheckpoint)
+    found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=(), reason="")
+    s.plan()
+    for name in NODES:
+        s.resumed(name, s.machine.generation)
+    steps = (committed(6),)
+    s.say(
+        "node-0", Stepped(generation=s.machine.generation, steps=steps, step_s=0.1, lineage=s.machine.lineage)
+    )
+    [told] = s.events("RecoveryCompleted")
+    assert (told.details["recovery"]["cause"], told.details["recovery"]["tier"]) == ("resumed", "persistent")
+
+
+def test_under_zero1_a_checkpoint_gives_every_device_every_part() -> None:
+    s = Writing()
+    s.feed(BrokerConnected)
+    for number, name in enumerate(NODES):
+        s.hello(name, 100 + number)
+    plain = writing_job()
+    zero1 = replace(plain, policy=dataclasses.replace(plain.policy, zero1=True))
+    s.feed(JobSubmitted, request="r", job=zero1, begin=CHECKPOINT)
+    for number, name in enumerate(NODES):
+        s.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
+    s.feed(TemplatesReady, job_id="job-1")
+    for name in NODES:
+        s.quiesced(name, 1, report())
+    s.feed(PlanImpossible, generation=1, too_few=False, reason="a checkpoint", lost_layers=(0, 1, 2, 3))
+    asked: FindCheckpoint = s.one(FindCheckpoint)
+    s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT, skipped=(), reason="")
+    whole = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(LAYERS))
+    assert s.one(ComputePlan).situation.parts == {Device(node=name, index=0): whole for name in NODES}
+
+
+def test_a_trainer_that_cannot_take_a_state_is_at_fault_where_no_checkpoint_was_restored() -> None:
+    s = Writing()
+    s.train()
+    s.say("node-1", TrainerLost(generation=1, device=0, cause="foreign", detail="layer 2"))
+    assert s.machine.phase == "QUIESCING"
+    s = Writing()
+    s.begin(begin=CHECKPOINT)
+    s.plan_or_not()
+    s.feed(CheckpointFound, generation=1, checkpoint=CHECKPOINT, skipped=(), reason="")
+    s.plan()
+    s.say("node-1", TrainerLost(generation=2, device=0, cause="foreign", detail="layer 2"))
+    assert s.machine.phase == "QUIESCING", "of a generation that did not restore it"
 
 
 # --- a node --------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from statemachine.messages.cluster import (
     Stepped,
     TrainerLost,
 )
-from statemachine.messages.common import Prepared, Snapping, SnapshotFailed
+from statemachine.messages.common import Prepared, Quiesce, Snapping, SnapshotFailed
 from statemachine.messages.values import HeldSnapshot, NodeState, SnapshotPolicy
 from statemachine.timing import Timing
 
@@ -571,3 +571,193 @@ def test_a_coordinator_killed_right_behind_a_rollback_goes_on_with_it() -> None:
     assert not s.events("RolledBack"), "it was in the journal, to be told, with the rollback itself"
     s.hello("node-0", 100, job_id="job-1", prepared=True, generation=3, training=False, quiesced=True)
     assert s.commands(Resume)[0].command.restore.step == 3
+
+
+# --- rollbacks, case by case ---------------------------------------------------------------------
+
+
+def rolling_back() -> Snapshots:
+    """node-1 and node-3 died, node-3 is back with its memory, and the planner misses layers 2 and 3."""
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.survivors(3)
+    s.plan_or_not()
+    return s
+
+
+def answered(s: Snapshots, asked: CheckRestore, **others: Any) -> None:
+    """Answer a check as the coordinator does, or otherwise."""
+    found = check_restore(asked, s.now)
+    answer = {name: getattr(found, name) for name in ("generation", "possible", "reason", "tier")}
+    s.feed(RestoreChecked, **answer | others)
+
+
+def test_a_check_counts_for_its_generation_and_where_it_was_asked_for() -> None:
+    s = rolling_back()
+    asked = s.one(CheckRestore)
+    answered(s, asked, generation=2)
+    assert s.events("MessageIgnored") and not s.all(ComputePlan)
+    answered(s, asked)
+    assert s.one(ComputePlan).generation == 3
+    s.plan()
+    answered(s, asked)
+    assert s.events("MessageIgnored") and not s.all(ComputePlan)
+    other = Snapshots()
+    other.begin()
+    answered(other, asked, generation=1)
+    assert other.events("MessageIgnored") and not other.all(ComputePlan)
+    other.both_hosts_die()
+    other.survivors(3)
+    answered(other, asked)
+    assert other.events("MessageIgnored") and not other.all(ComputePlan), "it has no snapshot"
+
+
+def test_a_snapshot_is_looked_at_for_lost_layers_and_once() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="another model", lost_layers=())
+    assert not s.all(CheckRestore) and s.machine.phase == "PAUSED"
+    s = rolling_back()
+    answered(s, s.one(CheckRestore))
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="again", lost_layers=(2, 3))
+    assert not s.all(CheckRestore)
+
+
+def test_a_snapshot_that_can_be_restored_is_not_checked_again_for_who_came_back() -> None:
+    s = rolling_back()
+    asked = s.one(CheckRestore)
+    s.hello("node-1", 201, snapshots=(KEY,))
+    answered(s, asked)
+    assert s.one(ComputePlan).generation == 3 and not s.all(CheckRestore)
+
+
+def test_a_node_whose_part_cannot_be_had_three_times_has_lost_it() -> None:
+    s = rolling_back()
+    for generation in (3, 4, 5):
+        if generation > 3:
+            s.survivors(generation)
+            s.plan_or_not()
+            assert s.one(CheckRestore).present == ("node-0", "node-2"), "without the part that failed"
+            s.check()
+        assert s.one(CheckRestore).present == ("node-0", "node-2", "node-3")
+        s.check()
+        s.plan()
+        assert {sent.node for sent in s.commands(Resume)} == {"node-0", "node-2"}
+        failed = RestoreFailed(generation=generation, detail="the part is damaged", bad=("node-3", "node-9"))
+        s.say("node-0", failed)
+        [told] = s.events("RestoreFailed")
+        assert (told.node, told.reason, told.details["bad"]) == (
+            "node-0",
+            "the part is damaged",
+            ["node-3", "node-9"],
+        )
+        assert {sent.command.mode for sent in s.commands(Quiesce)} == {"abort"}
+    s.survivors(6)
+    s.plan_or_not()
+    s.check()
+    assert not s.all(CheckRestore)
+    waiting = s.machine.public_state()["waiting_for"]
+    assert "nor can the snapshot of step 3 be restored" in waiting and "node-1 may still hold it" in waiting
+
+
+def test_a_node_that_cannot_restore_by_its_own_fault_fails_the_job_the_third_time() -> None:
+    s = rolling_back()
+    for generation in (3, 4, 5):
+        assert s.machine.phase != "FAILED"
+        if generation > 3:
+            s.survivors(generation)
+            s.plan_or_not()
+        s.check()
+        s.plan()
+        s.say("node-0", RestoreFailed(generation=generation, detail="no room"))
+    assert s.machine.phase == "FAILED"
+    outcome = s.machine.public_state()["outcome"]
+    assert outcome.startswith("node-0 cannot restore the snapshot of step 3: no room")
+
+
+def test_a_restore_that_failed_counts_for_the_group_that_restores() -> None:
+    s = rolling_back()
+    s.check()
+    s.plan()
+    s.say("node-0", RestoreFailed(generation=2, detail="late", bad=("node-3",)))
+    assert s.events("MessageIgnored") and not s.commands()
+    for name in ("node-0", "node-2"):
+        s.resumed(name, 3)
+    s.say("node-0", RestoreFailed(generation=3, detail="late", bad=("node-3",)))
+    assert s.events("MessageIgnored") and not s.commands() and not s.events("RestoreFailed")
+    fresh = Snapshots()
+    fresh.begin()
+    fresh.say("node-0", RestoreFailed(generation=1, detail="of nothing"))
+    assert fresh.events("MessageIgnored") and not fresh.commands()
+
+
+def test_what_a_rollback_undid_is_told_and_no_node_is_ahead_of_it() -> None:
+    s = rolling_back()
+    s.check()
+    s.plan()
+    steps = {name: node["step"] for name, node in s.machine.public_state()["nodes"].items()}
+    assert max(steps.values()) == 3 and s.machine.committed_step == 3
+    assert s.machine.durable_state()["snapshot_behind"] == 3
+    [told] = s.events("RolledBack")
+    assert {key: told.details[key] for key in ("from_step", "to_step", "undone", "tier", "sources")} == {
+        "from_step": 5,
+        "to_step": 3,
+        "undone": 2,
+        "tier": "decoded",
+        "sources": ["node-0", "node-2", "node-3"],
+    }
+    for name in ("node-0", "node-2"):
+        s.resumed(name, 3)
+    s.say("node-0", Stepped(generation=3, steps=(committed(4),), step_s=0.1, lineage=3))
+    [completed] = s.events("RecoveryCompleted")
+    recovery = completed.details["recovery"]
+    assert (recovery["rolled_back_steps"], recovery["tier"]) == (2, "decoded")
+
+
+def test_who_may_still_hold_the_state_is_named() -> None:
+    s = Snapshots()
+    s.begin()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    for name in ("node-0", "node-1", "node-2"):
+        s.quiesced(name, 2, report(1, held=HELD[name]))
+    s.plan()
+    for name in ("node-0", "node-1", "node-2"):
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    s.hello("node-4", 104)
+    s.feed(NodeVanished, node="node-4", incarnation=104)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-2", incarnation=102, graceful=True)
+    s.quiesced("node-0", 3, report(2, held=(2,)))
+    s.feed(PlanImpossible, generation=3, too_few=False, reason="layers are lost", lost_layers=(0, 1, 3))
+    assert s.machine.public_state()["waiting_for"] == (
+        "layers are lost; node-1 may still hold it: waiting for their return for 30 s, then the job fails"
+    ), "not node-3, without which a step was done, nor node-4, which never took part, nor node-2, which left"
+
+
+def test_who_keeps_a_part_of_the_snapshot_is_named_once_while_it_may_come_back_with_it() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    waiting = s.machine.public_state()["waiting_for"]
+    assert (
+        "; node-3 and node-1 may still hold it" in waiting
+        or "; node-1 and node-3 may still hold it" in waiting
+    )
+    s.hello("node-3", 203)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.survivors(4)
+    s.quiesced("node-3", 4, report())
+    s.plan_or_not()
+    s.check()
+    assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"], (
+        "its memory is yet to be read"
+    )
