@@ -1,6 +1,5 @@
 """Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -515,7 +514,7 @@ def test_under_zero1_a_checkpoint_gives_every_device_every_part() -> None:
     for number, name in enumerate(NODES):
         s.hello(name, 100 + number)
     plain = writing_job()
-    zero1 = replace(plain, policy=dataclasses.replace(plain.policy, zero1=True))
+    zero1 = replace(plain, policy=replace(plain.policy, zero1=True))
     s.feed(JobSubmitted, request="r", job=zero1, begin=CHECKPOINT)
     for number, name in enumerate(NODES):
         s.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
