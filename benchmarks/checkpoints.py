@@ -38,7 +38,7 @@ def layer_header(layer: int, size_bytes: int) -> bytes:
         name=f"{layer}.weight",
         role="parameter",
         key="",
-        precision="float32",
+        dtype="float32",
         shape=(size_bytes // 4,),
         on_host=False,
         offset=0,

@@ -24,8 +24,9 @@ from ftd.transport.wire.coordinators import packer, unpack
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.cluster.durable import durable
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.rules import Resumption
-from statemachine.cluster.state import Attempt, Cluster, Recovery
+from statemachine.cluster.phases import Planning, Quiescing, Resuming, Running
+from statemachine.cluster.rules import Decision, Resumption
+from statemachine.cluster.state import Cluster, Recovery
 from statemachine.messages.values import CommittedStep, Job, NodeFacts, NodeState, Vote
 from statemachine.timing import Timing
 
@@ -67,9 +68,20 @@ def cluster(nodes: int) -> Cluster:
         )  # fmt: skip
     names = list(c.nodes)
     c.resumption = Resumption(generation=1, step=1, vote=None, plan=plan_of(names))
-    c.attempt = Attempt(generation=1, mode="abort", began_at=0.0, expected=dict.fromkeys(names))
-    c.attempt.members = set(names)
+    c.state = Running.of(resuming(c.resumption))
     return c
+
+
+def resuming(resumption: Resumption) -> Resuming:
+    """Return the state of a group of all nodes of a plan."""
+    planned = resumption.plan.nodes
+    return Resuming(
+        generation=resumption.generation,
+        began_at=0.0,
+        members=set(planned),
+        resumption=resumption,
+        planned=planned,
+    )
 
 
 def recovery(c: Cluster, number: int) -> Iterator[str]:
@@ -83,17 +95,27 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     c.recovery = Recovery(
         cause="node_lost", nodes=[lost], detected_how="last_will", detected_at=0.0, before=before
     )
-    c.attempt = Attempt(generation=generation, mode="abort", began_at=0.0, expected=dict.fromkeys(left))
+    expected = dict.fromkeys(left)
+    c.state = Quiescing(generation=generation, mode="abort", began_at=0.0, expected=expected)
     yield "a node is lost"
     for name in left:
         c.nodes[name].obeyed = generation
-    c.attempt.members = set(left)
+    decision = Decision(step=1, vote=None, outcome="redo", holdings={}, ready={}, in_flight=False)
+    c.state = Planning(
+        generation=generation,
+        mode="abort",
+        began_at=0.0,
+        expected=expected,
+        members=set(left),
+        decision=decision,
+    )
     yield "all reported"
     for name in left:
         c.nodes[name].counted_in = generation
     c.resumption = replace(c.resumption, generation=generation, plan=plan_of(left))
-    c.attempt.resume_sent = True
+    c.state = group = resuming(c.resumption)
     yield "a plan is chosen"
+    c.state = Running.of(group)
     c.recovery.resumed_at = 1.0
     yield "all resumed"
     c.recovery = None
