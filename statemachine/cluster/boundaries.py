@@ -42,18 +42,17 @@ def join(c: Cluster) -> None:
         return
     paused = isinstance(c.state, Paused)
     names = [node.name for node in joining]
+    cause = "node_drained"
     if paused:
-        note_cause(c, "resumed", names)
+        cause = "resumed"
     elif joining:
-        returned = all(node.returning for node in joining)
-        note_cause(c, "node_returned" if returned else "node_joined", names)
-    if leaving:
-        note_cause(c, "node_drained", [node.name for node in leaving])
+        cause = "node_returned" if all(node.returning for node in joining) else "node_joined"
     why = [f"{', '.join(names)} can take part"] if names else []
     why += [f"{', '.join(node.name for node in leaving)} will leave"] if leaving else []
     for node in joining:
         node.returning = False
-    reconfigure(c, "; ".join(why), "abort" if paused else "boundary")
+    record = note_cause(c, cause, names + [node.name for node in leaving])
+    reconfigure(c, "; ".join(why), "abort" if paused else "boundary", record)
 
 
 # --- nodes that leave -----------------------------------------------------------------------------
@@ -125,9 +124,9 @@ def keep_up(c: Cluster, group: Running) -> None:
     lost = lost_buddies(c)
     if JOIN not in c.due and overdue(c, group):
         # Another protection was asked for than this group was planned with: a boundary, and the same plan.
-        note_cause(c, "protection_changed", [])
-        reconfigure(c, f"snapshots get another protection: {wish_of(c)}", "boundary")
+        why = f"snapshots get another protection: {wish_of(c)}"
+        reconfigure(c, why, "boundary", note_cause(c, "protection_changed", []))
     elif lost:
         # Others must keep the copies that a lost node kept. Lost nodes of the plan are missed before this.
-        note_cause(c, "node_lost", lost)
-        reconfigure(c, f"{', '.join(lost)} kept copies of snapshots and is gone", "boundary")
+        why = f"{', '.join(lost)} kept copies of snapshots and is gone"
+        reconfigure(c, why, "boundary", note_cause(c, "node_lost", lost))

@@ -57,7 +57,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
         return
     c.enter(PhaseEvent.JOB_ACCEPTED, Waiting())
     c.job, c.last_failure = job, ""
-    c.profiled = c.profiler = c.resumption = c.recovery = None
+    c.profiled = c.profiler = c.resumption = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
     c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
     c.keeping, c.lineage = Keeping(), 0
@@ -252,8 +252,8 @@ def maybe_start(c: Cluster) -> None:
     if not ready or not (settled or (enough and not building)):
         return
     c.cancel_timer(SETTLE)
-    note_cause(c, "start", ready)
-    reconfigure(c, f"job {job.name!r} starts on {counted(len(ready), 'node')}", "abort")
+    why = f"job {job.name!r} starts on {counted(len(ready), 'node')}"
+    reconfigure(c, why, "abort", note_cause(c, "start", ready))
 
 
 # --- the end -------------------------------------------------------------------------------------

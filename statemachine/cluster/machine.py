@@ -337,9 +337,10 @@ class ClusterMachine:
         if restored:
             persisting.restarted(c)
         match c.state:
-            case Quiescing(mode=mode) if restored:
+            case Quiescing() as state if restored:
                 # The reports that came before the crash are lost with it.
-                recovery.reconfigure(c, "the coordinator was restarted during a recovery", mode)
+                why = "the coordinator was restarted during a recovery"
+                recovery.reconfigure(c, why, state.mode, state.recovery)
             case Quiescing():
                 c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
             case Resuming() as group:

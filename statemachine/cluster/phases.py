@@ -8,11 +8,32 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import ClassVar, Self
 
-from planner.values import Device, Situation
+from planner.values import Device, PipelinePlacement, Situation
 from statemachine.cluster.rules import Decision, Resumption
 from statemachine.events import RestoreChecked
 from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import Checkpoint, ClusterPhase, DeviceReport, QuiesceMode
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
+
+    cause: str
+    nodes: list[str]
+    detected_how: str | None
+    detected_at: float
+    tried: int = 0
+    recomputed_steps: int = 0
+    rolled_back_steps: int = 0
+    tier: str | None = None
+    """Where the state came from, if not from live replicas."""
+    before: tuple[PipelinePlacement, ...] = ()
+    """Pipelines that were there before; none where an older program began this."""
+    quiesced_at: float | None = None
+    planned_at: float | None = None
+    resumed_at: float | None = None
+    committed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +49,7 @@ class Quiescing:
 
     phase: ClassVar = ClusterPhase.QUIESCING
     generation: int
+    recovery: Recovery
     mode: QuiesceMode
     began_at: float
     expected: dict[str, None]
@@ -49,6 +71,7 @@ class Planning:
 
     phase: ClassVar = ClusterPhase.RECOVERING
     generation: int
+    recovery: Recovery
     mode: QuiesceMode
     """How it was quiesced; for a coordinator that is restarted now, and has to do it again."""
     began_at: float
@@ -117,6 +140,7 @@ class Resuming(Group):
     """The group forms."""
 
     phase: ClassVar = ClusterPhase.RECOVERING
+    recovery: Recovery
 
 
 @dataclass(slots=True, kw_only=True)
@@ -124,6 +148,8 @@ class Running(Group):
     """The group trains."""
 
     phase: ClassVar = ClusterPhase.RUNNING
+    recovery: Recovery | None = None
+    """``None`` once the group has committed its first step."""
 
     @classmethod
     def of(cls, group: Resuming) -> Self:

@@ -22,25 +22,23 @@ from planner.values import Device, Situation, StatePart
 from statemachine.cluster.ledger import learn, learn_evaluation, tell
 from statemachine.cluster.membership import fence, inquire, lose, prepare, unknown
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Group, Paused, PhaseEvent, Planning, Quiescing, Resuming, Running
+from statemachine.cluster.phases import (
+    Group,
+    Paused,
+    PhaseEvent,
+    Planning,
+    Quiescing,
+    Recovery,
+    Resuming,
+    Running,
+)
 from statemachine.cluster.public import pipelines, plan_in_words
 from statemachine.cluster.rules import Decision, Resumption, decide, trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.cluster.snapshots.buddies import able, buddies_of
 from statemachine.cluster.snapshots.protections import settled, wanted, wish_of
 from statemachine.cluster.snapshots.snapshots import interrupt
-from statemachine.cluster.state import (
-    FIND,
-    GIVE_UP,
-    JOIN,
-    LOSSES,
-    QUIESCE,
-    RESUME,
-    SUSPICION,
-    Cluster,
-    Recovery,
-    who,
-)
+from statemachine.cluster.state import FIND, GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Cluster, who
 from statemachine.effects import ComputePlan, ForeseePlan
 from statemachine.events import NodeVanished, PlanImpossible, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
@@ -92,15 +90,15 @@ def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     after_loss(c, node, "node_lost", how, reason)
 
 
-def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> None:
-    """Start or extend the record of the recovery under way; a loss outranks what it interrupts."""
+def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> Recovery:
+    """Begin the record of a recovery, or extend that under way; a loss outranks what it interrupts."""
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
         before = c.resumption.plan.pipelines if c.resumption is not None else ()
         discarded = c.state.discarded_steps if isinstance(c.state, Paused) else 0
         if cause in LOSSES:
             c.exposure.failures += 1
-        c.recovery = Recovery(
+        return Recovery(
             cause=cause,
             nodes=list(nodes),
             detected_how=how,
@@ -109,22 +107,25 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
             recomputed_steps=record.recomputed_steps if record is not None else discarded,
             before=before,
         )
-        return
     record.nodes.extend(name for name in nodes if name not in record.nodes)
+    return record
 
 
 def after_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
     """A node or one of its trainers is gone: does the generation need it?"""
-    state, counted = c.state, node.name in c.counted_on
-    if counted:
-        note_cause(c, cause, [node.name], how)
+    state, record = c.state, c.recovery
+    needed = node.name in c.counted_on
+    if needed:
+        record = note_cause(c, cause, [node.name], how)
+    elif isinstance(state, Planning | Resuming) and not node.alive:
+        needed = node.name in state.sources
+    if record is None or not needed:
+        return
     if isinstance(state, Quiescing) and state.mode == "abort" and not node.alive:
-        if counted:
-            do_without(c, state, node)
-    elif counted or (
-        isinstance(state, Planning | Resuming) and not node.alive and node.name in state.sources
-    ):
-        reconfigure(c, why, "abort")
+        state.recovery = record
+        do_without(c, state, node)
+    else:
+        reconfigure(c, why, "abort", record)
 
 
 def do_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
@@ -145,9 +146,11 @@ def do_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
 def do_with(c: Cluster, node: NodeMachine) -> None:
     """A node that was lost is back with its state. Before anything was decided its report counts, too."""
     state = c.state
-    if isinstance(state, Planning) or (isinstance(state, Quiescing) and state.mode == "boundary"):
-        reconfigure(c, f"{node.name} is back before anything was decided", "abort")
-    elif isinstance(state, Quiescing) and node.ready:
+    if not isinstance(state, Quiescing | Planning):
+        return
+    if isinstance(state, Planning) or state.mode == "boundary":
+        reconfigure(c, f"{node.name} is back before anything was decided", "abort", state.recovery)
+    elif node.ready:
         state.expected[node.name] = None  # Its Hello is answered with the Quiesce.
 
 
@@ -159,22 +162,20 @@ def next_generation(c: Cluster) -> int:
     return c.generation + 1
 
 
-def reconfigure(c: Cluster, why: str, mode: QuiesceMode) -> None:
+def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: Recovery) -> None:
     """Steps 1 and 2: announce a new generation to everybody who may take part."""
-    was_running = isinstance(c.state, Running)
-    record = c.recovery
-    if record is not None:
-        if was_running and mode == "abort" and c.job is not None and c.ledger.known_step < c.job.steps:
-            record.recomputed_steps = 1
-        record.tried += 1
-        record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
+    interrupted = isinstance(c.state, Running) and mode == "abort"
+    if interrupted and c.job is not None and c.ledger.known_step < c.job.steps:
+        record.recomputed_steps = 1
+    record.tried += 1
+    record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
     c.exposure.plan_ended(c.at)
     c.generation = next_generation(c)
     members = [node for node in c.alive() if node.ready]
     expected = dict.fromkeys(node.name for node in members)
     c.enter(
         PhaseEvent.GENERATION_STARTED,
-        Quiescing(generation=c.generation, mode=mode, began_at=c.at, expected=expected),
+        Quiescing(generation=c.generation, recovery=record, mode=mode, began_at=c.at, expected=expected),
     )
     interrupt(c, why)
     for name in (JOIN, RESUME, GIVE_UP, SUSPICION, FIND):
@@ -255,14 +256,15 @@ def settle(c: Cluster, state: Quiescing) -> None:
             reason = "its trainers missed a decision that was carried out without them"
             fence(c, name, c.nodes[name].incarnation, reason)
             lose(c, c.nodes[name], "no_answer", reason)
-        note_cause(c, "node_lost", strangers, "no_answer")
-        reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort")
+        record = note_cause(c, "node_lost", strangers, "no_answer")
+        reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort", record)
         return
     c.cancel_timer(QUIESCE)
     zero1 = c.job is not None and c.job.policy.zero1
     decision = decide(reports, c.ledger.known, c.resumption, state.mode, zero1=zero1)
     planning = Planning(
         generation=state.generation,
+        recovery=state.recovery,
         mode=state.mode,
         began_at=state.began_at,
         expected=state.expected,
@@ -273,10 +275,9 @@ def settle(c: Cluster, state: Quiescing) -> None:
     if decision.vote is not None:
         learn(c, [CommittedStep(step=decision.step, vote=decision.vote)])
     learn_evaluation(c, decision.step, decision.evaluation)
-    if c.recovery is not None:
-        c.recovery.quiesced_at = c.at
-        if decision.outcome != "redo":
-            c.recovery.recomputed_steps = 0
+    state.recovery.quiesced_at = c.at
+    if decision.outcome != "redo":
+        state.recovery.recomputed_steps = 0
     c.persist()
     c.emit(
         "Quiesced",
@@ -366,7 +367,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None, gives_up: bool = False
     assert isinstance(state, Quiescing | Planning), (
         "only a generation that was not resumed can lack something"
     )
-    record, c.recovery = c.recovery, None  # It ends here, without a commit; going on will be one of its own.
+    # The recovery ends here, without a commit; going on will be one of its own.
     decided = isinstance(state, Planning)
     paused = Paused(
         generation=state.generation,
@@ -376,7 +377,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None, gives_up: bool = False
         decided=decided,
         reason=reason,
         gives_up=gives_up,
-        discarded_steps=record.recomputed_steps if record is not None else 0,
+        discarded_steps=state.recovery.recomputed_steps,
     )
     c.enter(PhaseEvent.NODES_LACKED, paused)
     present = sum(1 for node in c.alive() if node.ready)
@@ -415,6 +416,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     )
     group = c.state = Resuming(
         generation=state.generation,
+        recovery=state.recovery,
         began_at=state.began_at,
         members=state.members,
         resumption=resumption,
@@ -429,10 +431,9 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     c.exposure.plan_began(len(group.planned), c.at)
     for name in state.members:
         c.nodes[name].counted_in = state.generation
-    if c.recovery is not None:
-        c.recovery.planned_at = c.at
-        if from_replicas:
-            c.recovery.tier = "replica"
+    group.recovery.planned_at = c.at
+    if from_replicas:
+        group.recovery.tier = "replica"
     c.persist()
     c.emit(
         "PlanChosen",
@@ -524,17 +525,17 @@ def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
 
 def follow_group(c: Cluster, group: Resuming | Running) -> None:
     """Has the group resumed, has it committed its first step?"""
-    record = c.recovery
     committed = c.ledger.known_step > group.resumption.step or bool(group.finished)
-    if isinstance(group, Resuming) and (group.everybody or committed):
+    if isinstance(group, Resuming):
+        if not (group.everybody or committed):
+            return
         # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
+        group.recovery.resumed_at = c.at
         group = Running.of(group)
         c.enter(PhaseEvent.GROUP_RESUMED, group)
         c.cancel_timer(RESUME)
         c.blamed.clear()
         c.unreached.clear()
-        if record is not None:
-            record.resumed_at = c.at
         c.persist()
         c.emit(
             "TrainingResumed",
@@ -545,6 +546,7 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
             state_s=max((signal.state_s for signal in group.resumed.values()), default=0.0),
         )
         c.publish()
+    record = group.recovery
     if record is None or not committed:
         return
     if record.committed_at is None:
@@ -553,9 +555,9 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
         _complete(c, group, record)
 
 
-def _complete(c: Cluster, group: Group, record: Recovery) -> None:
+def _complete(c: Cluster, group: Running, record: Recovery) -> None:
     """The first commit of the new generation: training goes on."""
-    c.recovery = None
+    group.recovery = None
     plan = group.resumption.plan
     recovery = {
         "cause": record.cause,
@@ -602,7 +604,9 @@ def quiesce_overdue(c: Cluster) -> None:
         return
     missing = [name for name in state.expected if name not in state.reports]
     if state.mode == "boundary":
-        reconfigure(c, f"{', '.join(missing)} did not reach the step boundary in time", "abort")
+        reconfigure(
+            c, f"{', '.join(missing)} did not reach the step boundary in time", "abort", state.recovery
+        )
         return
     _drop(c, state, missing, "Quiesce")
 
@@ -625,8 +629,8 @@ def resume_overdue(c: Cluster) -> None:
         _drop(c, group, [worst], "Resume", ", again")
     else:
         late = ", ".join(missing)
-        note_cause(c, "connection_lost", [], "no_answer")
-        reconfigure(c, f"{late} did not resume generation {group.generation} in time", "abort")
+        record = note_cause(c, "connection_lost", [], "no_answer")
+        reconfigure(c, f"{late} did not resume generation {group.generation} in time", "abort", record)
 
 
 def _layers_held(group: Group, name: str) -> int:
@@ -648,8 +652,8 @@ def _drop(c: Cluster, state: Quiescing | Resuming, names: list[str], order: str,
             if heard:
                 c.unreached.add(name)
             lose(c, node, "no_answer" if heard else "silence", reason)
-    note_cause(c, "node_lost", names, "no_answer")
-    reconfigure(c, f"{', '.join(names)}: {reason}", "abort")
+    record = note_cause(c, "node_lost", names, "no_answer")
+    reconfigure(c, f"{', '.join(names)}: {reason}", "abort", record)
 
 
 def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
@@ -678,5 +682,5 @@ def suspicion_overdue(c: Cluster) -> None:
             group.suspected_at_step = c.ledger.known_step
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     else:
-        note_cause(c, "connection_lost", [], "peer")
-        reconfigure(c, "a connection between trainers broke, and all of them live", "abort")
+        record = note_cause(c, "connection_lost", [], "peer")
+        reconfigure(c, "a connection between trainers broke, and all of them live", "abort", record)

@@ -182,8 +182,8 @@ def go_back(c: Cluster, paused: Paused) -> bool:
     if c.job is None or not c.job.checkpoint.url:
         return False
     c.persisting.impatient = True
-    note_cause(c, "resumed", [])
-    reconfigure(c, f"{paused.reason}; back to a persistent checkpoint", "abort")
+    why = f"{paused.reason}; back to a persistent checkpoint"
+    reconfigure(c, why, "abort", note_cause(c, "resumed", []))
     return True
 
 
@@ -263,9 +263,8 @@ def undo(c: Cluster, state: Planning) -> None:
     for node in c.nodes.values():
         node.step = min(node.step, target.step)
     undone = before - target.step
-    if c.recovery is not None:
-        c.recovery.rolled_back_steps += undone
-        c.recovery.tier = event.tier
+    state.recovery.rolled_back_steps += undone
+    state.recovery.tier = event.tier
     what = "checkpoint" if state.checkpoint is not None else "snapshot"
     goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", state.why_lost
     told: dict[str, Any] = {
@@ -317,6 +316,6 @@ def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) ->
         c.raised += 1
         if c.raised >= c.timing.raise_limit:
             return f"{node.name} cannot restore the {what}: {signal.detail}"
-    note_cause(c, "connection_lost", [], "no_answer")
-    reconfigure(c, f"{node.name} cannot restore the {what}: {signal.detail}", "abort")
+    record = note_cause(c, "connection_lost", [], "no_answer")
+    reconfigure(c, f"{node.name} cannot restore the {what}: {signal.detail}", "abort", record)
     return None

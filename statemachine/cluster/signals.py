@@ -205,8 +205,8 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         after_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
     if news and isinstance(c.state, Paused) and c.state.gives_up:
-        note_cause(c, "resumed", [node.name])
-        reconfigure(c, f"{node.name} holds a part of the snapshot", "abort")
+        record = note_cause(c, "resumed", [node.name])
+        reconfigure(c, f"{node.name} holds a part of the snapshot", "abort", record)
         return
     persisting.repeat(c, node, signal)
     repeat(c, node, signal)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planner.reasons import names
-from planner.values import Device, PipelinePlacement, Plan
+from planner.values import Device, Plan
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import ALIVE, NodeMachine
 from statemachine.cluster.phases import (
@@ -20,6 +20,7 @@ from statemachine.cluster.phases import (
     PhaseEvent,
     Planning,
     Quiescing,
+    Recovery,
     Resuming,
     Running,
     State,
@@ -59,27 +60,6 @@ FIND = "find"
 
 LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 """Causes of a recovery that outrank a join, a drain or a start that they interrupt."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Recovery:
-    """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
-
-    cause: str
-    nodes: list[str]
-    detected_how: str | None
-    detected_at: float
-    tried: int = 0
-    recomputed_steps: int = 0
-    rolled_back_steps: int = 0
-    tier: str | None = None
-    """Where the state came from, if not from live replicas."""
-    before: tuple[PipelinePlacement, ...] = ()
-    """Pipelines that were there before; none where an older program began this."""
-    quiesced_at: float | None = None
-    planned_at: float | None = None
-    resumed_at: float | None = None
-    committed_at: float | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,7 +148,6 @@ class Cluster:
     """Generation of the job's last rollback; 0: none."""
     resumption: Resumption | None = None
     """The last generation whose Resume was sent."""
-    recovery: Recovery | None = None
     ledger: Ledger = field(default_factory=Ledger)
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
@@ -223,6 +202,12 @@ class Cluster:
     @property
     def resumed_generation(self) -> int:
         return self.resumption.generation if self.resumption is not None else 0
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """The recovery under way, from the loss to the first commit."""
+        state = self.state
+        return None if isinstance(state, Waiting | Paused | Over) else state.recovery
 
     @property
     def planned(self) -> tuple[str, ...]:

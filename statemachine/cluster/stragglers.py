@@ -154,6 +154,5 @@ def weighed(c: Cluster, event: PlanWeighed) -> None:
             step_s=step_s,
         )
         return
-    note_cause(c, "speed_changed", changed)
     why = f"the speed of {names} changed: another plan saves {1e3 * saved_s:.3g} ms a step"
-    reconfigure(c, why, "boundary")
+    reconfigure(c, why, "boundary", note_cause(c, "speed_changed", changed))

@@ -432,7 +432,9 @@ def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
 
 
 def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(boundaries, "reconfigure", lambda c, why, mode: recovery.reconfigure(c, why, "abort"))
+    monkeypatch.setattr(
+        boundaries, "reconfigure", lambda c, why, mode, record: recovery.reconfigure(c, why, "abort", record)
+    )
     found("is switched, and steps are done again")
 
 

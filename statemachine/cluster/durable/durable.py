@@ -21,6 +21,7 @@ from statemachine.cluster.phases import (
     Paused,
     Planning,
     Quiescing,
+    Recovery,
     Resuming,
     Running,
     State,
@@ -28,7 +29,7 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.rules import Resumption
 from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
-from statemachine.cluster.state import Cluster, Ledger, Recovery
+from statemachine.cluster.state import Cluster, Ledger
 from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts
 from statemachine.timing import Timing
 
@@ -332,22 +333,26 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             evaluated=journal.resumed_evaluated,
         )
     c.state = _read_state(journal, c.resumption, at)
-    if journal.recovery is not None:
-        old = journal.recovery
-        c.recovery = Recovery(
-            cause=old.cause,
-            nodes=list(old.nodes),
-            detected_how=old.detected_how,
-            detected_at=min(old.detected_at, at),
-            tried=old.tried,
-            recomputed_steps=old.recomputed_steps,
-            rolled_back_steps=old.rolled_back_steps,
-            tier=old.tier,
-            before=old.before,
-            quiesced_at=_past(old.quiesced_at, at),
-            planned_at=_past(old.planned_at, at),
-            resumed_at=_past(old.resumed_at, at),
-        )
+
+
+def _read_recovery(journal: Journal, at: float) -> Recovery | None:
+    old = journal.recovery
+    if old is None:
+        return None
+    return Recovery(
+        cause=old.cause,
+        nodes=list(old.nodes),
+        detected_how=old.detected_how,
+        detected_at=min(old.detected_at, at),
+        tried=old.tried,
+        recomputed_steps=old.recomputed_steps,
+        rolled_back_steps=old.rolled_back_steps,
+        tier=old.tier,
+        before=old.before,
+        quiesced_at=_past(old.quiesced_at, at),
+        planned_at=_past(old.planned_at, at),
+        resumed_at=_past(old.resumed_at, at),
+    )
 
 
 def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> State:
@@ -372,18 +377,26 @@ def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> S
             reason=journal.lacking,
             gives_up=journal.giving_up,
         )
-    if not past.resume_sent or resumption is None:
-        return Quiescing(generation=past.generation, mode=past.mode, began_at=at, expected=expected)
-    kind = Running if phase is ClusterPhase.RUNNING else Resuming
-    return kind(
-        generation=past.generation,
-        began_at=at,
-        members=set(past.members),
-        resumption=resumption,
-        planned=resumption.plan.nodes,
-        kept=frozenset(past.kept),
-        kept_for=past.kept_for,
-        sources=past.sources,
+    recovery = _read_recovery(journal, at)
+    if past.resume_sent and resumption is not None:
+        group: dict[str, Any] = {
+            "generation": past.generation,
+            "began_at": at,
+            "members": set(past.members),
+            "resumption": resumption,
+            "planned": resumption.plan.nodes,
+            "kept": frozenset(past.kept),
+            "kept_for": past.kept_for,
+            "sources": past.sources,
+        }
+        if phase is ClusterPhase.RUNNING:
+            return Running(recovery=recovery, **group)
+        if recovery is not None:
+            return Resuming(recovery=recovery, **group)
+    if recovery is None:
+        raise JournalError(f"the coordinator's journal cannot be read: it has no recovery in phase {phase}")
+    return Quiescing(
+        generation=past.generation, recovery=recovery, mode=past.mode, began_at=at, expected=expected
     )
 
 
