@@ -110,7 +110,6 @@ def drain(c: Cluster, event: DrainRequested) -> None:
 
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
     """The job is over, one way or another: the trainers end, the nodes stay."""
-    assert c.job is not None, "only a job under way ends"
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
     c.enter(event, Over(phase=ended, outcome=reason))
     persisting.ended(c)
@@ -124,8 +123,10 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.persist()
     c.emit(name, reason, **details)
     if c.templates_for:
-        c.out.append(CancelTemplates(cause=c.cause, job_id=c.job.job_id))
-    c.send_all(c.alive(), Stop(job_id=c.job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE))
+        c.out.append(CancelTemplates(cause=c.cause, job_id=c.current_job.job_id))
+    c.send_all(
+        c.alive(), Stop(job_id=c.current_job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE)
+    )
     for node in c.alive():
         if node.draining is not None and not node.released:
             release(c, node)
@@ -202,8 +203,6 @@ def templates_failed(c: Cluster, job_id: str, reason: str) -> None:
 
 def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
-    job = c.job
-    assert job is not None, "a job is under way"
     asked = []
     for node in c.alive():
         if node.asked or node.released or node.draining is not None or node.unfit is not None:
@@ -242,8 +241,8 @@ def nobody_can_build(c: Cluster) -> str | None:
 
 def maybe_start(c: Cluster) -> None:
     """The first plan: with everybody, or after a short while with those that are there."""
-    job = c.job
-    if job is None or not c.templates_ready or c.profiled is None:
+    job = c.current_job
+    if not c.templates_ready or c.profiled is None:
         return
     ready = [node.name for node in c.alive() if node.ready and node.draining is None]
     building = any(node.asked for node in c.alive())
@@ -261,8 +260,7 @@ def maybe_start(c: Cluster) -> None:
 
 def maybe_finish(c: Cluster, group: Running) -> None:
     """Every planned node finished, and the world was told of every step."""
-    job = c.job
-    assert job is not None, "a group trains"
+    job = c.current_job
     if not group.ended:
         return
     if c.ledger.told < job.steps:
@@ -300,7 +298,7 @@ def pursue(c: Cluster) -> None:
     if isinstance(c.state, Resuming | Running):
         follow_group(c, c.state)
     build(c)
-    if c.job is not None and c.job.checkpoint.url:
+    if c.current_job.checkpoint.url:
         persisting.pursue(c)
         persisting.pursue_export(c)
     match c.state:

@@ -165,7 +165,7 @@ def next_generation(c: Cluster) -> int:
 def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: Recovery) -> None:
     """Steps 1 and 2: announce a new generation to everybody who may take part."""
     interrupted = isinstance(c.state, Running) and mode == "abort"
-    if interrupted and c.job is not None and c.ledger.known_step < c.job.steps:
+    if interrupted and c.ledger.known_step < c.current_job.steps:
         record.recomputed_steps = 1
     record.tried += 1
     record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
@@ -200,7 +200,7 @@ def foresee(c: Cluster, state: Quiescing) -> None:
     resumption = c.resumption
     if state.mode != "abort" or state.foreseen == len(state.expected):
         return
-    if resumption is None or not c.templates_ready or c.job is None or resumption.held_parts:
+    if resumption is None or not c.templates_ready or resumption.held_parts:
         return  # The parts that somebody holds are not the plan's alone.
     state.foreseen = len(state.expected)
     nodes = [c.nodes[name] for name in sorted(state.expected)]
@@ -260,7 +260,7 @@ def settle(c: Cluster, state: Quiescing) -> None:
         reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort", record)
         return
     c.cancel_timer(QUIESCE)
-    zero1 = c.job is not None and c.job.policy.zero1
+    zero1 = c.current_job.policy.zero1
     decision = decide(reports, c.ledger.known, c.resumption, state.mode, zero1=zero1)
     planning = Planning(
         generation=state.generation,
@@ -335,7 +335,7 @@ def parts_of(
     c: Cluster, decision: Decision, usable: tuple[str, ...]
 ) -> dict[Device, tuple[StatePart, ...]] | None:
     """What parts of layers the devices of these nodes have, where layers are in parts."""
-    if c.job is None or not (c.job.policy.zero1 or decision.parted):
+    if not (c.current_job.policy.zero1 or decision.parted):
         return None
     return of_nodes(decision.parts, usable)
 
@@ -396,7 +396,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         c.ignore("a plan of an older generation")
         return
     decision, plan = state.decision, event.plan
-    sharded = c.job is not None and (c.job.policy.zero1 or decision.parted)
+    sharded = c.current_job.policy.zero1 or decision.parted
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
     protection = settled(c, event.protection)
     resumption = c.resumption = Resumption(
@@ -455,8 +455,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
 
 def restore_of(c: Cluster, state: Planning) -> Restore | None:
     """Where everybody's state comes from after a rollback."""
-    record, checkpoint, job = c.keeping.newest, state.checkpoint, c.job
-    if job is not None and checkpoint is not None:
+    record, checkpoint, job = c.keeping.newest, state.checkpoint, c.current_job
+    if checkpoint is not None:
         return Restore(
             job_id=job.job_id,
             step=checkpoint.step,
@@ -466,7 +466,7 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
             url=job.checkpoint.url,
             job_name=job.name,
         )
-    if state.restoring is None or record is None or job is None:
+    if state.restoring is None or record is None:
         return None
     facts = {name: c.nodes[name].facts for name in state.sources}
     return Restore(
@@ -484,8 +484,7 @@ def _served_at(facts: NodeFacts) -> str:
 
 def resume_command(c: Cluster, group: Group) -> Resume:
     """Return the Resume of the present generation, also for a node that has to be told again."""
-    resumption, job = group.resumption, c.job
-    assert job is not None, "a job is under way"
+    resumption, job = group.resumption, c.current_job
     plan = replace(resumption.plan, considered=())  # Which is for people.
     hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
     first = c.nodes[plan.devices[0].node].facts

@@ -134,8 +134,8 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
 
 def search(c: Cluster, reason: str) -> bool:
     """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
-    state, job = c.state, c.job
-    if job is None or not job.checkpoint.url or not isinstance(state, Planning):
+    state, job = c.state, c.current_job
+    if not job.checkpoint.url or not isinstance(state, Planning):
         return False
     state.why_lost = reason
     if c.at < c.persisting.again_at:
@@ -157,8 +157,7 @@ def _refused(c: Cluster) -> bool:
 
 
 def _wait_for_place(c: Cluster, reason: str) -> None:
-    assert c.job is not None, "a job is under way"
-    pause(c, f"{reason}; {c.job.checkpoint.url} is tried again", needed=None, gives_up=True)
+    pause(c, f"{reason}; {c.current_job.checkpoint.url} is tried again", needed=None, gives_up=True)
     c.set_timer(GIVE_UP, c.persisting.again_at - c.at)
 
 
@@ -179,7 +178,7 @@ def _unreadable(c: Cluster, reason: str) -> str | None:
 
 def go_back(c: Cluster, paused: Paused) -> bool:
     """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
-    if c.job is None or not c.job.checkpoint.url:
+    if not c.current_job.checkpoint.url:
         return False
     c.persisting.impatient = True
     why = f"{paused.reason}; back to a persistent checkpoint"
@@ -189,15 +188,11 @@ def go_back(c: Cluster, paused: Paused) -> bool:
 
 def found(c: Cluster, event: CheckpointFound) -> str | None:
     """Go on from it. Returns why the job is lost, if there is none."""
-    state, job, checkpoint = c.state, c.job, event.checkpoint
-    if (
-        not isinstance(state, Planning)
-        or job is None
-        or state.restoring is not None
-        or event.generation != state.generation
-    ):
+    state, checkpoint = c.state, event.checkpoint
+    if not isinstance(state, Planning) or state.restoring is not None or event.generation != state.generation:
         c.ignore("a checkpoint for an older generation")
         return None
+    job = c.current_job
     c.cancel_timer(FIND)
     if event.unreadable:
         return _unreadable(c, f"{state.why_lost}; and the checkpoints cannot be read: {event.reason}")
@@ -232,7 +227,7 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
         Device(node=n, index=d) for n in sorted(state.members) for d in range(c.nodes[n].facts.devices)
     ]
     holdings = dict.fromkeys(devices, everything)
-    parted = state.decision.parted or (c.job is not None and c.job.policy.zero1)
+    parted = state.decision.parted or c.current_job.policy.zero1
     parts = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in range(layers) if parted)
     state.decision = replace(
         state.decision,

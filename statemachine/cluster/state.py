@@ -200,6 +200,12 @@ class Cluster:
         return self.job is not None and not isinstance(self.state, Over)
 
     @property
+    def current_job(self) -> Job:
+        """The job under way, or the last one: there is one after the first submission."""
+        assert self.job is not None, "no job was submitted yet"
+        return self.job
+
+    @property
     def resumed_generation(self) -> int:
         return self.resumption.generation if self.resumption is not None else 0
 

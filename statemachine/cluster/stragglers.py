@@ -131,8 +131,8 @@ def _weigh(c: Cluster) -> None:
 
 def weighed(c: Cluster, event: PlanWeighed) -> None:
     """Stop at the next boundary for the other plan, or go on as it is."""
-    balance, asked, job = c.balance, c.balance.weighing, c.job
-    if asked is None or event.generation != c.generation or not _steady(c) or job is None:
+    balance, asked = c.balance, c.balance.weighing
+    if asked is None or event.generation != c.generation or not _steady(c):
         c.ignore("a plan weighed for an older generation")
         return
     speeds = asked.situation.speeds
@@ -142,7 +142,7 @@ def weighed(c: Cluster, event: PlanWeighed) -> None:
     balance.weighing, balance.weighed_at, balance.speeds = None, c.at, dict(speeds)
     saved_s = (event.present_s - event.possible_s) * balance.usual
     step_s = max(c.ledger.step_s, event.present_s * balance.usual)
-    left = job.steps - c.ledger.known_step
+    left = c.current_job.steps - c.ledger.known_step
     names = ", ".join(changed)
     if saved_s < c.timing.straggler_gain * step_s or saved_s * left < c.timing.straggler_cost_s:
         c.emit(

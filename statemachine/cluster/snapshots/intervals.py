@@ -71,10 +71,10 @@ def begin_anew(c: Cluster) -> None:
 
 
 def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
-    job, settled = c.job, c.keeping.measured is not None
+    job, settled = c.current_job, c.keeping.measured is not None
     nodes = len(c.planned) or sum(1 for node in c.alive() if node.ready)
     expected_s = c.horizon_s(nodes)
-    if job is None or not job.snapshot.auto_interval or expected_s is None:
+    if not job.snapshot.auto_interval or expected_s is None:
         return
     policy = job.snapshot
     cost = SnapshotCost(step_s=step_s, cost_s=cost_s, horizon_s=expected_s)

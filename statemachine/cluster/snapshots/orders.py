@@ -20,8 +20,8 @@ from statemachine.messages.values import NodeState
 
 def pursue(c: Cluster, group: Running) -> None:
     """While the group trains: order one when it is time."""
-    keeping, job = c.keeping, c.job
-    if job is None or job.snapshot.every_steps < 1:
+    keeping, job = c.keeping, c.current_job
+    if job.snapshot.every_steps < 1:
         return
     if (
         keeping.underway is not None
@@ -60,8 +60,7 @@ def pursue(c: Cluster, group: Running) -> None:
 
 def _time(c: Cluster) -> bool:
     """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
-    keeping, job, known = c.keeping, c.job, c.ledger.known_step
-    assert job is not None, "a job is under way"
+    keeping, job, known = c.keeping, c.current_job, c.ledger.known_step
     if c.ended:
         there = keeping.newest is not None and keeping.newest.step >= job.steps
         return known >= job.steps and last_wanted(c) and not there
@@ -114,8 +113,7 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
 
 
 def _set_interval(c: Cluster, every: int | str) -> str:
-    assert c.job is not None, "a job is under way"
-    before = c.job.snapshot
+    before = c.current_job.snapshot
     if isinstance(every, str):
         after = replace(before, auto_interval=True, paused=False)
         words = f"as often as measurements say, now every {_steps(after.every_steps)}"
@@ -127,7 +125,7 @@ def _set_interval(c: Cluster, every: int | str) -> str:
         after = replace(before, auto_interval=False, paused=False, every_steps=every)
         words = f"every {_steps(every)}"
     if after != before:
-        c.job = replace(c.job, snapshot=after)
+        c.job = replace(c.current_job, snapshot=after)
         c.dirty = True
         c.persist()
         c.emit(
@@ -143,13 +141,12 @@ def _set_interval(c: Cluster, every: int | str) -> str:
 
 def _set_protection(c: Cluster, scheme: str) -> str:
     """Met at the next boundary (``jobs.change_protection``)."""
-    assert c.job is not None, "a job is under way"
-    before = c.job.snapshot
+    before = c.current_job.snapshot
     auto = scheme == AUTO
     after = replace(before, auto_protection=auto, protection=before.protection if auto else scheme)
     if after == before:
         return f"protection: it is {scheme} already"
-    c.job = replace(c.job, snapshot=after)
+    c.job = replace(c.current_job, snapshot=after)
     c.dirty = True
     c.persist()
     c.publish()

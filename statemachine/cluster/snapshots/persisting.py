@@ -101,8 +101,7 @@ def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
 
 def _time(c: Cluster, newest: Snapshot) -> bool:
     """Far enough behind the last one, and whole; the last step's also where a node is gone that held it."""
-    persisting, job = c.persisting, c.job
-    assert job is not None, "a snapshot is of a job"
+    persisting, job = c.persisting, c.current_job
     if job.checkpoint.every_steps < 1 or newest.step <= persisting.tried:
         return False
     if newest.step >= job.steps:
@@ -112,8 +111,7 @@ def _time(c: Cluster, newest: Snapshot) -> bool:
 
 
 def _begin(c: Cluster, newest: Snapshot) -> None:
-    job, profiled, persisting = c.job, c.profiled, c.persisting
-    assert job is not None, "a snapshot is of a job"
+    job, profiled, persisting = c.current_job, c.profiled, c.persisting
     assert profiled is not None, "a job that trains was measured"
     owners = holders(c, newest)
     shares = shared(newest, owners, profiled.profile)
@@ -149,8 +147,7 @@ def _server(node: NodeMachine) -> str:
 
 def order(c: Cluster, node: NodeMachine) -> None:
     """Send a node the order to write its share."""
-    job, writing = c.job, c.persisting.writing
-    assert job is not None, "a snapshot is of a job"
+    job, writing = c.current_job, c.persisting.writing
     assert writing is not None, "one is being written"
     c.send(
         node,
@@ -305,8 +302,7 @@ def give_up(c: Cluster, why: str) -> None:
 
 
 def _tell_given_up(c: Cluster, record: Snapshot, why: str) -> None:
-    persisting, job = c.persisting, c.job
-    assert job is not None, "a checkpoint is of a job"
+    persisting, job = c.persisting, c.current_job
     persisting.done = persisting.done or record.step >= job.steps
     c.persist()
     newest = persisting.newest
@@ -413,8 +409,7 @@ def export_overdue(c: Cluster, limit_s: float) -> None:
 
 
 def _give_up_export(c: Cluster, step: int, why: str) -> None:
-    job = c.job
-    assert job is not None, "a checkpoint is of a job"
+    job = c.current_job
     _end_export(c, step)
     c.emit("CheckpointExportFailed", why, step=step, directory=job.checkpoint.huggingface_directory)
 

@@ -19,14 +19,12 @@ AUTO = "auto"
 
 def wish_of(c: Cluster) -> str:
     """A scheme, or ``auto``."""
-    assert c.job is not None, "a job is under way"
-    return AUTO if c.job.snapshot.auto_protection else c.job.snapshot.protection
+    return AUTO if c.current_job.snapshot.auto_protection else c.current_job.snapshot.protection
 
 
 def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionWish | None:
     """What a plan on these nodes is asked for; ``None``: there is nothing to protect."""
-    job = c.job
-    assert job is not None, "a job is under way"
+    job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None
     limits = {name: c.nodes[name].facts.snapshot_bytes for name in nodes}
@@ -40,16 +38,15 @@ def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionWish | None:
 
 def overdue(c: Cluster, group: Running) -> bool:
     """The group that trains was planned with another wish, and has steps left to profit from a new one."""
-    job, wish = c.job, group.resumption.wish
-    if job is None or not wish:
+    job, wish = c.current_job, group.resumption.wish
+    if not wish:
         return False
     return wish != wish_of(c) and not group.finished and c.ledger.known_step + 1 < job.steps
 
 
 def settled(c: Cluster, choice: ProtectionChoice | None) -> str:
     """The scheme of the plan that is here. Told where it is another one than before, or was not given."""
-    job, last = c.job, c.resumption
-    assert job is not None, "a job is under way"
+    job, last = c.current_job, c.resumption
     policy = job.snapshot
     if choice is None:
         return policy.protection

@@ -56,8 +56,7 @@ def groups_of(
 
 
 def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
-    assert c.job is not None, "a snapshot is of a job"
-    return HeldSnapshot(job_id=c.job.job_id, step=record.step, generation=record.generation)
+    return HeldSnapshot(job_id=c.current_job.job_id, step=record.step, generation=record.generation)
 
 
 def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
@@ -119,9 +118,8 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
     if not _fits(c, node, signal.generation, signal.step):
         c.ignore("a SnapshotCompleted that nobody waits for", node.name)
         return
-    underway, job = c.keeping.underway, c.job
+    underway, job = c.keeping.underway, c.current_job
     assert underway is not None, "it fits"
-    assert job is not None, "it fits"
     node.feed(NodeEvent.SNAP)  # where its word that it began was lost
     node.feed(NodeEvent.COMPLETED)
     underway.completed[node.name] = signal
@@ -145,8 +143,7 @@ def everywhere(c: Cluster, underway: Underway) -> bool:
 
 def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
     """Complete everywhere: durable before anybody releases the one before."""
-    job, resumption = c.job, c.resumption
-    assert job is not None, "a job is under way"
+    job, resumption = c.current_job, c.resumption
     assert resumption is not None, "a group trains"
     said = underway.completed.values()
     record = Snapshot(
@@ -310,8 +307,7 @@ def remind(c: Cluster) -> None:
 def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
     """Not with every heartbeat: the answer takes a while. It names all parts and where they are; of a
     thousand nodes, a few are told one by one, since what is said to all the broker sends to all."""
-    job, late = c.job, c.at - 2 * c.timing.heartbeat_s
-    assert job is not None, "a snapshot is of a job"
+    job, late = c.current_job, c.at - 2 * c.timing.heartbeat_s
     due = [node for node in nodes if node.keep_said != record.step or node.keep_said_at <= late]
     for node in due:
         node.keep_said, node.keep_said_at = record.step, c.at
