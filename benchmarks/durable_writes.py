@@ -24,9 +24,9 @@ from ftd.transport.wire.coordinators import packer, unpack
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.cluster.durable import durable
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Planning, Quiescing, Resuming, Running
+from statemachine.cluster.phases import Planning, Quiescing, Recovery, Resuming, Running
 from statemachine.cluster.rules import Decision, Resumption
-from statemachine.cluster.state import Cluster, Recovery
+from statemachine.cluster.state import Cluster
 from statemachine.messages.values import CommittedStep, Job, NodeFacts, NodeState, Vote
 from statemachine.timing import Timing
 
@@ -67,21 +67,12 @@ def cluster(nodes: int) -> Cluster:
             prepared=True, counted_in=1, obeyed=1,
         )  # fmt: skip
     names = list(c.nodes)
-    c.resumption = Resumption(generation=1, step=1, vote=None, plan=plan_of(names))
-    c.state = Running.of(resuming(c.resumption))
-    return c
-
-
-def resuming(resumption: Resumption) -> Resuming:
-    """Return the state of a group of all nodes of a plan."""
-    planned = resumption.plan.nodes
-    return Resuming(
-        generation=resumption.generation,
-        began_at=0.0,
-        members=set(planned),
-        resumption=resumption,
-        planned=planned,
+    plan = plan_of(names)
+    c.resumption = Resumption(generation=1, step=1, vote=None, plan=plan)
+    c.state = Running(
+        generation=1, began_at=0.0, members=set(names), resumption=c.resumption, planned=plan.nodes
     )
+    return c
 
 
 def recovery(c: Cluster, number: int) -> Iterator[str]:
@@ -92,33 +83,42 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     assert c.resumption is not None
     c.nodes[lost].state, c.generation = NodeState.OFFLINE, generation
     before = c.resumption.plan.pipelines
-    c.recovery = Recovery(
+    record = Recovery(
         cause="node_lost", nodes=[lost], detected_how="last_will", detected_at=0.0, before=before
     )
     expected = dict.fromkeys(left)
-    c.state = Quiescing(generation=generation, mode="abort", began_at=0.0, expected=expected)
+    c.state = Quiescing(generation=generation, recovery=record, mode="abort", began_at=0.0, expected=expected)
     yield "a node is lost"
     for name in left:
         c.nodes[name].obeyed = generation
-    decision = Decision(step=1, vote=None, outcome="redo", holdings={}, ready={}, in_flight=False)
+    step = c.ledger.known_step
     c.state = Planning(
         generation=generation,
+        recovery=record,
         mode="abort",
         began_at=0.0,
         expected=expected,
         members=set(left),
-        decision=decision,
+        decision=Decision(step=step, vote=None, outcome="redo", holdings={}, ready={}, in_flight=False),
     )
     yield "all reported"
     for name in left:
         c.nodes[name].counted_in = generation
-    c.resumption = replace(c.resumption, generation=generation, plan=plan_of(left))
-    c.state = group = resuming(c.resumption)
+    plan = plan_of(left)
+    c.resumption = replace(c.resumption, generation=generation, plan=plan)
+    c.state = Resuming(
+        generation=generation,
+        recovery=record,
+        began_at=0.0,
+        members=set(left),
+        resumption=c.resumption,
+        planned=plan.nodes,
+    )
     yield "a plan is chosen"
-    c.state = Running.of(group)
-    c.recovery.resumed_at = 1.0
+    record.resumed_at = 1.0
+    c.state = group = Running.of(c.state)
     yield "all resumed"
-    c.recovery = None
+    group.recovery = None
     c.ledger.known = CommittedStep(step=c.ledger.known_step + 1, vote=Vote(loss=1.0, gradient_norm=1.0))
     yield "a step is committed"
     c.nodes[lost] = replace(c.nodes[lost], incarnation=c.nodes[lost].incarnation + 1, state=NodeState.HEALTHY)

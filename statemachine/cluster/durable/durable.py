@@ -229,10 +229,10 @@ def write(c: Cluster) -> dict[str, Any]:
             "resume_sent": group is not None,
             "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
-        # Program versions before this one read these of a group, too.
-        expected = sorted(phase.members) if isinstance(phase, Group) else list(phase.expected)
+        state["members"] = members = _alike(c, "members", c.members.copy(), sorted)
+        # Earlier versions of the program read ``expected`` of a group, too.
+        expected = members if isinstance(phase, Group) else list(phase.expected)
         state["expected"] = _alike(c, "expected", expected, list)
-        state["members"] = _alike(c, "members", c.members.copy(), sorted)
     if record is not None:
         state["recovery"], state["before"] = _recovery(record), record.before
     if resumption is not None:
