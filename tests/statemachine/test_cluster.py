@@ -958,6 +958,16 @@ def test_a_coordinator_that_is_restarted_before_the_resume_of_a_join_waits_for_a
     assert other.machine.generation == 3
 
 
+def test_a_node_that_is_drained_after_the_job_is_released_at_once() -> None:
+    """Nothing needs it, though the plan of the job that is over names it."""
+    s = running(2, steps=1)
+    for name in ("node-0", "node-1"):
+        s.say(name, Finished(generation=1, step=1, digests={}))
+    assert s.machine.phase is ClusterPhase.FINISHED
+    s.feed(DrainRequested, request="d", node="node-1")
+    assert set(sent(s, Released)) == {"node-1"}
+
+
 def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     s = running()
     s.stepped("node-0", 1, 1)

@@ -191,3 +191,16 @@ def test_what_is_retained_of_a_stranger_who_is_gone_is_deleted() -> None:
     s.feed(NodeVanished, node="pod-7", incarnation=7)
     assert s.one(ForgetNode).node == "pod-7"
     assert events(s) == []
+
+
+def test_a_lost_trainer_of_a_node_that_stands_by_interrupts_nothing() -> None:
+    """It was quiesced with the others and has no place in the plan, so there is nothing to recover."""
+    s = without_a_plan_for_node_2()
+    s.wait(0.1)
+    s.say("node-2", TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"))
+    assert s.machine.phase is ClusterPhase.RUNNING
+    told = [event.name for event in s.all(EmitEvent)]
+    s.wait(0.1)
+    s.stepped("node-0", 1, 2)
+    told += [event.name for event in s.all(EmitEvent)]
+    assert "TrainerLost" in told and not {"GenerationStarted", "RecoveryCompleted"} & set(told)
