@@ -1,4 +1,4 @@
-"""``[checkpoint]`` of a job file and of a submitted job: read, checked, and as the machines take it."""
+"""``[checkpoint]`` of a job file and of a submitted job: checked, and as the machines take it."""
 
 from pathlib import Path
 
@@ -10,40 +10,18 @@ from ftd.transport.wire.public import CheckpointData
 from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 
 
-class CheckpointTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[checkpoint]``: the state on a disk, for when no memory holds it; needs ``[snapshot]``."""
+def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointData:
+    """Return the table with paths that mean the same to everybody, wherever they were started.
 
-    url: str = ""
-    """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes reach."""
-    every_steps: int = 0
-    """The first snapshot so many steps after the last checkpoint becomes one."""
-    keep: int = 3
-    """Complete checkpoints that stay; older ones are removed."""
-    resume: bool = True
-    """Go on from the newest one there; false: refuse to begin where there are some."""
-    huggingface_every_steps: int = 0
-    """The first checkpoint so many steps after the last one exported is exported for from_pretrained, too."""
-    huggingface_directory: str = ""
-    """A directory, relative to the job file, that every coordinator reaches, for these exports."""
+    :param directory: of the job file.
+    """
+    written = {key: getattr(table, key) for key in ("url", "huggingface_directory")}
+    local = {key: path for key, path in written.items() if path and "://" not in path}
+    resolved = {key: str((directory / path).resolve()) for key, path in local.items()}
+    return msgspec.structs.replace(table, **resolved)
 
 
-def checkpoint_data(told: CheckpointTable, directory: Path) -> CheckpointData:
-    """A directory becomes the same for everybody, wherever they were started."""
-    url = told.url if "://" in told.url or not told.url else str((directory / told.url).resolve())
-    exports = told.huggingface_directory
-    return CheckpointData(
-        url=url,
-        every_steps=told.every_steps,
-        keep=told.keep,
-        resume=told.resume,
-        huggingface_every_steps=told.huggingface_every_steps,
-        huggingface_directory=exports
-        if "://" in exports or not exports
-        else str((directory / exports).resolve()),
-    )
-
-
-def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool) -> None:
+def check_checkpoint(told: CheckpointData, *, snapshots: bool) -> None:
     """:param snapshots: the job takes some. :raises ConfigurationError: names the field and the remedy."""
     if not told.url:
         if told.every_steps:
@@ -74,7 +52,7 @@ def check_checkpoint(told: CheckpointTable | CheckpointData, *, snapshots: bool)
     _check_exports(told)
 
 
-def _check_no_exports(told: CheckpointTable | CheckpointData) -> None:
+def _check_no_exports(told: CheckpointData) -> None:
     if told.huggingface_every_steps or told.huggingface_directory:
         raise ConfigurationError(
             "exports are made from checkpoints, and this job writes none",
@@ -83,7 +61,7 @@ def _check_no_exports(told: CheckpointTable | CheckpointData) -> None:
         )
 
 
-def _check_exports(told: CheckpointTable | CheckpointData) -> None:
+def _check_exports(told: CheckpointData) -> None:
     every_steps, directory = told.huggingface_every_steps, told.huggingface_directory
     if not every_steps and not directory:
         return

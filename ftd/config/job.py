@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ftd.config.checkpoints import CheckpointTable, check_checkpoint, checkpoint_data, checkpoint_policy
+from ftd.config.checkpoints import check_checkpoint, checkpoint_policy, with_absolute_paths
 from ftd.config.clash import check_clash
 from ftd.config.data import check_evaluation, resolve_data, resolve_evaluation
 from ftd.config.mistakes import Mistakes
@@ -25,10 +25,17 @@ from ftd.config.reading import (
     require_positive,
     sifted,
 )
-from ftd.config.snapshots import SnapshotTable, check_snapshot, protection_or_default, snapshot_policy
-from ftd.config.tracking import LoggingTable, logging_data, logging_policy
+from ftd.config.snapshots import check_snapshot, protection_or_default, snapshot_policy
+from ftd.config.tracking import logging_policy, with_places
 from ftd.errors import ConfigurationError, IncompleteError
-from ftd.transport.wire.public import JobData, PolicyData, SnapshotData, encode_json
+from ftd.transport.wire.public import (
+    CheckpointData,
+    JobData,
+    LoggingData,
+    PolicyData,
+    SnapshotData,
+    encode_json,
+)
 from planner.values import ActivationCheckpointing, Minimum, ModelProfile, PlannerOptions, Policy
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import facts_of
@@ -123,9 +130,9 @@ class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     evaluation: EvaluationTable = EvaluationTable()
     tolerance: ToleranceTable = ToleranceTable()
     planner: PlannerTable = PlannerTable()
-    snapshot: SnapshotTable = SnapshotTable()
-    checkpoint: CheckpointTable = CheckpointTable()
-    logging: LoggingTable = LoggingTable()
+    snapshot: SnapshotData = SnapshotData()
+    checkpoint: CheckpointData = CheckpointData()
+    logging: LoggingData = LoggingData()
 
 
 def load_job_data(
@@ -196,13 +203,12 @@ def load_job_data(
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
-        snapshot=SnapshotData(
-            every_steps=file.snapshot.every_steps,
+        snapshot=msgspec.structs.replace(
+            file.snapshot,
             protection=protection_or_default(file.snapshot.protection, zero1=file.training.zero1),
-            cheap_share=file.snapshot.cheap_share,
         ),
-        checkpoint=checkpoint_data(file.checkpoint, directory),
-        logging=logging_data(file.logging, directory, file.name),
+        checkpoint=with_absolute_paths(file.checkpoint, directory),
+        logging=with_places(file.logging, directory, file.name),
         profile=profile,
     )
 
@@ -325,7 +331,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         horizon_s=data.horizon_s,
         snapshot=snapshot,
         checkpoint=checkpoint_policy(data.checkpoint, snapshot),
-        logging=logging_policy(data.logging),
+        logging=logging_policy(data.logging, data.name),
     )
 
 

@@ -1,8 +1,4 @@
-"""``[snapshot]`` of a job file and of a submitted job: read, checked, and as the machines take it."""
-
-from typing import Annotated, Literal
-
-import msgspec
+"""``[snapshot]`` of a job file and of a submitted job: checked, and as the machines take it."""
 
 from ftd.config.reading import require_positive
 from ftd.errors import ConfigurationError
@@ -13,24 +9,12 @@ from statemachine.messages.values import SnapshotPolicy
 from storage.codes import parse_scheme
 
 
-class SnapshotTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[snapshot]``: the state in the nodes' memory, for when too few live copies are left."""
-
-    every_steps: int | Literal["auto"] = 0
-    """Steps from one snapshot in the nodes' memory to the next; 0: none; auto: as they cost."""
-    protection: Annotated[str | None, msgspec.Meta(examples=["auto"])] = None
-    """none, arc:k, aec, aec2, aor, buddy, joined by ``+`` (``storage.codes``), or auto: the cheapest that
-    withstands ``tolerance.failures``; left out: aec, or aor with zero1."""
-    cheap_share: float = 0.01
-    """With auto, a snapshot that costs no more than this share of a step is taken after every step."""
-
-
 def protection_or_default(written: str | None, *, zero1: bool) -> str:
     """What the user wrote, or what suits the way that state is kept."""
     return written or ("aor" if zero1 else "aec")
 
 
-def check_snapshot(told: SnapshotTable | SnapshotData, *, zero1: bool) -> None:
+def check_snapshot(told: SnapshotData, *, zero1: bool) -> None:
     """:raises ConfigurationError: names the field and the remedy."""
     check_interval(told.every_steps, "snapshot.every_steps")
     require_positive(told.cheap_share, "snapshot.cheap_share")
@@ -87,11 +71,12 @@ def snapshot_policy(data: SnapshotData, *, zero1: bool) -> SnapshotPolicy:
     :raises ConfigurationError: names the field and the remedy.
     """
     check_snapshot(data, zero1=zero1)
+    protection = protection_or_default(data.protection, zero1=zero1)
     auto = data.every_steps == "auto"
     return SnapshotPolicy(
         every_steps=FIRST_EVERY_STEPS if data.every_steps == "auto" else data.every_steps,
-        protection="none" if data.protection == AUTO else data.protection,
-        auto_protection=data.protection == AUTO,
+        protection="none" if protection == AUTO else protection,
+        auto_protection=protection == AUTO,
         auto_interval=auto,
         cheap_share=data.cheap_share,
     )

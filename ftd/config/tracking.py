@@ -1,13 +1,13 @@
-"""``[logging]`` of a job file and of a submitted job: read, checked, and as the machines take it."""
+"""``[logging]`` of a job file and of a submitted job: checked, and as the machines take it."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from ftd.errors import ConfigurationError
-from ftd.transport.wire.public import LoggingData, MlflowData, WandbData
+from ftd.transport.wire.public import LoggingData
 from statemachine.messages.values import LoggingPolicy
 
 _PACKAGES = {
@@ -18,70 +18,37 @@ _PACKAGES = {
 """Sink → the packages of which one must be installed where a coordinator runs."""
 
 
-class WandbTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[logging] wandb = {…}``."""
-
-    project: str = ""
-    """Project of the run; left out: the job's name."""
-    entity: str = ""
-    """User or team that owns the project; left out: the one of ``WANDB_API_KEY``."""
-    mode: Literal["online", "offline"] = "online"
-    """``offline`` writes files below ``directory``, for ``wandb sync``."""
-    tags: list[str] = []
-    """Tags of the run."""
-
-
-class MlflowTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[logging] mlflow = {…}``."""
-
-    tracking_uri: str = ""
-    """URL of a server, or a directory, relative to the job file; left out: ``mlruns`` below ``directory``."""
-    experiment: str = ""
-    """Experiment that the run belongs to; left out: the job's name."""
-
-
-class LoggingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[logging]``."""
-
-    directory: str = ""
-    """Directory of ``<job id>/steps.jsonl``, relative to the job file, which all coordinators' hosts share; left
-    out: ``tensorboard``'s directory, or ``logs`` if another sink is named."""
-    tensorboard: str = ""
-    """Directory of event files, relative to the job file; each job has a run below it."""
-    wandb: WandbTable | None = None
-    mlflow: MlflowTable | None = None
-
-
-def logging_data(written: LoggingTable, directory: Path, job: str) -> LoggingData:
-    """Return the table with absolute paths and all defaults, as everybody takes it.
+def with_places(written: LoggingData, directory: Path, job: str) -> LoggingData:
+    """Return the table with absolute paths and what follows for keys that were left out.
 
     :param directory: of the job file.
     :param job: the job's name.
     """
-    wandb, mlflow = written.wandb, written.mlflow
-    if not (written.directory or written.tensorboard or wandb or mlflow):
-        return LoggingData()
+    mlflow = written.mlflow
+    if not (written.directory or written.tensorboard or written.wandb or mlflow):
+        return written
     place = (directory / (written.directory or written.tensorboard or "logs")).resolve()
-    data = LoggingData(directory=str(place))
-    if written.tensorboard:
-        data = msgspec.structs.replace(data, tensorboard=str((directory / written.tensorboard).resolve()))
+    board = str((directory / written.tensorboard).resolve()) if written.tensorboard else ""
+    if mlflow is not None and mlflow.tracking_uri and "://" not in mlflow.tracking_uri:
+        mlflow = replace(mlflow, tracking_uri=str((directory / mlflow.tracking_uri).resolve()))
+    return _with_defaults(replace(written, directory=str(place), tensorboard=board, mlflow=mlflow), job)
+
+
+def _with_defaults(data: LoggingData, job: str) -> LoggingData:
+    """Return the table with what follows from the job's name and from ``directory`` for keys that were left out."""
+    wandb, mlflow = data.wandb, data.mlflow
     if wandb is not None:
-        made = WandbData(
-            project=wandb.project or job, entity=wandb.entity, mode=wandb.mode, tags=tuple(wandb.tags)
-        )
-        data = msgspec.structs.replace(data, wandb=made)
+        wandb = replace(wandb, project=wandb.project or job)
     if mlflow is not None:
-        uri = mlflow.tracking_uri or str(place / "mlruns")
-        uri = uri if "://" in uri else str((directory / uri).resolve())
-        data = msgspec.structs.replace(
-            data, mlflow=MlflowData(tracking_uri=uri, experiment=mlflow.experiment or job)
-        )
-    return data
+        uri = mlflow.tracking_uri or f"{data.directory}/mlruns"
+        mlflow = replace(mlflow, tracking_uri=uri, experiment=mlflow.experiment or job)
+    return replace(data, wandb=wandb, mlflow=mlflow)
 
 
-def logging_policy(data: LoggingData) -> LoggingPolicy:
+def logging_policy(data: LoggingData, job: str) -> LoggingPolicy:
     """Return what a submitted job says of its logs, checked.
 
+    :param job: the job's name.
     :raises ConfigurationError: names the field and the remedy.
     """
     if not data.directory:
@@ -93,7 +60,7 @@ def logging_policy(data: LoggingData) -> LoggingPolicy:
                 field=f"logging.{field}",
                 remedy="the coordinators were started elsewhere: write the whole path",
             )
-    return msgspec.convert(msgspec.to_builtins(data), LoggingPolicy)
+    return msgspec.convert(msgspec.to_builtins(_with_defaults(data, job)), LoggingPolicy)
 
 
 def sinks_of(policy: LoggingPolicy) -> tuple[str, ...]:

@@ -126,42 +126,55 @@ class SnapshotPolicy(Struct, frozen=True, kw_only=True):
 
 
 class CheckpointPolicy(Struct, frozen=True, kw_only=True):
-    """Persistent checkpoints of a job (design §5)."""
+    """Persistent checkpoints of a job. A job file's paths are relative to it, a job's are absolute."""
 
     url: str = ""
-    """Where they lie, as coordinator and nodes alike reach it; empty: there are none."""
+    """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes reach."""
     every_steps: int = 0
-    """The first snapshot that is at least so many steps behind the last one written is written."""
+    """The first snapshot so many steps after the last checkpoint becomes one."""
     keep: int = 3
-    """So many complete ones stay."""
+    """Complete checkpoints that stay; older ones are removed."""
     resume: bool = True
-    """Begin from the newest one there; otherwise refuse a place that holds some of this job's name."""
+    """Go on from the newest one there; false: refuse to begin where there are some."""
     huggingface_every_steps: int = 0
-    """The first checkpoint at least so many steps after the last one exported is exported; 0: none is."""
+    """The first checkpoint so many steps after the last one exported is exported for from_pretrained, too."""
     huggingface_directory: str = ""
-    """Directory, as every coordinator reaches it, in which each export is a directory ``step-…``."""
+    """A directory, relative to the job file, that every coordinator reaches, for these exports."""
 
 
 class WandbPolicy(Struct, frozen=True, kw_only=True):
-    project: str
+    """Run of Weights & Biases that a job is logged to."""
+
+    project: str = ""
+    """Project of the run; left out: the job's name."""
     entity: str = ""
+    """User or team that owns the project; left out: the one of ``WANDB_API_KEY``."""
     mode: Literal["online", "offline"] = "online"
+    """``offline`` writes files below ``directory``, for ``wandb sync``."""
     tags: tuple[str, ...] = ()
+    """Tags of the run."""
 
 
 class MlflowPolicy(Struct, frozen=True, kw_only=True):
-    tracking_uri: str
-    """URL of a server, or an absolute path."""
-    experiment: str
+    """Experiment of MLflow that a job is logged to."""
+
+    tracking_uri: str = ""
+    """URL of a server, or a directory, relative to the job file; left out: ``mlruns`` below ``directory``."""
+    experiment: str = ""
+    """Experiment that the run belongs to; left out: the job's name."""
 
 
 class LoggingPolicy(Struct, frozen=True, kw_only=True):
-    """Where the leading coordinator logs the committed steps of a job, besides its journal."""
+    """Where the leading coordinator logs the committed steps of a job, besides its journal.
+
+    A job file's paths are relative to it, a job's are absolute; without ``directory`` a job logs nothing.
+    """
 
     directory: str = ""
-    """Absolute path of the record that all coordinators share; empty: nothing is logged."""
+    """Directory of ``<job id>/steps.jsonl``, relative to the job file, which all coordinators' hosts share; left
+    out: ``tensorboard``'s directory, or ``logs`` if another sink is named."""
     tensorboard: str = ""
-    """Absolute path of the runs' directory; empty: no event files."""
+    """Directory of event files, relative to the job file; each job has a run below it."""
     wandb: WandbPolicy | None = None
     mlflow: MlflowPolicy | None = None
 

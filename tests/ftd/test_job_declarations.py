@@ -1,6 +1,8 @@
 """Each key of a job file is declared once, and its value reaches whoever uses it."""
 
+import ast
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,8 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.config.job import PlannerTable, job_from_data, load_job_data
+from ftd.config.job import JobFile, PlannerTable, job_from_data, load_job_data
 from ftd.config.job_reference import job_tables
+from ftd.config.reading import kinds_of
 from ftd.transport.wire.public import JobData, PolicyData, decode_json, encode_json
 from planner.values import PlannerOptions, Policy
 from tests.ftd.job_tables import write
@@ -25,6 +28,36 @@ OTHER_VALUES = {
 
 def classes_that_declare(table: type[Any], key: str) -> list[type[Any]]:
     return [owner for owner in table.__mro__ if key in vars(owner).get("__annotations__", {})]
+
+
+def words_of(kind: Any) -> frozenset[str]:
+    return frozenset(str(word) for one in kinds_of(kind) for word in get_args(one) if isinstance(word, str))
+
+
+def tables_below(table: type[Any]) -> list[type[Any]]:
+    below = [table]
+    for field in msgspec.structs.fields(table):
+        for kind in kinds_of(field.type):
+            if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+                below += tables_below(kind)
+    return below
+
+
+def test_the_values_of_a_key_are_listed_once_in_the_product() -> None:
+    wanted = {
+        words
+        for table in tables_below(JobFile)
+        for field in msgspec.structs.fields(table)
+        if len(words := words_of(field.type)) > 1
+    }
+    listed: Counter[frozenset[str]] = Counter()
+    for path in (path for package in PRODUCT for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Subscript(value=ast.Name(id="Literal"), slice=ast.Tuple(elts=elements)):
+                    listed[frozenset(e.value for e in elements if isinstance(e, ast.Constant))] += 1  # type: ignore[misc]
+    repeated = {tuple(sorted(words)): listed[words] for words in wanted if listed[words] != 1}
+    assert not repeated
 
 
 @pytest.mark.parametrize("key", PlannerOptions.__struct_fields__)

@@ -13,7 +13,15 @@ from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batch
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.config.tracking import check_installed, sinks_of
 from ftd.errors import ConfigurationError
-from ftd.transport.wire.public import JobData, LoggingData, SnapshotData, decode_json, encode_json
+from ftd.transport.wire.public import (
+    JobData,
+    LoggingData,
+    MlflowData,
+    SnapshotData,
+    WandbData,
+    decode_json,
+    encode_json,
+)
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
 from statemachine.messages.trainer import TrainingData
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
@@ -374,6 +382,16 @@ def test_a_submitted_job_with_a_path_of_nowhere_is_refused(tmp_path: Path) -> No
     other = msgspec.structs.replace(data, logging=LoggingData(directory="logs"))
     with pytest.raises(ConfigurationError, match="'logs' is not an absolute path"):
         job_from_data(other, job_id="j", devices_per_node=1)
+
+
+def test_a_submitted_job_may_leave_out_what_a_job_file_may(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD | {"training": GOOD["training"] | {"zero1": True}}))
+    sinks = LoggingData(directory="/kept", wandb=WandbData(), mlflow=MlflowData())
+    other = msgspec.structs.replace(data, logging=sinks, snapshot=SnapshotData(every_steps=5))
+    job = job_from_data(other, job_id="j", devices_per_node=1)
+    assert job.logging.wandb == WandbPolicy(project="gpt")
+    assert job.logging.mlflow == MlflowPolicy(tracking_uri="/kept/mlruns", experiment="gpt")
+    assert job.snapshot.protection == "aor"
 
 
 def test_a_sink_without_its_package_is_refused_where_a_coordinator_runs(

@@ -6,7 +6,7 @@ without a new ``schema``; requests refuse them, because a request that is half u
 
 import secrets
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -80,34 +80,41 @@ class PolicyData(RequestedPolicy, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.messages.values.SnapshotPolicy``."""
+    """``[snapshot]``: the state in the nodes' memory, for when too few live copies are left."""
 
     every_steps: int | Literal["auto"] = 0
-    protection: str = "aec"
+    """Steps from one snapshot in the nodes' memory to the next; 0: none; auto: as they cost."""
+    protection: Annotated[str | None, msgspec.Meta(examples=["auto"])] = None
+    """none, arc:k, aec, aec2, aor, buddy, joined by ``+`` (``storage.codes``), or auto: the cheapest that
+    withstands ``tolerance.failures``; left out: aec, or aor with zero1."""
     cheap_share: float = 0.01
+    """With auto, a snapshot that costs no more than this share of a step is taken after every step."""
 
 
 class CheckpointData(CheckpointPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.messages.values.CheckpointPolicy``."""
+    """``[checkpoint]``: the state on a disk, for when no memory holds it; needs ``[snapshot]``."""
 
 
 class WandbData(WandbPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.messages.values.WandbPolicy``."""
+    """``[logging] wandb = {…}``."""
 
 
 class MlflowData(MlflowPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.messages.values.MlflowPolicy``."""
+    """``[logging] mlflow = {…}``."""
 
 
 class LoggingData(LoggingPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``statemachine.messages.values.LoggingPolicy``."""
+    """``[logging]``: where the leading coordinator logs the committed steps, besides its journal."""
 
     wandb: WandbData | None = None
     mlflow: MlflowData | None = None
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as submitted; ``training`` is statemachine.messages.trainer.TrainingData."""
+    """A job as submitted: tables of its file, with absolute paths.
+
+    ``training`` is statemachine.messages.trainer.TrainingData.
+    """
 
     name: str
     steps: int
