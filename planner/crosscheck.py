@@ -1,11 +1,9 @@
 """Comparison of a plan's shares of the batch with those of the other method: combinatorial, or an integer program."""
 
 from dataclasses import dataclass
-from functools import partial
 
-from planner.pipelines.batch import Cost, distribute_for, score_ms
+from planner.pipelines.batch import distribute_for, score_ms
 from planner.preview import Preview
-from planner.stages.makespan import PipelineClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +35,10 @@ def cross_check(seen: Preview) -> CrossCheck:
     :raises SolverError: the solver is not there, or found no proved optimum.
     """
     chosen, policy = seen.instantiation, seen.costs.policy
-    per_size: dict[int, Cost] = {}
-    for size in set(chosen.sizes):
-        stages = seen.templates[size].stages
-        sync_ms = seen.costs.sync_ms(stages, len(chosen.sizes))
-        per_size[size] = partial(_step_ms, seen.costs.clock(stages), sync_ms)
+    pipelines = len(chosen.sizes)
+    per_size = {
+        size: seen.costs.step_cost(seen.templates[size].stages, pipelines) for size in set(chosen.sizes)
+    }
     costs = [per_size[size] for size in chosen.sizes]
     objective, own, modelled = policy.batch_objective, chosen.microbatches, chosen.microbatches
     if policy.batch_solver == "pyomo":
@@ -55,7 +52,3 @@ def cross_check(seen: Preview) -> CrossCheck:
         model_score_ms=score_ms(objective, costs, modelled),
         iteration_ms=chosen.iteration_ms,
     )
-
-
-def _step_ms(clock: PipelineClock, sync_ms: float, microbatches: int) -> float:
-    return clock.makespan_ms(microbatches) + sync_ms

@@ -68,8 +68,7 @@ def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
     template = Mapper(costs, size).template(size, shares[0])
     if template is None:
         raise InfeasibleError(_does_not_fit(costs, size))
-    clock, sync_ms = costs.clock(template.stages), costs.sync_ms(template.stages, pipelines)
-    times_ms = {share: clock.makespan_ms(share) + sync_ms for share in sorted(set(shares))}
+    step_ms = costs.step_cost(template.stages, pipelines)
     return Preview(
         nodes=nodes,
         costs=costs,
@@ -78,7 +77,7 @@ def _of_one_size(costs: StageCosts, nodes: int, size: int) -> Preview:
         instantiation=Instantiation(
             sizes=(size,) * pipelines,
             microbatches=shares,
-            pipeline_ms=tuple(times_ms[share] for share in shares),
+            pipeline_ms=tuple(map(step_ms, shares)),
         ),
     )
 

@@ -50,30 +50,23 @@ GROUP = 64
 """Complete mappings simulated at a time there."""
 
 
-class IterationMapper:
-    """Mappings of one model."""
+def quickest_template(
+    costs: StageCosts, nodes: int, microbatches: int, seeds: Iterable[tuple[StageTemplate, ...]]
+) -> Template | None:
+    """Return the quickest mapping that was found, ``None`` if none fits into memory; not slower than any seed.
 
-    def __init__(self, costs: StageCosts) -> None:
-        self._costs = costs
-
-    def template(
-        self, nodes: int, microbatches: int, seeds: Iterable[tuple[StageTemplate, ...]]
-    ) -> Template | None:
-        """The quickest mapping that was found, ``None`` if none fits into memory; not slower than any seed.
-
-        :param seeds: mappings that fit into memory; at least one, unless none fits.
-        """
-        rows = [as_row(stages) for stages in seeds]
-        if mapping_count(self._costs, nodes) <= ENUMERATED_MAPPINGS:
-            search = _Search(self._costs, nodes, microbatches)
-            search.look_at_all()
-        elif rows:
-            search = _Search(self._costs, nodes, microbatches)
-            search.offer(rows)
-            search.run()
-        else:
-            return None
-        return search.template()
+    :param seeds: mappings that fit into memory; at least one, unless none fits.
+    """
+    rows = [as_row(stages) for stages in seeds]
+    search = _Search(costs, nodes, microbatches)
+    if mapping_count(costs, nodes) <= ENUMERATED_MAPPINGS:
+        search.look_at_all()
+    elif rows:
+        search.offer(rows)
+        search.run()
+    else:
+        return None
+    return search.template()
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ it finds 682, there is 646), because the best part of a mapping depends on where
 from collections.abc import Mapping
 
 from planner.mapping.additive import AdditiveMapping
-from planner.mapping.iteration import IterationMapper
+from planner.mapping.iteration import quickest_template
 from planner.mapping.paper import paper_templates
 from planner.stages.costs import StageCosts
 from planner.values import Template
@@ -20,7 +20,6 @@ class Mapper:
     def __init__(self, costs: StageCosts, nodes: int) -> None:
         self._costs = costs
         self._additive = AdditiveMapping(costs, nodes)
-        self._iteration = IterationMapper(costs)
 
     def template(self, nodes: int, microbatches: int) -> Template | None:
         """The best mapping for ``nodes`` nodes, ``None`` if none fits into memory.
@@ -38,7 +37,7 @@ class Mapper:
         if self._costs.policy.objective == "paper":
             return templates
         for nodes, paper in templates.items():
-            found = self._iteration.template(nodes, microbatches[nodes], [paper.stages])
+            found = quickest_template(self._costs, nodes, microbatches[nodes], [paper.stages])
             assert found is not None, "the paper's mapping fits"
             templates[nodes] = found
         return templates

@@ -1,7 +1,7 @@
 """What every possible stage and pipeline of one model costs, from its profile."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -264,6 +264,12 @@ class StageCosts:
             hop_ms = self.profile.ring.time_ms(size_bytes / owners)
             slowest_ms = max(slowest_ms, 2 * (owners - 1) * hop_ms)
         return slowest_ms
+
+    def step_cost(self, stages: tuple[StageTemplate, ...], pipelines: int) -> Callable[[int], float]:
+        """Return the milliseconds of a step by the number of microbatches, for one of so many pipelines: its makespan
+        and the all-reduce of the gradients."""
+        clock, sync_ms = self.clock(stages), self.sync_ms(stages, pipelines)
+        return lambda microbatches: clock.makespan_ms(microbatches) + sync_ms
 
     def gradient_bytes(self, stages: tuple[StageTemplate, ...]) -> dict[int, float]:
         """Return the bytes of gradients that each device of the heaviest stage reduces, by the owners of the same

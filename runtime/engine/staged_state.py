@@ -130,18 +130,11 @@ class StagedState:
         places = self._states.make(layer, staged.header, staged.size_bytes, self._reused)
         runs, others = self._runs(places)
         tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, runs))]
-        self._finish()
+        self.finish()
         self._begun = _Begun(layer, tasks, others)
         self._lenders |= set(staged.lenders)
         if others:
-            self._finish()  # The next one's are put into the same memory.
-
-    def finish(self) -> None:
-        """The layer that was taken last is copied.
-
-        :raises SpoiledError: it is not what was written.
-        """
-        self._finish()
+            self.finish()  # The next one's are put into the same memory.
 
     def check(self) -> None:
         """All layers are held.
@@ -149,12 +142,16 @@ class StagedState:
         :raises SpoiledError: the last one is not what was written, or what was copied may have been written
         over meanwhile.
         """
-        self._finish()
+        self.finish()
         for lender in self._lenders:
             if not lender.there():
                 raise SpoiledError(f"{lender.manifest} is gone or another one")
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Return when the layer that was taken last is copied.
+
+        :raises SpoiledError: it is not what was written.
+        """
         begun, self._begun = self._begun, None
         if begun is None:
             return

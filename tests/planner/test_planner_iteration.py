@@ -6,7 +6,7 @@ import pytest
 from oracles import all_mappings, fits, layer, mapping_ms, profile_of
 
 from planner.mapping import iteration
-from planner.mapping.iteration import IterationMapper
+from planner.mapping.iteration import quickest_template
 from planner.mapping.mapper import Mapper
 from planner.mapping.quickest import mapping_count
 from planner.stages.costs import StageCosts
@@ -126,7 +126,7 @@ def test_a_bad_seed_does_not_matter_where_all_is_proved() -> None:
         StageTemplate(first_layer=first, end_layer=end, node_offset=node, devices=1)
         for node, (first, end) in enumerate([*((n, n + 1) for n in range(15)), (15, 48)])
     )
-    template = IterationMapper(costs).template(16, 128, [bad])
+    template = quickest_template(costs, 16, 128, [bad])
     assert template is not None and template.proved_optimal
     assert template.objective_ms == (128 + 16 - 1) * 9
 
