@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from transcripts import PROFILE, Coordination, committed, job, report
+import pytest
+from transcripts import PROFILE, Coordination, committed, facts, job, report
 
+from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import CancelTimer, ComputePlan, EmitEvent, ForeseePlan, PublishCluster, SetTimer
 from statemachine.events import (
+    BrokerConnected,
     DrainRequested,
     JobSubmitted,
     NodeVanished,
@@ -13,9 +16,20 @@ from statemachine.events import (
     StopRequested,
     TemplatesReady,
 )
-from statemachine.messages.cluster import Heartbeat, Prepare, TrainerLost
+from statemachine.messages.cluster import (
+    Acknowledgement,
+    Heartbeat,
+    Leaving,
+    Prepare,
+    Rejection,
+    Released,
+    Resume,
+    Stop,
+    TrainerLost,
+)
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
-from statemachine.messages.values import ClusterPhase
+from statemachine.messages.values import ClusterPhase, HeldSnapshot, NodeActivity
+from statemachine.timing import Timing
 
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 
@@ -343,3 +357,273 @@ def test_a_drain_that_has_to_wait_is_told_with_the_reason() -> None:
     ]
     s.feed(PlanImpossible, generation=2, too_few=True, reason="1 of 2 nodes", needed=2)
     assert s.machine.phase is ClusterPhase.PAUSED, "not even with it"
+
+
+# --- what nodes say ------------------------------------------------------------------------------
+
+
+def ignored(s: Recovering) -> list[str]:
+    return [event.reason for event in s.events("MessageIgnored")]
+
+
+def without_node_3() -> Recovering:
+    """Three of four nodes train in generation 2."""
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    return s
+
+
+def test_a_message_of_an_incarnation_that_is_over_is_ignored_and_told() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-3", 203)
+    s.say("node-3", Prepared(job_id="job-1", profile=None), incarnation=103)
+    assert ignored(s) == ["Prepared of an incarnation that is not current"] and not s.commands()
+
+
+def test_a_fenced_node_that_is_heard_shows_that_the_silent_ones_are_gone() -> None:
+    s = without_node_3()
+    s.beat_for(6.0, {"node-3": Heartbeat(generation=1, committed=committed(1))})
+    states = {name: node["state"] for name, node in s.machine.public_state()["nodes"].items()}
+    assert set(states.values()) == {"OFFLINE"}
+
+
+def test_a_node_that_never_said_hello_to_this_coordinator_is_asked() -> None:
+    s = Recovering()
+    s.machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
+    s.due.clear()
+    s.feed(BrokerConnected)
+    s.lines.clear()
+    s.beat_for(2.0, {name: Heartbeat(generation=1, committed=committed(1)) for name in HELD})
+    asked = [line for line in s.lines if "command=Inquiry()" in line]
+    assert len(asked) == 4
+
+
+def test_a_node_that_leaves_is_released_as_often_as_it_asks() -> None:
+    s = without_node_3()
+    s.say("node-2", Leaving(reason="SIGTERM"))
+    said = Acknowledgement(activity=NodeActivity.TRAINING, job_id="job-1", leaving=True)
+    s.lines.clear()
+    beats = {name: Heartbeat(generation=2, committed=committed(2)) for name in ("node-0", "node-1")}
+    s.beat_for(1.0, beats | {"node-2": Heartbeat(generation=2, committed=committed(2), acknowledgement=said)})
+    assert not [line for line in s.lines if "Inquiry" in line], "its Leaving has arrived"
+    idle = Coordination()
+    idle.feed(BrokerConnected)
+    idle.hello("node-0", 100)
+    for _ in range(2):
+        idle.say("node-0", Leaving(reason="SIGTERM"))
+        assert [type(one.command) for one in idle.commands()][-1:] == [Released]
+    other = Recovering()
+    other.say("node-3", Leaving(reason="SIGTERM"))
+    assert not other.commands(Released), "it is needed until others have its layers"
+
+
+def test_a_node_that_was_heard_within_the_time_of_silence_keeps_its_name() -> None:
+    s = Recovering()
+    s.wait(1.4)
+    assert s.now == 1.5, "node-3 was heard at 0"
+    s.hello("node-3", 999)
+    assert [type(one.command) for one in s.commands()] == [Rejection]
+
+
+def test_a_hello_from_before_another_one_is_ignored() -> None:
+    s = Recovering()
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=7, training=True)
+    s.hello("node-3", 103, job_id="job-1", prepared=True, generation=6, training=True)
+    assert ignored(s) == ["a Hello from before what this node said since"]
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    assert s.machine.generation > 7, "a node that obeyed another coordinator never gets its generation again"
+
+
+def test_a_hello_tells_where_the_node_is_now() -> None:
+    s = Recovering()
+    s.hello(
+        "node-3",
+        103,
+        facts=facts(host="10.0.0.9"),
+        job_id="job-1",
+        prepared=True,
+        generation=1,
+        training=True,
+    )
+    assert s.machine.public_state()["nodes"]["node-3"]["host"] == "10.0.0.9"
+
+
+def test_trainers_of_a_job_that_is_not_known_are_stopped() -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100, job_id="job-0", prepared=True)
+    assert [(one.command.job_id, one.node) for one in s.commands(Stop)] == [("job-0", "node-0")]
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_snapshots_of_a_finished_job_are_given_up_and_of_a_failed_one_kept(failed: bool) -> None:
+    s = Recovering(2)
+    if failed:
+        s.feed(NodeVanished, node="node-1", incarnation=101, graceful=True)
+        s.reports(2, "node-0")
+        s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(2, 3))
+        assert s.machine.phase is ClusterPhase.FAILED
+    else:
+        s.feed(StopRequested, request="stop", job="tiny")
+    s.hello(
+        "node-0",
+        100,
+        generation=s.machine.generation,
+        snapshots=(HeldSnapshot(job_id="job-1", step=1, generation=1),),
+    )
+    assert bool(s.commands(Stop)) is not failed
+
+
+@pytest.mark.parametrize(
+    "says", [{"job_id": "job-0", "prepared": True}, {"job_id": "job-1", "prepared": False}]
+)
+def test_trainers_that_are_gone_come_back_as_a_node_that_returns(says: dict[str, Any]) -> None:
+    s = Recovering()
+    s.hello("node-3", 103, generation=1, **says)
+    assert s.machine.generation == 2
+    assert [type(one.command) for one in s.commands() if one.node == "node-3"] in ([Stop, Prepare], [Prepare])
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    assert (s.recovery["cause"], s.recovery["detected_how"]) == ("trainer_lost", "hello")
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 3, report())
+    s.goes_on(3, "node-0", "node-1", "node-2", step=2)
+    s.resumed("node-3", 3)
+    assert s.recovery["cause"] == "node_returned"
+
+
+@pytest.mark.parametrize(
+    "says", [{"generation": 2}, {"generation": 5, "training": True}, {"generation": 5, "quiesced": True}]
+)
+def test_a_planned_node_that_does_not_train_in_this_generation_has_lost_its_trainers(
+    says: dict[str, Any],
+) -> None:
+    s = without_node_3()
+    s.hello("node-2", 102, job_id="job-1", prepared=True, generation=2, training=True)
+    assert not s.commands()
+    s.hello("node-2", 102, job_id="job-1", prepared=True, **says)
+    assert s.machine.generation == says["generation"] + 1 and set(s.modes().values()) == {"abort"}
+    assert not s.commands(Resume)
+
+
+def test_who_reported_is_not_asked_again_and_who_waits_gets_its_resume_again() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0")
+    waits = {"job_id": "job-1", "prepared": True, "generation": 2, "quiesced": True}
+    s.hello("node-0", 100, **waits)
+    assert not s.commands()
+    s.reports(2, "node-1", "node-2")
+    s.plan()
+    s.hello("node-0", 100, **waits)
+    assert [type(one.command) for one in s.commands()] == [Resume]
+    s.hello("node-4", 104)
+    s.hello("node-4", 104, job_id="job-1", prepared=False, generation=0)
+    assert not s.commands(Resume), "it has no part in this generation"
+
+
+def test_a_hello_without_news_does_not_end_a_pause() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-2")
+    s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(2, 3))
+    assert s.machine.phase is ClusterPhase.PAUSED
+    s.hello("node-0", 100, job_id="job-1", prepared=True, generation=2, quiesced=True)
+    assert s.machine.phase is ClusterPhase.PAUSED and not s.commands()
+
+
+# --- trainers ------------------------------------------------------------------------------------
+
+
+def lost(
+    s: Recovering, node: str = "node-3", cause: Any = "exited", generation: int = 1, detail: str = ""
+) -> None:
+    s.say(node, TrainerLost(generation=generation, device=0, cause=cause, detail=detail))
+
+
+def test_a_loss_of_trainers_is_told_once_and_that_they_cannot_come_back_once_more() -> None:
+    s = Recovering()
+    lost(s, detail="x" * 300)
+    [told] = s.events("TrainerLost")
+    assert told.reason == "trainer 0 of node-3: exited, " + "x" * 200
+    lost(s)
+    assert not s.all(EmitEvent) and s.machine.generation == 2
+    lost(s, cause="unprepared", detail="no device")
+    assert [event.details["detail"] for event in s.events("TrainerLost")] == ["no device"]
+    assert s.machine.generation == 2
+    lost(s, cause="unprepared", detail="no device")
+    assert not s.all(EmitEvent)
+
+
+def test_a_loss_of_trainers_from_before_or_of_no_job_is_ignored() -> None:
+    s = without_node_3()
+    lost(s, "node-2", generation=1)
+    assert ignored(s) == ["a TrainerLost from before what this node said since"]
+    assert not s.events("TrainerLost") and s.machine.generation == 2
+    s.feed(StopRequested, request="stop", job="tiny")
+    lost(s, "node-2", generation=2)
+    assert ignored(s) == ["a TrainerLost while no job is under way: its node has another one"]
+    assert not s.events("TrainerLost")
+
+
+def test_a_node_whose_trainers_are_back_is_one_that_returns() -> None:
+    s = Recovering()
+    lost(s)
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 3, report())
+    s.goes_on(3, "node-0", "node-1", "node-2", step=2)
+    s.resumed("node-3", 3)
+    assert s.recovery["cause"] == "node_returned"
+
+
+def test_the_same_error_in_another_step_begins_a_new_count() -> None:
+    s = Recovering()
+    lost(s, cause="raised", detail="ValueError: nan")
+    s.goes_on(2, "node-0", "node-1", "node-2")
+    s.stepped("node-0", 2, 3)
+    lost(s, "node-2", "raised", 2, "ValueError: nan")
+    assert s.machine.phase is ClusterPhase.QUIESCING, "step 2 was committed without node-3"
+    other = Recovering()
+    lost(other, cause="raised", detail="ValueError: nan")
+    other.reports(2, "node-0", "node-1", "node-2")
+    other.plan()
+    lost(other, "node-2", "raised", 2, "KeyError: 3")
+    assert other.machine.phase is ClusterPhase.QUIESCING, "another error on another node"
+
+
+# --- boundaries ----------------------------------------------------------------------------------
+
+
+def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.hello("node-4", 104)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    for name in ("node-0", "node-1", "node-2"):
+        s.resumed(name, 2)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    assert not s.commands() and s.timers() == {"join": 0.1}
+    s.stepped("node-0", 2, 2)
+    s.fire("join", 0.1)
+    assert set(s.modes().values()) == {"boundary"} and "node-4" in s.modes()
+
+
+def test_a_join_that_nobody_wants_any_more_starts_nothing() -> None:
+    s = Recovering(3)
+    s.hello("node-3", 103)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.fire("join", 0.1)
+    assert not s.commands() and s.machine.generation == 1
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    s.feed(DrainRequested, request="d", node="node-4")
+    s.fire("join", 0.1)
+    assert not s.modes() and s.machine.generation == 1, "it leaves before it took part"

@@ -338,17 +338,17 @@ class Coordination(Script):
     def _lasting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what outside tools are shown at once, and what must survive a crash.
 
-        Steps, and what is waited for, are shown with the next change; reports of nodes are asked for again.
+        Steps, hosts, and what is waited for are shown with the next change; reports and facts of nodes are asked for again.
         """
         seen = self.machine.public_state()
         later = {"step", "loss", "step_s", "samples_per_s", "waiting_for", "snapshot"}
         shown = {key: value for key, value in seen.items() if key not in later}
         shown["nodes"] = {
-            name: {key: value for key, value in node.items() if key != "step"}
+            name: {key: value for key, value in node.items() if key not in ("step", "host")}
             for name, node in seen["nodes"].items()
         }
         stored = self.machine.durable_state()
-        again = {"nodes", "held", "snapshot_behind"}
+        again = {"nodes", "hosts", "held", "snapshot_behind"}
         lasting = {key: value for key, value in stored.items() if key not in again}
         if attempt := stored.get("attempt"):
             lasting["attempt"] = {
