@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from transcripts import Coordination, committed, report
 
+from statemachine.events import BrokerConnected, DrainRequested, NodeVanished
 from statemachine.messages.cluster import (
     Acknowledgement,
     Command,
@@ -15,8 +16,9 @@ from statemachine.messages.cluster import (
     Released,
     Resume,
     Stop,
+    TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Quiesce
+from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, NodeActivity
 from statemachine.timing import Timing
 
@@ -209,3 +211,120 @@ def test_a_wish_to_leave_is_asked_for_and_the_release_is_sent_again(s: Cluster) 
     s.step = 2
     s.stepped("node-0", 2, 2)
     assert ("node-3", Released) in kinds(s.beat())
+
+
+# --- what contradicts nothing --------------------------------------------------------------------
+
+
+def beaten(s: Cluster, node: str, **said: Any) -> list[type[Command]]:
+    """Return the kinds of command to this node after heartbeats that say this."""
+    generation = said.pop("generation", s.generations[node])
+    s.generations[node] = generation
+    s.activity[node] = said.pop("activity", NodeActivity.TRAINING)
+    s.job_ids[node] = said.pop("job_id", "job-1")
+    s.acknowledged[node] = said
+    return sorted({type(command) for name, command in s.beat() if name == node}, key=str)
+
+
+def test_a_contradiction_that_ends_in_between_costs_nothing(s: Cluster) -> None:
+    for activity in (NodeActivity.PREPARED, NodeActivity.TRAINING) * 4:
+        s.activity["node-1"] = activity
+        assert s.beat(0.5) == []
+
+
+def test_another_contradiction_has_its_own_time(s: Cluster) -> None:
+    quiescing(s)
+    for late in (True, False) * 4:
+        s.generations["node-2"] = 1 if late else 2
+        s.activity["node-2"] = NodeActivity.TRAINING
+        assert s.beat(0.25) == []
+
+
+def test_an_order_is_not_repeated_to_a_node_that_is_lost_before_the_tick(s: Cluster) -> None:
+    recovering(s)
+    waits = Acknowledgement(activity=NodeActivity.QUIESCED, job_id="job-1")
+    for _ in range(4):
+        s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=waits))
+        s.wait(0.25)
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.fire("tick")
+    assert not [one for one in s.commands(Resume)]
+
+
+def test_an_order_is_not_repeated_that_was_acknowledged_before_the_tick(s: Cluster) -> None:
+    recovering(s)
+    for activity in (*[NodeActivity.QUIESCED] * 4, NodeActivity.RESUMING):
+        said = Acknowledgement(activity=activity, job_id="job-1")
+        s.say("node-2", Heartbeat(generation=2, committed=committed(1), acknowledgement=said))
+        s.wait(0.25)
+    s.fire("tick")
+    assert not s.commands(Resume)
+
+
+def test_a_released_node_is_told_again_while_it_works_or_wants_to_leave() -> None:
+    s = Cluster()
+    s.feed(BrokerConnected)
+    for number, name in enumerate(NODES):
+        s.hello(name, 100 + number)
+    s.feed(DrainRequested, request="d", node="node-3")
+    assert [one.node for one in s.commands(Released)] == ["node-3"]
+    s.all_are(NodeActivity.NONE, 0)
+    s.job_ids = dict.fromkeys(NODES, None)
+    assert beaten(s, "node-3", activity=NodeActivity.NONE, job_id=None) == []
+    assert beaten(s, "node-3", activity=NodeActivity.NONE, job_id=None, leaving=True) == [Released]
+    assert beaten(s, "node-3", activity=NodeActivity.BUILDING, job_id=None) == [Released]
+
+
+def test_a_wish_to_leave_that_has_arrived_is_not_asked_for(s: Cluster) -> None:
+    s.say("node-3", Leaving(reason="spot notice"))
+    assert beaten(s, "node-3", leaving=True) == []
+
+
+def test_without_a_job_a_node_is_asked_about_a_job_that_it_names_and_about_nothing_else() -> None:
+    s = Cluster()
+    s.feed(BrokerConnected)
+    for number, name in enumerate(NODES):
+        s.hello(name, 100 + number)
+    s.all_are(NodeActivity.NONE, 0)
+    s.job_ids = dict.fromkeys(NODES, None)
+    assert s.beat(2.0) == []
+    assert beaten(s, "node-1", activity=NodeActivity.PREPARED, job_id="job-0") == [Inquiry]
+
+
+def test_trainers_that_are_gone_are_asked_about_and_those_of_an_unprepared_node_are_not(s: Cluster) -> None:
+    assert beaten(s, "node-2", activity=NodeActivity.NONE, job_id=None) == [Inquiry]
+    other = Cluster()
+    other.running(3)
+    other.hello("node-3", 103)
+    other.say("node-3", TrainerLost(generation=0, device=0, cause="unprepared", detail="no memory"))
+    other.job_ids["node-3"] = None
+    asked = beaten(other, "node-3", activity=NodeActivity.NONE, job_id=None, generation=0)
+    assert asked in ([], [Prepare])
+
+
+def test_who_reported_or_has_no_part_in_a_generation_is_asked_for_nothing(s: Cluster) -> None:
+    quiescing(s)
+    s.activity["node-2"] = NodeActivity.QUIESCING
+    assert beaten(s, "node-0", activity=NodeActivity.TRAINING, generation=1) == [], "its report is here"
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    for _ in range(6):
+        said = Acknowledgement(activity=NodeActivity.PREPARED, job_id="job-1")
+        s.say("node-4", Heartbeat(generation=0, committed=None, acknowledgement=said))
+        assert not s.commands()
+        s.wait(0.25)
+
+
+def test_what_a_node_says_of_another_generation_is_no_contradiction(s: Cluster) -> None:
+    recovering(s)
+    s.all_are(NodeActivity.RESUMING, 2)
+    s.activity["node-3"] = NodeActivity.BUILDING
+    assert beaten(s, "node-2", activity=NodeActivity.QUIESCED, generation=1) == []
+    assert beaten(s, "node-2", activity=NodeActivity.QUIESCED, generation=2) == [Resume]
+    s.hello("node-4", 104)
+    s.say("node-4", Prepared(job_id="job-1", profile=None))
+    for _ in range(6):
+        said = Acknowledgement(activity=NodeActivity.PREPARED, job_id="job-1")
+        s.say("node-4", Heartbeat(generation=2, committed=None, acknowledgement=said))
+        assert not s.commands()
+        s.wait(0.25)

@@ -338,7 +338,8 @@ class Coordination(Script):
     def _lasting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what outside tools are shown at once, and what must survive a crash.
 
-        Steps, hosts, and what is waited for are shown with the next change; reports and facts of nodes are asked for again.
+        Steps, hosts, and what is waited for are shown with the next change. Reports and facts of nodes are asked for
+        again.
         """
         seen = self.machine.public_state()
         later = {"step", "loss", "step_s", "samples_per_s", "waiting_for", "snapshot"}
