@@ -1,5 +1,6 @@
 # make demo   sets everything up and runs the main job
 # make test   sets everything up and runs checks and tests
+# make quick  runs the tests that start no processes
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
 # make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
 # make docs   writes the pages and schemas that are made of the code
@@ -10,7 +11,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test gpu-test mutants check docs setup mosquitto promtool chromium clean
+.PHONY: demo test quick gpu-test mutants check docs setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -46,6 +47,9 @@ docs: setup
 
 test: setup mosquitto promtool chromium check
 	$(BIN)/pytest -n 2 --no-loadscope-reorder
+
+quick: setup
+	$(BIN)/pytest -n 2 --quick
 
 gpu-test: setup mosquitto
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no GPU that torch can use")'

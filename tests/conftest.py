@@ -6,6 +6,7 @@ they are new each time. No example has a time to keep.
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,41 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return half or nodeid.partition("::")[0]
 
     return OneServiceAtATime(config, log)
+
+
+NOT_QUICK = ("e2e", "gpu", "runtime", "security")
+"""Folders of tests that start processes, or import torch."""
+STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+"""Audit events of Python that start a process."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="leave out tests that start processes and tests that take long"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out the folders in which no test is quick."""
+    folder = collection_path.relative_to(Path(__file__).parent).parts[:1]
+    return True if config.getoption("--quick") and folder and folder[0] in NOT_QUICK else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep quick tests with ``--quick``, and refuse every process that one of them starts."""
+    if not config.getoption("--quick"):
+        return
+    left_out = [item for item in items if any(item.get_closest_marker(m) for m in ("processes", "long"))]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
+    sys.addaudithook(refuse_processes)
+
+
+def refuse_processes(event: str, _arguments: object) -> None:
+    """:raises AssertionError: a test starts a process."""
+    if event in STARTS and "PYTEST_CURRENT_TEST" in os.environ:
+        raise AssertionError("this test starts a process: mark it with pytest.mark.processes")
 
 
 @pytest.fixture(autouse=True)

@@ -129,6 +129,7 @@ FORBIDDEN = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_nothing_forbidden_is_in_the_code(what: str) -> None:
     assert [where(p) for p in WRITTEN if FORBIDDEN[what].search(p.read_text(encoding="utf-8"))] == []
@@ -165,6 +166,7 @@ def dotted(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@pytest.mark.processes
 def test_no_daemon_loads_torch() -> None:
     """All modules but runtime's at once, in a fresh interpreter: also what they import indirectly."""
     names = [dotted(p) for p in MODULES if p.relative_to(ROOT).parts[0] != "runtime" and p.stem != "__main__"]
@@ -209,6 +211,7 @@ def test_the_pure_rooms_touch_nothing_impure() -> None:
     assert found == []
 
 
+@pytest.mark.processes
 def test_imports_run_downwards() -> None:
     command = Path(sys.executable).parent / "lint-imports"
     if not command.exists():

@@ -1,9 +1,9 @@
 """Every command block of the README and of docs/: sound shell, options that exist, and run where possible.
 
-A reader's directory has the files that pages name, made small, and a cluster of ``ftd local`` that trains
-in another terminal. What needs that cluster is run page by page; what needs none, beside it; what takes
-several hosts is run by ``test_docs_hosts``. What one machine cannot do is in ``NOT_RUN``, with its reason,
-and is checked for syntax and options like all others.
+A reader's directory has the files that pages name, made small. What needs no running cluster is run page by page,
+each in a directory of its own. Everything else is run beside a cluster of ``ftd local`` that trains in another
+terminal. What takes several hosts is run by ``test_docs_hosts``. What one machine cannot do is in ``NOT_RUN``, with
+its reason, and is checked for syntax and options like all others.
 """
 
 import contextlib
@@ -19,7 +19,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,10 @@ ENDLESS = r"^ftd bridge|--follow|^ftd top|^mosquitto_sub (?!-C)|^python examples
 """These go on for ever, beside all others: each must have said or done something by the end."""
 ALONE = r"^ftd (plan|profile|sim|local|chaos (run --local|soak))\b"
 """These need no cluster that runs."""
+TRAINS = "ftd local examples/gpt.toml"
+"""The command in the other terminal."""
+NEEDED = {"profiles.md": "training.md"}
+"""Pages whose commands write what another page's read."""
 LAST = (r"dead-letters", r"^ftd stop")
 """These come behind all others."""
 
@@ -195,10 +198,10 @@ phase = "RUNNING"
 def furnish(place: Path) -> None:
     """The files that pages name, small, and what a broker's host has."""
     shutil.copytree(ROOT / "examples", place / "examples", ignore=shutil.ignore_patterns("chaos", "gpt.*"))
-    job = write_job(place, delay_s=0.01).read_text().replace('name = "tiny"', 'name = "gpt"')
+    job = write_job(place, delay_s=0.03).read_text().replace('name = "tiny"', 'name = "gpt"')
     (place / "examples" / "gpt.toml").write_text(
         f'{job}[snapshot]\nevery_steps = 10\n[checkpoint]\nurl = "{place}/checkpoints/gpt"\n'
-        "every_steps = 40\nkeep = 1000\n"
+        "every_steps = 20\nkeep = 1000\n"
     )
     for package in ("ftd", "runtime", "statemachine", "planner"):  # The text that the llama learns.
         (place / package).symlink_to(ROOT / package)
@@ -298,42 +301,63 @@ def webhook() -> Iterator[Webhook]:
 
 
 @pytest.fixture
-def readers(webhook: Webhook) -> Iterator[tuple[Reader, Reader]]:
+def reader(webhook: Webhook) -> Iterator[Reader]:
     with tempfile.TemporaryDirectory(prefix="r-") as name:  # Short, as sockets lie below it.
-        made = []
-        for place in (Path(name) / "1", Path(name) / "2"):
-            place.mkdir()
-            furnish(place)
-            made.append(Reader(place, f"http://127.0.0.1:{webhook.server.server_port}"))
+        place = Path(name)
+        furnish(place)
+        made = Reader(place, f"http://127.0.0.1:{webhook.server.server_port}")
         try:
-            yield made[0], made[1]
+            yield made
         finally:
-            for reader in made:
-                reader.end()
+            made.end()
 
 
-@pytest.mark.timeout(900)
-def test_commands_do_what_the_pages_say(readers: tuple[Reader, Reader], webhook: Webhook) -> None:
-    reader, other = readers
+@pytest.fixture(scope="module", autouse=True)
+def programs() -> None:
     for program in ("jq", "curl", "mosquitto"):
         if shutil.which(program) is None:
             pytest.skip(f"{program} is not installed")
-    todo = {as_run(command): page for page, command in ALL if reason_not_to_run(command) is None}
-    training = next(command for command in todo if "local examples/gpt.toml" in command)
-    todo.pop(training)
-    alone = [(page, command) for command, page in todo.items() if re.search(ALONE, command)]
-    endless = [command for command in todo if re.search(ENDLESS, command)]
-    rest = {c: p for c, p in todo.items() if c not in endless and (p, c) not in alone}
+
+
+def todo() -> dict[str, str]:
+    """Each command that is run, once, and a page that has it."""
+    return {as_run(command): page for page, command in ALL if reason_not_to_run(command) is None}
+
+
+def without_cluster() -> dict[str, list[str]]:
+    """Commands that need no running cluster, by page. What ``NEEDED`` names comes with the page that uses it."""
+    found: dict[str, list[str]] = {}
+    for page, command in ALL:
+        made = as_run(command)
+        if reason_not_to_run(command) is None and re.search(ALONE, made) and TRAINS not in made:
+            commands = found.setdefault(NEEDED.get(page, page), [])
+            if not any(made in others for others in found.values()):
+                commands.append(made)
+    return {page: commands for page, commands in found.items() if commands}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("page", without_cluster())
+def test_commands_without_a_cluster_do_what_the_page_says(reader: Reader, page: str) -> None:
+    problems = reader.run([(page, command) for command in without_cluster()[page]])
+    assert problems == [], "\n".join(problems)
+
+
+@pytest.mark.timeout(900)
+def test_commands_do_what_the_pages_say(reader: Reader, webhook: Webhook) -> None:
+    commands = todo()
+    training = next(command for command in commands if TRAINS in command)
+    commands.pop(training)
+    endless = [command for command in commands if re.search(ENDLESS, command)]
+    rest = {c: p for c, p in commands.items() if c not in endless and not re.search(ALONE, c)}
     last = [(p, c) for pattern in LAST for c, p in rest.items() if re.search(pattern, c)]
     first = [(p, c) for c, p in rest.items() if (p, c) not in last]
-    with ThreadPoolExecutor(1) as beside:
-        without = beside.submit(other.run, alone)
-        reader.train(training)
-        for command in endless:
-            reader.begin(command)
-        problems = reader.run(first)
-        [bridge] = [command for command in endless if command.startswith("ftd bridge")]
-        reader.until(lambda: len(webhook.alerts) > 1, bridge)
-        problems += reader.run(last) + without.result()
+    reader.train(training)
+    for command in endless:
+        reader.begin(command)
+    problems = reader.run(first)
+    [bridge] = [command for command in endless if command.startswith("ftd bridge")]
+    reader.until(lambda: len(webhook.alerts) > 1, bridge)
+    problems += reader.run(last)
     problems += [f"{c}: said nothing" for c in endless if c != bridge and not reader.said(c)]
     assert problems == [], "\n".join(problems)

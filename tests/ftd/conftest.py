@@ -12,6 +12,15 @@ from ftd.transport.mqtt.embedded import await_ready, embedded_command
 from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
 from tests.ftd.secure_broker import SecureBroker
 
+PROCESSES = {"start_broker", "secure"}
+"""Fixtures that start processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and PROCESSES & set(item.fixturenames):
+            item.add_marker(pytest.mark.processes)
+
 
 class RunningBroker:
     """A broker process that a test may kill and start again on the same port."""

@@ -310,6 +310,7 @@ def test_the_recipe_is_one(start: Start, webhook: Webhook) -> None:
     assert webhook.taken == ["e-RecoveryCompleted-0", "e-NodeLost-0"]
 
 
+@pytest.mark.processes
 def test_dead_letters_are_posted_later(webhook: Webhook, tmp_path: Path) -> None:
     missing = [program for program in ("jq", "curl") if shutil.which(program) is None]
     if missing:

@@ -25,6 +25,8 @@ from planner.values import LayerProfile, ModelProfile
 from tests.commands import ftd_here
 from tests.ftd.conftest import RunningBroker
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = [
     "init",

@@ -104,6 +104,7 @@ def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.processes
 def test_every_type_is_exported_or_refused() -> None:
     from storage.safetensors_file import _NAMES
 
@@ -152,6 +153,7 @@ def test_sizes_are_read() -> None:
     assert {text: size_in_bytes(text, "x") for text in sizes} == sizes
 
 
+@pytest.mark.processes
 def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom ftd.cli.main import main\n"

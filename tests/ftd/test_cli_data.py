@@ -14,6 +14,8 @@ from runtime.sources.token_file import TokenFile
 from tests.commands import ftd_here
 from tests.runtime.corpus import make_tokenizer, sentence, write_lines
 
+pytestmark = pytest.mark.processes
+
 SOURCES = str(Path(sysconfig.get_paths()["stdlib"]) / "[a-c]*.py")
 WITHOUT_TORCH = """
 import sys

@@ -426,6 +426,7 @@ def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> N
     assert refused(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")
 
 
+@pytest.mark.processes
 def test_json_loads_nothing_that_it_does_not_need(profile: Path) -> None:
     script = "import sys; from ftd.cli.main import app\napp(sys.argv[1:], standalone_mode=False)\n"
     script += "print(*(name.split('.')[0] for name in sys.modules), file=sys.stderr)"

@@ -626,6 +626,7 @@ def test_a_broker_that_stands_still_for_longer_than_keep_alive_loses_no_node(
     asyncio.run(scene())
 
 
+@pytest.mark.processes
 def test_without_a_broker_it_says_so_and_waits(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, free_port())
     daemon.start()
@@ -657,6 +658,7 @@ async def _answering(daemon: Daemon) -> None:
         await state_when(client, lambda _: True)
 
 
+@pytest.mark.processes
 def test_a_damaged_journal_is_a_clear_error(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, free_port())
     (tmp_path / "state").mkdir()

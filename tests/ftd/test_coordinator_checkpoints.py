@@ -137,6 +137,7 @@ def exported(job: Job, step: int, limit_s: float = 240.0) -> CheckpointExported 
     return export(exporting(job, step, limit_s), lambda: 1.0)
 
 
+@pytest.mark.processes
 def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
@@ -158,6 +159,7 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
     assert [path.name for path in exports.iterdir()] == [target.name]
 
 
+@pytest.mark.processes
 def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
@@ -186,6 +188,7 @@ def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
     assert isinstance(event, CheckpointWritten) and event.pruned == (10, 30)
 
 
+@pytest.mark.processes
 def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
     directory = str(tmp_path / "exports")
     job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=directory)

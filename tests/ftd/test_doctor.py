@@ -91,6 +91,7 @@ def test_the_doctor_sees_another_nodes_password(secure: SecureBroker, port: int,
     assert found["coordinator"]["verdict"] == "warning"
 
 
+@pytest.mark.processes
 def test_nobody_there(tmp_path: Path) -> None:
     (tmp_path / "ftd.toml").write_text('[broker]\nurl = "mqtt://127.0.0.1:1"\n')
     rc, found = examine(tmp_path / "ftd.toml")
@@ -99,6 +100,7 @@ def test_nobody_there(tmp_path: Path) -> None:
     assert all(finding["remedy"] for finding in found.values() if finding["verdict"] != "ok")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("content", ['secret_file = "gone"\n', 'secret_file = "empty"\n'])
 def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, content: str) -> None:
     (tmp_path / "empty").touch(mode=0o600)

@@ -30,6 +30,7 @@ def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 @analyze
 @pytest.mark.parametrize("role", ["node", "coordinator"])
 def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path, role: Role) -> None:
@@ -90,6 +91,7 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [

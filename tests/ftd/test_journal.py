@@ -77,6 +77,7 @@ def test_the_last_state_wins(tmp_path: Path, forced: bool) -> None:
     reopened.close()
 
 
+@pytest.mark.processes
 def test_what_was_saved_survives_sigkill(tmp_path: Path) -> None:
     script = (
         "import os, sys\n"

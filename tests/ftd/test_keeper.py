@@ -265,6 +265,7 @@ def went_on_exactly(first: Ranks, second: Ranks) -> None:
     assert [second.states[rank, behind] for rank in ranks] == [first.states[rank, behind] for rank in ranks]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "protection", "count", "lost"),
     [
@@ -288,6 +289,7 @@ def test_hosts_that_are_lost_with_their_memory(
     went_on_exactly(first, second)
 
 
+@pytest.mark.processes
 def test_a_single_process_has_a_buddy_that_its_keeper_knows(world: World) -> None:
     buddy = world.host("buddy")
     host = world.host("h0", peers=(buddy.address,))
@@ -304,6 +306,7 @@ def test_a_single_process_has_a_buddy_that_its_keeper_knows(world: World) -> Non
     went_on_exactly(first, second)
 
 
+@pytest.mark.processes
 def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) -> None:
     hosts = [world.host(f"h{i}") for i in range(2)]
     for kind in ("ddp", "fsdp"):
@@ -323,6 +326,7 @@ def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) ->
             assert "start with 2 ranks again" in second.text
 
 
+@pytest.mark.processes
 def test_without_the_others_token_or_a_keeper_training_goes_on(world: World) -> None:
     hosts = [world.host("h0"), world.host("h1", secret="other")]
     ranks = world.ranks(hosts, "fsdp", "buddy", 4, "0.05")
@@ -374,6 +378,7 @@ class Agent:
         return set(re.findall(r"^(\d+) (\d+) (\d+\.\d{9})$", self.text, re.MULTILINE))
 
 
+@pytest.mark.processes
 def test_torchrun_on_two_hosts_goes_on_when_one_is_lost_with_its_memory(world: World) -> None:
     port = free_port()
     hosts = [world.host("h0"), world.host("h1")]

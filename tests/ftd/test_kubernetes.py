@@ -147,6 +147,7 @@ def sources_of(directory: Path) -> dict[str, dict[str, bytes]]:
     }
 
 
+@pytest.mark.processes
 @needs_tools
 def test_the_pods_make_a_cluster(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
     sources = sources_of(tmp_path)

@@ -4,6 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.processes
+
 SCRIPT = """
 import contextvars
 import logging

@@ -495,10 +495,12 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_promtool_finds_the_rules_sound() -> None:
     promtool("check", "rules", str(MONITORING / "alerts.yml"))
     promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
 
 
+@pytest.mark.processes
 def test_the_alerts_fire_when_they_should_and_only_then() -> None:
     promtool("test", "rules", str(Path(__file__).with_name("alerts_test.yml")))

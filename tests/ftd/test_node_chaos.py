@@ -158,6 +158,7 @@ def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
     play(Hands({}), body)
 
 
+@pytest.mark.processes
 def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subprocess.Popen[bytes]) -> None:
     hands = Hands({0: sleeper.pid})
 
@@ -172,6 +173,7 @@ def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subpro
     assert [answer.accepted for answer in hands.answers] == [True, True]
 
 
+@pytest.mark.processes
 def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen[bytes]) -> None:
     def woken() -> bool:
         """By what the kernel tells a parent: it was stopped, and goes on."""
@@ -272,6 +274,7 @@ def test_what_is_full_is_given_back(tmp_path: Path) -> None:
     assert "cannot be filled" in str(filler.problem(tmp_path / "none", 1))
 
 
+@pytest.mark.processes
 def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
     directory = tmp_path / "small"
     try:

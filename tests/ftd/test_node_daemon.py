@@ -21,6 +21,8 @@ from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import FromNode, Stepped, StepsWanted, ToNodes
 from tests.ftd.conftest import RunningBroker
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 60.0
 
 

@@ -38,6 +38,8 @@ from statemachine.events import (
 )
 from statemachine.messages.values import Job, Profiled
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 LAYER = LayerProfile(

@@ -215,6 +215,7 @@ def children() -> set[str]:
     return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
+@pytest.mark.processes
 def test_a_process_that_takes_too_long_is_ended() -> None:
     before = children()
     with pytest.raises(InternalError, match=r"did not answer within 0\.05 s"):
@@ -237,6 +238,7 @@ def ftd(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.processes
 def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> None:
     job = str(ROOT / "examples" / "mlp.toml")
     done = ftd("profile", job, "--devices-per-node", "2", directory=tmp_path)
@@ -261,6 +263,7 @@ def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> Non
     assert two_ms == pytest.approx(sum(s.forward_ms + s.backward_ms for e in profile.layers for s in e.split))
 
 
+@pytest.mark.processes
 def test_the_network_may_be_left_out(tmp_path: Path) -> None:
     job = str(ROOT / "examples" / "mlp.toml")
     done = ftd("profile", job, "--no-network", "--output", "here.json", directory=tmp_path)
@@ -270,6 +273,7 @@ def test_the_network_may_be_left_out(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -290,6 +294,7 @@ def test_what_cannot_work_is_said_before_anything_is_measured(
     assert says in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_training_function_that_fails_is_told(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def build(): raise RuntimeError('no data')\n")
     (tmp_path / "job.toml").write_text(

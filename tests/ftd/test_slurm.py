@@ -14,6 +14,8 @@ import pytest
 
 from ftd.transport.mqtt.mosquitto import find_mosquitto, free_port
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "ftd.sbatch"
 PATIENCE_S = 240.0

@@ -15,6 +15,8 @@ import pytest
 from ftd.node import starving
 from ftd.node.starving import Starving, waited_s
 
+pytestmark = pytest.mark.processes
+
 PATIENCE_S = 60.0
 SPIN = "print(flush=True)\nwhile True: pass"
 

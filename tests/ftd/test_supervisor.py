@@ -165,6 +165,7 @@ def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: 
     )
 
 
+@pytest.mark.processes
 def test_trains_alone_and_reports_every_stage_of_it() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
@@ -202,6 +203,7 @@ def test_trains_alone_and_reports_every_stage_of_it() -> None:
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> None:
     async def body(trainers: Trainers) -> None:
         for device in (0, 1):
@@ -220,6 +222,7 @@ def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> N
     run_with_trainers(body, devices=2)
 
 
+@pytest.mark.processes
 def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
@@ -239,6 +242,7 @@ def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
     script = tmp_path / "spawner.py"
     script.write_text(
@@ -262,6 +266,7 @@ def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no such data')\n")
 
@@ -277,6 +282,7 @@ def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: P
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
@@ -295,6 +301,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 def test_a_stranger_on_the_socket_is_refused() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
@@ -315,6 +322,7 @@ def test_a_stranger_on_the_socket_is_refused() -> None:
     run_with_trainers(body)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path) -> None:
     """A process that only runs a supervisor is ended; the kernel ends zygote and trainer with it."""

@@ -188,6 +188,7 @@ assert Arena.open(place / "device-0").snapshots == (later, kept)
 """
 
 
+@pytest.mark.processes
 def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")
@@ -261,6 +262,7 @@ for step in range(1, 100_000):
 """
 
 
+@pytest.mark.processes
 def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(directory: Path) -> None:
     newest = 0
     for delay_s in np.linspace(0.001, 0.05, 8).tolist():

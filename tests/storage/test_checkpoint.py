@@ -367,6 +367,7 @@ while True:
 """
 
 
+@pytest.mark.processes
 def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(store: CheckpointStore) -> None:
     draw = np.random.default_rng(3)
     write(store, 7)
@@ -390,6 +391,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(stor
     assert store.steps() == (10**6,) and store.problems == []
 
 
+@pytest.mark.processes
 def test_a_killed_writer_in_mid_write_is_seen_as_such(store: CheckpointStore) -> None:
     write(store, 7)
     slow = WRITER.replace("write(store, step, numel=400_000)", "").replace(
@@ -458,6 +460,7 @@ assert holds(store, 9)
 """
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_said_and_costs_only_the_draft(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")
@@ -507,6 +510,7 @@ for fails in (lambda: store.begin(8), lambda: CheckpointStore.at(sys.argv[1] + "
 """
 
 
+@pytest.mark.processes
 def test_a_read_only_directory_is_said_and_can_be_read(store: CheckpointStore) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")

@@ -15,6 +15,8 @@ from planner.values import Policy
 from statemachine.messages.values import Job, LoggingPolicy
 from tests.tracking.logs import JOB, Keeper, logged_steps, plotted, steps_of
 
+pytestmark = pytest.mark.processes
+
 
 def job_at(directory: Path) -> Job:
     return Job(

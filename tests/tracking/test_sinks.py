@@ -32,6 +32,7 @@ def board(directory: Path) -> TensorBoardSink:
     return TensorBoardSink(directory / JOB)
 
 
+@pytest.mark.processes
 def test_tensorboard_is_written_without_torch_and_without_tensorflow(tmp_path: Path) -> None:
     script = (
         "import sys\n"
@@ -159,6 +160,7 @@ def test_mlflow_begins_another_run_with_the_whole_history_after_a_rollback(tmp_p
 # --- Weights & Biases --------------------------------------------------------------------------------
 
 
+@pytest.mark.processes
 def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
     for first, last in ((1, 3), (4, 5)):
         sink = WandbSink(WANDB, tmp_path, JOB, {"seed": 3})
@@ -189,6 +191,7 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
     assert done.returncode == -9
 
 
+@pytest.mark.processes
 def test_wandb_logs_again_what_a_killed_writer_had_in_memory(tmp_path: Path) -> None:
     killed_writer(tmp_path, 1, 400)
     sink = WandbSink(WANDB, tmp_path, JOB, {})
@@ -201,6 +204,7 @@ def test_wandb_logs_again_what_a_killed_writer_had_in_memory(tmp_path: Path) -> 
     assert held[-1][1]["evaluation/loss"] == 3.0
 
 
+@pytest.mark.processes
 def test_wandb_begins_another_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
     sink = WandbSink(WANDB, tmp_path, JOB, {})
     sink.follow(())

@@ -72,6 +72,7 @@ def test_steps_are_logged_while_they_are_committed_and_the_rest_at_the_end(
     assert writer.said == []
 
 
+@pytest.mark.processes
 def test_a_job_goes_to_all_sinks_at_once(keeper: Keeper, policy: LoggingPolicy, tmp_path: Path) -> None:
     policy = LoggingPolicy(
         directory=policy.directory,
@@ -87,6 +88,7 @@ def test_a_job_goes_to_all_sinks_at_once(keeper: Keeper, policy: LoggingPolicy, 
     assert [int(line.split()[2]) for line in loss.read_text().splitlines()] == upto(20)
 
 
+@pytest.mark.processes
 def test_whenever_a_writer_is_killed_the_next_one_goes_on(keeper: Keeper, policy: LoggingPolicy) -> None:
     last = 0
     for term in range(1, 4):
@@ -100,6 +102,7 @@ def test_whenever_a_writer_is_killed_the_next_one_goes_on(keeper: Keeper, policy
     all_once(policy, last)
 
 
+@pytest.mark.processes
 def test_the_writer_of_a_later_leader_takes_over_from_one_that_is_still_there(
     keeper: Keeper, policy: LoggingPolicy, tmp_path: Path
 ) -> None:
@@ -121,6 +124,7 @@ def test_the_writer_of_a_later_leader_takes_over_from_one_that_is_still_there(
     other.journal.close()
 
 
+@pytest.mark.processes
 def test_a_writer_that_is_stopped_is_waited_for_and_adds_nothing_when_it_wakes_up(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:
@@ -157,6 +161,7 @@ def test_a_writer_that_comes_at_the_end_of_a_job_waits_for_the_one_before_it(
     all_once(policy, 10)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("again", [False, True], ids=["at work", "begun again"])
 def test_what_a_rollback_undid_is_superseded(keeper: Keeper, policy: LoggingPolicy, again: bool) -> None:
     keeper.commit(1, 30)
@@ -196,6 +201,7 @@ def test_another_evaluation_of_the_same_step_takes_the_place_of_the_first(
     assert (shown["evaluation/loss"], steps_of(shown["train/loss"])) == ([(5, 4.0)], upto(10))
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_there_is_room(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:

@@ -1,0 +1,11 @@
+"""Seeds, mutants and lost messages take long: ``make quick`` has the scenarios and the situations alone."""
+
+import pytest
+
+LONG = ("test_lost_messages.py", "test_mutants.py", "test_sim.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.long)
