@@ -49,6 +49,7 @@ def world_data(plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ..
             for held in held_parts
             for layer in range(held.first_layer, held.end_layer)
         ),
+        step_s=plan.estimated_iteration_s,
     )
 
 

@@ -16,13 +16,27 @@ Members = tuple[int, ...]
 Channel = Literal["activation", "gradient", "state"]
 """What travels between two ranks; each channel of a pair of ranks is first in, first out."""
 GROUP_TIMEOUT_S = 60.0
-"""Of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
-held for as long. Not how failures are noticed: the control plane does that."""
+"""Least timeout of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
+held for as long. It does not detect failures: the control plane does that."""
+STEPS_PER_TIMEOUT = 20
+MOST_GROUP_TIMEOUT_S = 6 * 3600.0
 Talk = tuple[Channel, int, int]
 """Two ranks, ascending, that will send to each other on a channel."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
 """A process group of torch: its stubs know neither the operations nor the options of the backends."""
+
+
+def group_timeout_s(step_s: float, expired: int) -> float:
+    """Return the timeout of a group.
+
+    :param step_s: expected duration of a step; 0: unknown.
+    :param expired: groups of this process in which no step was committed for that long. Each doubles the timeout, so
+        that steps that take longer than expected are committed in the end.
+    """
+    return min(
+        max(GROUP_TIMEOUT_S, STEPS_PER_TIMEOUT * step_s) * 2.0 ** min(expired, 30), MOST_GROUP_TIMEOUT_S
+    )
 
 
 def run_of(numel: int, index: int, members: int) -> tuple[int, int]:

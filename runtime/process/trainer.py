@@ -7,6 +7,7 @@ its state, reports, and waits for the next generation in the same process.
 
 import gc
 import sys
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +20,7 @@ from runtime.engine.engine import Engine, StepResult
 from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
 from runtime.engine.staged_state import SpoiledError
 from runtime.groups.backends import make_communicator
-from runtime.groups.communicator import Aborted, Communicator, GroupError, PeerLost
+from runtime.groups.communicator import Aborted, Communicator, GroupError, PeerLost, group_timeout_s
 from runtime.groups.store import Rendezvous
 from runtime.layers.state import StateError
 from runtime.measuring.profile import measure
@@ -65,6 +66,10 @@ class Trainer:
         self._link = Link(socket_path, device, self._mailbox, self._pace)
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
+        self._expired = 0
+        """Groups whose timeout was too short for a step: see ``group_timeout_s``."""
+        self._progress_at = 0.0
+        """When the present group committed a step, or began to form."""
 
     def run(self) -> int:
         """Serve until the process is ended; returns an exit code only when something was raised."""
@@ -216,16 +221,33 @@ class Trainer:
             generation=resume.generation,
         )
         self._communicator = make_communicator(
-            engine.data.backend, rendezvous, resume.rank, resume.world.hosts, engine.model.runtime
+            engine.data.backend,
+            rendezvous,
+            resume.rank,
+            resume.world.hosts,
+            engine.model.runtime,
+            group_timeout_s(resume.world.step_s, self._expired),
         )
+        self._progress_at = time.monotonic()
         try:
             self._mailbox.attach(self._communicator)
             self._train(engine, resume, self._communicator)
         except Aborted:
             self._close()
+            self._note_expired(resume)
         except PeerLost as error:
             self._close()
+            self._note_expired(resume)
             self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
+
+    def _note_expired(self, resume: Resume) -> None:
+        """Count a group whose step was not over when the timeout was.
+
+        Whoever's operation expires first ends the group for all. So each rank goes by the time since the last commit,
+        which is the same for all, and not by its own error: their timeouts would differ, and the shortest one counts.
+        """
+        if time.monotonic() - self._progress_at >= 0.9 * group_timeout_s(resume.world.step_s, 0):
+            self._expired += 1
 
     def _train(self, engine: Engine, resume: Resume, communicator: Communicator) -> None:
         """:raises CommunicationError: as soon as the control plane, or a peer's end, stops it."""
@@ -248,6 +270,7 @@ class Trainer:
                     break
                 self._pace.trace.begin(engine.committed_step + 1)
                 result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
+                self._progress_at = time.monotonic()
                 self._link.send(
                     Stepped(
                         generation=generation,

@@ -99,6 +99,8 @@ class WorldData(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...]
     held_parts: tuple[PartData, ...] = ()
     """Under ZeRO-1, of all ranks of this world; empty otherwise."""
+    step_s: float = 0.0
+    """Seconds that the plan expects a step to take; 0: unknown."""
 
 
 class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -52,6 +52,7 @@ def test_ranks_are_the_plans_devices_in_order() -> None:
     first, *others = PLAN.pipelines
     stages = (replace(first.stages[0], recompute="full", within="shard"), *first.stages[1:])
     world = world_data(replace(PLAN, pipelines=(replace(first, stages=stages), *others)), HOSTS)
+    assert world.step_s == PLAN.estimated_iteration_s
     assert [(stage.recompute, stage.within) for stage in world.pipelines[0].stages] == [
         ("full", "shard"),
         ("none", "replicate"),

@@ -130,6 +130,14 @@ class TrainerHandle:
             self._frames = [f for i, f in enumerate(self._frames) if i > position or not isinstance(f, kind)]
         return found
 
+    def sent(self, kind: type[frames.Frame], **fields: object) -> bool:
+        """Whether such a frame is here and not taken; does not wait."""
+        with self._condition:
+            return any(
+                isinstance(frame, kind) and all(getattr(frame, k) == v for k, v in fields.items())
+                for frame in self._frames
+            )
+
     def losses(self) -> dict[int, float]:
         """Of all steps reported and not taken; does not wait."""
         with self._condition:

@@ -19,6 +19,8 @@ import torch
 from runtime.device import HostRuntime
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
+    GROUP_TIMEOUT_S,
+    MOST_GROUP_TIMEOUT_S,
     Aborted,
     CommunicationError,
     Communicator,
@@ -27,6 +29,7 @@ from runtime.groups.communicator import (
     PeerLost,
     Pending,
     SoloCommunicator,
+    group_timeout_s,
     plain_words,
     run_of,
 )
@@ -452,3 +455,10 @@ def test_a_group_of_nccl_that_cannot_be_aborted_keeps_no_other() -> None:
     one.abort()
     eventually(lambda: first.aborted.is_set() and second.aborted.is_set())
     one.close()
+
+
+def test_the_timeout_of_a_group_grows_with_its_steps_and_with_each_group_that_it_ended() -> None:
+    assert group_timeout_s(0.0, 0) == group_timeout_s(0.17, 0) == GROUP_TIMEOUT_S
+    assert group_timeout_s(60.0, 0) == 1200.0 and group_timeout_s(60.0, 2) == 4800.0
+    assert group_timeout_s(0.17, 3) == 8 * GROUP_TIMEOUT_S
+    assert group_timeout_s(0.17, 10_000) == MOST_GROUP_TIMEOUT_S

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,45 @@ def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_
         report = cluster.quiesce(trainers)[0]
         assert time.monotonic() - asked_at < 0.6
         assert report.committed_step == 0 and report.ready_step is None
+
+
+def test_a_step_that_takes_longer_than_the_timeout_of_a_group_is_committed_in_the_end(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    script(
+        tmp_path,
+        """
+        import time
+        from runtime.groups import communicator
+        communicator.GROUP_TIMEOUT_S = 0.5
+
+        class Slow(nn.Linear):
+            def forward(self, x):
+                time.sleep(0.0 if x.device.type == "meta" else 1.3)
+                return super().forward(x)
+
+        def build():
+            return Training(
+                layers=[Slow(3, 3), nn.Linear(3, 1)], loss=functional.mse_loss, optimizer=sgd, dataset=Rows()
+            )
+        """,
+    )
+    trainers = cluster.fork(2)
+    data = data_for("mine.py:build", tmp_path, global_batch=4, microbatch_rows=4, steps=1)
+    cluster.prepare(trainers, data)
+    plan = (pipeline((0, 1, [0]), (1, 2, [1]), first_microbatch=0, microbatches=1),)
+    expired = 0
+
+    def ended(generation: int) -> bool:
+        return trainers[1].sent(p.Finished) or trainers[1].sent(p.PeerSuspected, generation=generation)
+
+    while not trainers[1].sent(p.Finished):
+        reports = cluster.quiesce(trainers)
+        cluster.resume(trainers, plan, step=reports[0].committed_step)
+        eventually(partial(ended, cluster.generation))
+        expired += trainers[1].sent(p.PeerSuspected, generation=cluster.generation)
+        assert expired < 4
+    assert expired > 1
 
 
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
