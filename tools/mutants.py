@@ -574,7 +574,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (2)")
     parser.add_argument("--json", type=Path, help="write every mutant with its verdict to this file")
     parser.add_argument(
-        "--again", type=Path, help="run only those that are open in this file of an earlier run"
+        "--again", type=Path, help="run only those that an earlier run left open or waiting in this file"
     )
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
     chosen = parser.parse_args(arguments)
@@ -585,7 +585,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verdict.status, verdict.by = "equivalent", reason
     if chosen.again:
         entries = json.loads(chosen.again.read_text(encoding="utf-8"))
-        left = {(one["function"], one["change"]) for one in entries if one["status"] == "open"}
+        left = {(one["function"], one["change"]) for one in entries if one["status"] in ("open", "waiting")}
         verdicts = [verdict for verdict in verdicts if verdict.mutant.key in left]
     if chosen.list:
         report(verdicts)

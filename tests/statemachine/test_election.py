@@ -494,3 +494,112 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     one.waits_for_the_seat()
     assert one.at >= gone_at + TIMING.lost_record_timeout_s
     assert one.reigns(found=claim).leader.term == 6
+
+
+# --- what changes nothing ------------------------------------------------------------------------
+
+CARL = Leader(term=6, name="carl", incarnation=3)
+
+
+def waiting() -> One:
+    """anna, which led, is gone; dora stands before bert, which waits for its turn."""
+    one = One().follows(ANNA, Peer(name="anna", incarnation=1), Peer(name="dora", incarnation=4, priority=5))
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.machine._due == {"turn": one.at + TIMING.election_s}, (
+        "the leader is not one of those before it"
+    )
+    return one
+
+
+def leading() -> One:
+    one = One()
+    one.feed(FollowerSessionOpened)
+    one.reigns()
+    return one
+
+
+def test_a_record_or_a_heartbeat_of_the_leader_renews_the_time_of_silence() -> None:
+    one = One().follows()
+    for kind in (LeaderSeen, LeaderHeartbeatSeen):
+        one.feed(kind, after_s=1.0, leader=ANNA)
+        assert one.machine._due == {"silence": one.at + TIMING.leader_silence_s}
+
+
+def test_an_older_record_or_heartbeat_changes_nothing() -> None:
+    one = One().follows()
+    due = dict(one.machine._due)
+    for kind in (LeaderSeen, LeaderHeartbeatSeen):
+        assert one.feed(kind, after_s=1.0, leader=Leader(term=3, name="dora", incarnation=4)) == []
+    assert one.machine.leader == ANNA and one.machine._due == due
+
+
+def test_a_heartbeat_of_a_newer_leader_is_as_good_as_its_record() -> None:
+    one = One().follows()
+    one.feed(LeaderHeartbeatSeen, leader=CARL)
+    assert one.machine.leader == CARL
+    led = leading()
+    led.feed(LeaderHeartbeatSeen, leader=CARL)
+    assert led.has(StepDown) and led.has(ReleaseLeadership) and led.machine.role is Role.FOLLOWER
+
+
+def test_the_record_of_a_leader_that_is_gone_does_not_bring_it_back_and_its_heartbeat_does() -> None:
+    one = waiting()
+    assert one.feed(LeaderSeen, leader=ANNA) == []
+    assert one.feed(LeaderHeartbeatSeen, leader=Leader(term=3, name="dora", incarnation=4)) == []
+    one.feed(LeaderHeartbeatSeen, leader=ANNA)
+    assert one.machine._due == {"silence": one.at + TIMING.leader_silence_s}
+    one.fire("silence")
+    assert "turn" in one.machine._due and not one.has(AcquireLeadership)
+
+
+def test_a_leader_is_not_moved_by_its_own_record_heartbeat_or_last_will() -> None:
+    one = leading()
+    mine, due = one.machine.leader, dict(one.machine._due)
+    for kind in (LeaderSeen, LeaderHeartbeatSeen):
+        assert one.feed(kind, leader=mine) == []
+    assert one.feed(LeaderVanished, incarnation=2, graceful=False) == []
+    assert one.machine.role is Role.LEADER and one.machine._due == due
+
+
+def test_who_was_deposed_steps_down_once() -> None:
+    one = leading()
+    one.feed(LeaderSeen, leader=ANNA)
+    assert one.has(StepDown)
+    one.feed(LeaderSeen, leader=CARL)
+    assert not one.has(StepDown) and not one.has(ReleaseLeadership)
+
+
+def test_a_last_will_before_any_leader_was_seen_changes_nothing() -> None:
+    assert One().feed(LeaderVanished, incarnation=7, graceful=False) == []
+
+
+def test_a_lost_follower_session_ends_its_timers() -> None:
+    for one in (One().follows(), waiting()):
+        one.feed(FollowerSessionLost)
+        assert one.machine._due == {}
+
+
+def test_only_the_leader_tells_who_would_not_take_over() -> None:
+    one = One().follows()
+    assert one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, ineligible="older")) == []
+
+
+def test_a_journal_that_cannot_be_read_is_announced_once_for_each_reason() -> None:
+    one = One().follows()
+    assert one.feed(JournalChecked, problem="") == []
+    one.feed(JournalChecked, problem="schema 2")
+    assert one.has(AnnouncePeer)
+    assert one.feed(JournalChecked, problem="schema 2") == []
+    one.feed(LeaderVanished, incarnation=1, graceful=False)
+    assert one.has(RefuseTakeover)
+    one.feed(JournalChecked, problem="damaged")
+    assert one.has(AnnouncePeer) and one.has(RefuseTakeover)
+
+
+def test_a_session_that_is_not_wanted_any_more_changes_nothing() -> None:
+    one = One().follows()
+    assert one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0)) == []
+    assert one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0), problem="damaged") == []
+    assert one.feed(LeaderSessionLost, why="late") == []
+    assert one.feed(PeerVanished, incarnation=2) == [], "what is left of this very coordinator"
+    assert one.machine.role is Role.FOLLOWER
