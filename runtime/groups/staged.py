@@ -63,19 +63,13 @@ class StagedGlooCommunicator(GlooCommunicator):
         return self._stage([(tensor, staged)], [(staged, tensor)], lambda: ask(staged, members))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        there, here = self._host_memory(target, source)
-        ask = super().all_gather
-        return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
+        return self._exchange(super().all_gather, target, source, members)
 
     def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        there, here = self._host_memory(target, source)
-        ask = super().gather_runs
-        return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
+        return self._exchange(super().gather_runs, target, source, members)
 
     def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        there, here = self._host_memory(target, source)
-        ask = super().reduce_runs
-        return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
+        return self._exchange(super().reduce_runs, target, source, members)
 
     def close(self) -> None:
         self._close_stores()
@@ -85,6 +79,16 @@ class StagedGlooCommunicator(GlooCommunicator):
 
     def _host_memory(self, *tensors: Tensor) -> list[Tensor]:
         return [self._runtime.pinned(t.numel(), t.dtype).view(t.shape) for t in tensors]
+
+    def _exchange(
+        self,
+        ask: Callable[[Tensor, Tensor, Members], Pending],
+        target: Tensor,
+        source: Tensor,
+        members: Members,
+    ) -> Pending:
+        there, here = self._host_memory(target, source)
+        return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
 
     def _stage(self, down: Copies, up: Copies, ask: Callable[[], Pending]) -> Pending:
         """Copy ``down``, then ask gloo, then copy ``up``."""

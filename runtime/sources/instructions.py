@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from runtime.sources.documents import Document, read_records, text_field
 from runtime.sources.errors import DataError, check_length, find_files, import_package
-from runtime.sources.tokenised import TokenisedDataset, TokenisedFiles
+from runtime.sources.tokenised import TokenisedDataset
 from runtime.sources.tokenizer import LoadedTokenizer, load_tokenizer
 from runtime.sources.tokenizing import Encoded, Encoder
 
@@ -45,7 +45,7 @@ class InstructionDataset(TokenisedDataset):
         check_length(length)
         paths = find_files(files, "file of instructions")
         loaded = load_tokenizer(tokenizer)
-        tokens = TokenisedFiles(
+        super().__init__(
             loaded,
             paths,
             facts={"instructions": True, "length": length},
@@ -54,12 +54,11 @@ class InstructionDataset(TokenisedDataset):
             with_learned=True,
             cache_directory=cache_directory,
         )
-        super().__init__(tokens)
 
     @property
     def unused_records(self) -> int:
         """The records whose prompts alone fill a sample."""
-        return self._tokens.info.documents - len(self)
+        return self._info.documents - len(self)
 
 
 def _documents(paths: Iterable[Path], tokenizer: LoadedTokenizer) -> Iterator[Document]:

@@ -7,7 +7,7 @@ from torch import Tensor
 from runtime.sources.documents import read_texts
 from runtime.sources.errors import check_length, find_files
 from runtime.sources.packed import PackedTokens
-from runtime.sources.tokenised import TokenisedDataset, TokenisedFiles
+from runtime.sources.tokenised import TokenisedDataset
 from runtime.sources.tokenizer import load_tokenizer
 from runtime.sources.tokenizing import join_documents, separate_documents
 
@@ -50,7 +50,7 @@ class TextDataset(TokenisedDataset):
         paths = find_files(files, "text file")
         loaded = load_tokenizer(tokenizer)
         ending = loaded.end_of_text(end_of_text)
-        tokens = TokenisedFiles(
+        super().__init__(
             loaded,
             paths,
             facts={"field": field, "end_of_text": ending, "length": None if packing else length},
@@ -58,8 +58,7 @@ class TextDataset(TokenisedDataset):
             encode=join_documents(loaded, ending) if packing else separate_documents(loaded, ending, length),
             cache_directory=cache_directory,
         )
-        super().__init__(tokens)
-        self._packed = PackedTokens([tokens.stream], length=length) if packing else None
+        self._packed = PackedTokens([self._stream], length=length) if packing else None
 
     def __len__(self) -> int:
         return super().__len__() if self._packed is None else len(self._packed)

@@ -23,8 +23,8 @@ CACHE_VERSION = 1
 """Part of every fingerprint; raise it when the same input makes other tokens."""
 
 
-class TokenisedFiles:
-    """The tokens of files in the node's cache, and the tokenizer that made them."""
+class TokenisedDataset:
+    """A data set of samples ``{"input_ids", "labels"}`` whose files the node made into tokens, which it keeps."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TokenisedFiles:
         :param facts: all that decides about the tokens besides the files and the tokenizer.
         :param with_learned: whether to keep which tokens are learned.
         """
-        self.tokenizer = tokenizer
+        self._tokenizer = tokenizer
         key = fingerprint(
             {
                 "version": CACHE_VERSION,
@@ -59,76 +59,57 @@ class TokenisedFiles:
             np.save(directory / "ends.npy", ends)
 
         directory = cached_directory(cache_directory, key, make, _log)
-        self.info = required_info(directory / "tokens.bin")
-        self.stream: ArrayStream = open_tokens(directory / "tokens.bin")
-        self.ends: npt.NDArray[np.int64] = np.load(directory / "ends.npy", mmap_mode="r")
-        self.learned: npt.NDArray[np.bool_] | None = (
+        self._info = required_info(directory / "tokens.bin")
+        self._stream: ArrayStream = open_tokens(directory / "tokens.bin")
+        self._ends: npt.NDArray[np.int64] = np.load(directory / "ends.npy", mmap_mode="r")
+        self._learned: npt.NDArray[np.bool_] | None = (
             np.memmap(directory / "learned.bin", dtype=np.bool_, mode="r") if with_learned else None
         )
 
-    def sample(self, index: int) -> dict[str, Tensor]:
-        """Return document ``index`` as a sample by itself."""
-        index = check_index(index, len(self.ends))
-        start, end = int(self.ends[index - 1]) if index else 0, int(self.ends[index])
-        input_ids = torch.from_numpy(self.stream.read(start, end).astype(np.int64))
-        labels = input_ids.clone()
-        if self.learned is not None:
-            labels[torch.from_numpy(~self.learned[start:end])] = IGNORED_LABEL
-        return {"input_ids": input_ids, "labels": labels}
-
-    def pad_collate(self, multiple_of: int | None) -> PadCollate:
-        """Return a collator that pads with the tokenizer's padding token."""
-        if self.tokenizer.pad_token_id is None:
-            raise DataError(
-                f"the tokenizer {self.tokenizer.path} has neither a padding token nor one for the end of a "
-                "text; make a PadCollate with the token id to pad with"
-            )
-        return PadCollate(self.tokenizer.pad_token_id, multiple_of=multiple_of)
-
-    def check_vocabulary(self, size: int) -> None:
-        """Check that a model with ``size`` token ids can read every token."""
-        if self.info.max_token_id >= size:
-            raise DataError(
-                f"{self.info.max_token_place}: the tokenizer {self.tokenizer.path} makes the token id "
-                f"{self.info.max_token_id}, but the model's vocabulary has {size} entries; use the model's "
-                f"own tokenizer, or a vocabulary of at least {self.tokenizer.vocabulary_size}"
-            )
-
-
-class TokenisedDataset:
-    """A data set of samples ``{"input_ids", "labels"}`` whose files were tokenised on the node."""
-
-    def __init__(self, tokens: TokenisedFiles) -> None:
-        self._tokens = tokens
-
     def __len__(self) -> int:
-        return len(self._tokens.ends)
+        return len(self._ends)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return self._tokens.sample(index)
+        index = check_index(index, len(self._ends))
+        start, end = int(self._ends[index - 1]) if index else 0, int(self._ends[index])
+        input_ids = torch.from_numpy(self._stream.read(start, end).astype(np.int64))
+        labels = input_ids.clone()
+        if self._learned is not None:
+            labels[torch.from_numpy(~self._learned[start:end])] = IGNORED_LABEL
+        return {"input_ids": input_ids, "labels": labels}
 
     @property
     def vocabulary_size(self) -> int:
         """The tokenizer's largest possible token id, plus 1: what a model for it needs at least."""
-        return self._tokens.tokenizer.vocabulary_size
+        return self._tokenizer.vocabulary_size
 
     def pad_collate(self, multiple_of: int | None = 8) -> PadCollate:
         """Return a collator that pads with the tokenizer's padding token.
 
         :raises DataError: the tokenizer has none.
         """
-        return self._tokens.pad_collate(multiple_of)
+        if self._tokenizer.pad_token_id is None:
+            raise DataError(
+                f"the tokenizer {self._tokenizer.path} has neither a padding token nor one for the end of a "
+                "text; make a PadCollate with the token id to pad with"
+            )
+        return PadCollate(self._tokenizer.pad_token_id, multiple_of=multiple_of)
 
     def max_token_id(self) -> int:
         """Return the largest token id of the documents."""
-        return self._tokens.info.max_token_id
+        return self._info.max_token_id
 
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` token ids can read every token.
 
         :raises DataError: a token id lies outside; the message names it and a document with it.
         """
-        self._tokens.check_vocabulary(size)
+        if self._info.max_token_id >= size:
+            raise DataError(
+                f"{self._info.max_token_place}: the tokenizer {self._tokenizer.path} makes the token id "
+                f"{self._info.max_token_id}, but the model's vocabulary has {size} entries; use the model's "
+                f"own tokenizer, or a vocabulary of at least {self._tokenizer.vocabulary_size}"
+            )
 
 
 def _log(line: str) -> None:
