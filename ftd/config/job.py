@@ -36,7 +36,7 @@ from ftd.transport.wire.public import (
     SnapshotData,
     encode_json,
 )
-from planner.values import ActivationCheckpointing, Minimum, ModelProfile, PlannerOptions, Policy
+from planner.values import Minimum, ModelProfile, PlannerOptions, Policy
 from runtime.sources.errors import DataError
 from runtime.sources.used_files import facts_of
 from runtime.wire.recipe import (
@@ -51,7 +51,7 @@ from runtime.wire.recipe import (
     Recipe,
     ScheduleTable,
 )
-from statemachine.messages.trainer import Precision, TrainingData
+from statemachine.messages.trainer import TrainingData, TrainingOptions
 from statemachine.messages.values import Job
 
 DEFAULT_CLIP = 1.0
@@ -61,7 +61,7 @@ _MAX_PROFILE_BYTES = 900_000
 """A submitted job is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
-class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainingTable(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[training]``: how much at a time, and how it is computed."""
 
     function: Annotated[str | None, msgspec.Meta(examples=["train.py:build"])] = None
@@ -70,28 +70,13 @@ class TrainingTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Samples of one step, over all nodes; never changes while the job runs."""
     microbatch: int = 4
     """Samples that pass through a pipeline together; divides ``global_batch``."""
-    seed: int = 0
-    """Start of all random numbers: weights, order of samples, dropout."""
-    precision: Precision = "float32"
-    """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
-    compile: bool = False
-    """Compile each layer with ``torch.compile``."""
     device_peak_tflops: Annotated[Positive | None, msgspec.Meta(examples=[989.0])] = None
     """Peak of one device in this precision, for MFU; left out: that of the CUDA device, where it is known."""
     clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
     """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute activations in the backward pass to save memory: all that follows from a layer's input
-    (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
-    not fit otherwise."""
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries tensors between trainers: nccl between GPUs, of which each trainer has its own; gloo through host
-    memory, also between trainers that share a GPU."""
     device: Annotated[Literal["cpu", "cuda"] | None, msgspec.Meta(examples=["cuda"])] = None
     """What computes; left out: ``cuda`` with nccl, else ``cpu``."""
-    zero1: bool = False
-    """Each owner of a layer keeps its part of the optimizer's state only."""
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict)
     """Handed to the function as keywords: any values and tables."""
 
 
@@ -167,23 +152,18 @@ def load_job_data(
     training = TrainingData(
         function=function,
         path=str(directory),
-        seed=file.training.seed,
         steps=file.steps,
         global_batch=file.training.global_batch,
         microbatch_rows=file.training.microbatch,
         clip_gradient_norm=clip or None,
-        activation_checkpointing=file.training.activation_checkpointing,
-        precision=file.training.precision,
-        compile=file.training.compile,
         device_peak_tflops=file.training.device_peak_tflops or 0.0,
         data_workers=file.data.workers,
         evaluation_every_steps=file.evaluation.every_steps,
         evaluation_batches=file.evaluation.batches,
-        backend=file.training.backend,
         device=file.training.device or ("cuda" if file.training.backend == "nccl" else "cpu"),
-        zero1=file.training.zero1,
         within_node=file.planner.within_node,
         arguments=arguments,
+        **_values(file.training, TrainingOptions),
     )
     memory_mib = file.planner.device_memory_mib
     named = file.planner.profile
@@ -199,7 +179,7 @@ def load_job_data(
             minimum=file.tolerance.minimum,
             activation_checkpointing=file.training.activation_checkpointing,
             device_memory_bytes=None if memory_mib is None else int(memory_mib * _MIB),
-            **{key: getattr(file.planner, key) for key in PlannerOptions.__struct_fields__},
+            **_values(file.planner, PlannerOptions),
         ),
         training=msgspec.to_builtins(training),
         horizon_s=file.planner.horizon_s,
@@ -211,6 +191,11 @@ def load_job_data(
         logging=with_places(file.logging, directory, file.name),
         profile=profile,
     )
+
+
+def _values(table: msgspec.Struct, shared: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the values of the keys that a table has of its base class ``shared``."""
+    return {key: getattr(table, key) for key in shared.__struct_fields__}
 
 
 def _what_to_train(file: JobFile, directory: Path, mistakes: Mistakes) -> tuple[str, dict[str, Any]]:

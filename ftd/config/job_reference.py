@@ -81,11 +81,15 @@ def toml_of(value: Any) -> str:
 
 
 def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool) -> Iterator[JobTable]:
-    """:param seen: tables that were shown; a second use of one is a key, whose meaning names the first."""
+    """Yield a table and those in it; its own keys come before those that it shares with a message.
+
+    :param seen: tables that were shown; a second use of one is a key, whose meaning names the first.
+    """
     meanings = meanings_of(kind)
+    own = vars(kind).get("__annotations__", {})
     keys: list[JobKey] = []
     inner: list[tuple[str, type[Any], bool]] = []
-    for field in msgspec.structs.fields(kind):
+    for field in sorted(msgspec.structs.fields(kind), key=lambda field: field.name not in own):
         struct = _struct_of(field.type)
         if struct is not None and struct not in seen:
             inner.append((f"{name}.{field.name}" if name else field.name, struct, field.default is None))

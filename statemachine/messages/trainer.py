@@ -103,24 +103,37 @@ class WorldData(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that the plan expects a step to take; 0: unknown."""
 
 
-class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Keys of ``[training]`` in a job file that trainers take as they are written."""
+
+    seed: int = 0
+    """Start of all random numbers: weights, order of samples, dropout."""
+    precision: Precision = "float32"
+    """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
+    compile: bool = False
+    """Compile each layer with ``torch.compile``."""
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """Recompute activations in the backward pass to save memory: all that follows from a layer's input
+    (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
+    not fit otherwise."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """What carries tensors between trainers: nccl between GPUs, of which each trainer has its own; gloo through host
+    memory, also between trainers that share a GPU."""
+    zero1: bool = False
+    """Each owner of a layer keeps its part of the optimizer's state only."""
+
+
+class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The part of a job that a trainer needs; validated again at this edge."""
 
     function: str
     """``path/to/file.py:name`` or ``package.module:name``."""
     path: str
     """Directory that relative paths and imports start from."""
-    seed: int
     steps: int
     global_batch: int
     microbatch_rows: int
     clip_gradient_norm: float | None = None
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """What the plan's stages have; ``auto``: each what the planner chose for it."""
-    precision: Precision = "float32"
-    """What computes (``runtime.precision``)."""
-    compile: bool = False
-    """Compile each layer with ``torch.compile``."""
     device_peak_tflops: float = 0.0
     """Peak of one device in this precision, for MFU; 0: that of the CUDA device, where it is known."""
     profile_given: bool = False
@@ -131,12 +144,8 @@ class TrainingData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Evaluate after every so many steps and after the last one; 0: never."""
     evaluation_batches: int = 0
     """Global batches of the held-out data set in one evaluation, from its beginning; 0: all of it."""
-    backend: str = "gloo"
-    """``gloo`` or ``nccl``."""
     device: str = "cpu"
     """``cpu`` or ``cuda``: what trainers compute on. Several may share a GPU with ``gloo``."""
-    zero1: bool = False
-    """Each owner of a layer keeps the optimizer's state of its part only (``runtime.zero.parts``)."""
     within_node: WithinNode = "replicate"
     """How the devices of the plan's stages share their work; ``auto``: each stage as the planner chose for it."""
     arguments: dict[str, Any] = {}

@@ -11,11 +11,22 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.config.job import JobFile, PlannerTable, job_from_data, load_job_data
+from ftd.config.job import JobFile, PlannerTable, TrainingTable, job_from_data, load_job_data
 from ftd.config.job_reference import job_tables
 from ftd.config.reading import kinds_of
-from ftd.transport.wire.public import JobData, PolicyData, decode_json, encode_json
+from ftd.transport.wire.public import (
+    CheckpointData,
+    JobData,
+    LoggingData,
+    MlflowData,
+    PolicyData,
+    WandbData,
+    decode_json,
+    encode_json,
+)
 from planner.values import PlannerOptions, Policy
+from statemachine.messages.trainer import TrainingData, TrainingOptions
+from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.ftd.job_tables import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +69,48 @@ def test_the_values_of_a_key_are_listed_once_in_the_product() -> None:
                     listed[frozenset(e.value for e in elements if isinstance(e, ast.Constant))] += 1  # type: ignore[misc]
     repeated = {tuple(sorted(words)): listed[words] for words in wanted if listed[words] != 1}
     assert not repeated
+
+
+@pytest.mark.parametrize(
+    ("table", "carried_by", "shared"),
+    [
+        (TrainingTable, TrainingData, TrainingOptions),
+        (CheckpointData, CheckpointPolicy, CheckpointPolicy),
+        (LoggingData, LoggingPolicy, LoggingPolicy),
+        (WandbData, WandbPolicy, WandbPolicy),
+        (MlflowData, MlflowPolicy, MlflowPolicy),
+    ],
+)
+def test_what_a_table_shares_with_a_message_is_declared_in_one_class(
+    table: type[Any], carried_by: type[Any], shared: type[Any]
+) -> None:
+    for key in shared.__struct_fields__:
+        assert classes_that_declare(table, key)[-1] is classes_that_declare(carried_by, key)[-1] is shared
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seed", 7),
+        ("precision", "bfloat16"),
+        ("compile", True),
+        ("activation_checkpointing", "full"),
+        ("backend", "nccl"),
+        ("zero1", True),
+    ],
+)
+def test_a_choice_of_training_reaches_the_trainers(tmp_path: Path, key: str, value: Any) -> None:
+    training = {"function": "train.py:build", key: value}
+    data = load_job_data(write(tmp_path, {"name": "gpt", "steps": 10, "training": training}))
+    job = job_from_data(data, job_id="gpt-1", devices_per_node=1)
+    assert getattr(msgspec.convert(job.training, TrainingData), key) == value
+    default = next(f.default for f in msgspec.structs.fields(TrainingOptions) if f.name == key)
+    assert value != default
+
+
+def test_every_choice_of_training_is_tried() -> None:
+    (mark,) = test_a_choice_of_training_reaches_the_trainers.pytestmark  # type: ignore[attr-defined]
+    assert {key for key, _ in mark.args[1]} == set(TrainingOptions.__struct_fields__)
 
 
 @pytest.mark.parametrize("key", PlannerOptions.__struct_fields__)
