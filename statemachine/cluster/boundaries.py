@@ -1,9 +1,8 @@
 """Changes that wait for a step boundary: who comes and who goes, and how snapshots are protected."""
 
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Paused, Running
+from statemachine.cluster.phases import Group, Paused, Running
 from statemachine.cluster.recovery import note_cause, reconfigure
-from statemachine.cluster.snapshots.buddies import lost_buddies, present_buddies
 from statemachine.cluster.snapshots.protections import overdue, wish_of
 from statemachine.cluster.state import JOIN, Cluster
 from statemachine.messages.cluster import Released
@@ -20,8 +19,8 @@ def leavers(c: Cluster) -> list[NodeMachine]:
     group = c.state
     if not isinstance(group, Running):
         return []
-    planned = {*group.planned, *group.resumption.buddies.values()} - kept(group)
-    return [node for node in c.alive() if node.draining is not None and node.name in planned]
+    needed = group.needed - kept(group)
+    return [node for node in c.alive() if node.draining is not None and node.name in needed]
 
 
 def want_join(c: Cluster) -> None:
@@ -92,9 +91,9 @@ def release_drained(c: Cluster) -> None:
     """Nodes that were to leave and that no plan needs may go."""
     if c.active and c.ledger.told < c.ledger.known_step:
         return  # one of them may be the only one that knows the missing votes
-    planned = {*c.planned, *present_buddies(c).values()}
+    needed = c.state.needed if isinstance(c.state, Group) else ()
     for node in c.alive():
-        if node.draining is not None and not node.released and node.name not in planned:
+        if node.draining is not None and not node.released and node.name not in needed:
             release(c, node)
 
 
@@ -121,7 +120,8 @@ def keep_up(c: Cluster, group: Running) -> None:
     want_join(c)
     if c.recovery is not None:
         return
-    lost = lost_buddies(c)
+    buddies = sorted(set(group.resumption.buddies.values()))
+    lost = [name for name in buddies if name not in c.nodes or not c.nodes[name].alive]
     if JOIN not in c.due and overdue(c, group):
         # Another protection was asked for than this group was planned with: a boundary, and the same plan.
         why = f"snapshots get another protection: {wish_of(c)}"

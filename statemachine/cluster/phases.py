@@ -125,6 +125,11 @@ class Group:
     """Steps were committed between two looks, although a connection is said to be broken."""
 
     @property
+    def needed(self) -> set[str]:
+        """Nodes of its plan, and those that keep copies of its snapshots."""
+        return {*self.planned, *self.resumption.buddies.values()}
+
+    @property
     def everybody(self) -> bool:
         """Whether every planned node has resumed."""
         return all(name in self.resumed for name in self.planned)

@@ -30,11 +30,6 @@ def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
     ]
 
 
-def considered(plan: Plan) -> list[dict[str, Any]]:
-    """The layouts that a plan was chosen from, itself first: each method with its pipelines and costs."""
-    return [asdict(layout) for layout in plan.considered]
-
-
 def waiting_for(c: Cluster) -> str:
     """One line for people: what has to happen next. Empty while training runs or the job is over."""
     match c.state:
@@ -117,7 +112,10 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
 
 def plan_in_words(plan: Plan) -> dict[str, Any]:
     """Of a thousand nodes it is long, and the durable state has the plan anyway."""
-    return {"pipelines": pipelines(plan.pipelines), "considered": considered(plan)}
+    return {
+        "pipelines": pipelines(plan.pipelines),
+        "considered": [asdict(layout) for layout in plan.considered],
+    }
 
 
 def public_state(c: Cluster) -> dict[str, Any]:

@@ -1057,6 +1057,17 @@ def test_a_journal_of_another_program_is_refused() -> None:
         ClusterMachine.restore(Timing(), journal, 0.0, "test")
 
 
+@pytest.mark.parametrize("missing", ["attempt", "recovery"])
+def test_a_journal_without_what_its_phase_has_is_refused(missing: str) -> None:
+    """A generation is under way, and the journal does not say which, or what for."""
+    s = running()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    journal = s.machine.durable_state()
+    assert journal["phase"] == "QUIESCING"
+    with pytest.raises(JournalError, match=r"cannot be read: it has no .* in phase QUIESCING"):
+        ClusterMachine.restore(Timing(), journal | {missing: None}, 0.0, "test")
+
+
 def test_the_public_state_is_json_and_says_what_runs() -> None:
     state = json.loads(json.dumps(running().machine.public_state()))
     assert state["phase"] == "RUNNING"

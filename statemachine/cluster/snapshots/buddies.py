@@ -39,17 +39,6 @@ def able(c: Cluster, members: Collection[str]) -> list[str]:
     return [n.name for n in here if n.alive and n.draining is None and n.facts.snapshot_port > 0]
 
 
-def present_buddies(c: Cluster) -> dict[str, str]:
-    """Of the generation whose Resume was sent last."""
-    return c.resumption.buddies if c.resumption is not None else {}
-
-
-def lost_buddies(c: Cluster) -> list[str]:
-    """Buddies of the present generation that are not here any more."""
-    names = sorted(set(present_buddies(c).values()))
-    return [name for name in names if name not in c.nodes or not c.nodes[name].alive]
-
-
 def copy_of(key: HeldSnapshot, owner: str) -> HeldSnapshot:
     """What ``owner``'s buddy holds of a snapshot."""
     return HeldSnapshot(job_id=key.job_id, step=key.step, generation=key.generation, owner=owner)

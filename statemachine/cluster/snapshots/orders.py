@@ -34,9 +34,7 @@ def pursue(c: Cluster, group: Running) -> None:
         return
     newest = keeping.newest
     # Also an idle buddy: it has no more slots than others.
-    planned = [
-        c.nodes[name] for name in {*group.planned, *group.resumption.buddies.values()} if name in c.nodes
-    ]
+    planned = [c.nodes[name] for name in group.needed if name in c.nodes]
     kept = newest.step if newest is not None else 0
     if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
         return
