@@ -12,13 +12,12 @@ from typer.main import get_command
 
 from ftd.cli.main import app
 from ftd.config.daemon import daemon_config
-from ftd.config.daemon_file import DaemonFile
+from ftd.config.daemon_file import DaemonFile, markdown
 from ftd.config.job import JobFile, load_job
 from ftd.config.job_reference import job_markdown, job_tables
 from ftd.config.profile_document import ProfileDocument, TimedLayers
 from ftd.config.profile_file import load_profile
 from ftd.config.reading import convert
-from ftd.config.reference import markdown
 from ftd.faults.chaos.expectations import TIERS, ExpectTable
 from ftd.faults.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
 from ftd.faults.chaos.values import FAULTS, PARTS, PHASES

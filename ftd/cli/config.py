@@ -35,7 +35,7 @@ def show(config: FileOption = None, as_json: JsonOption = False) -> None:
 
     Example: ftd config show --config ftd.toml
     """
-    from ftd.config.effective import effective_settings
+    from ftd.config.daemon import effective_settings
 
     settings = effective_settings(config)
     if as_json:
@@ -73,8 +73,8 @@ def reference() -> None:
 
     Example: ftd config reference > docs/reference.md
     """
+    from ftd.config.daemon_file import markdown
     from ftd.config.job_reference import job_markdown
-    from ftd.config.reference import markdown
 
     typer.echo(f"{markdown()}\n{job_markdown()}", nl=False)
 
@@ -84,6 +84,6 @@ def schema() -> None:
 
     Example: ftd config schema > ftd.schema.json
     """
-    from ftd.config.reference import schema as made
+    from ftd.config.daemon_file import schema as made
 
     typer.echo(json.dumps(made(), indent=2))

@@ -222,7 +222,7 @@ def _write(path: Path, tables: "Tables") -> None:
     :raises ConfigurationError: an answer cannot be used.
     """
     from ftd.config.job import load_job_data
-    from ftd.config.job_template import render_job
+    from ftd.config.job_reference import render_job
 
     unfinished = path.with_name(f".{path.name}.new")
     try:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 import typer
 
-from ftd.config.locate import find_cluster
+from ftd.config.clusters import find_cluster
 from ftd.config.reading import meanings_of
 from ftd.transport.address import ClusterAddress
 

@@ -1,27 +1,45 @@
-"""``ftd.toml``: one file for the coordinator and the nodes of a cluster; each reads what concerns it."""
+"""``ftd.toml`` and the environment: one configuration for the coordinator and the nodes of a cluster.
 
+Each of them reads what concerns it. ``FTD_NODE_DEVICES=8`` is ``devices = 8`` under ``[node]``. ``FTD_CLUSTER``,
+``FTD_SECRET`` and ``FTD_SECRET_FILE`` are the keys without a table, and ``FTD_BROKER`` is ``broker.url``, which
+commands read, too. A variable that begins like one of a table and names no key of it is an error: a misspelt setting
+that is silently ignored is worse than a daemon that does not start.
+"""
+
+import copy
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ftd.config.daemon_file import BrokerTable, CoordinatorTable, DaemonFile, NodeTable
+from ftd.config.daemon_file import (
+    SECRETS,
+    VARIABLE_PREFIX,
+    BrokerTable,
+    CoordinatorTable,
+    DaemonFile,
+    Key,
+    NodeTable,
+    keys,
+    variable_of,
+)
 from ftd.config.dashboard import DashboardPlace, dashboard_place
-from ftd.config.environment import overridden
 from ftd.config.metrics import MetricsPlace, metrics_place
 from ftd.config.mistakes import Mistakes
 from ftd.config.reading import nearest, read_toml, require_name, require_positive, sifted
-from ftd.config.reference import SECRETS, keys
 from ftd.config.secrets import read_secret, require_private
 from ftd.config.shard_tls import ShardTls, shard_tls
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
 from ftd.transport.tls import tls_context
 from statemachine.timing import Timing
+
+_HIDDEN = "(hidden)"
+"""Shown in place of a secret."""
 
 
 def _require_host(host: str, field: str) -> None:
@@ -155,8 +173,7 @@ def _read(
     if path is not None:
         with mistakes.noted():
             _require_kept(written, path)
-    kinds = {key.name: key.kind for key in keys().values()}
-    data = overridden(written, environment, kinds, origins, mistakes)
+    data = _overridden(written, environment, origins, mistakes)
     directory = path.resolve().parent if path else Path.cwd()
     return _checked(data, directory, mistakes), data
 
@@ -352,3 +369,81 @@ def _timing(overrides: dict[str, int | float], mistakes: Mistakes) -> Timing:
         problem = str(error).removeprefix("timing: ")
         mistakes.add(ConfigurationError(problem, field="timing"))
         return Timing()
+
+
+def _overridden(
+    data: Mapping[str, Any], environment: Mapping[str, str], origins: dict[str, str], mistakes: Mistakes
+) -> dict[str, Any]:
+    """Return the content of ``ftd.toml`` with the values of the environment in place of its own.
+
+    :param origins: filled: for each key that the environment says, which variable.
+    :param mistakes: notes a variable that names no key, or whose value does not fit.
+    """
+    result: dict[str, Any] = copy.deepcopy(dict(data))
+    for variable, key in _named(environment, mistakes):
+        table, _, name = key.rpartition(".")
+        place = result.setdefault(table, {}) if table else result
+        try:
+            value = _value(environment[variable], keys()[key].kind, variable)
+        except ConfigurationError as error:
+            mistakes.add_misfit(error, key)
+            continue
+        if isinstance(place, dict):  # Else what stands in its place is a mistake of the file.
+            place[name] = value
+            origins[key] = variable
+    return result
+
+
+def _named(environment: Mapping[str, str], mistakes: Mistakes) -> Iterator[tuple[str, str]]:
+    """Yield each variable of the environment that replaces a key, and the key."""
+    variables = {variable_of(key): key for key in keys()}
+    tables = {key.partition(".")[0] for key in keys() if "." in key}
+    for variable in sorted(environment):
+        if variable in variables:
+            yield variable, variables[variable]
+            continue
+        for table in tables:
+            if variable.startswith(f"{VARIABLE_PREFIX}{table.upper()}_"):
+                remedy = nearest(variable, list(variables))
+                error = ConfigurationError("no such setting", field=f"${variable}", remedy=remedy)
+                mistakes.add_misfit(error, f"{table}.{variable}")
+
+
+def _value(text: str, kind: Any, variable: str) -> Any:
+    """The text as the key's type, by the rules that TOML's own values go through afterwards."""
+    try:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{text!r}: {error}", field=f"${variable}") from None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Value of a key as a daemon would take it, and its origin."""
+
+    key: Key
+    shown: Any
+    """Its value, or that it is hidden; ``None`` where it is left out."""
+    origin: str
+    """The file's name, a variable (``$FTD_…``), or ``default``."""
+
+
+def effective_settings(path: Path | None, environment: Mapping[str, str] = os.environ) -> list[Setting]:
+    """All keys, in the order of the file.
+
+    :raises ConfigurationError: the configuration is wrong.
+    """
+    _, data, variables = load_with_origins(path, environment)
+    return [_setting(key, data, variables, path) for key in keys().values()]
+
+
+def _setting(key: Key, data: Mapping[str, Any], variables: Mapping[str, str], path: Path | None) -> Setting:
+    table, _, name = key.name.rpartition(".")
+    place = data.get(table, {}) if table else data
+    given = name in place
+    value = place[name] if given else key.default
+    if key.name in variables:
+        origin = f"${variables[key.name]}"
+    else:
+        origin = path.name if given and path is not None else "default"
+    return Setting(key=key, shown=_HIDDEN if key.secret and value is not None else value, origin=origin)

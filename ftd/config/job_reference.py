@@ -1,7 +1,12 @@
-"""Every key of a job file with its type, default and meaning, out of the classes that read it."""
+"""Every key of a job file with its type, default and meaning, out of the classes that read it.
+
+The reference page is made of it, and so is the commented job file that ``ftd init`` writes: every key is there, chosen
+values as they are and all others as comments with their defaults.
+"""
 
 import json
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -12,6 +17,10 @@ from ftd.config.job import JobFile
 from ftd.config.reading import kinds_of, meanings_of
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+_WIDTH = 100
+_HOW_TO_READ = """\
+Every key of a job file. A key that begins with # and no space has the value shown, its default, unless its
+comment calls it an example; remove the # and change the value. A table that begins with # is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +149,48 @@ def _in_words(kind: Any) -> str:
         else:
             words.append(_KINDS[one])
     return ", ".join(words)
+
+
+def render_job(chosen: Mapping[str, Any]) -> str:
+    """Return the text of a job file.
+
+    :param chosen: the tables with the values that are not left at their defaults.
+    """
+    lines = [*_comment(_HOW_TO_READ)]
+    for table in job_tables():
+        values = chosen
+        for step in filter(None, table.name.split(".")):
+            values = values.get(step, {})
+        lines += _table(table, values)
+    return "\n".join(lines) + "\n"
+
+
+def _table(table: JobTable, values: Mapping[str, Any]) -> Iterator[str]:
+    if table.name:
+        yield ""
+        yield from _comment(table.meaning)
+        yield f"{'#' if table.optional and not values else ''}[{table.name}]"
+    for key in table.keys:
+        yield ""
+        yield from _comment(_explained(key))
+        if key.name in values:
+            yield f"{key.name} = {toml_of(values[key.name])}"
+        else:
+            shown = key.example if key.default is None else key.default
+            yield f"#{key.name} = {toml_of({} if shown is None else shown)}"
+
+
+def _explained(key: JobKey) -> str:
+    """Return the meaning, the values that are allowed, and the default."""
+    if key.required:
+        default = "required"
+    elif key.default is None:
+        default = "example"
+    else:
+        default = f"default {toml_of(key.default)}"
+    return f"{key.meaning} ({key.kind}; {default})"
+
+
+def _comment(text: str) -> Iterator[str]:
+    plain = " ".join(text.replace("`", "").split())
+    return (f"# {line}" for line in textwrap.wrap(plain, _WIDTH - 2))

@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.console import Console
 
+from ftd.config.clusters import Announcement, claimed
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
-from ftd.config.local_clusters import Announcement, claimed
 from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
 from ftd.faults.chaos.conductor import Conductor
 from ftd.faults.chaos.inject import require_known_nodes

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.daemon import daemon_config, examined_daemon_config, load_daemon_config, way_to
-from ftd.config.effective import effective_settings
-from ftd.config.environment import variable_of
-from ftd.config.local_clusters import claimed
-from ftd.config.locate import find_cluster
-from ftd.config.reference import keys, schema
+from ftd.config.clusters import claimed, find_cluster
+from ftd.config.daemon import (
+    daemon_config,
+    effective_settings,
+    examined_daemon_config,
+    load_daemon_config,
+    way_to,
+)
+from ftd.config.daemon_file import keys, schema, variable_of
 from ftd.errors import ConfigurationError
 from ftd.transport.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
 from statemachine.timing import Timing

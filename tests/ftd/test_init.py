@@ -14,8 +14,7 @@ import pytest
 
 from ftd.config.job import JobFile, load_job_data
 from ftd.config.job_choices import SIZES, Choices, image_facts, model_table, tables_of
-from ftd.config.job_reference import job_tables
-from ftd.config.job_template import render_job
+from ftd.config.job_reference import job_tables, render_job
 from tests.commands import ftd_here
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
