@@ -84,11 +84,13 @@ class Driver:
         together: Together | None = None,
         carried_out: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
+        suffix: str = "",
     ) -> None:
         """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
         ``watch`` sees every event before it is fed, and every effect before it is carried out. ``together``
         takes events that wait in the queue in one go, up to the next timer. ``carried_out`` is called when a
-        step's effects are. ``clock`` is the system's where it is not given.
+        step's effects are. ``clock`` is the system's where it is not given. ``suffix`` makes the
+        causes of this process unique in the cluster; it is drawn where it is not given.
 
         A ``JournalError`` from either ends ``run``: what follows a ``PersistState`` must not happen without
         it. Anything else is logged as a bug.
@@ -105,7 +107,7 @@ class Driver:
         self._timers: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         self._tickets = itertools.count(1)
         self._causes = itertools.count(1)
-        self._suffix = secrets.token_hex(2)
+        self._suffix = suffix or secrets.token_hex(2)
 
     def now(self) -> float:
         """Seconds on the monotonic clock that all processes of this host share."""

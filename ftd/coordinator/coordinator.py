@@ -75,6 +75,11 @@ ClusterEffect = (
 )  # fmt: skip
 
 
+def _suffix(me: Peer) -> str:
+    """Return what makes the causes of this process unique among those of others."""
+    return f"{me.incarnation % 65536:04x}"
+
+
 class Coordinator:
     """One coordinator process, whatever runs around it.
 
@@ -120,8 +125,9 @@ class Coordinator:
             self._perform,
             watch,
             together=self._steps,
-            carried_out=self.journal.flush,
+            carried_out=self._carried_out,
             clock=ports.clock,
+            suffix=_suffix(me),
         )
         self.planning = ports.planning(self.feed, self.driver, self._publish_state_soon)
         self._checkpoints = ports.checkpoints(self.feed, self.driver)
@@ -242,7 +248,7 @@ class Coordinator:
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
-        begun = self._takeover.begin(copy)
+        begun = self._takeover.begin(copy, leader.incarnation)
         self.machine = begun.machine
         if self.machine.job_id is not None:
             self.journal.attribute(self.machine.job_id)
@@ -324,6 +330,10 @@ class Coordinator:
                 self._requests.answer(effect.request, accepted=effect.accepted, detail=effect.detail)
             case _:
                 assert_never(effect)
+
+    def _carried_out(self) -> None:
+        """Write the events of a step to the journal, after its effects."""
+        self.journal.flush()
 
     def _emit(self, event: EmitEvent) -> None:
         self._events.emit(self.leadership, event, self.driver.now())

@@ -90,10 +90,16 @@ class Restored:
     """Events that the last leader decided and may not have published: identifiers, and events as they are kept."""
 
 
-def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, clock: Clock) -> Restored:
+def restored(
+    timing: Timing, journal: Journal, copy: JournalCopy | None, clock: Clock, incarnation: int
+) -> Restored:
     """Restore the newer one of this host's journal and the copy at the broker.
 
+    Where there is another coordinator, generations are left out: the broker may have lost the newest journal, or have
+    come back with an older one, and does not show it.
+
     :param clock: this host's.
+    :param incarnation: of the coordinator that is to lead.
     :raises JournalError: it is damaged, or of another version.
     """
     now, saved, where, moved_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.ahead_s
@@ -105,8 +111,8 @@ def restored(timing: Timing, journal: Journal, copy: JournalCopy | None, clock: 
         return Restored(machine=ClusterMachine(timing), effects=[])
     try:
         state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
-        if journal.shared and (copy is None or copy.position < journal.position):
-            state = durable.unseen(state)  # The broker lost the newest, or came back with what it once saved.
+        if journal.shared:
+            state = durable.unseen(state, incarnation)
         state = beyond(state, journal.floor)
         machine, effects = ClusterMachine.restore(timing, state, now, "restored")
         untold = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
@@ -131,7 +137,7 @@ class Takeover:
         self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
         self._anew = anew
         if not anew:
-            restored(timing, journal, None, clock)
+            restored(timing, journal, None, clock, 0)
 
     @property
     def ineligible(self) -> str:
@@ -164,20 +170,20 @@ class Takeover:
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             return problem
         try:
-            restored(self._timing, self._journal, copy, self._clock)
+            restored(self._timing, self._journal, copy, self._clock, 0)
         except JournalError as error:
             return str(error)
         return ""
 
-    def begin(self, copy: JournalCopy | None) -> Restored:
-        """Return the state to lead with.
+    def begin(self, copy: JournalCopy | None, incarnation: int) -> Restored:
+        """Return the state to lead with. Parameters as for ``restored``.
 
         :raises JournalError: as ``restored``.
         """
         anew, self._anew = self._anew, False
         if anew:
             return Restored(machine=ClusterMachine(self._timing), effects=[])
-        return restored(self._timing, self._journal, copy, self._clock)
+        return restored(self._timing, self._journal, copy, self._clock, incarnation)
 
     def _unreadable(self, schema: int, protocol: int, theirs: str) -> str:
         """Return why this program cannot read a journal, with the remedy; empty where it can.
@@ -530,7 +536,9 @@ class Leadership:
         self._leader, self._follower = leader, follower
         self._on_message, self._on_connected = on_message, on_connected
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
-        self._driver = Driver(self.machine, self._perform, clock=clock)
+        self._driver = Driver(
+            self.machine, self._perform, clock=clock, suffix=f"{me.incarnation % 65536:04x}-e"
+        )
         self._leader_session: LeaderSession | None = None
         self._leading = False
         self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
@@ -782,8 +790,8 @@ class Leadership:
         _log.info("lead", cluster=self._topics.cluster, term=order.leader.term, again=order.again)
         self._leading = session.leads = True
         self.replicate(self._leader.state(), self._driver.now())
-        while self._kept:
-            topic, payload, retain, there = self._kept.popleft()
+        kept, self._kept = self._kept, deque(maxlen=MAX_KEPT)
+        for topic, payload, retain, there in kept:  # Kept again, where the connection has just been lost.
             self.publish(topic, payload, retain=retain, keep=True, there=there)
         self._on_connected()
         session.deliver_early()

@@ -188,6 +188,8 @@ class ElectionMachine:
 
     def _meet(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
+        if known is not None and peer.position < known.position:
+            return  # An older announcement of it, which the broker had retained.
         self.peers[peer.incarnation] = peer
         self._knowledge.meet(self.me, peer, self._at, again=known is not None)
         if peer.incarnation == self.me.incarnation:

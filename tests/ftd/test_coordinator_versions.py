@@ -206,7 +206,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 
     journal, takeover = opened(anew=True)  # Whoever forgets the job needs to read nothing.
     assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
-    assert takeover.begin(copy_of((5, 1), schema, protocol)).effects == []
+    assert takeover.begin(copy_of((5, 1), schema, protocol), 0).effects == []
     assert says in takeover.keep(copy_of((6, 1), schema, protocol))
     journal.close()
 

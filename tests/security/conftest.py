@@ -36,12 +36,12 @@ def wire() -> Wire:
     with pytest.MonkeyPatch.context() as patch:
         cluster, agent = ClusterMachine.steps, AgentMachine.step
 
-        def signalled(self: ClusterMachine, events: Any) -> Any:
+        def signalled(self: ClusterMachine, events: Any, bug: Any) -> Any:
             for event in events:
                 if isinstance(event, SignalArrived):
                     name = type(event.message.signal).__name__
                     heard.signals[name] = codec.encode_from_node(event.message)
-            effects = cluster(self, events)
+            effects = cluster(self, events, bug)
             for effect in effects:
                 if isinstance(effect, BroadcastCommand):
                     name, message = type(effect.command).__name__, codec.encode_to_nodes(effect.message)

@@ -141,7 +141,7 @@ def test_a_hostile_node_and_a_hostile_coordinator_confuse_nobody(monkeypatch: py
     monkeypatch.setattr(
         ClusterMachine,
         "steps",
-        lambda machine, events: [effect for event in events for effect in hostile_step(machine, event)],
+        lambda machine, events, bug: [effect for event in events for effect in hostile_step(machine, event)],
     )
     hostile = beside("agent", CommandArrived, codec.encode_to_node, codec.decode_to_node)
     monkeypatch.setattr(AgentMachine, "step", hostile)

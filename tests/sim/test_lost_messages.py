@@ -67,8 +67,13 @@ class Life:
         self.met: dict[str, int] = {}
         self.commits: list[float] = []
         self.ended = ""
-        self._meddle, self._pass = meddle, self.world.network._pass
-        self.world.network._pass = self._passed  # type: ignore[method-assign]
+        self._meddle = meddle
+        network = self.world.network
+        signal, command = network.signal, network._to_node
+        network.signal = lambda message: self._meddling(signal, message)  # type: ignore[method-assign]
+        network._to_node = (  # type: ignore[method-assign]
+            lambda sender, link, name, message: self._meddling(command, message, sender, link, name)
+        )
         told = self.world.on_event
 
         def on_event(effect: EmitEvent) -> None:
@@ -83,21 +88,21 @@ class Life:
             coordinator.on_event = on_event
         self.world.run()
 
-    def _passed(self, sender: str, target: Any, action: Any, arguments: Any, **others: Any) -> None:
-        kind = next((kind_of(one) for one in arguments if isinstance(one, FromNode | ToNode | ToNodes)), "")
-        if not kind:
-            self._pass(sender, target, action, arguments, **others)
-            return
+    def _meddling(
+        self, real: Callable[..., None], message: FromNode | ToNode | ToNodes, *others: Any
+    ) -> None:
+        """Pass a message on as its fate wants it. :param others: arguments that come before the message."""
+        kind = kind_of(message)
         self.met[kind] = self.met.get(kind, 0) + 1
         match self._meddle(kind):
             case "lost":
                 return
             case "repeated":
-                self._pass(sender, target, action, arguments, **others)
+                real(*others, message)
             case "late":
-                self.world.world.at(LATE_S, self._pass, sender, target, action, arguments)
+                self.world.world.at(LATE_S, real, *others, message)
                 return
-        self._pass(sender, target, action, arguments, **others)
+        real(*others, message)
 
     @property
     def longest_gap_s(self) -> float:

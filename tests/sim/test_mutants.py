@@ -4,20 +4,28 @@ Where few seeds come across one, they are given a leaning: what it takes happens
 seed in ten or twenty finds it, whatever else comes to be drawn.
 """
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
-from ftd.faults.sim import coordinator, damage, disk, faults, plans, run
+from ftd.coordinator import coordinator, leadership
+from ftd.coordinator.events import EventStream
+from ftd.coordinator.journal import Journal
+from ftd.coordinator.leadership import FollowerSession, Leadership, Restored, Takeover
+from ftd.driver import Driver
+from ftd.faults.sim import damage, faults, plans, run
 from ftd.faults.sim.coordinator import SimCoordinator
-from ftd.faults.sim.disk import Copy, Disk, power_cut
-from ftd.faults.sim.network import Network
+from ftd.faults.sim.disk import fill_disk, power_cut
+from ftd.faults.sim.network import TOPICS, Network
 from ftd.faults.sim.run import Leaning, Simulation, run_seed
 from ftd.faults.sim.trainers import SimTrainer
-from ftd.faults.sim.voice import Voice
+from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.coordinators import JournalCopy
 from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots
@@ -33,7 +41,6 @@ from statemachine.cluster import (
     trainers,
 )
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.durable.promises import promised
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Decision, Reports, Resumption
@@ -46,7 +53,7 @@ from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
 from statemachine.messages.trainer import Snapped
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, QuiesceMode, Snapshot
-from tests.sim.test_worst_moments import BEHIND_A_SAVE
+from tests.sim.test_worst_moments import BEHIND_A_SAVE, amid
 
 SEEDS = 200
 CHANGING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING)
@@ -55,7 +62,7 @@ SHARDED = range(1, 3 * SEEDS, 3)
 EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
 """Around commits: some have the gradients, some have applied them."""
 real_decide = rules.decide
-real_go_on = Voice.go_on
+real_go_on = EventStream.go_on
 
 
 def found(
@@ -156,27 +163,94 @@ def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
     found("taken for the job's", leaning=Leaning(strikes=strikes))
 
 
-def told_under_new_ids(voice: Voice, journal: dict[str, Any]) -> None:
-    for number, event in journal[OUTBOX]:
-        real_go_on(voice, {OUTBOX: [(f"{number}-again", event)]})
+def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan_in_words: Any) -> None:
+    again = []
+    for number, text in outbox:
+        event = msgspec.json.decode(text)
+        again.append((f"{number}-again", msgspec.json.encode({**event, "id": f"{number}-again"}).decode()))
+    real_go_on(stream, session, again, plan_in_words)
 
 
 @pytest.mark.parametrize(
     ("mutant", "expected"),
-    [(lambda *_: None, "and never told"), (told_under_new_ids, "came")],
+    [(lambda *_: None, "and never told"), (published_under_new_ids, "came")],
     ids=["lost", "told twice"],
 )
 def test_events_that_a_killed_coordinator_takes_with_it_or_tells_under_new_ids_are_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str
 ) -> None:
-    monkeypatch.setattr(Voice, "go_on", mutant)
+    monkeypatch.setattr(EventStream, "go_on", mutant)
     found(expected)
+
+
+def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leader that is cut off, or whose broker dies, then forgets what nobody has received."""
+
+    def publish(stream: EventStream, session: Any, message: Any) -> None:
+        stream.outbox.acknowledge(message.id)
+        session.publish(stream._topic, encode_event(message))
+
+    monkeypatch.setattr(EventStream, "_publish", publish)
+    found("and never told", leaning=Leaning(coordinators=2))
+
+
+def test_events_that_are_decided_after_the_journal_is_written_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leader that is killed between the journal and the events takes them with it."""
+    monkeypatch.setattr(EventStream, "decide", lambda stream, effects, now: None)
+    crashes = tuple(
+        (name, amid, passed) for name in ("GenerationStarted", "Quiesced") for passed in (0, 1, 2)
+    )
+    found("", leaning=Leaning(coordinators=1, strikes=crashes))
+
+
+def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def save(self: Journal, state: bytes, real: Callable[..., None] = Journal.save, **more: Any) -> None:
+        real(self, state, **{**more, "forced": False})
+
+    monkeypatch.setattr(Journal, "save", save)
+    monkeypatch.setattr(Journal, "reserve", lambda self, generation: None)
+    strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
+    found("", leaning=Leaning(coordinators=1, strikes=strikes))
+
+
+def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that restarts then takes an older journal at the broker for a newer one than its own."""
+
+    def save(self: Journal, state: bytes, real: Callable[..., None] = Journal.save, **more: Any) -> None:
+        real(self, state, **{**more, "position": None})
+
+    monkeypatch.setattr(Journal, "save", save)
+    found("", leaning=BEHIND_A_SAVE)
+
+
+def test_a_follower_that_ends_with_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what is retained, cannot keep it, and never begins to follow."""
+
+    def take(self: FollowerSession, topic: str, payload: bytes) -> None:
+        self._route(topic, payload)
+
+    monkeypatch.setattr(FollowerSession, "_take", take)
+    full = tuple(("StepCommitted", fill_disk, passed) for passed in (1, 5))
+    found("no progress after the healing", leaning=Leaning(coordinators=1, strikes=full))
+
+
+def test_a_driver_that_forgets_events_of_the_same_moment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def process(self: Driver, *events: Any) -> None:
+        await real(self, *events[:1])
+
+    real = Driver.process
+    monkeypatch.setattr(Driver, "process", process)
+    found("", range(3, 4 * SEEDS, 4))
 
 
 def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Disk, "begin", lambda _, journal, written_s: journal)
+    monkeypatch.setattr(leadership, "beyond", lambda state, floor: state)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
     found("was used twice", leaning=Leaning(coordinators=1, strikes=strikes))
 
@@ -186,7 +260,7 @@ def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_foun
 ) -> None:
     """Whom they left behind is then taken for one of them, with gradients of another plan; or what they have
     is taken for lost, or for undone."""
-    monkeypatch.setattr(disk, "promised", lambda journal: promised(journal)[:-1])
+    monkeypatch.setattr(coordinator, "promised", lambda journal: promised(journal)[:-1])
     cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
     strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
     leaning = Leaning(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
@@ -218,7 +292,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
 ) -> None:
     """It uses generations again that the leader started meanwhile; or another one there has a newer one."""
     with monkeypatch.context() as patch:
-        patch.setattr(coordinator, "unseen", lambda journal: journal)
+        patch.setattr(durable, "unseen", lambda journal, incarnation: journal)
         found("was used twice", leaning=BEHIND_A_SAVE)
     monkeypatch.setattr(election, "outdone", lambda newest, others: False)
     found("which is there, has", leaning=BEHIND_A_SAVE)
@@ -246,49 +320,70 @@ def renewed_and_lost(sim: Simulation) -> None:
 
     new, old = sim.coordinator, next(one for one in sim.coordinators if one is not sim.coordinator)
     new.crash()
-    new.disk.edition = 1
+    new.edition = 1
     sim.world.at(0.5, new.restart)
     sim.world.at(4.0, again, old, 1.0)
     sim.world.at(9.0, black_out)
 
 
-@pytest.mark.parametrize("mutant", ["judge", "start"])
+@pytest.mark.parametrize("mutant", ["check", "bar"])
 def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
     monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
     """It takes what it cannot read for nothing; or forgets with its process that there was such a journal."""
+    if mutant == "check":
+        begin, keep = Takeover.begin, Takeover.keep
 
-    def start(self: SimCoordinator, real: Callable[[SimCoordinator], None] = SimCoordinator.start) -> None:
-        self.disk.foreign = None
-        real(self)
+        def unread(self: Takeover, copy: JournalCopy) -> bool:
+            return bool(self._unreadable(copy.schema, copy.protocol, copy.version))
 
-    if mutant == "judge":
-        monkeypatch.setattr(Disk, "judge", lambda self, copy: "")
-        found("a journal that it cannot read", range(20, 220), Leaning(coordinators=3, upgrades=True))
+        def begin_without(self: Takeover, copy: JournalCopy | None, incarnation: int) -> Restored:
+            return begin(self, None if copy is not None and unread(self, copy) else copy, incarnation)
+
+        monkeypatch.setattr(Takeover, "check", lambda self, copy: "")
+        monkeypatch.setattr(
+            Takeover, "keep", lambda self, copy: "" if unread(self, copy) else keep(self, copy)
+        )
+        monkeypatch.setattr(Takeover, "begin", begin_without)
+        found("", range(20, 220), Leaning(coordinators=3, upgrades=True))
         return
     monkeypatch.setattr(run, "HEAL_S", 70.0)
     lost = Leaning(coordinators=2, upgrades=False, strikes=(("StepCommitted", renewed_and_lost, 2),))
     assert [run_seed(seed, leaning=lost).violation for seed in range(3)] == [None] * 3
-    monkeypatch.setattr(SimCoordinator, "start", start)
+
+    def bar(self: Journal, position: tuple[int, int], schema: int, protocol: int, version: str) -> None:
+        self._foreign = position, (schema, protocol, version)
+
+    monkeypatch.setattr(Journal, "bar", bar)
     found("a journal that it cannot read", range(10), lost)
 
 
 def test_a_standby_that_takes_the_leader_s_clock_for_its_own_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def keep(self: Disk, copy: Copy, real: Callable[[Disk, Copy], None] = Disk.keep) -> None:
-        real(self, replace(copy, clock_s=self.clock_s))
+    def save_copy(
+        self: Journal,
+        state: bytes,
+        position: tuple[int, int],
+        theirs_s: float,
+        real: Callable[..., None] = Journal.save_copy,
+    ) -> None:
+        real(self, state, position, self._offset_s())
 
-    monkeypatch.setattr(Disk, "keep", keep)
+    monkeypatch.setattr(Journal, "save_copy", save_copy)
     crashes = tuple(("SnapshotCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
     found("takes the newest snapshot to be", leaning=Leaning(coordinators=2, strikes=crashes))
 
 
 def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(self: SimCoordinator, real: Callable[[SimCoordinator], None] = SimCoordinator.replicate) -> None:
-        self.world.at(0.02, real, self)
+    def publish(self: Leadership, topic: str, payload: bytes, **more: Any) -> None:
+        if topic == TOPICS.journal:
+            asyncio.get_running_loop().call_later(0.02, lambda: real(self, topic, payload, **more))
+        else:
+            real(self, topic, payload, **more)
 
-    monkeypatch.setattr(SimCoordinator, "replicate", late)
+    real = Leadership.publish
+    monkeypatch.setattr(Leadership, "publish", publish)
     found("published before it was persisted", leaning=Leaning(coordinators=2))
 
 

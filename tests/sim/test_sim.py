@@ -128,17 +128,17 @@ def test_the_rarer_faults_strike() -> None:
 
 
 def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ClusterMachine, "steps", lambda self, events: [])
+    monkeypatch.setattr(ClusterMachine, "steps", lambda self, events, bug: [])
     violation = run_seed(3).violation
     assert violation is not None
     assert violation.startswith("no progress after the healing: WAITING")
 
 
 def test_an_exception_in_a_machine_is_a_violation_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steps(self: ClusterMachine, events: list[object]) -> list[object]:
+    def steps(self: ClusterMachine, events: list[object], bug: object) -> list[object]:
         if any(isinstance(event, TimerFired) for event in events):
             raise ZeroDivisionError("planted")
-        return real(self, events)  # type: ignore[arg-type,return-value]
+        return real(self, events, bug)  # type: ignore[arg-type,return-value]
 
     real = ClusterMachine.steps
     monkeypatch.setattr(ClusterMachine, "steps", steps)

@@ -54,7 +54,7 @@ def now(sim: Simulation) -> None:
 
 def saved_and_lost(sim: Simulation) -> None:
     """The broker persists what it retains now and then; a while later it loses power, with the leader."""
-    rng, left = sim.world.rng, sim.network.retained.saved()
+    rng, left = sim.world.rng, dict(sim.network.retained)
 
     def lost() -> None:
         sim.network.stop_broker(rng.uniform(0.1, 1.5), left)
@@ -205,6 +205,10 @@ def test_what_was_found_once_holds(seed: int, moment: str | None) -> None:
         (40507, Leaning(late_wills=True, churn=True)),
         # An order from before a rollback reaches a node that stood still meanwhile.
         (21847, Leaning()),
+        # The broker is back with what it once saved, and the coordinator that knows less is the first to return.
+        (40003, Leaning(coordinators=2, upgrades=True)),
+        (40075, Leaning(checkpoints=True, protection="aec", rarer=True)),
+        (40241, Leaning(checkpoints=True, protection="aec", rarer=True)),
     ],
 )
 def test_what_was_found_with_a_leaning_once_holds(seed: int, leaning: Leaning) -> None:

@@ -399,6 +399,16 @@ def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it()
         assert one.has(Lead)
 
 
+def test_an_older_announcement_that_the_broker_had_retained_is_ignored() -> None:
+    """Otherwise a leader that comes back forgets that it knows more than the others, and leaves it to them."""
+    one = One()
+    for name, incarnation in (("bert", 2), ("carl", 3)):
+        for position in ((4, 9), (0, 0)):
+            one.feed(PeerSeen, peer=Peer(name=name, incarnation=incarnation, position=position))
+        assert one.machine.peers[incarnation].position == (4, 9)
+    assert one.machine.me.position == (4, 9)
+
+
 def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
     """The broker is back with what it once saved: the record is one's own, and another one led since."""
     one = One()

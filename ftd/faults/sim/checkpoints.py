@@ -1,10 +1,13 @@
 """What a simulated coordinator does at the place of checkpoints, which may be full, closed, or hang."""
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from ftd.coordinator.ports import Feed
+from ftd.driver import Driver
+from ftd.faults.sim.place import SimPlace
+from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
-from statemachine.cluster.machine import ClusterEvent
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
     CheckpointExported,
@@ -12,79 +15,77 @@ from statemachine.events import (
     CheckpointFailed,
     CheckpointWritten,
 )
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
+from statemachine.messages.values import Checkpoint, Job
 
 EXPORT_S = 0.5
 """An export takes this long."""
 
 
-class CheckpointWork(ABC):
-    """A part of ``SimCoordinator``."""
+class SimCheckpoints:
+    """One process's (``ftd.coordinator.ports.CheckpointPlaces``)."""
 
-    world: World
-    invariants: "Invariants"
-    _life: int
+    def __init__(
+        self, world: World, place: Callable[[], SimPlace], loop: ProcessLoop, feed: Feed, driver: Driver
+    ) -> None:
+        self._world, self._place, self._loop, self._feed, self._now = world, place, loop, feed, driver.now
 
-    @abstractmethod
-    def feed(self, event: ClusterEvent) -> None:
-        """To the machine."""
+    def commit(self, effect: CommitCheckpoint) -> None:
+        self._loop.call_later(self._world.between(0.001, 0.2), self._commit, effect)
 
-    def _commit(self, effect: CommitCheckpoint, life: int) -> None:
+    def abandon(self, effect: AbandonCheckpoint) -> None:
+        self._loop.call_later(self._world.between(0.2, 0.3), self._abandon, effect)
+
+    def export(self, effect: ExportCheckpoint) -> None:
+        self._loop.call_later(EXPORT_S, self._export, effect)
+
+    def find(self, effect: FindCheckpoint) -> None:
+        self._loop.call_later(self._world.between(0.001, 0.2), self._find, effect)
+
+    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+        """Simulated users look it up themselves."""
+        self._loop.call_soon(then, self._place().newest(), "")
+
+    def _commit(self, effect: CommitCheckpoint) -> None:
         """A coordinator that dies has committed or has not, and mostly does not hear of it."""
-        if life != self._life:
-            return
-        world, place = self.world, self.invariants.place
+        world, place = self._world, self._place()
         if place.hangs_s:
-            world.at(place.hangs_s, self._commit, effect, life)
+            self._loop.call_later(place.hangs_s, self._commit, effect)
             return
+        said: dict[str, Any] = {"cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
         if place.closed or world.chance(place.full):
-            failed = CheckpointFailed(
-                at=world.now, cause=effect.cause, attempt=effect.attempt, step=effect.step, detail="full"
-            )
-            self.feed(failed)
+            self._feed(CheckpointFailed(at=self._now(), detail="full", **said))
             return
         pruned = place.commit(effect)
-        world.at(world.between(0.0, 0.2), self._committed, effect, pruned, life)
+        self._loop.call_later(
+            world.between(0.0, 0.2),
+            lambda: self._feed(CheckpointWritten(at=self._now(), pruned=pruned, **said)),
+        )
 
-    def _committed(self, effect: CommitCheckpoint, pruned: tuple[int, ...], life: int) -> None:
-        if life == self._life:
-            written = CheckpointWritten(
-                at=self.world.now,
-                cause=effect.cause,
-                attempt=effect.attempt,
-                step=effect.step,
-                pruned=pruned,
-            )
-            self.feed(written)
-
-    def _abandon(self, effect: AbandonCheckpoint, life: int) -> None:
-        place = self.invariants.place
-        if life == self._life and place.hangs_s:
-            self.world.at(place.hangs_s + 0.1, self._abandon, effect, life)  # Behind the commit that hangs.
-        elif life == self._life:
+    def _abandon(self, effect: AbandonCheckpoint) -> None:
+        place = self._place()
+        if place.hangs_s:
+            self._loop.call_later(place.hangs_s + 0.1, self._abandon, effect)  # Behind the commit that hangs.
+        else:
             place.abandon(effect)
 
-    def _export(self, effect: ExportCheckpoint, life: int) -> None:
+    def _export(self, effect: ExportCheckpoint) -> None:
         """What a coordinator exports that dies is exported by the next one."""
-        if life != self._life:
-            return
-        job, kept = effect.job, self.invariants.place.kept
-        at: dict[str, Any] = {"at": self.world.now, "cause": effect.cause}
+        job, place = effect.job, self._place()
+        at: dict[str, Any] = {"at": self._now(), "cause": effect.cause}
         step = effect.step
-        if self.invariants.place.closed or step not in kept:
-            self.feed(CheckpointExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
+        if place.closed or step not in place.kept:
+            self._feed(CheckpointExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
             return
         directory = job.checkpoint.huggingface_directory
-        done = CheckpointExported(
-            **at, job_id=job.job_id, step=step, directory=directory, size_bytes=1, took_s=EXPORT_S
+        self._feed(
+            CheckpointExported(
+                **at, job_id=job.job_id, step=step, directory=directory, size_bytes=1, took_s=EXPORT_S
+            )
         )
-        self.feed(done)
 
-    def _find(self, effect: FindCheckpoint, life: int) -> None:
-        place, now = self.invariants.place, self.world.now
-        if life == self._life and place.hangs_s:
-            self.world.at(place.hangs_s, self._find, effect, life)
-        elif life == self._life:
-            self.feed(place.refuses(effect, now) if place.closed else place.find(effect, now))
+    def _find(self, effect: FindCheckpoint) -> None:
+        place, now = self._place(), self._now()
+        if place.hangs_s:
+            self._loop.call_later(place.hangs_s, self._find, effect)
+        else:
+            self._feed(place.refuses(effect, now) if place.closed else place.find(effect, now))

@@ -1,358 +1,406 @@
-"""A simulated coordinator: the real cluster machine, its journal, and the real planner."""
+"""A simulated coordinator: a host on which processes of the real ``Coordinator`` run, one after the other."""
 
-import json
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from random import Random
-from typing import TYPE_CHECKING, Any, assert_never, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ftd.faults.sim.checkpoints import EXPORT_S, CheckpointWork
-from ftd.faults.sim.disk import Copy, Disk
+import msgspec
+
+from ftd.coordinator.coordinator import Coordinator
+from ftd.coordinator.ports import Ports, Program
+from ftd.errors import JournalError
+from ftd.faults.sim.checkpoints import SimCheckpoints
+from ftd.faults.sim.disk import SimDisk
 from ftd.faults.sim.forgotten import forgets
 from ftd.faults.sim.losses import Written
-from ftd.faults.sim.network import Network
-from ftd.faults.sim.planning import PlanningWork
-from ftd.faults.sim.seat import SimSeat
+from ftd.faults.sim.network import COMMAND, EVENTS, JOURNAL, TOPICS, Connection, Network
+from ftd.faults.sim.planning import SimPlanning
+from ftd.faults.sim.process import ProcessLoop, SimClock
+from ftd.faults.sim.session import SimTransport
 from ftd.faults.sim.succession import begins
-from ftd.faults.sim.voice import Voice
 from ftd.faults.sim.world import World
-from statemachine.cluster.durable.durable import unseen
+from ftd.transport.wire.codec import decode_to_node, decode_to_nodes
+from ftd.transport.wire.coordinators import JournalCopy, decode_copy, unpack
+from ftd.transport.wire.public import EventMessage, decode_json
+from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
-from statemachine.cluster.machine import ClusterEvent, ClusterMachine
-from statemachine.effects import (
-    AbandonCheckpoint,
-    AnswerRequest,
-    BroadcastCommand,
-    BuildTemplates,
-    CancelTemplates,
-    CancelTimer,
-    CheckRestore,
-    CommitCheckpoint,
-    ComputePlan,
-    Effect,
-    EmitEvent,
-    ExportCheckpoint,
-    FindCheckpoint,
-    ForeseePlan,
-    ForgetNode,
-    PersistState,
-    PublishCluster,
-    RecordSteps,
-    SendCommand,
-    SetTimer,
-    WeighPlan,
-)
-from statemachine.events import (
-    BrokerConnected,
-    BrokerLost,
-    DrainRequested,
-    JobSubmitted,
-    NodeVanished,
-    SignalArrived,
-    SnapshotRequested,
-    StepsMissed,
-    StopRequested,
-    TimerFired,
-)
-from statemachine.messages.cluster import FromNode, ToNode, ToNodes
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.effects import Effect, EmitEvent, RecordSteps
+from statemachine.election.leadership import Leader, Peer
+from statemachine.events import DrainRequested, Event, JobSubmitted, SnapshotRequested, StopRequested
 from statemachine.messages.values import Checkpoint, Job
 
 if TYPE_CHECKING:
     from ftd.faults.sim.invariants import Invariants
 
-ClusterEffect = (
-    SetTimer | CancelTimer | EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster
-    | BuildTemplates | CancelTemplates | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForeseePlan | ForgetNode
-    | RecordSteps
-)  # fmt: skip
+STATE_PERIOD_S = 1.0
+"""Least time between two publications of the cluster's state, which nobody but a standby reads here."""
 
 
-class SimCoordinator(CheckpointWork, PlanningWork):
-    """A coordinator's process: what it knows is lost when it is killed, except for its journal."""
+class SimCoordinator:
+    """One host. What its process knows is lost when it is killed, except for its journal."""
 
-    def __init__(self, world: World, network: Network, invariants: "Invariants", name: str) -> None:
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        invariants: "Invariants",
+        name: str,
+        *,
+        state_period_s: float = STATE_PERIOD_S,
+    ) -> None:
         self.world, self.network, self.invariants, self.name = world, network, invariants, name
+        self.state_period_s = state_period_s
         self.incarnation = 0
-        self.up = False
-        self.frozen = False
-        self.machine = ClusterMachine(world.timing)
-        self.disk = Disk()
-        self.unread: Copy | None = None
-        """The newest journal that it was ever sent and could not read."""
-        self.leading = False
+        self.started_at = 0.0
+        self.edition = 0
+        """Of the program: it reads the journals of its own edition and of those before."""
+        self.disk = SimDisk(world, name)
+        self.clock = SimClock(world)
+        self.loop = ProcessLoop(world)
+        self.loop.alive = False
+        self.process: _Process | None = None
+        """The last one, whether it is alive or not."""
+        self.unreadable: JournalCopy | None = None
+        """The newest journal that was ever at the broker while it was there, and that it could not read."""
         self.crash_after: int | None = None
         """Effects until it is killed in the middle of carrying them out."""
-        self.on_event: Any = None
-        """Called with each public event's name."""
-        self._life = 0
-        self._timers: dict[str, int] = {}
-        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self.voice = Voice(self)
-        self._waiting: list[ClusterEvent] = []
-        self._haste = Random(f"{world.seed} together")
-        """Of its own: in a quarter of all seeds it is busy at times, and takes what came together."""
-        self._busy = world.seed % 4 == 3
-        self._quiet = Random(f"{world.seed} quiet")
-        self.seat = SimSeat(self, world, network)
+        self.thinks_s = 0.0
+        """So much longer a plan may take, at most."""
+        self.on_event: Callable[[EmitEvent], None] | None = None
+        """Called with each public event that is news."""
+        self.on_state: Callable[[dict[str, Any]], None] | None = None
+        """Called with the state of the cluster that it publishes."""
 
     # --- the process -------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        self.up, self.frozen, self.leading = True, False, False
-        self._life += 1
-        self._waiting = []
-        self._timers.clear()
-        self._backlog.clear()
-        self.crash_after = None
-        self.planner = None
-        self.incarnation = self.world.serial()
-        self.voice = Voice(self)
-        self.machine = ClusterMachine(self.world.timing)
-        self.seat = SimSeat(self, self.world, self.network)
-        self.network.watch(self.seat)
+    @property
+    def up(self) -> bool:
+        return self.loop.alive
 
-    # --- who leads ---------------------------------------------------------------------------------
+    @property
+    def frozen(self) -> bool:
+        return self.loop.frozen
 
-    def begin_reign(self, copy: Copy | None) -> None:
-        """From the newest of what the last leader left at the broker and what is on the own disk."""
-        self._life += 1
-        self._waiting = []
-        self._timers.clear()
-        self.voice.clear()
-        self.planner = None
-        journal, position, written_s = self.disk.journal, self.disk.position, self.disk.written_s
-        if copy is not None and copy.position > position:
-            journal, position, written_s = copy.journal, copy.position, copy.clock_s
-            if not self.disk.reads(copy):
-                self.invariants.broken(f"{self.name} begins to lead from a journal that it cannot read")
-        effects: list[Effect] = []
-        if journal is None:
-            self.machine = ClusterMachine(self.world.timing)
-        else:
-            plain = json.loads(json.dumps(journal))
-            if self.disk.shared and (copy is None or copy.position < self.disk.position):
-                plain = unseen(plain)
-            plain, now = self.disk.begin(plain, written_s), self.world.now + self.disk.clock_s
-            self.machine, effects = ClusterMachine.restore(self.world.timing, plain, now, "restart")
-        self.leading = True
-        if self.network.has_seat(self.seat):  # Else it stood still, another one leads, and nobody hears it.
-            begins(self.invariants, self.network, self, position, Written(self.machine))
-            self.invariants.coordinator_starts(self.machine)
-        if journal is not None:
-            self.voice.go_on(journal)
-        self._perform_all(effects)
+    @property
+    def leading(self) -> bool:
+        """It leads, as far as it knows."""
+        return self.up and self.process is not None and self.process.leadership.leading
 
-    def reconnected(self) -> None:
-        """The seat is ours: what was to be told is told, then everybody is heard."""
-        self.voice.tell_waiting()
-        self.feed(BrokerConnected(at=self.world.now, cause="broker"))
-        # All that others told: the most that it may have missed.
-        self.feed(StepsMissed(at=self.world.now, cause="broker", first=1, last=2**53))
-
-    def end_reign(self) -> None:
-        self.leading = False
-        self._life += 1
-        self._waiting = []
-        self._timers.clear()
-        self.voice.clear()
-        self.machine = ClusterMachine(self.world.timing)
-
-    def replicate(self) -> None:
-        """The journal, at the broker and on the disk. What is at the broker counts."""
-        parts = {**self.machine.durable_parts(), OUTBOX: self.voice.outbox.entries}
-        copy = self.disk.write(self.seat.machine.term, parts, self._quiet)
-        self.network.from_seat(self.seat, self._replicated, copy, Written(self.machine))
-
-    def _replicated(self, copy: Copy, view: Written) -> None:
-        self.network.replicate(copy)
-        self.invariants.replicated = max(self.invariants.replicated, copy.position)
-        self.invariants.persisted(view)
-        self.invariants.telling.decided(copy)
-
-    def do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Now, or where the process is stopped, when it goes on."""
-        if self.frozen:
-            self._backlog.append((action, arguments))
-        elif self.up:
-            action(*arguments)
-
-    # --- the process, again ------------------------------------------------------------------------
-
-    def crash(self) -> None:
-        """SIGKILL: only the journal is left."""
-        if not self.up:
-            return
-        self.up = self.frozen = False
-        self._life += 1
-        self._waiting = []
-        self._backlog.clear()
-        self.leading = False
-        self.network.drop(self.name, process_died=True)
-
-    def freeze(self, for_s: float) -> None:
-        if self.up and not self.frozen:
-            self.frozen = True
-            self.world.at(for_s, self.thaw, self._life)
-
-    def thaw(self, life: int | None = None) -> None:
-        if not self.frozen or (life is not None and life != self._life):
-            return
-        self.frozen = False
-        backlog, self._backlog = self._backlog, []
-        for action, arguments in backlog:
-            self.do(action, *arguments)
-
-    def feed(self, event: ClusterEvent) -> None:
-        """It counts where this coordinator leads, as far as it knows."""
-        if self.leading:
-            self.do(self._feed, event, self._life)
-
-    def _feed(self, event: ClusterEvent, life: int) -> None:
-        if life != self._life:
-            return
-        if isinstance(event, TimerFired) or not self._busy or self._haste.random() < 0.7:
-            self._take([*self._waiting, event])
-        else:
-            if not self._waiting:
-                self.world.at(self._haste.uniform(0.0, 0.05), self.do, self._take_waiting, life)
-            self._waiting.append(event)
-
-    def _take_waiting(self, life: int) -> None:
-        if life == self._life:
-            self._take(self._waiting)
-
-    def _take(self, events: list[ClusterEvent]) -> None:
-        """As the driver does: together, but a timer alone, since what came before it may cancel it."""
-        self._waiting = []
-        alone: list[ClusterEvent] = []
-        for event in events:
-            if isinstance(event, TimerFired):
-                self._step(alone)
-                self._step([event])
-                alone = []
-            else:
-                alone.append(event)
-        self._step(alone)
-
-    def _step(self, events: list[ClusterEvent]) -> None:
-        if not events or not self.leading:
-            return
-        if self.world.tracing:
-            for event in events:
-                self.world.note("coord", event)
-        now = self.world.now + self.disk.clock_s
-        effects = self.machine.steps([replace(event, at=now) for event in events])
-        self._perform_all(effects)
-        if self.network.hears(self.seat):
-            # What a coordinator knew that died before it journaled it, or was deposed, was never known.
-            self.invariants.coordinator_stepped(self.machine)
-
-    def disconnected(self) -> None:
-        self.feed(BrokerLost(at=self.world.now, cause="broker"))
-
-    def signal(self, message: FromNode) -> None:
-        cause = f"{message.node}@{self.world.events}"
-        self.feed(SignalArrived(at=self.world.now, cause=cause, message=message))
-
-    def will(self, node: str, incarnation: int, graceful: bool) -> None:
-        event = NodeVanished(
-            at=self.world.now, cause=f"will-{node}", node=node, incarnation=incarnation, graceful=graceful
+    @property
+    def heard(self) -> bool:
+        """What it publishes as the leader is at the broker at once."""
+        connection = self.network.leader
+        at_broker = connection is not None and connection.host == self.name
+        process = self.process
+        return (
+            at_broker
+            and process is not None
+            and process.leadership.connected
+            and self.network.reaches(self.name)
         )
-        self.feed(event)
 
-    def submit(self, job: Job, begin: Checkpoint | None) -> None:
-        self.feed(JobSubmitted(at=self.world.now, cause="submit", request=job.job_id, job=job, begin=begin))
+    @property
+    def machine(self) -> ClusterMachine:
+        """The machine of the last process."""
+        return self.process.machine if self.process is not None else ClusterMachine(self.world.timing)
 
-    def drain(self, node: str) -> None:
-        self.feed(DrainRequested(at=self.world.now, cause="drain", request="drain", node=node))
+    @property
+    def following_since(self) -> float | None:
+        """When its follower session connected; ``None``: it has none."""
+        connection = self.network.connections.get(f"ftd-{TOPICS.cluster}-coordinator-{self.incarnation}")
+        return connection.since if self.up and connection is not None else None
 
-    def ask_snapshots(self, **wants: Any) -> None:
-        self.feed(SnapshotRequested(at=self.world.now, cause="ask", request="ask", **wants))
+    @property
+    def ineligible(self) -> str:
+        """Why it must not lead, as far as it knows."""
+        return self.process.leadership.machine.me.ineligible if self.up and self.process is not None else ""
 
-    def stop(self, job: str) -> None:
-        self.feed(StopRequested(at=self.world.now, cause="stop", request="stop", job=job))
+    def reads(self, copy: JournalCopy) -> bool:
+        """Whether its program can read this journal."""
+        return copy.schema <= durable.SCHEMA + self.edition
 
-    # --- effects -----------------------------------------------------------------------------------
+    def decided_generations(self) -> set[int | None]:
+        """Generations that the events in its journal's outbox are of."""
+        kept = self.process.journal.load() if self.process is not None else None
+        outbox = journal_of(kept).get(OUTBOX, ()) if kept is not None else ()
+        return {decode_json(event.encode(), EventMessage).generation for _, event in outbox}
 
-    def _perform_all(self, effects: list[Effect]) -> None:
-        world = self.world
-        self.voice.decide(effects)
-        for effect in effects:
-            if self.crash_after is not None:
-                self.crash_after -= 1
-                if self.crash_after < 0:
-                    self.crash()
-                    world.at(world.between(0.1, 6.0), self.restart)
-                    return
-            if world.tracing:
-                world.note("coord", f"  → {effect}")
-            if isinstance(effect, PersistState) and self.out_of_room():
-                return
-            self._perform(cast(ClusterEffect, effect))
+    @property
+    def position(self) -> tuple[int, int]:
+        """Position of the journal that it has."""
+        return self.process.journal.position if self.up and self.process is not None else self.disk.position
 
-    def out_of_room(self) -> bool:
-        """What cannot be journaled must not be acted on: the process ends."""
-        if self.world.now >= self.disk.full_until:
-            return False
+    def start(self) -> None:
+        self.crash_after = None
+        self.incarnation, self.started_at = self.world.serial(), self.world.now
+        loop = self.loop = ProcessLoop(self.world)
+        if self.world.seed % 4 == 3:
+            loop.hurry(self.name)
+        self.disk.writer = lambda: loop.alive
+        loop.enter(self._begin, loop)
+
+    def _begin(self, loop: ProcessLoop) -> None:
+        try:
+            self.process = _Process(self, loop)
+        except JournalError:
+            loop.alive = False
+            self._restart_soon()
+            return
+        task = loop.create_task(self.process.run(asyncio.Event()))  # Only SIGKILL stops it.
+        task.add_done_callback(lambda done: self._ended(loop, done))
+
+    def _ended(self, loop: ProcessLoop, done: "asyncio.Task[None]") -> None:
+        """A process ends by itself where it cannot write its journal."""
+        if not loop.alive or done.cancelled():
+            return
+        error = done.exception()
+        if error is not None and not isinstance(error, JournalError):
+            self.world.fail(error if isinstance(error, Exception) else RuntimeError(str(error)))
         self.crash()
+        self._restart_soon()
+
+    def _restart_soon(self) -> None:
         self.world.at(self.world.between(0.1, 2.0), self.restart)
-        return True
 
     def restart(self) -> None:
         if not self.up:
             self.start()
 
-    def _perform(self, effect: ClusterEffect) -> None:
-        world = self.world
-        match effect:
-            case SendCommand() | BroadcastCommand():
-                self.network.from_seat(self.seat, self._command, effect.message)
-            case ForgetNode():
-                self.network.from_seat(self.seat, forgets, self.invariants, self.network, effect.node)
-            case PersistState():
-                self.replicate()
-            case EmitEvent():
-                self.voice.tell(effect)
-            case SetTimer():
-                token = self._timers.get(effect.name, 0) + 1
-                self._timers[effect.name] = token
-                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self._life)
-            case CancelTimer():
-                self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
-            case BuildTemplates() | ComputePlan() | WeighPlan() | CheckRestore():
-                self._reckon(effect)
-            case CommitCheckpoint():
-                world.at(world.between(0.001, 0.2), self._commit, effect, self._life)
-            case AbandonCheckpoint():
-                world.at(world.between(0.2, 0.3), self._abandon, effect, self._life)
-            case ExportCheckpoint():
-                world.at(EXPORT_S, self._export, effect, self._life)
-            case FindCheckpoint():
-                world.at(world.between(0.001, 0.2), self._find, effect, self._life)
-            case RecordSteps():
-                self.invariants.recalled(effect)
-            case PublishCluster() | AnswerRequest() | CancelTemplates() | ForeseePlan():
-                pass
-            case _:
-                assert_never(effect)
+    def crash(self) -> None:
+        """SIGKILL: only the journal is left."""
+        if self.up:
+            self.loop.kill()
+            self.network.drop(self.name, process_died=True)
 
-    def _command(self, message: ToNode | ToNodes) -> None:
-        """At the broker, at once for all whom it is for."""
-        copy = self.network.retained.journal
-        self.invariants.commands(message.command, copy.journal if copy is not None else None)
-        if isinstance(message, ToNode):
-            self.network.command(message)
-        else:
-            self.network.broadcast(message)
+    def lose_power(self) -> None:
+        """The host starts again, without the end of what was not forced to the disk."""
+        self.disk.lose_power(self.world.rng)
+        self.clock.since_boot_s /= 2  # Never below zero, as real ones.
 
-    def _fire(self, name: str, token: int, cause: str, life: int) -> None:
-        if life == self._life and self._timers.get(name) == token:
-            self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
+    def freeze(self, for_s: float) -> None:
+        if self.up and not self.frozen:
+            self.loop.freeze()
+            self.world.at(for_s, self.loop.thaw)
+
+    def thaw(self) -> None:
+        self.loop.thaw()
+
+    # --- what users want ---------------------------------------------------------------------------
+
+    def _ask(self, make: Callable[..., Event], **fields: Any) -> None:
+        """As ``Requests`` does; what was asked of a process that dies first is lost."""
+        process = self.process
+        if process is not None and self.leading:
+            self.loop.enter(lambda: process.feed(make(at=process.driver.now(), cause="user", **fields)))
+
+    def submit(self, job: Job, begin: Checkpoint | None) -> None:
+        self._ask(JobSubmitted, request=job.job_id, job=job, begin=begin)
+
+    def drain(self, node: str) -> None:
+        self._ask(DrainRequested, request="drain", node=node)
+
+    def ask_snapshots(self, **wants: Any) -> None:
+        self._ask(SnapshotRequested, request="ask", **wants)
+
+    def stop(self, job: str) -> None:
+        self._ask(StopRequested, request="stop", job=job)
+
+    def saw(self, payload: bytes) -> None:
+        """A journal arrives at its follower session."""
+        several = any(one.edition for one in self.invariants.coordinators)
+        if payload and several and not self.leading:
+            copy = decode_copy(payload)
+            if not self.reads(copy):
+                self.unreadable = copy
+
+    # --- what the simulator looks at -----------------------------------------------------------------
+
+    def watch(self, loop: ProcessLoop, it: Event | Effect) -> None:
+        """Every event before it is taken, and every effect before it is carried out."""
+        if not loop.alive:
+            return
+        if self.world.tracing:
+            self.world.note("coord", f"  → {it}" if isinstance(it, Effect) else it)
+        if not isinstance(it, Effect):
+            return
+        if self.crash_after is not None:
+            self.crash_after -= 1
+            if self.crash_after < 0:
+                self.crash()
+                self.world.at(self.world.between(0.1, 6.0), self.restart)
+                return
+        if isinstance(it, RecordSteps):
+            self.check(lambda: self.invariants.recalled(it))
+
+    def check(self, look: Callable[[], None]) -> None:
+        """Check an invariant inside the process, whose code handles exceptions."""
+        try:
+            look()
+        except Exception as error:
+            self.world.fail(error)
+            raise
+
+    def note(self, topic: str, payload: bytes) -> Any:
+        """Return what a journal that is published says, as its machine is now."""
+        if topic != JOURNAL or not payload or self.process is None:
+            return None
+        term = self.process.leadership.machine.term
+        leader = Leader(term=term, name=self.name, incarnation=self.incarnation)
+        self.check(lambda: self.invariants.reigns(leader, self.network.forgot_at))
+        return Written(self.process.machine)
+
+
+class _Observer:
+    """Metrics, dashboard and tracking: here nobody looks at them."""
+
+    def __init__(self, of: SimCoordinator) -> None:
+        self._of = of
+
+    def emitted(self, event: EmitEvent) -> None:
+        return
+
+    def heard(self, message: EventMessage) -> None:
+        return
+
+    def shown(self, message: EventMessage, own: bool) -> None:
+        return
+
+    def alive(self) -> None:
+        return
+
+    def on_state(self, state: dict[str, Any]) -> None:
+        if self._of.on_state is not None and self._of.heard:
+            self._of.on_state(state)
+
+    def acknowledged(self, seconds: float) -> None:
+        return
+
+    def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
+        return
+
+    def status(self, text: str) -> None:
+        return
+
+    def stopping(self) -> None:
+        return
+
+
+class _Process(Coordinator):
+    """The real one, looked at: nothing that it does is changed."""
+
+    def __init__(self, of: SimCoordinator, loop: ProcessLoop) -> None:
+        self._of, self._loop = of, loop
+        edition = of.edition
+        ports = Ports(
+            program=Program(version=f"{edition}.0", schema=durable.SCHEMA + edition),
+            clock=of.clock,
+            transport=SimTransport(loop, of.network, of.name, note=of.note, saw=of.saw),
+            disk=of.disk,
+            planning=lambda feed, driver, _: SimPlanning(of, loop, feed, driver),
+            checkpoints=lambda feed, driver: SimCheckpoints(
+                of.world, lambda: of.invariants.place, loop, feed, driver
+            ),
+            observer=_Observer(of),
+        )
+        super().__init__(
+            ports,
+            Peer(name=of.name, incarnation=of.incarnation),
+            cluster=TOPICS.cluster,
+            directory=Path("/simulated"),
+            timing=of.world.timing,
+            state_period_s=of.state_period_s,
+            watch=lambda it: of.watch(loop, it),
+        )
+
+    def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
+        position = max(self.journal.position, copy.position if copy is not None else (0, 0))
+        super()._begin(leader, copy)
+        of = self._of
+        connection = of.network.leader
+        if connection is not None and connection.host == of.name and self._loop.alive:
+            of.check(lambda: begins(of.invariants, of.network, of, position, Written(self.machine)))
+            of.check(lambda: of.invariants.coordinator_starts(self.machine))
+
+    def _carried_out(self) -> None:
+        super()._carried_out()
+        of = self._of
+        if self._loop.alive and of.heard:
+            # What a coordinator knew that died before it journaled it, or was deposed, was never known.
+            of.check(lambda: of.invariants.coordinator_stepped(self.machine))
+
+
+def journal_of(kept: bytes) -> dict[str, Any]:
+    """Return a durable state, as plain values."""
+    state: dict[str, Any] = msgspec.msgpack.decode(unpack(kept))
+    return state
+
+
+class AtBroker:
+    """Checks everything that coordinators publish once the broker has it."""
+
+    def __init__(
+        self, network: Network, invariants: "Invariants", coordinators: Sequence[SimCoordinator]
+    ) -> None:
+        self._network, self._invariants = network, invariants
+        self._coordinators = {one.name: one for one in coordinators}
+        self._journal: dict[str, Any] | None = None
+        self._payload: bytes | None = None
+        network.at_broker = self._published
+
+    @property
+    def journal(self) -> dict[str, Any] | None:
+        """The journal that the broker retains, as plain values."""
+        payload = self._network.retained.get(JOURNAL)
+        if payload is not self._payload:
+            self._payload = payload
+            self._journal = journal_of(decode_copy(payload).state) if payload else None
+        return self._journal
+
+    def _published(self, connection: Connection, topic: str, payload: bytes, note: Any) -> None:
+        self._coordinators[connection.host].check(lambda: self._look(connection, topic, payload, note))
+
+    def _look(self, connection: Connection, topic: str, payload: bytes, note: Any) -> None:
+        truth = self._invariants
+        if topic == JOURNAL:
+            if not payload:
+                return
+            copy = decode_copy(payload)
+            self._payload, self._journal = payload, journal_of(copy.state)
+            if copy.position > truth.replicated:
+                truth.replicated, truth.replicated_by = copy.position, connection.host
+            truth.persisted(note)
+            truth.telling.decided(self._journal[OUTBOX])
+        elif topic == COMMAND:
+            truth.commands(decode_to_nodes(payload).command, self.journal)
+        elif topic == EVENTS:
+            message = decode_json(payload, EventMessage)
+            if truth.telling.is_news(message):
+                self._event(self._coordinators[connection.host], message)
+        elif (node := TOPICS.node_of(topic)) is not None:
+            if topic == TOPICS.node_command(node):
+                truth.commands(decode_to_node(payload).command, self.journal)
+            elif topic == TOPICS.node_state(node) and not payload:
+                forgets(truth, self.journal, node)
+
+    def _event(self, of: SimCoordinator, message: EventMessage) -> None:
+        event = EmitEvent(
+            cause=message.cause,
+            name=message.event,
+            reason=message.reason,
+            node=message.node,
+            generation=message.generation,
+            step=message.step,
+            details=message.details,
+        )
+        self._invariants.public_event(event)
+        if of.on_event is not None:
+            of.on_event(event)
 
 
 def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
     """The one that leads; or that did, as far as it knows."""
-    if network.seat is not None:
-        return network.seat.coordinator
-    return max(coordinators, key=lambda one: (one.leading, one.up, one.disk.position))
+    if (connection := network.leader) is not None:
+        return next(one for one in coordinators if one.name == connection.host)
+    return max(coordinators, key=lambda one: (one.leading, one.up, one.position))

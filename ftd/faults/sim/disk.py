@@ -1,110 +1,137 @@
-"""A simulated coordinator's disk and program: what outlives its process, and which journals it can read."""
+"""The disk of a simulated coordinator's host: a real SQLite database in memory, which may be full or lose power."""
 
-from dataclasses import dataclass
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from statemachine.cluster.durable.durable import moved
-from statemachine.cluster.durable.promises import RESERVED, beyond, promised
-from statemachine.messages.values import ClusterPhase
-
 if TYPE_CHECKING:
     from ftd.faults.sim.run import Simulation
+    from ftd.faults.sim.world import World
+
+_WRITES = ("INSERT", "BEGIN", "DELETE", "COMMIT")
+
+Content = tuple[bytes | None, dict[str, str]]
+"""The tables that decide something: the state, and what is known beside it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """The leader's journal, as it is retained."""
+class SimDisk:
+    """A disk, and its host's starts (``ftd.coordinator.ports.Disk``)."""
 
-    position: tuple[int, int]
-    journal: dict[str, Any]
-    edition: int
-    """Of the program that wrote it."""
-    clock_s: float
-    """Of the host that wrote it."""
-
-
-class Disk:
-    """As ``ftd.coordinator.journal`` and ``restored`` have it."""
-
-    def __init__(self) -> None:
-        self.edition = 0
-        """Of the program: each reads the journals of its own edition and of the one before."""
-        self.journal: dict[str, Any] | None = None
-        """What it wrote as the leader, or kept of the leader's."""
-        self.position = (0, 0)
-        self.clock_s = self.written_s = 0.0
-        """So much the host's clock is ahead of the world's; and the clock that the journal's times are of."""
-        self.foreign: Copy | None = None
-        """The newest journal seen that it could not read."""
-        self.shared = False
-        """It once kept another one's."""
-        self.knew = self.position
-        """Before the power failed."""
+    def __init__(self, world: "World", name: str) -> None:
+        self.world = world
         self.full_until = 0.0
         """Nothing can be written before this."""
-        self.reserved = self.floor = 0
-        self._forced: tuple[Any, ...] = ()
-        self._unforced: list[tuple[tuple[int, int], dict[str, Any] | None, float]] = []
-        """Since something was forced, and that."""
-
-    def write(self, term: int, parts: dict[str, Any], chance: Random) -> Copy:
-        """The leader's own, of ``durable.write``. ``chance``: whether the next quiet moment has come."""
-        serial = self.position[1] + 1 if self.position[0] == term else 1
-        journal: dict[str, Any] = msgspec.to_builtins(parts)
-        self._set((term, serial), journal, self.clock_s)
-        promise = promised(parts)
-        if promise != self._forced or journal["generation"] > self.reserved:
-            self._force()
-        self._forced = promise
-        if journal["phase"] == ClusterPhase.RUNNING and chance.random() < 0.3:
-            self.reserved = journal["generation"] + RESERVED
-            self._force()
-        return Copy(position=self.position, journal=journal, edition=self.edition, clock_s=self.clock_s)
-
-    def _set(self, position: tuple[int, int], journal: dict[str, Any], clock_s: float) -> None:
-        self._unforced.append((self.position, self.journal, self.written_s))
-        self.position, self.journal, self.written_s = position, journal, clock_s
-
-    def _force(self) -> None:
-        self._unforced.clear()
-
-    def lose_power(self, chance: Random) -> None:
-        """Of what was not forced some is gone, from the end; and the clock begins anew."""
-        self.knew = max(self.knew, self.position)
-        self._unforced.append((self.position, self.journal, self.written_s))
-        self.position, self.journal, self.written_s = chance.choice(self._unforced)
-        self.clock_s /= 2  # Never below zero, as real ones.
-        self._force()
-        self.floor = self.reserved
-
-    def begin(self, journal: dict[str, Any], written_s: float) -> dict[str, Any]:
-        """From this, its own or another one's, with times of that clock."""
-        return beyond(moved(journal, self.clock_s - written_s), self.floor)
-
-    def keep(self, copy: Copy) -> None:
-        """What the leader's journal says."""
-        if copy.position <= self.position:
-            return
-        if self.reads(copy):
-            self._set(copy.position, copy.journal, copy.clock_s)
-            self.shared = True
-        else:
-            self.foreign = copy
-
-    def reads(self, copy: Copy) -> bool:
-        return self.edition - 1 <= copy.edition <= self.edition
-
-    def judge(self, copy: Copy | None) -> str:
-        """Why it could not begin from this; empty: it could."""
-        foreign = copy is not None and copy.position > self.position and not self.reads(copy)
-        return "another edition" if foreign else ""
+        self.writer: Callable[[], bool] = lambda: True
+        """Returns whether the process that opens it next is alive."""
+        self.boots = 0
+        self._name = name
+        self._database: sqlite3.Connection | None = None
+        self.content: Content = (None, {})
+        """What is written, in a transaction that may still be under way."""
+        self._unforced: list[Content] = []
+        """What would be found after a loss of power: what was forced last, and every commit since."""
+        self.knew = (0, 0)
+        """Position of the newest journal that was ever here, before the power failed."""
 
     @property
-    def ineligible(self) -> str:
-        return self.judge(self.foreign)
+    def boot_id(self) -> str:
+        return f"{self._name}-{self.boots}"
+
+    def open(self, directory: Path) -> sqlite3.Connection:
+        """Open it, whatever the last process left under way."""
+        if self._database is None:
+            self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        elif self._database.in_transaction:
+            raise AssertionError("a process is killed between its callbacks alone")
+        return _Connection(self._database, self)  # type: ignore[return-value]
+
+    def close(self) -> None:
+        return
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Position of the journal that is here."""
+        term, serial = self.content[1].get("position", "0 0").split()
+        return int(term), int(serial)
+
+    def committed(self, *, forced: bool) -> None:
+        """A transaction is over; ``forced``: it survives a loss of power, and everything before it."""
+        if forced:
+            self._unforced.clear()
+        self._unforced.append((self.content[0], dict(self.content[1])))
+
+    def lose_power(self, chance: Random) -> None:
+        """Forget some of what was not forced, from its end; the host starts again."""
+        self.knew = max(self.knew, self.position)
+        self.boots += 1
+        if self._unforced and self._database is not None:
+            self.content = state, known = chance.choice(self._unforced)
+            database = self._database
+            if database.in_transaction:
+                database.rollback()
+            database.execute("DELETE FROM state")
+            database.execute("DELETE FROM meta")
+            if state is not None:
+                database.execute("INSERT INTO state VALUES (1, ?)", (state,))
+            database.executemany("INSERT INTO meta VALUES (?, ?)", list(known.items()))
+            self._unforced = [(state, dict(known))]
+
+
+class _Connection:
+    """A connection to the database that fails where the disk is full, and notes what is forced."""
+
+    def __init__(self, database: sqlite3.Connection, disk: SimDisk) -> None:
+        self._database, self._disk = database, disk
+        self._forced = True
+        self._alive = disk.writer
+        self._before: Content = (None, {})
+        """What there was when the present transaction began."""
+
+    def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
+        if statement.startswith("PRAGMA synchronous"):
+            self._forced = statement.endswith("FULL")
+        writes = statement.startswith(_WRITES)
+        if statement == "ROLLBACK" and self._database.in_transaction:
+            self._disk.content = self._before
+        if not self._alive():
+            raise sqlite3.OperationalError("this process was killed")
+        if writes and self._disk.world.now < self._disk.full_until:
+            raise sqlite3.OperationalError("database or disk is full")
+        done = self._database.execute(statement, values)
+        if writes:
+            self._note(statement, values)
+        if writes and not self._database.in_transaction:
+            self._disk.committed(forced=self._forced)
+        return done
+
+    def executemany(self, statement: str, values: Any) -> sqlite3.Cursor:
+        if self._disk.world.now < self._disk.full_until:
+            raise sqlite3.OperationalError("database or disk is full")
+        if not self._alive():
+            raise sqlite3.OperationalError("this process was killed")
+        done = self._database.executemany(statement, values)
+        for one in values:
+            self._note(statement, one)
+        self._disk.committed(forced=self._forced)
+        return done
+
+    def _note(self, statement: str, values: Any) -> None:
+        state, known = self._disk.content
+        if statement.startswith("BEGIN"):
+            self._before = state, dict(known)
+        elif statement.startswith("INSERT OR REPLACE INTO state"):
+            self._disk.content = values[0], known
+        elif statement.startswith("INSERT OR REPLACE INTO meta"):
+            name = statement.split("'")[1] if "'" in statement else values[0]
+            known[name] = values[-1] if values else "1"
+
+    def executescript(self, script: str) -> sqlite3.Cursor:
+        return self._database.executescript(script)
+
+    def close(self) -> None:
+        return
 
 
 def fill_disk(sim: "Simulation") -> None:
@@ -119,5 +146,5 @@ def power_cut(sim: "Simulation") -> None:
     sim.network.stop_broker(sim.world.between(0.1, 3.0))
     leader = sim.coordinator
     leader.crash()
-    leader.disk.lose_power(sim.world.rng)
+    leader.lose_power()
     sim.world.at(sim.world.between(0.5, 4.0), leader.restart)

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ftd.faults.sim.retained import Retained
-from ftd.faults.sim.sessions import Line
+from ftd.faults.sim.network import Line
 
 if TYPE_CHECKING:
     from ftd.faults.sim.node import SimNode
@@ -123,15 +122,15 @@ def cut_several(sim: "Simulation") -> None:
 
 def reset_session(sim: "Simulation") -> None:
     node = some_node(sim)
-    if node is not None and sim.network.sessions[node.name].open:
+    if node is not None and sim.network.is_connected(node.name):
         sim.log(f"reset the session of {node.name}")
         sim.network.drop(node.name)
 
 
 def reset_coordinator(sim: "Simulation") -> None:
-    if sim.network.seat is not None:
+    if sim.network.leader is not None:
         sim.log("reset the leader's session")
-        sim.network.end_seat()
+        sim.network.end_leader()
 
 
 def cut_coordinator(sim: "Simulation") -> None:
@@ -294,7 +293,7 @@ def restore_broker(sim: "Simulation") -> None:
     """It persists what it retains, from time to time; what it comes back with is of then, or of just now."""
     ago_s, for_s = sim.world.rng.choice((0.0, sim.world.between(0.1, 6.0))), sim.world.between(0.1, 6.0)
 
-    def stop(left: Retained) -> None:
+    def stop(left: dict[str, bytes]) -> None:
         if not sim.healed:
             sim.log(
                 f"the broker is down for {for_s:.2f} s, and comes back with what was {ago_s:.2f} s before"
@@ -302,9 +301,9 @@ def restore_broker(sim: "Simulation") -> None:
             sim.network.stop_broker(for_s, left)
 
     if ago_s:
-        sim.world.at(ago_s, stop, sim.network.retained.saved())
+        sim.world.at(ago_s, stop, dict(sim.network.retained))
     elif sim.network.up:
-        stop(sim.network.retained.saved())
+        stop(dict(sim.network.retained))
 
 
 def ask_again(sim: "Simulation") -> None:

@@ -7,21 +7,19 @@ from statemachine.cluster.durable.records import put_together
 from statemachine.cluster.phases import OVER
 
 if TYPE_CHECKING:
+    from ftd.coordinator.coordinator import Coordinator
     from ftd.faults.sim.invariants import Invariants
-    from ftd.faults.sim.network import Network
     from ftd.faults.sim.run import Simulation
-    from ftd.faults.sim.seat import SimSeat
 
 _LATE_S = 6.0
 """So much later, at most: what comes twice may come so long after who sent it is gone."""
 _LOOKS = 3
 
 
-def forgets(truth: "Invariants", network: "Network", name: str) -> None:
+def forgets(truth: "Invariants", kept: dict[str, Any] | None, name: str) -> None:
     """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
     else has."""
-    network.retained.nodes.pop(name, None)
-    journal = put_together(network.retained.journal.journal) if network.retained.journal is not None else None
+    journal = put_together(kept) if kept is not None else None
     if journal is None or _over(journal):
         return
     if name in _named(journal):
@@ -44,7 +42,7 @@ class Listed:
 
     def __init__(self, sim: "Simulation") -> None:
         self._sim = sim
-        self._seat: SimSeat | None = None
+        self._leading: Coordinator | None = None
         self._settled_at = 0.0
         self._seen: dict[str, int] = {}
         """How often in a row each was listed or retained that should not be."""
@@ -53,9 +51,9 @@ class Listed:
     def _look(self) -> None:
         sim, leader, timing = self._sim, self._sim.coordinator, self._sim.world.timing
         sim.world.at(1.0, self._look)
-        settled = leader.leading and not leader.frozen and sim.network.hears(leader.seat)
-        if not settled or leader.seat is not self._seat:
-            self._seat, self._settled_at = leader.seat, sim.world.now
+        leading = leader.process if leader.leading and not leader.frozen and leader.heard else None
+        if leading is None or leading is not self._leading:
+            self._leading, self._settled_at = leading, sim.world.now
         late = sim.world.now - timing.forget_s - _LATE_S
         gone = [node.name for node in sim.nodes.values() if node.gone_at is not None and node.gone_at < late]
         if gone and self._settled_at < late:
@@ -66,7 +64,7 @@ class Listed:
         quiet = journal["phase"] == "RUNNING" and journal.get("recovery") is None
         free = gone if _over(journal) else gone - _named(journal) if quiet else set()
         # Whose last will died with the broker is retained as healthy: nobody can tell it from a newcomer.
-        offline = {name for name, (gone, _) in self._sim.network.retained.nodes.items() if gone}
+        offline = self._sim.network.offline()
         left = free & {*journal["nodes"], *offline}
         self._seen = {name: self._seen.get(name, 0) + 1 for name in sorted(left)}
         for name in (name for name, looks in self._seen.items() if looks > _LOOKS):

@@ -27,12 +27,12 @@ def replace_host(sim: "Simulation", which: float, after_s: float) -> None:
 
 
 def lose_power(sim: "Simulation", which: float, back_s: float) -> None:
-    live = [node for node in sim.nodes.values() if node.up and sim.network.sessions[node.name].open]
+    live = [node for node in sim.nodes.values() if node.up and sim.network.is_connected(node.name)]
     if sim.healed or not live:
         return
     node = live[int(which * len(live))]
     sim.log(f"{node.name} loses power for {back_s:.2f} s")
-    sim.network.sessions[node.name].open = False  # As far as anybody will hear of it.
+    sim.network.forget_connection(node.name)  # As far as anybody will hear of it.
     sim.world.at(KEEP_ALIVE_S, _last_will, sim, node, node.incarnation, sim.network.forgot_at)
     node.crash(host=True)
     sim.world.at(back_s, sim.revive, node)
@@ -42,6 +42,6 @@ def _last_will(sim: "Simulation", node: "SimNode", incarnation: int, forgot_at: 
     """It goes over what the node said meanwhile, which says it again."""
     network = sim.network
     if network.up and network.forgot_at == forgot_at:
-        network.tell_state(node.name, True, incarnation, False)
-        if node.up and network.sessions[node.name].open:
+        network.publish_node_state(node.name, True, incarnation, False)
+        if node.up and network.is_connected(node.name):
             network.retain(node.name, False, node.incarnation)

@@ -34,6 +34,7 @@ class Invariants(SnapshotTruth):
         self.policy, self.profile = policy, profile
         self.layers = len(profile.layers)
         self.nodes: dict[str, Any] = {}
+        self.coordinators: list[Any] = []
         self.place = SimPlace(invariants=self)
         self.groups: dict[int, Group] = {}
         self.newest_told = 0
@@ -61,6 +62,8 @@ class Invariants(SnapshotTruth):
         """A group of the present job was told to start."""
         self.replicated = (0, 0)
         """Position of the newest journal that was ever at the broker."""
+        self.replicated_by = ""
+        """The coordinator that published it."""
         self.trained: Group | None = None
         """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 

@@ -1,51 +1,134 @@
-"""The broker and the sessions on it.
+"""The broker and the connections to it.
 
-What MQTT with QoS 1 and clean sessions really does: messages of one sender to one receiver keep their
-order, different senders' do not, nor do the coordinator's to one node and those to all; a message may come
-twice (at any later time, which is harsher than real); what is under way when a session breaks may be lost;
-an abnormal end publishes the last will; a restarted broker has forgotten everything and publishes no wills.
+What MQTT with QoS 1 and clean sessions really does: messages of one sender to one receiver keep their order, different
+senders' do not, nor do the coordinator's to one node and those to all; a message may come twice (at any later time,
+which is harsher than real); what is under way when a connection breaks may be lost; an abnormal end publishes the last
+will; a client id that connects again ends the connection before; a restarted broker has forgotten everything, or comes
+back with what it once saved, and publishes no wills.
+
+Payloads are those of production. A node is a client with one connection; a coordinator's process has one per session.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
 
-from ftd.faults.sim.disk import Copy
-from ftd.faults.sim.retained import Retained
-from ftd.faults.sim.sessions import COORDINATOR, Client, Line, Session, Vacant
 from ftd.faults.sim.world import World
-from statemachine.election.leadership import Leader, LeaderSeen, LeaderVanished, PeerSeen, PeerVanished
+from ftd.transport.mqtt.session import Will
+from ftd.transport.wire.codec import decode_to_node, decode_to_nodes, encode_from_node
+from ftd.transport.wire.public import NodeStateMessage, decode_json, encode_json
+from ftd.transport.wire.topics import Topics
 from statemachine.messages.cluster import FromNode, ToNode, ToNodes
+from statemachine.messages.values import NodeState
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.seat import SimSeat
+TOPICS = Topics(cluster="simulated")
+COMMAND, EVENTS, JOURNAL = TOPICS.command, TOPICS.events, TOPICS.journal
+LEADER = "leader"
+"""The client id of the cluster's leader."""
 
 KEEP_ALIVE_S = 4.0
-"""A session over a cut link breaks after this long; a shorter cut only delays its messages."""
+"""A connection over a cut link breaks after this long; a shorter cut only delays its messages."""
+_NOTICE_S = 0.25
+"""A leader that was cut off when its connection ended finds out so long after the link is back, at most."""
+_ACKNOWLEDGED_S = 0.005
+"""So long after the broker has a message its acknowledgement is there."""
+_AT = "2000-01-01T00:00:00.000Z"
 
 TO_ALL = "coordinator to all"
 """The sender of broadcasts, for ``Network._last``: MQTT keeps the order of messages on one topic alone."""
+BROKER = "broker"
+"""The sender of everything between coordinators, for ``Network._last``: to them the broker keeps its order."""
 
-_NOTICE_S = 0.25
-"""Who was cut off when its session ended finds out so long after the link is back, at most."""
+
+class NodeClient(Protocol):
+    """A node's daemon."""
+
+    name: str
+    incarnation: int
+
+    def connected(self) -> None: ...
+
+    def disconnected(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What becomes of messages between a node and the coordinator."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    late_s: float = 0.0
+    """At most so much later."""
+
+
+class Link:
+    """The link between a host and the broker."""
+
+    __slots__ = ("client", "cut", "held", "open", "since")
+
+    def __init__(self, client: NodeClient | None) -> None:
+        self.client = client
+        self.open = 0
+        """Number of the node's connection, from 1 on; 0: it has none."""
+        self.cut = False
+        self.held: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
+        """What waits for a cut link to heal, in order: whether it was sent, and what then happens."""
+        self.since = 0.0
+
+
+class Connection:
+    """One connection of a coordinator's process."""
+
+    def __init__(
+        self,
+        host: str,
+        client_id: str,
+        subscriptions: tuple[str, ...],
+        will: Will | None,
+        *,
+        receive: Callable[["Connection", str, bytes, bool], None],
+        closed: Callable[["Connection"], None],
+        acknowledge: Callable[["Connection", Callable[[], None]], None],
+    ) -> None:
+        """:param receive, closed, acknowledge: called by the network, at the process's own time."""
+        self.host, self.client_id, self.will = host, client_id, will
+        self.exact = frozenset(topic for topic in subscriptions if "+" not in topic)
+        self.filters = tuple(topic for topic in subscriptions if "+" in topic)
+        self.receive, self.closed, self.acknowledge = receive, closed, acknowledge
+        self.open = True
+        self.since = 0.0
+
+    def wants(self, topic: str) -> bool:
+        """Whether it subscribed to this topic."""
+        return topic in self.exact or (bool(self.filters) and _matches_any(self.filters, topic))
+
+
+@lru_cache(maxsize=4096)
+def _matches_any(filters: tuple[str, ...], topic: str) -> bool:
+    """Return whether a topic is of one of these filters, in which ``+`` stands for any one level."""
+    given = topic.split("/")
+    return any(
+        len(levels) == len(given) and all(a in ("+", b) for a, b in zip(levels, given, strict=True))
+        for levels in (wanted.split("/") for wanted in filters)
+    )
 
 
 class Network:
-    """All sessions, the broker's state, and the coordinator's end of them."""
+    """All links and connections, and the broker's state."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.up = True
-        self.sessions: dict[str, Session] = {COORDINATOR: Session(Vacant())}
-        self.seat: SimSeat | None = None
-        """Who has the session under the leader's client id."""
-        self.watches: dict[str, SimSeat] = {}
-        """By name: whose presence is retained."""
-        self.retained = Retained()
+        self.links: dict[str, Link] = {}
+        self.connections: dict[str, Connection] = {}
+        """Of coordinators, by client id."""
+        self.retained: dict[str, bytes] = {}
         self.forgot_at = 0.0  # Everything, last; or all since it was saved.
         self.aged = False
         """It came back with less than it had, and who comes then cannot know."""
         self.fences = True
-        """Off only for a planted bug: an old seat's messages go through."""
+        """Off only for a planted bug: what a previous leader sends goes through."""
         self.duplicates = 0.0
         """Probability that a message comes again."""
         self.slow = 0.0
@@ -56,299 +139,301 @@ class Network:
         """Pairs of nodes that do not reach each other."""
         self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
         """By the node of that name."""
+        self.at_broker: Callable[[Connection, str, bytes, Any], None] = lambda *published: None
+        """Sees everything that a coordinator publishes once the broker has it, with the note that it came with."""
         self._last: dict[tuple[str, str], float] = {}
 
-    # --- messages ------------------------------------------------------------------------------
+    # --- nodes ---------------------------------------------------------------------------------
+
+    def register(self, client: NodeClient) -> None:
+        """A node's daemon starts: it will connect as soon as it can."""
+        link = self.links.get(client.name)
+        if link is None:
+            link = self.links[client.name] = Link(client)
+        link.client = client
+        link.open = 0
+        self.world.at(self.world.between(0.005, 0.05), self._connect_node, link, client, client.incarnation)
+
+    def _connect_node(self, link: Link, client: NodeClient, incarnation: int) -> None:
+        if link.client is not client or link.open or client.incarnation != incarnation:
+            return
+        if not self.up or link.cut:
+            again_s = self.world.between(0.2, 1.0)
+            self.world.at(again_s, self._connect_node, link, client, incarnation)
+            return
+        link.open = self.world.serial()
+        link.since = self.world.now
+        client.connected()
+
+    def is_connected(self, node: str) -> bool:
+        """Whether a node has a connection."""
+        return self.links[node].open > 0
+
+    def forget_connection(self, node: str) -> None:
+        """A node's host lost power: nobody hears of it before the keep-alive is over."""
+        self.links[node].open = 0
 
     def signal(self, message: FromNode) -> None:
-        self._send(message.node, COORDINATOR, self._to_seat, ("signal", message))
-
-    def command(self, message: ToNode) -> None:
-        """At the broker, from the seat."""
-        target = self.sessions.get(message.node)
-        if target is not None and target.open:
-            self._pass(COORDINATOR, target, self.take_command, (message.node, message))
-
-    def broadcast(self, message: ToNodes) -> None:
-        """At the broker, from the seat: all nodes hear it, each at its own time."""
-        for name, target in sorted(self.sessions.items()):
-            if target.open and name != COORDINATOR and name not in self.watches:
-                self._pass(TO_ALL, target, self.take_command, (name, message))
-
-    def _to_seat(self, what: str, *arguments: Any) -> None:
-        seat = self.seat
-        if seat is None:
-            return
-        if seat.speaks:
-            getattr(seat.coordinator, what)(*arguments)
-        else:
-            seat.early.append((getattr(seat.coordinator, what), arguments))
+        """A node publishes a signal."""
+        link = self.links[message.node]
+        if link.open and self.up:
+            self._from_node(
+                link, link.open, message.node, TOPICS.node_signal(message.node), encode_from_node(message)
+            )
 
     def retain(self, node: str, offline: bool, incarnation: int) -> None:
         """A node publishes its own state."""
-        session = self.sessions[node]
-        if self.up and session.open and not session.cut:
-            self.tell_state(node, offline, incarnation, False)
+        link = self.links[node]
+        if self.up and link.open and not link.cut:
+            self.publish_node_state(node, offline, incarnation, False)
 
-    def tell_state(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
-        self.retained.nodes[node] = (offline, incarnation)
-        there = self.sessions[COORDINATOR]
-        if offline and there.open:
-            self._pass("broker", there, self._to_seat, ("will", node, incarnation, graceful))
+    def publish_node_state(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
+        """At the broker: a node's state, by itself or as its last will."""
+        topic = TOPICS.node_state(node)
+        message = NodeStateMessage(
+            node=node,
+            incarnation=incarnation,
+            state=NodeState.OFFLINE if offline else NodeState.HEALTHY,
+            generation=0,
+            step=0,
+            reason="",
+            at=_AT,
+            devices=1,
+            host=f"host-{node}",
+            graceful=graceful,
+        )
+        self.retained[topic] = payload = encode_json(message)
+        for connection in list(self.connections.values()):
+            if connection.wants(topic):
+                self._pass(BROKER, connection, topic, payload, False)
 
-    def _send(
-        self, sender: str, receiver: str, action: Callable[..., None], arguments: tuple[Any, ...]
-    ) -> None:
-        source, target = self.sessions[sender], self.sessions.get(receiver)
-        if not source.open or not self.up or target is None:
+    def offline(self) -> dict[str, int]:
+        """Nodes whose retained state is OFFLINE, with their incarnations."""
+        found: dict[str, int] = {}
+        for topic, payload in self.retained.items():
+            if topic.endswith("/state") and (node := TOPICS.node_of(topic)) is not None:
+                state = decode_json(payload, NodeStateMessage)
+                if state.state is NodeState.OFFLINE:
+                    found[node] = state.incarnation
+        return found
+
+    def _from_node(self, link: Link, number: int, node: str, topic: str, payload: bytes) -> None:
+        if link.open != number or not self.up:
             return
-        if source.cut:
-            source.held.append((self._send, (sender, receiver, action, arguments)))
-        elif target.open:
-            self._pass(sender, target, action, arguments)
+        if link.cut:
+            link.held.append((True, self._from_node, (link, number, node, topic, payload)))
+            return
+        for connection in list(self.connections.values()):
+            if connection.wants(topic):
+                self._pass(node, connection, topic, payload, False)
 
-    def _pass(
+    # --- coordinators --------------------------------------------------------------------------
+
+    @property
+    def leader(self) -> Connection | None:
+        """The connection under the leader's client id."""
+        return self.connections.get(LEADER)
+
+    def reaches(self, host: str) -> bool:
+        """Whether a connection from there would succeed now."""
+        return self.up and not self._link(host).cut
+
+    def connect(self, connection: Connection) -> None:
+        """Open a connection; one under the same client id ends. What is retained comes first."""
+        if (before := self.connections.get(connection.client_id)) is not None:
+            self._end(before)
+        connection.since = self.world.now
+        self.connections[connection.client_id] = connection
+        for topic, payload in list(self.retained.items()):
+            if connection.wants(topic):
+                self._pass(BROKER, connection, topic, payload, True)
+
+    def publish(
         self,
-        sender: str,
-        target: Session,
-        action: Callable[..., None],
-        arguments: tuple[Any, ...],
-        *,
-        flown: bool = False,
+        connection: Connection,
+        topic: str,
+        payload: bytes,
+        retain: bool,
+        there: Callable[[], None] | None,
+        note: Any = None,
     ) -> None:
-        """:param flown: it arrives although the broker ended the session after it was sent."""
-        world, epoch = self.world, None if flown else target.epoch
+        """Publish, in the order of the calls."""
+        link = self._link(connection.host)
+        if link.cut and (connection.open or not self.fences):
+            link.held.append((True, self.publish, (connection, topic, payload, retain, there, note)))
+            return
+        if not self.up or not (connection.open or not self.fences):
+            return
+        self.at_broker(connection, topic, payload, note)
+        if retain and payload:
+            self.retained[topic] = payload
+        elif retain:
+            self.retained.pop(topic, None)
+        self._spread(topic, payload)
+        if there is not None:
+            self.world.at(_ACKNOWLEDGED_S, connection.acknowledge, connection, there)
+
+    def disconnect(self, connection: Connection) -> None:
+        """Say goodbye; over a cut link the broker does not hear it."""
+        if self.connections.get(connection.client_id) is connection and not self._link(connection.host).cut:
+            del self.connections[connection.client_id]
+            connection.open = False
+
+    def end_leader(self) -> None:
+        """The leader's connection breaks."""
+        if (leader := self.leader) is not None:
+            self._end(leader)
+
+    def _spread(self, topic: str, payload: bytes) -> None:
+        if topic == COMMAND:
+            message = decode_to_nodes(payload)
+            for name, link in sorted(self.links.items()):
+                if link.open and link.client is not None:
+                    self._to_node(TO_ALL, link, name, message)
+        elif topic.endswith("/command"):
+            node = TOPICS.node_of(topic) or ""
+            there = self.links.get(node)
+            if there is not None and there.open:
+                self._to_node(LEADER, there, node, decode_to_node(payload))
+        for connection in list(self.connections.values()):
+            if connection.wants(topic):
+                self._pass(BROKER, connection, topic, payload, False)
+
+    def _end(self, connection: Connection) -> None:
+        """The broker ends a connection: its last will goes out, and its owner notices when it can."""
+        if self.connections.get(connection.client_id) is not connection:
+            return
+        del self.connections[connection.client_id]
+        connection.open = False
+        if self.up and (will := connection.will) is not None:
+            self.retained[will.topic] = will.payload
+            self._spread(will.topic, will.payload)
+        self._notice(connection)
+
+    def _notice(self, connection: Connection) -> None:
+        if self._link(connection.host).cut and connection.client_id == LEADER:
+            self.world.at(_NOTICE_S, self._notice, connection)
+        else:
+            self.world.at(self.world.between(0.001, 0.05), connection.closed, connection)
+
+    # --- messages ------------------------------------------------------------------------------
+
+    def _to_node(self, sender: str, link: Link, name: str, message: ToNode | ToNodes) -> None:
+        number = link.open
+        for delay_s in self._delays(sender, name):
+            self.world.at(delay_s, self._arrive_at_node, link, number, name, message)
+
+    def _arrive_at_node(self, link: Link, number: int, name: str, message: ToNode | ToNodes) -> None:
+        if not self.up or link.open != number:
+            return
+        if link.cut:
+            link.held.append((False, self._arrive_at_node, (link, number, name, message)))
+            return
+        self.take_command(name, message)
+
+    def _pass(self, sender: str, to: Connection, topic: str, payload: bytes, retained: bool) -> None:
+        for delay_s in self._delays(sender, to.client_id):
+            self.world.at(delay_s, self._arrive, to, topic, payload, retained)
+
+    def _arrive(self, to: Connection, topic: str, payload: bytes, retained: bool) -> None:
+        if not self.up or not to.open:
+            return
+        link = self._link(to.host)
+        if link.cut:
+            link.held.append((False, self._arrive, (to, topic, payload, retained)))
+            return
+        to.receive(to, topic, payload, retained)
+
+    def _delays(self, sender: str, receiver: str) -> list[float]:
+        """After how long it arrives, each time that it does."""
+        world = self.world
         random = world.rng.random()
         delay = 0.001 + 0.012 * random
         if self.slow and random < self.slow:
             delay += world.between(0.0, 1.0)
-        line = self.lines.get(sender) or self.lines.get(target.client.name)
+        line = self.lines.get(sender) or self.lines.get(receiver)
         if line is not None and world.chance(line.drop):
-            return
+            return []
         delay += world.between(0.0, line.late_s) if line is not None else 0.0
-        key = (sender, target.client.name)
+        key = (sender, receiver)
         due = max(world.now + delay, self._last.get(key, 0.0))
         self._last[key] = due
-        world.at(due - world.now, self._arrive, target, epoch, action, arguments)
         duplicates = self.duplicates if line is None else line.duplicate
-        if duplicates and world.chance(duplicates):
-            again = due - world.now + world.between(0.0, 2.0)
-            world.at(again, self._arrive, target, epoch, action, arguments)
+        if sender != BROKER and duplicates and world.chance(duplicates):
+            return [due - world.now, due - world.now + world.between(0.0, 2.0)]
+        return [due - world.now]
 
-    def _arrive(
-        self, target: Session, epoch: int | None, action: Callable[..., None], arguments: tuple[Any, ...]
-    ) -> None:
-        if not self.up or (epoch is not None and (not target.open or target.epoch != epoch)):
-            return
-        if target.cut:
-            target.held.append((self._arrive, (target, epoch, action, arguments)))
-            return
-        action(*arguments)
+    # --- links and the broker ------------------------------------------------------------------
 
-    # --- sessions ------------------------------------------------------------------------------
-
-    def register(self, client: Client) -> None:
-        """A process starts: it will connect as soon as it can."""
-        session = self.sessions.get(client.name)
-        if session is None:
-            session = self.sessions[client.name] = Session(client)
-        session.client = client
-        session.epoch += 1
-        session.open = False
-        self.world.at(self.world.between(0.005, 0.05), self._connect, session, session.epoch)
-
-    def _connect(self, session: Session, epoch: int) -> None:
-        if session.epoch != epoch or session.open:
-            return
-        if not self.up or session.cut:
-            self.world.at(self.world.between(0.2, 1.0), self._connect, session, epoch)
-            return
-        session.open = True
-        if (watch := self.watches.get(session.client.name)) is not None:
-            self._tell_watches("met", watch.peer)
-        session.client.connected()
+    def _link(self, name: str) -> Link:
+        link = self.links.get(name)
+        if link is None:
+            link = self.links[name] = Link(None)
+        return link
 
     def drop(self, name: str, *, process_died: bool = False, graceful: bool = False) -> None:
-        """A session ends: by its process's death, by a reset, or (``graceful``) by a goodbye."""
-        session = self.sessions[name]
-        was_open, session.open = session.open, False
-        session.epoch += 1
-        self._lose(session)
+        """The connections of a host end: by its process's death, by a reset, or (``graceful``) by a goodbye."""
+        link = self._link(name)
+        link.held.clear()
+        for connection in [one for one in self.connections.values() if one.host == name]:
+            self._end(connection)
+        client = link.client
+        if client is None:
+            return
+        was_open, link.open = link.open, 0
         if was_open and self.up:
-            if (watch := self.watches.get(name)) is not None:
-                self.retained.remains.append(watch.peer)
-                self._tell_watches("parted", session.client.incarnation)
-            else:
-                self.tell_state(name, True, session.client.incarnation, graceful)
-        if self.seat is not None and self.seat.name == name and process_died:
-            self.end_seat(tell=False)
+            self.publish_node_state(name, True, client.incarnation, graceful)
         if not process_died:
-            session.client.disconnected()
-            self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
-
-    def _lose(self, session: Session) -> None:
-        """What was under way is gone; that its seat is gone, who was cut off is yet to find out."""
-        session.held = [held for held in session.held if held[0] == self._notice]
+            client.disconnected()
+            self.world.at(self.world.between(0.05, 1.0), self._connect_node, link, client, client.incarnation)
 
     def cut(self, name: str, for_s: float) -> None:
         """The link is dead for a while; nobody notices at once."""
-        session = self.sessions[name]
-        if session.cut:
+        link = self._link(name)
+        if link.cut:
             return
-        session.cut = True
-        if self.seat is not None and self.seat.name == name:
-            self.sessions[COORDINATOR].cut = True
+        link.cut = True
         if for_s > KEEP_ALIVE_S:
-            self.world.at(KEEP_ALIVE_S, self._keep_alive, session, session.epoch)
+            connections = [one for one in self.connections.values() if one.host == name]
+            self.world.at(KEEP_ALIVE_S, self._keep_alive, name, link, link.open, connections)
         self.world.at(for_s, self.heal, name)
 
-    def _keep_alive(self, session: Session, epoch: int) -> None:
-        if session.cut and session.open and session.epoch == epoch:
-            self.drop(session.client.name)
-            if self.seat is not None and self.seat.name == session.client.name:
-                self.end_seat()
+    def _keep_alive(self, name: str, link: Link, number: int, connections: list[Connection]) -> None:
+        if not link.cut:
+            return
+        if link.client is not None and number and link.open == number:
+            self.drop(name)
+        for connection in connections:
+            self._end(connection)
 
     def heal(self, name: str) -> None:
-        session = self.sessions[name]
-        session.cut = False
-        held, session.held = session.held, []
-        if self.seat is not None and self.seat.name == name:
-            seat = self.sessions[COORDINATOR]
-            seat.cut = False
-            held, seat.held = [*seat.held, *held], []
-        for action, arguments in sorted(held, key=lambda one: one[0] != self.from_seat):
+        """The link is back."""
+        link = self._link(name)
+        link.cut = False
+        held, link.held = link.held, []
+        for _, action, arguments in sorted(held, key=lambda one: not one[0]):
             action(*arguments)  # What it sent, it sent before it hears.
 
-    def stop_broker(self, for_s: float, left: Retained | None = None) -> None:
+    def stop_broker(self, for_s: float, left: dict[str, bytes] | None = None) -> None:
         """:param left: what it finds of all that it retained; nothing, where that is not said."""
         if not self.up:
             return
-        for session in self.sessions.values():
-            if session.client.name == COORDINATOR:
-                continue
-            was_open, session.open = session.open, False
-            session.epoch += 1
-            self._lose(session)
-            if was_open:
-                session.client.disconnected()
-            self.world.at(self.world.between(0.05, 1.0), self._connect, session, session.epoch)
         self.up = False
-        self.end_seat()
-        before, self.retained = self.retained.journal, left or Retained()
-        self.aged = left is not None and left.journal != before
+        for link in self.links.values():
+            was_open, link.open = link.open, 0
+            link.held.clear()
+            if (client := link.client) is not None:
+                if was_open:
+                    client.disconnected()
+                again_s = self.world.between(0.05, 1.0)
+                self.world.at(again_s, self._connect_node, link, client, client.incarnation)
+        for connection in list(self.connections.values()):
+            self._end(connection)
+        before, self.retained = self.retained.get(JOURNAL), dict(left or {})
+        self.aged = left is not None and left.get(JOURNAL) != before
         self.forgot_at = self.world.now
         self.world.at(for_s, self.start_broker)
 
     def start_broker(self) -> None:
+        """The broker is back."""
         self.up = True
-
-    # --- the seat ------------------------------------------------------------------------------
-
-    def take_seat(self, seat: "SimSeat", attempt: int) -> None:
-        """Connect under the leader's client id: who had it is thrown out, and what is retained is read."""
-        if seat.attempt != attempt or not seat.alive:
-            return
-        link = self.sessions[seat.name]
-        if not self.up or link.cut:
-            self.world.at(self.world.between(0.05, 1.0), seat.unseated, attempt)
-            return
-        self.end_seat()
-        session = self.sessions[COORDINATOR]
-        session.epoch += 1
-        session.open, session.cut = True, False
-        session.held.clear()
-        self.seat = seat
-        found = attempt, self.retained.leader, self.retained.journal
-        self._pass("broker", session, seat.seated, found, flown=True)
-        for node, (offline, incarnation) in sorted(self.retained.nodes.items()):
-            if offline:
-                self._pass("broker", session, self._to_seat, ("will", node, incarnation, False))
-
-    def leave_seat(self, seat: "SimSeat") -> None:
-        if self.seat is seat:
-            self.sessions[COORDINATOR].open = False
-            self.seat = None
-
-    def has_seat(self, seat: "SimSeat") -> bool:
-        return self.seat is seat
-
-    def hears(self, seat: "SimSeat") -> bool:
-        """What it sends is at the broker at once."""
-        return self.seat is seat and seat.speaks and not self.sessions[COORDINATOR].cut
-
-    def end_seat(self, *, tell: bool = True) -> None:
-        """The session is over: its last will goes out; who had it notices when it can."""
-        seat, session = self.seat, self.sessions[COORDINATOR]
-        if seat is None:
-            return
-        self.seat = None
-        seat.coordinator.voice.unsent([sent for action, sent in session.held if action == self.from_seat])
-        session.open = session.cut = False
-        session.epoch += 1
-        session.held.clear()
-        if self.up and (seat.reigning or seat.claims):
-            self.retained.gone = seat.incarnation
-            self._tell_watches("missed", seat.incarnation)
-        if tell:
-            self._notice(seat, seat.attempt)
-
-    def _notice(self, seat: "SimSeat", attempt: int) -> None:
-        if self.sessions[seat.name].cut:  # Not among what is held: that is lost with the broker.
-            self.world.at(_NOTICE_S, self._notice, seat, attempt)
-        else:
-            self.world.at(self.world.between(0.001, 0.05), seat.unseated, attempt)
-
-    def from_seat(self, seat: "SimSeat", action: Callable[..., None], *arguments: Any) -> None:
-        """What its holder sends, in order; of anybody else nothing gets through."""
-        if self.seat is not seat or not (seat.speaks or (seat.claims and action == self.record)):
-            if not self.fences and self.up:
-                action(*arguments)
-            return
-        session = self.sessions[COORDINATOR]
-        if session.cut:
-            session.held.append((self.from_seat, (seat, action, *arguments)))
-        else:
-            action(*arguments)
-
-    def record(self, leader: Leader) -> None:
-        self.retained.leader, self.retained.gone = leader, 0
-        self.retained.remains.clear()
-        self._tell_watches("saw", leader)
-
-    def beat(self, leader: Leader) -> None:
-        self._tell_watches("heard", leader)
-
-    def replicate(self, copy: Copy) -> None:
-        self.retained.journal = copy
-        self._tell_watches("kept", copy)
-
-    def watch(self, seat: "SimSeat") -> None:
-        """A coordinator's process starts."""
-        self.watches[seat.name] = seat
-        self.register(seat)
-
-    def announce(self, watch: "SimSeat") -> None:
-        """A coordinator tells the others what is other of it."""
-        if self.up and self.sessions[watch.name].open:
-            self._tell_watches("met", watch.peer)
-
-    def retained_for_watch(self, watch: "SimSeat") -> list[tuple[type[Any], dict[str, Any]]]:
-        found: list[tuple[type[Any], dict[str, Any]]] = []
-        for name, other in sorted(self.watches.items()):
-            if other is not watch and self.sessions[name].open:
-                found.append((PeerSeen, {"peer": other.peer}))
-        found += [(PeerSeen, {"peer": peer}) for peer in self.retained.remains]
-        found += [(PeerVanished, {"incarnation": peer.incarnation}) for peer in self.retained.remains]
-        if self.retained.leader is not None:
-            found.append((LeaderSeen, {"leader": self.retained.leader}))
-        if self.retained.gone:
-            found.append((LeaderVanished, {"incarnation": self.retained.gone, "graceful": False}))
-        if self.retained.journal is not None:
-            watch.kept(self.retained.journal)
-        return found
-
-    def _tell_watches(self, what: str, *arguments: Any) -> None:
-        for name, watch in sorted(self.watches.items()):
-            session = self.sessions[name]
-            if session.open and self.up:
-                self._pass("broker", session, getattr(watch, what), arguments)

@@ -1,69 +1,73 @@
-"""What a simulated coordinator reckons beside its machine: templates, plans, what can be restored."""
+"""The planner of a simulated coordinator: the real one, whose answers take a while of virtual time."""
 
-from abc import ABC, abstractmethod
-from typing import assert_never
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ftd.coordinator.restoring import check_restore
+from ftd.coordinator.ports import Feed
+from ftd.driver import Driver
 from ftd.faults.sim.plans import plan_event, planner_for
-from ftd.faults.sim.world import World
+from ftd.faults.sim.process import ProcessLoop
 from planner.errors import PlanningError
 from planner.planner import Planner
-from statemachine.cluster.machine import ClusterEvent
-from statemachine.effects import BuildTemplates, CheckRestore, ComputePlan, WeighPlan
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import PlanWeighed, TemplatesReady
 
+if TYPE_CHECKING:
+    from ftd.faults.sim.coordinator import SimCoordinator
 
-class PlanningWork(ABC):
-    """A part of ``SimCoordinator``."""
 
-    world: World
-    _life: int
-    planner: Planner | None = None
-    thinks_s = 0.0
-    """So much longer it may take, at most."""
+class SimPlanning:
+    """One process's (``ftd.coordinator.ports.Planning``)."""
 
-    @abstractmethod
-    def feed(self, event: ClusterEvent) -> None:
-        """To the machine."""
+    progress: tuple[int, int] | None = None
 
-    def _reckon(self, effect: BuildTemplates | ComputePlan | WeighPlan | CheckRestore) -> None:
-        world, life = self.world, self._life
-        if isinstance(effect, BuildTemplates):
-            world.at(world.between(0.01, 0.5), self._built, effect, life)
+    def __init__(self, of: "SimCoordinator", loop: ProcessLoop, feed: Feed, driver: Driver) -> None:
+        self._of, self._world, self._loop, self._feed, self._now = of, of.world, loop, feed, driver.now
+        self._planner: Planner | None = None
+        self._busy_until = 0.0
+        """What is asked first is answered first: there is one thread."""
+
+    def expect(self) -> None:
+        """There is no process to start."""
+
+    def cancel(self, effect: CancelTemplates) -> None:
+        """What is precomputed is kept from seed to seed."""
+
+    def check_solver(self, answer: Callable[[str], None]) -> None:
+        """No simulated job wants one."""
+        self._loop.call_soon(answer, "")
+
+    def build(self, effect: BuildTemplates) -> None:
+        self._later(self._world.between(0.01, 0.5), lambda: self._built(effect))
+
+    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+        world = self._world
+        if isinstance(effect, ForeseePlan):
             return
-        took_s = world.between(0.001, 0.1) + world.upto(self.thinks_s)
-        match effect:
-            case ComputePlan():
-                world.at(took_s, self._planned, effect, life)
-            case WeighPlan():
-                world.at(took_s, self._weighed, effect, life)
-            case CheckRestore():
-                world.at(took_s, self._checked, effect, life)
-            case _:
-                assert_never(effect)
+        took_s = world.between(0.001, 0.1) + world.upto(self._of.thinks_s)
+        self._later(
+            took_s, lambda: self._weigh(effect) if isinstance(effect, WeighPlan) else self._plan(effect)
+        )
 
-    def _built(self, effect: BuildTemplates, life: int) -> None:
-        if life != self._life:
-            return
+    def _later(self, took_s: float, work: Callable[[], None]) -> None:
+        due = max(self._busy_until, self._world.now + took_s)
+        self._busy_until = due
+        self._loop.call_at(due, work)
+
+    def _built(self, effect: BuildTemplates) -> None:
         job = effect.profiled.job
-        self.planner = planner_for(effect.profiled.profile, job.policy)
-        self.feed(TemplatesReady(at=self.world.now, cause=effect.cause, job_id=job.job_id))
+        self._planner = planner_for(effect.profiled.profile, job.policy)
+        self._feed(TemplatesReady(at=self._now(), cause=effect.cause, job_id=job.job_id))
 
-    def _checked(self, effect: CheckRestore, life: int) -> None:
-        if life == self._life:
-            self.feed(check_restore(effect, self.world.now))
-
-    def _weighed(self, effect: WeighPlan, life: int) -> None:
-        if life != self._life:
-            return
-        assert self.planner is not None, "there is a plan to compare with"
+    def _weigh(self, effect: WeighPlan) -> None:
+        assert self._planner is not None, "there is a plan to compare with"
         try:
-            present_s, possible_s = self.planner.weigh(effect.situation)
+            present_s, possible_s = self._planner.weigh(effect.situation)
         except PlanningError:
             present_s = possible_s = 0.0
-        self.feed(
+        self._feed(
             PlanWeighed(
-                at=self.world.now,
+                at=self._now(),
                 cause=effect.cause,
                 generation=effect.generation,
                 present_s=present_s,
@@ -71,8 +75,6 @@ class PlanningWork(ABC):
             )
         )
 
-    def _planned(self, effect: ComputePlan, life: int) -> None:
-        if life != self._life:
-            return
-        assert self.planner is not None, "a plan is asked for after TemplatesReady"
-        self.feed(plan_event(self.planner, effect, self.world.now))
+    def _plan(self, effect: ComputePlan) -> None:
+        assert self._planner is not None, "a plan is asked for after TemplatesReady"
+        self._feed(plan_event(self._planner, effect, self._now()))

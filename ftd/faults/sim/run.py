@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ftd.faults.sim import drawing, faults, upgrades
-from ftd.faults.sim.coordinator import SimCoordinator, leader_of
+from ftd.faults.sim.coordinator import AtBroker, SimCoordinator, leader_of
 from ftd.faults.sim.forgotten import Listed
 from ftd.faults.sim.invariants import Invariants
 from ftd.faults.sim.network import Network
@@ -177,7 +177,9 @@ class Simulation:
             for number in range((seed % 3 + 1) if leaning.coordinators is None else leaning.coordinators)
         ]
         for coordinator in self.coordinators:  # Each host was started at another time.
-            coordinator.disk.clock_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
+            coordinator.clock.since_boot_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
+        self.invariants.coordinators = [*self.coordinators]
+        AtBroker(self.network, self.invariants, self.coordinators)
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
         self.network.take_command = self._command
@@ -240,7 +242,7 @@ class Simulation:
 
     def submit(self) -> None:
         """The user submits the job, and again when there was nobody to take it."""
-        open_here = self.coordinator.leading and self.network.has_seat(self.coordinator.seat)
+        open_here = self.coordinator.leading and self.coordinator.heard
         if not open_here or (self.checkpoint.url and (self.place.closed or self.place.hangs_s)):
             self.world.at(0.7, self.submit)
             return
@@ -305,7 +307,7 @@ class Simulation:
         self.network.apart.clear()
         self.network.start_broker()
         self.place.opens()
-        for name in list(self.network.sessions):
+        for name in list(self.network.links):
             self.network.heal(name)
         upgrades.finish(self)
         for coordinator in self.coordinators:
@@ -331,9 +333,14 @@ class Simulation:
     def finish(self) -> None:
         """:raises Violation: an invariant broke, or the job was not done in time after the healing."""
         self.begin()
-        self.world.run(HEAL_S + PATIENCE_S)
+        try:
+            self.world.run(HEAL_S + PATIENCE_S)
+        finally:
+            leader = self.coordinator
+            for coordinator in self.coordinators:
+                coordinator.loop.kill()
         if not self.world.done:
-            state = self.coordinator.machine.public_state()
+            state = leader.machine.public_state()
             raise Violation(
                 f"no progress after the healing: {state['phase']} at step {state['step']}, "
                 f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}, "

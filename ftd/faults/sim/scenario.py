@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ftd.coordinator.coordinator import STATE_PERIOD_S
 from ftd.errors import PeerError
 from ftd.faults.chaos.conductor import Cues
 from ftd.faults.chaos.ending import Ending
@@ -17,7 +18,7 @@ from ftd.faults.chaos.record import Record
 from ftd.faults.chaos.targets import Layout, layout_of
 from ftd.faults.chaos.values import AfterTime, Fault, Scenario
 from ftd.faults.chaos.verdicts import judge
-from ftd.faults.sim.coordinator import ClusterEffect, SimCoordinator, leader_of
+from ftd.faults.sim.coordinator import AtBroker, SimCoordinator, leader_of
 from ftd.faults.sim.damage import SimScrubber
 from ftd.faults.sim.invariants import Invariants
 from ftd.faults.sim.network import Network
@@ -28,7 +29,7 @@ from ftd.faults.sim.setting import STEP_S, Setting
 from ftd.faults.sim.versions import Versions
 from ftd.faults.sim.world import Violation, World
 from ftd.transport.wire.catalogue import severity_of
-from statemachine.effects import EmitEvent, PublishCluster, PublishNode
+from statemachine.effects import EmitEvent, PublishNode
 from statemachine.messages.cluster import ToNode, ToNodes
 from statemachine.messages.values import CheckpointPolicy, Job
 
@@ -38,17 +39,6 @@ START_S = 60.0
 """Training must have begun by then."""
 _LOOK_S = 0.1
 _AT = "2000-01-01T00:00:00.000Z"
-
-
-class _Coordinator(SimCoordinator):
-    """Tells its states."""
-
-    told: "ScenarioWorld"
-
-    def _perform(self, effect: ClusterEffect) -> None:
-        super()._perform(effect)
-        if isinstance(effect, PublishCluster) and self.network.hears(self.seat):
-            self.told.on_state(self.machine.public_state())
 
 
 class _Node(SimNode):
@@ -116,6 +106,8 @@ class ScenarioWorld:
         self.network = Network(world)
         self.place = self.invariants.place = SimPlace(invariants=self.invariants, full=0.0)
         self.coordinators = [self._coordinator(name) for name in setting.coordinators]
+        self.invariants.coordinators = [*self.coordinators]
+        AtBroker(self.network, self.invariants, self.coordinators)
         self.nodes: dict[str, SimNode] = {}
         self.invariants.nodes = self.nodes
         self.layout = Layout(pipelines=(), alive=())
@@ -139,8 +131,8 @@ class ScenarioWorld:
         return leader_of(self.network, self.coordinators)
 
     def _coordinator(self, name: str) -> SimCoordinator:
-        made = _Coordinator(self.world, self.network, self.invariants, name)
-        made.told, made.on_event = self, self.on_event
+        made = SimCoordinator(self.world, self.network, self.invariants, name, state_period_s=STATE_PERIOD_S)
+        made.on_state, made.on_event = self.on_state, self.on_event
         return made
 
     def _command(self, node: str, message: ToNode | ToNodes) -> None:
@@ -162,7 +154,11 @@ class ScenarioWorld:
             job = replace(job, checkpoint=CheckpointPolicy())
         world.at(SUBMIT_S, self._submit, job)
         world.at(SUBMIT_S, self._look)
-        world.run(SUBMIT_S + START_S + self.scenario.limit_s)
+        try:
+            world.run(SUBMIT_S + START_S + self.scenario.limit_s)
+        finally:
+            for coordinator in self.coordinators:
+                coordinator.loop.kill()
 
     def _submit(self, job: Job) -> None:
         self.leader.submit(job, None)

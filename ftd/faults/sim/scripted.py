@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, assert_never
 from ftd.errors import PeerError
 from ftd.faults.chaos.targets import nodes_struck
 from ftd.faults.chaos.values import Central, Fault
-from ftd.faults.sim.sessions import Line
+from ftd.faults.sim.network import Line
 from statemachine.timing import Timing
 
 if TYPE_CHECKING:

@@ -1,10 +1,11 @@
 """What the world hears: everything that a journal at the broker says was decided, and nothing twice."""
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from ftd.faults.sim.disk import Copy
-from statemachine.cluster.durable.outbox import OUTBOX
-from statemachine.effects import EmitEvent
+import msgspec
+
+from ftd.transport.wire.public import EventMessage
 
 if TYPE_CHECKING:
     from ftd.faults.sim.invariants import Invariants
@@ -15,26 +16,25 @@ class Telling:
 
     def __init__(self, truth: "Invariants") -> None:
         self._truth = truth
-        self._heard: dict[str, EmitEvent] = {}
-        self._due: dict[str, Any] = {}
+        self._heard: dict[str, EventMessage] = {}
+        self._due: dict[str, str] = {}
         """Decided in a journal that was at the broker, and not heard yet."""
         self.losses = 0
         """Times that the newest journals were lost, and what they said with them."""
 
-    def decided(self, copy: Copy) -> None:
+    def decided(self, outbox: Iterable[tuple[str, str]]) -> None:
         """At the broker."""
-        self._due |= {number: event for number, event in copy.journal[OUTBOX] if number not in self._heard}
+        self._due |= {number: event for number, event in outbox if number not in self._heard}
 
-    def is_news(self, number: str, event: EmitEvent) -> bool:
-        """Somebody who drops what comes twice looks at its id; without one it is told but once."""
-        if not number:
+    def is_news(self, message: EventMessage) -> bool:
+        """Somebody who drops what comes twice looks at its id."""
+        self._due.pop(message.id, None)
+        said = msgspec.structs.replace(message, at="", monotonic=0.0)
+        if message.id not in self._heard:
+            self._heard[message.id] = said
             return True
-        self._due.pop(number, None)
-        if number not in self._heard:
-            self._heard[number] = event
-            return True
-        if self._heard[number] != event:
-            self._truth.broken(f"{number} is {self._heard[number]}, and then {event}")
+        if self._heard[message.id] != said:
+            self._truth.broken(f"{message.id} is {self._heard[message.id]}, and then {said}")
         return False
 
     def lose(self) -> None:

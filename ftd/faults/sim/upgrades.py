@@ -22,17 +22,17 @@ def draw(sim: "Simulation", rng: Random | None, until_s: float) -> None:
 
 def finish(sim: "Simulation") -> None:
     """Whoever began to replace programs replaces the others, too, in the end."""
-    if any(coordinator.disk.edition == NEW for coordinator in sim.coordinators):
+    if any(coordinator.edition == NEW for coordinator in sim.coordinators):
         for coordinator in sim.coordinators:
-            if coordinator.disk.edition != NEW:
+            if coordinator.edition != NEW:
                 coordinator.crash()
-                coordinator.disk.edition = NEW
+                coordinator.edition = NEW
 
 
 def _upgrade(sim: "Simulation", coordinator: SimCoordinator, away_s: float) -> None:
-    if sim.healed or coordinator.disk.edition == NEW:
+    if sim.healed or coordinator.edition == NEW:
         return
     sim.log(f"{coordinator.name} gets another program")
     coordinator.crash()
-    coordinator.disk.edition = NEW
+    coordinator.edition = NEW
     sim.world.at(away_s, coordinator.restart)

@@ -1,10 +1,14 @@
 """Virtual time, the seed's random numbers, and the trace."""
 
 import heapq
+import logging
+import sys
 from collections.abc import Callable
 from itertools import count
 from random import Random
 from typing import Any
+
+import structlog
 
 from statemachine.timing import Timing
 
@@ -53,6 +57,8 @@ class World:
         self.now = 0.0
         self.events = 0
         self.done = False
+        self.failure: Exception | None = None
+        """The first violation or bug that was met where somebody else handles exceptions."""
         self.tracing = tracing
         self.lines: list[str] = []
         self._queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []
@@ -64,7 +70,31 @@ class World:
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
 
     def run(self, until_s: float) -> None:
-        """Let time pass until then, or until ``done``."""
+        """Let time pass until then, or until ``done``.
+
+        :raises Exception: the first violation, and the first bug that a daemon logged.
+        """
+        before = structlog.get_config()
+        structlog.configure(
+            wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR),
+            processors=[self._note_bug],
+            cache_logger_on_first_use=False,
+        )
+        try:
+            self._run(until_s)
+        finally:
+            structlog.configure(**before)
+
+    def _note_bug(
+        self, _logger: object, method: str, line: structlog.typing.EventDict
+    ) -> structlog.typing.EventDict:
+        """An exception that a daemon logs and survives is a bug."""
+        error = sys.exc_info()[1]
+        if line.get("exc_info") and isinstance(error, Exception):
+            self.fail(error)
+        raise structlog.DropEvent
+
+    def _run(self, until_s: float) -> None:
         queue, pop = self._queue, heapq.heappop
         while queue and not self.done:
             if queue[0][0] > until_s:
@@ -73,6 +103,13 @@ class World:
             self.now, _, action, arguments = pop(queue)
             self.events += 1
             action(*arguments)
+            if self.failure is not None:
+                raise self.failure
+
+    def fail(self, error: Exception) -> None:
+        """End the run with ``error``, whoever handles exceptions here."""
+        if self.failure is None:
+            self.failure = error
 
     def serial(self) -> int:
         """A number never used before in this world: incarnations, process ids."""

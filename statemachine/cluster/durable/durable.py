@@ -253,13 +253,20 @@ def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
 
 UNSEEN = 1000
 """Generations left out where the last leader may have started some that only it and the broker knew of."""
+UNSEEN_RANGES = 97
+"""Ranges of so many that a coordinator may choose from."""
 
 
-def unseen(durable: dict[str, Any]) -> dict[str, Any]:
-    """What a standby kept, where the broker lost what the leader left there last, or has an older one: so
-    that no generation that was started behind it is used again, for another plan."""
+def unseen(durable: dict[str, Any], incarnation: int) -> dict[str, Any]:
+    """Return a journal that may not be the newest, such that no generation started after it is used for another plan.
+
+    :param incarnation: of the coordinator that is to lead. Several may begin from the same old journal, one after the
+        other, where the broker comes back with it more than once: they leave out different numbers.
+    """
     generation = durable.get("generation")
-    return beyond(durable, generation + UNSEEN) if isinstance(generation, int) else durable
+    if not isinstance(generation, int):
+        return durable
+    return beyond(durable, generation + UNSEEN * (1 + incarnation % UNSEEN_RANGES))
 
 
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:

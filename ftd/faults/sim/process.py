@@ -1,0 +1,198 @@
+"""The event loop of one simulated process, on the world's virtual time.
+
+The real daemons' classes run on it unchanged. A process that is frozen (SIGSTOP) runs nothing until it thaws; what
+came meanwhile runs then, in order. A process that is killed (SIGKILL) runs nothing any more, and nothing of what it
+still has in memory reaches the network or a disk.
+"""
+
+import asyncio
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from random import Random
+from typing import Any
+
+from ftd.faults.sim.world import World
+
+_MOST_LAST_CALLS = 10_000
+"""Callbacks that the tasks of a killed process may take to end."""
+
+
+class ProcessLoop(asyncio.BaseEventLoop):
+    """See the module. Single-threaded; it shares the world's queue with all others."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.alive, self.frozen = True, False
+        self._inside = False
+        super().__init__()
+        self._ready: deque[asyncio.Handle] = deque()
+        self._held: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._haste: Random | None = None
+        self._pausing = False
+
+    # --- from outside --------------------------------------------------------------------------------
+
+    def enter(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Call something in this process: at once, when it thaws, or never."""
+        if not self.alive:
+            return
+        if self._inside:
+            action(*arguments)
+        elif self.frozen or self._pausing:
+            self._held.append((action, arguments))
+        elif self._haste is not None and self._haste.random() >= 0.7:
+            self._pausing = True
+            self._held.append((action, arguments))
+            self.world.at(self._haste.uniform(0.0, 0.05), self._resume)
+        else:
+            self._run([(action, arguments)])
+
+    def hurry(self, name: str) -> None:
+        """Be busy at times, and take together what came meanwhile."""
+        self._haste = Random(f"{self.world.seed} {name} together")
+
+    def _resume(self) -> None:
+        self._pausing = False
+        if not self.frozen:
+            self.thaw()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """SIGCONT: everything that came meanwhile is there at once."""
+        self.frozen = False
+        if self.alive and not self._pausing:
+            held, self._held = self._held, []
+            self._run(held)
+
+    def kill(self) -> None:
+        """SIGKILL. The tasks are ended, so that none of them is left to the garbage collector."""
+        self.alive = False
+        self._held.clear()
+        if self._inside:  # In the middle of its own callback: end them when that is over.
+            self.world.at(0.0, self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        self._inside = True
+        events._set_running_loop(self)
+        try:
+            for task in sorted(self._tasks, key=lambda task: task.get_name()):
+                task.cancel()
+            for _ in range(_MOST_LAST_CALLS):
+                if not self._ready:
+                    break
+                self._ready.popleft()._run()
+        finally:
+            self._inside = False
+            events._set_running_loop(None)
+
+    def _run(self, actions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
+        """Call these, then everything that follows from them at this moment."""
+        ready = self._ready
+        self._inside = True
+        events._set_running_loop(self)
+        try:
+            for action, arguments in actions:
+                action(*arguments)
+            while ready and self.alive and not self.frozen:
+                handle = ready.popleft()
+                if not handle._cancelled:
+                    handle._run()
+        finally:
+            self._inside = False
+            events._set_running_loop(None)
+
+    # --- as an event loop ------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        """Return the world's time."""
+        return self.world.now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        if not self._inside and self.alive:
+            self.world.at(0.0, self.enter, _nothing)
+        return handle
+
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        return self.call_at(self.world.now + delay, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        self.world.at(max(0.0, when - self.world.now), self._due, handle)
+        return handle
+
+    def _due(self, handle: asyncio.TimerHandle) -> None:
+        if not handle._cancelled:
+            self.enter(self._ready.append, handle)
+
+    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
+        """A timer that was cancelled stays in the world's queue, and does nothing when it is due."""
+
+    def create_future(self) -> "asyncio.Future[Any]":
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
+    ) -> "asyncio.Task[Any]":
+        task = asyncio.Task(coro, loop=self, name=name or f"task-{self.world.serial():09d}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An exception that nobody handles is a bug of the daemon."""
+        error = context.get("exception")
+        if self.alive and isinstance(error, Exception):
+            self.world.fail(error)
+
+    def get_debug(self) -> bool:
+        return False
+
+    def is_running(self) -> bool:
+        return self._inside
+
+    def is_closed(self) -> bool:
+        return not self.alive
+
+
+def _nothing() -> None:
+    return
+
+
+class SimClock:
+    """The clocks of one simulated host."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.since_boot_s = 0.0
+        """The monotonic clock of the host is ahead of the world's by this."""
+
+    def monotonic_s(self) -> float:
+        return self._world.now + self.since_boot_s
+
+    def wall_s(self) -> float:
+        return _EPOCH_S + self._world.now
+
+    def cpu_s(self) -> float:
+        """Nothing takes time to compute."""
+        return 0.0
+
+
+_EPOCH_S = 1_700_000_000.0

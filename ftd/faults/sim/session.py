@@ -1,0 +1,172 @@
+"""Sessions of a simulated coordinator's process with the simulated broker."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ftd.errors import JournalError
+from ftd.faults.sim.network import JOURNAL, LEADER, Connection, Network
+from ftd.faults.sim.process import ProcessLoop
+from ftd.transport.mqtt.session import MAX_KEPT, Kept, Will
+
+
+def _nothing(*_: Any) -> None:
+    return
+
+
+class SimSession:
+    """One of them, as ``ftd.coordinator.ports.BrokerSession`` has it."""
+
+    def __init__(
+        self,
+        loop: ProcessLoop,
+        network: Network,
+        host: str,
+        note: Callable[[str, bytes], Any],
+        saw: Callable[[bytes], None],
+        *,
+        client_id: str,
+        subscriptions: Sequence[str] = (),
+        unacknowledged: Sequence[str] = (),
+        will: Will | None = None,
+        on_message: Callable[[str, bytes, bool], None],
+        on_connected: Callable[[], None] = _nothing,
+        on_lost: Callable[[], None] = _nothing,
+        on_acknowledged: Callable[[float], None] = _nothing,
+    ) -> None:
+        """:param note: what the network is to be told with a message, for those who look at it there.
+        :param saw: called with every journal that arrives."""
+        self._loop, self._network, self._host, self._note, self._saw = loop, network, host, note, saw
+        self._client_id, self._will = client_id, will
+        self._subscriptions = (*subscriptions, *unacknowledged)
+        self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
+        self._connection: Connection | None = None
+        self._closed: asyncio.Future[None] | None = None
+        self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
+        self._sending: dict[int, Kept] = {}
+        self._number = 0
+        self.problem = "no answer yet"
+
+    @property
+    def connected(self) -> bool:
+        return self._connection is not None
+
+    async def run(self) -> None:
+        while True:
+            await self.run_once()
+            await asyncio.sleep(self._loop.world.between(0.05, 1.0))
+
+    async def run_once(self) -> None:
+        """Connect, serve until the connection ends, and report that."""
+        world, network = self._loop.world, self._network
+        await asyncio.sleep(world.between(0.005, 0.05))
+        if not network.reaches(self._host):
+            self.problem = "the broker is out of reach"
+            await asyncio.sleep(world.between(0.05, 1.0))
+            return
+        self._closed = self._loop.create_future()
+        connection = Connection(
+            self._host,
+            self._client_id,
+            self._subscriptions,
+            self._will,
+            receive=lambda *message: self._loop.enter(self._receive, *message),
+            closed=lambda one: self._loop.enter(self._end, one),
+            acknowledge=lambda one, there: self._loop.enter(self._acknowledge, one, there),
+        )
+        self._connection, self.problem = connection, "lost"
+        network.connect(connection)
+        self._on_connected()
+        kept, self._kept = list(self._kept), deque(maxlen=MAX_KEPT)
+        for topic, payload, retain, there in kept:
+            self.publish(topic, payload, retain=retain, keep=True, there=there)
+        try:
+            await self._closed
+        except asyncio.CancelledError:
+            self._connection = None
+            if self._loop.alive:
+                network.disconnect(connection)
+            raise
+        self._on_lost()
+
+    def publish(
+        self,
+        topic: str,
+        payload: bytes,
+        *,
+        retain: bool = False,
+        qos: int = 1,
+        keep: bool = False,
+        there: Callable[[], None] = _nothing,
+    ) -> None:
+        """Publish, or keep the message for the next connection where ``keep`` says so and there is none now."""
+        if not self._loop.alive:
+            return
+        if (connection := self._connection) is None:
+            if keep:
+                self._kept.append((topic, payload, retain, there))
+            return
+        acknowledged = None
+        if qos and keep:
+            self._number += 1
+            number = self._number
+            self._sending[number] = (topic, payload, retain, there)
+
+            def acknowledged() -> None:
+                if (sent := self._sending.pop(number, None)) is not None:
+                    sent[3]()
+
+        self._network.publish(connection, topic, payload, retain, acknowledged, self._note(topic, payload))
+
+    async def flush(self, timeout_s: float = 1.0) -> None:
+        await asyncio.sleep(min(timeout_s, 0.01))
+
+    def take_kept(self) -> list[Kept]:
+        kept, self._kept = list(self._kept), deque(maxlen=MAX_KEPT)
+        return kept
+
+    def _receive(self, connection: Connection, topic: str, payload: bytes, retained: bool) -> None:
+        if connection is not self._connection:
+            return
+        if topic == JOURNAL:
+            self._saw(payload)
+        with contextlib.suppress(
+            JournalError
+        ):  # One message must not cost the connection; it would be logged.
+            self._on_message(topic, payload, retained)
+
+    def _acknowledge(self, connection: Connection, there: Callable[[], None]) -> None:
+        if connection is self._connection:
+            there()
+
+    def _end(self, connection: Connection) -> None:
+        if connection is not self._connection or self._closed is None:
+            return
+        self._connection = None
+        # An acknowledgement that has not come never will. Twice is what QoS 1 allows.
+        self._kept.extend(self._sending.values())
+        self._sending.clear()
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+
+class SimTransport:
+    """The broker, as one process reaches it (``ftd.coordinator.ports.Transport``)."""
+
+    leader_client_id = LEADER
+
+    def __init__(
+        self,
+        loop: ProcessLoop,
+        network: Network,
+        host: str,
+        *,
+        note: Callable[[str, bytes], Any],
+        saw: Callable[[bytes], None],
+    ) -> None:
+        self._where = loop, network, host, note, saw
+
+    def session(self, **parameters: Any) -> SimSession:
+        return SimSession(*self._where, **parameters)
