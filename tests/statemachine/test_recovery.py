@@ -6,7 +6,15 @@ import pytest
 from transcripts import PROFILE, Coordination, committed, facts, job, report
 
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.effects import CancelTimer, ComputePlan, EmitEvent, ForeseePlan, PublishCluster, SetTimer
+from statemachine.effects import (
+    CancelTimer,
+    ComputePlan,
+    EmitEvent,
+    ForeseePlan,
+    PersistState,
+    PublishCluster,
+    SetTimer,
+)
 from statemachine.events import (
     BrokerConnected,
     DrainRequested,
@@ -627,3 +635,42 @@ def test_a_join_that_nobody_wants_any_more_starts_nothing() -> None:
     s.feed(DrainRequested, request="d", node="node-4")
     s.fire("join", 0.1)
     assert not s.modes() and s.machine.generation == 1, "it leaves before it took part"
+
+
+def test_a_rejected_node_that_went_away_is_told_again() -> None:
+    s = Recovering()
+    for _ in range(2):
+        s.hello("node-3", 999)
+        assert s.events("NodeRejected")
+        s.hello("node-3", 999)
+        assert not s.events("NodeRejected"), "told once while it is there"
+        s.feed(NodeVanished, node="node-3", incarnation=999)
+        assert not s.commands()
+
+
+def test_the_loss_of_a_newcomer_is_stored_and_published() -> None:
+    s = Recovering(3)
+    s.hello("node-3", 103)
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    assert s.all(PersistState) and s.all(PublishCluster)
+
+
+def test_the_loss_of_everybody_while_reports_come_in_waits_for_one_node() -> None:
+    s = Recovering(2)
+    s.feed(NodeVanished, node="node-1", incarnation=101)
+    s.feed(NodeVanished, node="node-0", incarnation=100)
+    [paused] = s.events("ClusterPaused")
+    assert (paused.reason, paused.details["needed"], paused.details["present"]) == ("no node is ready", 1, 0)
+
+
+def test_a_node_that_is_back_while_the_others_go_to_a_boundary_makes_them_abort() -> None:
+    s = Recovering(3)
+    s.hello("node-3", 103)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.feed(DrainRequested, request="d", node="node-2")
+    s.fire("join", 0.1)
+    assert set(s.modes().values()) == {"boundary"}
+    s.hello("node-3", 103, job_id="job-1", prepared=True)
+    assert set(s.modes()) == {"node-0", "node-1", "node-2", "node-3"} and set(s.modes().values()) == {"abort"}
+    assert s.machine.generation == 3

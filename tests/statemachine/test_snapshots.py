@@ -761,3 +761,11 @@ def test_who_keeps_a_part_of_the_snapshot_is_named_once_while_it_may_come_back_w
     assert "node-1 and node-3 may still hold it" in s.machine.public_state()["waiting_for"], (
         "its memory is yet to be read"
     )
+
+
+def test_a_node_that_lost_its_trainers_still_has_its_part_of_the_snapshot() -> None:
+    s = rolling_back()
+    s.say("node-3", TrainerLost(generation=0, device=0, cause="exited", detail=""))
+    assert s.machine.generation == 3 and not s.commands(Quiesce)
+    s.feed(NodeVanished, node="node-3", incarnation=203)
+    assert s.machine.generation == 4, "its memory is gone"
