@@ -242,6 +242,8 @@ def test_a_node_whose_report_is_not_complete_builds_the_job_and_joins_then() -> 
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-2", 2)
     assert [one.node for one in s.commands(Prepare)] == ["node-2"]
+    s.hello("node-4", 104)
+    assert [one.node for one in s.commands(Prepare)] == ["node-4"], "node-2 has its order"
     s.goes_on(2, "node-0", "node-1")
     s.hello("node-2", 102, job_id="job-1", prepared=False, generation=2)
     assert [one.node for one in s.commands(Prepare)] == ["node-2"], "it is asked again until it is prepared"
@@ -674,3 +676,49 @@ def test_a_node_that_is_back_while_the_others_go_to_a_boundary_makes_them_abort(
     s.hello("node-3", 103, job_id="job-1", prepared=True)
     assert set(s.modes()) == {"node-0", "node-1", "node-2", "node-3"} and set(s.modes().values()) == {"abort"}
     assert s.machine.generation == 3
+
+
+# --- what is told of a recovery ------------------------------------------------------------------
+
+
+def test_a_recovery_that_is_interrupted_before_anybody_computes_loses_nothing_more() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.quiesced("node-0", 2, report(1, held=(0, 1), ready=True))
+    s.quiesced("node-1", 2, report(2, held=(2, 3)))
+    s.quiesced("node-2", 2, report(1, held=(0, 1), ready=True))
+    s.plan()
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.goes_on(3, "node-0", "node-1", step=2)
+    assert (s.recovery["recomputed_steps"], s.recovery["generations_tried"]) == (0, 2)
+
+
+def test_a_step_that_a_boundary_found_in_flight_is_not_counted_as_computed_twice() -> None:
+    s = Recovering(3)
+    s.hello("node-3", 103)
+    s.say("node-3", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 0.1)
+    s.quiesced("node-3", 2, report())
+    for name, held in (("node-0", (0, 1)), ("node-1", (2,)), ("node-2", (3,))):
+        s.quiesced(name, 2, report(1, held=held, ready=True))
+    [told] = s.events("Quiesced")
+    assert told.details["in_flight"] and told.details["decision"] == "redo"
+    s.plan()
+    for name in ("node-0", "node-1", "node-2", "node-3"):
+        s.resumed(name, 2)
+    s.stepped("node-0", 2, 2)
+    assert s.recovery["recomputed_steps"] == 0
+
+
+def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.plan()
+    s.resumed("node-0", 2)
+    s.stepped("node-0", 2, 2)
+    assert not s.events("RecoveryCompleted"), "the others have yet to say that they resumed"
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.wait(1.0)
+    s.goes_on(3, "node-0", "node-1", step=2)
+    assert s.recovery["total_ms"] == 1000.0 and s.recovery["nodes"] == ["node-3", "node-2"]
