@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
-from transcripts import PROFILE, Coordination, committed, facts, job, report
+from msgspec.structs import replace
+from transcripts import POLICY, PROFILE, Coordination, committed, facts, job, report
 
+from planner.values import Device, StatePart
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     CancelTimer,
@@ -21,6 +23,7 @@ from statemachine.events import (
     JobSubmitted,
     NodeVanished,
     PlanImpossible,
+    PlanReady,
     StopRequested,
     TemplatesReady,
 )
@@ -722,3 +725,49 @@ def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
     s.wait(1.0)
     s.goes_on(3, "node-0", "node-1", step=2)
     assert s.recovery["total_ms"] == 1000.0 and s.recovery["nodes"] == ["node-3", "node-2"]
+
+
+# --- plans ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_counts_once_and_for_its_generation() -> None:
+    s = Recovering()
+    s.feed(NodeVanished, node="node-3", incarnation=103)
+    s.reports(2, "node-0", "node-1", "node-2")
+    s.feed(NodeVanished, node="node-2", incarnation=102)
+    s.reports(3, "node-0", "node-1")
+    asked = s.one(ComputePlan)
+    plan = s.planner.plan(asked.situation)
+    for generation in (2, 3, 3):
+        s.feed(PlanReady, generation=generation, plan=plan)
+        assert bool(s.commands(Resume)) is (generation == 3 and not ignored(s))
+        if generation == 2:
+            assert ignored(s) == ["a plan of an older generation"]
+    assert ignored(s) == ["a plan of an older generation"]
+    for name in ("node-0", "node-1"):
+        s.resumed(name, 3)
+    s.stepped("node-0", 3, 2)
+    for generation in (2, 3):
+        s.feed(PlanReady, generation=generation, plan=plan)
+        assert ignored(s) and not s.commands()
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_the_planner_is_told_of_parts_where_trainers_have_layers_in_parts(
+    zero1: bool, in_parts: bool
+) -> None:
+    s = Coordination()
+    s.feed(BrokerConnected)
+    for number in range(2):
+        s.hello(f"node-{number}", 100 + number)
+    s.feed(JobSubmitted, request="r", job=job(policy=replace(POLICY, zero1=zero1)))
+    for number in range(2):
+        s.say(f"node-{number}", Prepared(job_id="job-1", profile=None if number else PROFILE))
+    s.feed(TemplatesReady, job_id="job-1")
+    parts = (StatePart(layer=3, start=0, end=1, of=2),) if in_parts else ()
+    for number in range(2):
+        s.quiesced(f"node-{number}", 1, replace(report(held=(0, 1, 2)), parts=parts))
+    devices = [Device(node=f"node-{number}", index=0) for number in range(2)]
+    expected = dict.fromkeys(devices, parts) if zero1 or in_parts else None
+    assert s.one(ComputePlan).situation.parts == expected
