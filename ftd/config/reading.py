@@ -13,6 +13,7 @@ import textwrap
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -175,30 +176,32 @@ def kinds_of(kind: Any) -> list[Any]:
     return [kind]
 
 
-def meanings_of(table: type[Any]) -> dict[str, str]:
-    """Return each field's meaning, the string literal after it; fields that share one string share it.
+def meanings_of(table: type[Any], *, shared: bool = True) -> dict[str, str]:
+    """Return each field's meaning, the string literal after it; inherited fields have those of the base classes.
 
-    The fields of base classes have the meanings that these give them.
+    :param shared: fields with one literal after all of them share it; otherwise only the last one has it.
     """
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
         if "__annotations__" in vars(owner):
-            found |= _own_meanings(owner)
+            for names, meaning in _own_meanings(owner):
+                found |= dict.fromkeys(names if shared else names[-1:], meaning)
     return found
 
 
-def _own_meanings(owner: type[Any]) -> dict[str, str]:
+@cache
+def _own_meanings(owner: type[Any]) -> list[tuple[list[str], str]]:
+    """Return the literals in a class's own body, each with the fields between it and the one before."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(tree, ast.ClassDef)
-    found: dict[str, str] = {}
+    assert isinstance(tree, ast.ClassDef), "a class's source is a class"
+    found: list[tuple[list[str], str]] = []
     waiting: list[str] = []
     for node in tree.body:
         match node:
             case ast.AnnAssign(target=ast.Name(id=name)):
                 waiting.append(name)
             case ast.Expr(value=ast.Constant(value=str(text))):
-                words = " ".join(text.split())
-                found |= dict.fromkeys(waiting, words)
+                found.append((waiting, " ".join(text.split())))
                 waiting = []
     return found
 

@@ -5,13 +5,12 @@ writes it; a test keeps the two equal), ``ftd contract`` prints it. Descriptions
 their JSON Schemas. These allow further fields, as readers must: a later version may say more.
 """
 
-import ast
 import inspect
-import textwrap
 from typing import Any, get_args
 
 import msgspec
 
+from ftd.config.reading import meanings_of
 from ftd.transport.wire import public
 from ftd.transport.wire.catalogue import EVENTS, severity_of
 from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES, envelope
@@ -255,30 +254,7 @@ def _texts_of_all(kind: type[Any]) -> dict[str, str]:
     module = inspect.getmodule(kind)
     for name, other in vars(module).items():
         if isinstance(other, type) and issubclass(other, msgspec.Struct):
-            for base in reversed(other.__mro__):
-                if issubclass(base, msgspec.Struct) and base is not msgspec.Struct:
-                    texts |= {f"{name}.{field}": text for field, text in _texts(base).items()}
-    return texts
-
-
-_READ: dict[type[Any], dict[str, str]] = {}
-
-
-def _texts(kind: type[Any]) -> dict[str, str]:
-    """Field → the docstring behind it, in this class's own body."""
-    if kind in _READ:
-        return _READ[kind]
-    [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef), "a class's source is a class"
-    texts: dict[str, str] = {}
-    for field, behind in zip(body.body, body.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            match behind:
-                case ast.Expr(value=ast.Constant(value=str(text))):
-                    texts[field.target.id] = " ".join(inspect.cleandoc(text).split())
-                case _:
-                    pass
-    _READ[kind] = texts
+            texts |= {f"{name}.{field}": text for field, text in meanings_of(other, shared=False).items()}
     return texts
 
 
