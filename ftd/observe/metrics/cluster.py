@@ -7,7 +7,6 @@ Counters begin anew with each start of the coordinator, as Prometheus expects it
 from collections.abc import Callable
 from typing import Any, get_args
 
-from prometheus_client import Counter, Histogram
 from prometheus_client.core import GaugeMetricFamily
 
 from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
@@ -61,72 +60,72 @@ class ClusterMetrics:
             )
         )
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.own.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.own.registry)
-
     def _make_training(self) -> None:
-        self._steps = self._counter("ftd_committed_steps", "Committed steps; one that was undone, twice.")
-        self._skipped = self._counter(
+        self._steps = self.own.counter("ftd_committed_steps", "Committed steps; one that was undone, twice.")
+        self._skipped = self.own.counter(
             "ftd_skipped_updates", "Committed steps whose gradients were not finite: nothing was updated."
         )
-        self._step_s = self._histogram("ftd_step_seconds", "How long committed steps took.", STEP_S)
-        self._undone_s = self._counter(
+        self._step_s = self.own.histogram("ftd_step_seconds", "How long committed steps took.", STEP_S)
+        self._undone_s = self.own.counter(
             "ftd_undone_seconds", "Time that had gone into steps that rollbacks undid."
         )
-        self._undone = self._counter("ftd_undone_steps", "Committed steps that rollbacks undid.")
-        self._recomputed = self._counter(
+        self._undone = self.own.counter("ftd_undone_steps", "Committed steps that rollbacks undid.")
+        self._recomputed = self.own.counter(
             "ftd_recomputed_steps", "Steps in flight that a recovery dropped and did again."
         )
-        self._recoveries = self._counter(
+        self._recoveries = self.own.counter(
             "ftd_recoveries",
             "Reconfigurations, to the first commit behind each: failures, joins, drains, the start.",
             "cause",
             "tier",
         )
-        self._recovery_s = self._histogram(
+        self._recovery_s = self.own.histogram(
             "ftd_recovery_seconds",
             "From noticing to the next committed step.",
             RECOVERY_S,
             "cause",
         )
-        self._phase_s = self._histogram(
+        self._phase_s = self.own.histogram(
             "ftd_recovery_phase_seconds", "The same by its phases.", RECOVERY_S, "phase"
         )
-        self._moved = self._counter("ftd_recovery_moved_bytes", "State that trainers sent to each other.")
+        self._moved = self.own.counter("ftd_recovery_moved_bytes", "State that trainers sent to each other.")
         for phase in PHASES:
             self._phase_s.labels(phase)
 
     def _make_keeping(self) -> None:
-        self._snapshots = self._counter(
+        self._snapshots = self.own.counter(
             "ftd_snapshots_completed", "Snapshots complete in every owner's memory."
         )
-        self._snapshots_lost = self._counter("ftd_snapshots_given_up", "Snapshots that were not completed.")
-        self._snapshot_s = self._histogram(
+        self._snapshots_lost = self.own.counter(
+            "ftd_snapshots_given_up", "Snapshots that were not completed."
+        )
+        self._snapshot_s = self.own.histogram(
             "ftd_snapshot_seconds", "From the order of a snapshot to its completion everywhere.", RECOVERY_S
         )
-        self._copy_s = self._histogram(
+        self._copy_s = self.own.histogram(
             "ftd_snapshot_copy_seconds", "Copying a snapshot, at the slowest device.", COPY_S
         )
-        self._stall_s = self._histogram(
+        self._stall_s = self.own.histogram(
             "ftd_snapshot_stall_seconds", "How long training waited for a snapshot, at most.", COPY_S
         )
-        self._checkpoints = self._counter("ftd_checkpoints_written", "Persistent checkpoints completed.")
-        self._checkpoints_lost = self._counter("ftd_checkpoints_given_up", "Persistent checkpoints given up.")
-        self._checkpoint_s = self._histogram(
+        self._checkpoints = self.own.counter("ftd_checkpoints_written", "Persistent checkpoints completed.")
+        self._checkpoints_lost = self.own.counter(
+            "ftd_checkpoints_given_up", "Persistent checkpoints given up."
+        )
+        self._checkpoint_s = self.own.histogram(
             "ftd_checkpoint_seconds", "From the order of a persistent checkpoint to its commit.", WRITE_S
         )
 
     def _make_trouble(self) -> None:
-        self._takeovers = self._counter(
+        self._takeovers = self.own.counter(
             "ftd_takeovers", "How often this coordinator took over from another one that led."
         )
-        self._nodes_lost = self._counter(
+        self._nodes_lost = self.own.counter(
             "ftd_nodes_lost", "Nodes that went OFFLINE, by how it was noticed.", "how"
         )
-        self._trainers_lost = self._counter("ftd_trainers_lost", "Trainers that failed, by cause.", "cause")
+        self._trainers_lost = self.own.counter(
+            "ftd_trainers_lost", "Trainers that failed, by cause.", "cause"
+        )
         for how in ("last_will", "silence", "goodbye", "no_answer"):
             self._nodes_lost.labels(how)
         for cause in get_args(FailureCause):

@@ -86,6 +86,14 @@ class Own:
             self._names.add(name)
         self._events.labels(name).inc(times)
 
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Return a new counter of this registry."""
+        return Counter(name, text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        """Return a new histogram of this registry."""
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
 
 class AtScrape(Collector):
     """Metrics that are read off when they are asked for."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import get_args
 
-from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
@@ -48,16 +48,10 @@ class NodeMetrics:
         self._make_snapshots()
         self.own.registry.register(AtScrape(self._read))
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.own.registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self.own.registry)
-
     def _make_trainers(self) -> None:
-        self._restarts = self._counter("ftd_trainer_restarts", "Trainers started again.", "device")
-        self._failures = self._counter("ftd_trainer_failures", "Trainers that failed, by cause.", "cause")
-        self._step_s = self._histogram(
+        self._restarts = self.own.counter("ftd_trainer_restarts", "Trainers started again.", "device")
+        self._failures = self.own.counter("ftd_trainer_failures", "Trainers that failed, by cause.", "cause")
+        self._step_s = self.own.histogram(
             "ftd_trainer_step_seconds", "How long each trainer's steps took.", STEP_S, "device"
         )
         self._microbatch_s = Gauge(
@@ -66,30 +60,34 @@ class NodeMetrics:
             ("device",),
             registry=self.own.registry,
         )
-        self._rendezvous_s = self._histogram(
+        self._rendezvous_s = self.own.histogram(
             "ftd_trainer_rendezvous_seconds", "Until the group of a new generation had met.", RECOVERY_S
         )
-        self._state_s = self._histogram(
+        self._state_s = self.own.histogram(
             "ftd_trainer_state_seconds", "Until its state was moved or read.", RECOVERY_S
         )
-        self._moved = self._counter("ftd_trainer_moved_bytes", "State that trainers got from each other.")
+        self._moved = self.own.counter("ftd_trainer_moved_bytes", "State that trainers got from each other.")
         for device in range(self._devices):
             self._restarts.labels(str(device))
         for cause in get_args(FailureCause):
             self._failures.labels(cause)
 
     def _make_snapshots(self) -> None:
-        self._snapshot_bytes = self._counter("ftd_trainer_snapshot_bytes", "Written into this node's memory.")
-        self._idle_bytes = self._counter(
+        self._snapshot_bytes = self.own.counter(
+            "ftd_trainer_snapshot_bytes", "Written into this node's memory."
+        )
+        self._idle_bytes = self.own.counter(
             "ftd_trainer_snapshot_idle_bytes", "Of these, those copied while the stage had to wait anyway."
         )
-        self._copy_s = self._histogram("ftd_trainer_snapshot_copy_seconds", "Copying one snapshot.", COPY_S)
-        self._stall_s = self._histogram(
+        self._copy_s = self.own.histogram(
+            "ftd_trainer_snapshot_copy_seconds", "Copying one snapshot.", COPY_S
+        )
+        self._stall_s = self.own.histogram(
             "ftd_trainer_snapshot_stall_seconds", "How long a trainer waited for its snapshot.", COPY_S
         )
-        self._copied = self._counter("ftd_node_copied_bytes", "Snapshots copied to this node's buddy.")
-        self._written = self._counter("ftd_node_checkpoint_bytes", "Written to persistent checkpoints.")
-        self._writing_s = self._histogram(
+        self._copied = self.own.counter("ftd_node_copied_bytes", "Snapshots copied to this node's buddy.")
+        self._written = self.own.counter("ftd_node_checkpoint_bytes", "Written to persistent checkpoints.")
+        self._writing_s = self.own.histogram(
             "ftd_node_checkpoint_seconds", "Writing this node's share of a checkpoint.", WRITE_S
         )
 

@@ -27,6 +27,11 @@ _NAME_WIDTH = 20
 """Of a node, at least this much of the name is shown."""
 
 
+def plain_table(gap: int = 2) -> Table:
+    """Return an empty table without lines. :param gap: blanks after each column."""
+    return Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
+
+
 def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> RenderableType:
     """One row a node: state, what it computes. At most ``most`` rows, the troubled nodes first."""
     table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim", pad_edge=False)

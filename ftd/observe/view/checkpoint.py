@@ -4,9 +4,9 @@ from datetime import datetime
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import JsonMap, size
 
 
@@ -14,7 +14,7 @@ def render_checkpoints(told: JsonMap) -> RenderableType:
     """:param told: what ``ftd checkpoint list --json`` prints."""
     if not told["checkpoints"]:
         return Group(Text(f"{told['url']} has no complete checkpoint"), *_passed_over(told))
-    table = _table()
+    table = plain_table()
     table.add_column("step", justify="right")
     table.add_column("written")
     for name in ("layers", "size", "loss"):
@@ -50,7 +50,3 @@ def render_verified(told: JsonMap) -> RenderableType:
 def _passed_over(told: JsonMap) -> list[Text]:
     damaged = [Text(problem, style="yellow") for problem in told["problems"]]
     return damaged + [Text(one, style="dim") for one in told["unfinished"]]
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)

@@ -7,6 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import layer_range, number, pipeline_name, plural, size
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
@@ -131,7 +132,7 @@ def comparison_line(told: Description, other: Description) -> str:
 
 
 def _template_table(told: Description) -> Table:
-    table = _table()
+    table = plain_table()
     for column in ("nodes", "stages"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("stages × devices", justify="right", overflow="fold")
@@ -172,7 +173,7 @@ def _abridged(rows: Sequence[TemplateRow], chosen: set[int]) -> Iterator[Templat
 
 
 def _pipeline_table(told: Description) -> RenderableType:
-    table = _table()
+    table = plain_table()
     table.add_column("", no_wrap=True)
     columns = ("nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
     for column in columns:
@@ -218,7 +219,7 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
     else:
         groups = [(devices_words(stage), (stage,)) for stage in template.stages]
     slowest_ms = max(stage.time_ms for stage in template.stages)
-    table = _table()
+    table = plain_table()
     table.add_column("node", justify="right", no_wrap=True)
     table.add_column("layers", no_wrap=True)
     recomputing = recomputes(template)
@@ -275,7 +276,7 @@ def _bar(part: float) -> str:
 
 
 def _comparison(told: Description, other: Description) -> list[RenderableType]:
-    table = _table()
+    table = plain_table()
     table.add_column("", no_wrap=True)
     for column in ("step", "bubbles"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -325,7 +326,3 @@ def _check_line(check: "CrossCheck | SolverError") -> Text:
     shares = ", ".join(map(str, check.model_microbatches))
     times = f"{check.model_score_ms:.6g} ms instead of {check.score_ms:.6g} ms"
     return Text.assemble(done, (f"it finds {times} with {shares} microbatches; this is a bug", "bold red"))
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)

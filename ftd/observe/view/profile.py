@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument, SpreadEntry
+from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import plural, size
 from planner.values import Link
 
@@ -58,7 +59,7 @@ def spread(entry: SpreadEntry) -> str:
 
 
 def _layers(document: ProfileDocument) -> Table:
-    table = _table()
+    table = plain_table(gap=1)
     table.add_column("layer", no_wrap=True, max_width=16)
     for name in ("forward", "backward"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -82,7 +83,7 @@ def _stages(document: ProfileDocument) -> Table:
     counts = sorted({split.devices for layer in document.layers for split in layer.split})
     if len(counts) > _MOST_COUNTS:
         counts = [count for count in counts if count & (count - 1) == 0 or count == counts[-1]]
-    table = _table()
+    table = plain_table(gap=1)
     table.add_column("layer", no_wrap=True, max_width=16)
     for count in (1, *counts):
         table.add_column(plural(count, "device"), justify="right", no_wrap=True)
@@ -102,7 +103,7 @@ def _network(network: NetworkEntry) -> Table:
     members = sorted({entry.members for entry in network.all_reduce})
     times = {(1, entry.size_bytes): entry.time for entry in network.point_to_point}
     times |= {(entry.members, entry.size_bytes): entry.time for entry in network.all_reduce}
-    table = _table()
+    table = plain_table(gap=1)
     for name in ("bytes", "one way", *(f"all-reduce of {count}" for count in members)):
         table.add_column(name, justify="right", no_wrap=True)
     for length in sorted({length for _, length in times}):
@@ -122,7 +123,3 @@ def _fits(document: ProfileDocument) -> Text:
 def _link(entry: LinkEntry) -> str:
     link = Link(latency_ms=entry.latency_ms, bytes_per_s=entry.bytes_per_s)
     return f"{link.latency_ms:.3f} ms + {link.bytes_per_s / 1e9:.3g} GB/s"
-
-
-def _table() -> Table:
-    return Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)

@@ -1,9 +1,9 @@
 """``ftd plan``: what protects snapshots, as a table and a few sentences."""
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import layer_range, plural, size
 from ftd.snapshots.protection import Replicas, SnapshotProtection
 from storage.codes import has_buddy
@@ -16,7 +16,7 @@ def render_protection(told: SnapshotProtection) -> RenderableType:
     """The groups, and what holds for all of them."""
     owners = told.groups[0].owners
     shape = f"{told.scheme}, {plural(len(told.groups), 'group')} of {plural(owners, 'owner')}"
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = plain_table()
     table.add_column("layers", no_wrap=True)
     for column in ("owners", "state", "may be lost"):
         table.add_column(column, justify="right", no_wrap=True)

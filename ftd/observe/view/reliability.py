@@ -3,10 +3,10 @@
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from ftd.config.reliability_file import ReliabilityQuestion
+from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import JsonMap, plural
 
 _ROWS = (
@@ -19,7 +19,7 @@ _ROWS = (
 def render_reliability(question: ReliabilityQuestion, told: JsonMap) -> RenderableType:
     """:param told: what ``ftd reliability --json`` prints."""
     protection = question.protection
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = plain_table()
     table.add_column("state in host memory")
     for title in (
         "after a day",

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.observe.run import is_failure
-from ftd.observe.view.blocks import natural, pipeline_lines
+from ftd.observe.view.blocks import natural, pipeline_lines, plain_table
 from ftd.observe.view.document import Fault, Kept, PipelineFacts, Recovery, Report
 from ftd.observe.view.live.chart import History, loss_chart
 from ftd.observe.view.rates import median_throughput
@@ -180,7 +180,7 @@ class _RecoveryTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.max_width >= _WIDE
-        table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
+        table = plain_table(gap=1)
         table.add_column("", no_wrap=True)
         table.add_column("step", justify="right", no_wrap=True)
         if wide:

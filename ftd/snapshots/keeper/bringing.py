@@ -17,7 +17,7 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.snapshots.keeper.client import KeeperClient
-from ftd.snapshots.keeper.keeping import own_parts
+from ftd.snapshots.keeper.keeping import own_parts, to_their_ends
 from ftd.snapshots.shards.arenas import Arenas, Held
 from ftd.snapshots.shards.sources import Located, Source
 from ftd.snapshots.shards.sources import Wanted as Fetch
@@ -168,7 +168,7 @@ class Bringing:
                         first = max(some.start, segment)
                         into = rest[other][first - segment : some.stop - segment]
                         work.append((other, first, into))
-        await _every([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
+        await to_their_ends([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
 
         def cell(owner: int, offset: int, size: int) -> Bytes:
             if offset < segment:
@@ -247,10 +247,3 @@ def _shards(layout: Layout) -> ShardLayout:
 
 def _located(source: Source, wanted: Wanted, part: Part) -> Located:
     return Located(source=source, job_id=wanted.job, step=wanted.step, part=part)
-
-
-async def _every(work: list[Awaitable[None]]) -> None:
-    """Side by side, each to its end, as they write into memory that goes with the first error."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result

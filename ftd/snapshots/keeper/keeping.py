@@ -150,7 +150,7 @@ class Keeping:
             message = Protect(run=run, step=newest)
             try:
                 for what in SEQUENCE:
-                    await _all(self._everywhere(message, what))
+                    await to_their_ends(self._everywhere(message, what))
             except (PeerError, OSError) as error:
                 if str(error) != told:
                     told = str(error)
@@ -332,8 +332,8 @@ def _used(directory: Path) -> bool:
     return False
 
 
-async def _all(work: list[Awaitable[None]]) -> None:
-    """Side by side, each to its end; then the first error."""
+async def to_their_ends(work: list[Awaitable[None]]) -> None:
+    """Do the work side by side, each piece to its end, and then raise the first error: nothing still writes then."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
