@@ -719,7 +719,11 @@ def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
     s.reports(2, "node-0", "node-1", "node-2")
     s.plan()
     s.resumed("node-0", 2)
+    s.resumed("node-1", 1)
+    assert ignored(s) == ["a Resumed that nobody waits for"]
+    assert "node-1" in s.machine.public_state()["waiting_for"]
     s.stepped("node-0", 2, 2)
+    assert s.events("TrainingResumed"), "a commit proves that all have resumed"
     assert not s.events("RecoveryCompleted"), "the others have yet to say that they resumed"
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.wait(1.0)
