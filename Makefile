@@ -43,7 +43,7 @@ docs: setup
 	$(BIN)/ftd config reference > docs/reference.md
 	$(BIN)/python -m ftd.observe.view.schema profile > docs/profile.schema.json
 	$(BIN)/python -m ftd.observe.view.schema report > docs/report.schema.json
-	$(BIN)/python -m tests.runtime.models_page
+	$(BIN)/python -m tests.helpers.models_page
 
 test: setup mosquitto promtool chromium check
 	$(BIN)/pytest -n 2 --no-loadscope-reorder

@@ -21,8 +21,8 @@ from ftd.config.dashboard import DashboardPlace
 from ftd.observe.dashboard.feed import PERIOD_S, Feed
 from ftd.observe.dashboard.model import Model
 from ftd.observe.dashboard.server import DashboardServer
-from tests.browser import Browser, Page, chromium, find_chromium
-from tests.crowd_of_nodes import BEGAN, committed, event, recovery, snapshot_of, state_of
+from tests.helpers.browser import Browser, Page, chromium, find_chromium
+from tests.helpers.crowd_of_nodes import BEGAN, committed, event, recovery, snapshot_of, state_of
 
 PAINT_S, UPDATE_MS, SHOWN_S = 2.0, 100.0, 1.0
 LOADS, KILLS = 5, 5
@@ -179,7 +179,7 @@ async def watched(url: str) -> AsyncIterator[Page]:
 
 def kills(count: int) -> list[float]:
     """Seconds from the SIGKILL of a node's daemon to the page."""
-    from tests.e2e.playground import playground, tiny_job
+    from tests.helpers.playground import playground, tiny_job
 
     took: list[float] = []
     with tempfile.TemporaryDirectory() as directory, playground(dashboard=True) as ground:

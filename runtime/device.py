@@ -3,7 +3,7 @@
 On a CPU an operation is done when its call returns. A CUDA device is only *given* work: operations of one stream
 run in their order, those of different streams as they like unless an event orders them, and the host sees a result
 only after it has waited for it. Everything in this package that has to care goes through ``DeviceRuntime``, so the
-tests can put a device in its place whose streams are late at random (``tests/runtime/late_device.py``).
+tests can put a device in its place whose streams are late at random (``tests/helpers/late_device.py``).
 
 Of the CUDA implementation nothing has run on a GPU yet.
 """

@@ -45,7 +45,17 @@ def use_memory_for_temporary_files() -> None:
 
 use_memory_for_temporary_files()
 
-SERVICES = (("tests/ftd/", "tests/security/", "tests/e2e/test_e2e_local.py"), ("tests/e2e/",))
+SERVICES = (
+    (
+        *(
+            f"tests/ftd/{package}/"
+            for package in ("cli", "coordinator", "local", "node", "snapshots", "transport")
+        ),
+        "tests/security/",
+        "tests/e2e/test_e2e_local.py",
+    ),
+    ("tests/e2e/",),
+)
 """Tests of running daemons, in two halves; all that is no daemon's goes to who is done with one of them.
 A test is of the first half that names it."""
 

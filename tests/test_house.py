@@ -51,6 +51,20 @@ def length(function: Function) -> int:
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
+def test_what_tests_share_is_a_helper() -> None:
+    """The page of models is made of the tests that run over them."""
+    of_tests = re.compile(r"^from (tests\.(?!helpers\b)[\w.]+|test_\w+|conftest) import", re.M)
+    files = [p for p in (ROOT / "tests").rglob("*.py") if p.name != "models_page.py" and "sim" not in p.parts]
+    assert len(files) > 100
+    found = [
+        f"{where(p)}: {module}"
+        for p in files
+        for module in of_tests.findall(p.read_text(encoding="utf-8"))
+        if module != p.stem
+    ]
+    assert found == []
+
+
 def test_the_rooms_are_where_this_test_looks() -> None:
     assert len(MODULES) > 30
     assert {p.relative_to(ROOT).parts[0] for p in MODULES} == set(ROOMS)

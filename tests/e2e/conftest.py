@@ -9,10 +9,9 @@ import pytest
 
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.e2e.playground import Playground, Run, playground, tiny_job, training_data
-from tests.runtime.reference import load, reference_losses
+from tests.helpers.playground import RELATIVE, Playground, Run, playground, tiny_job, training_data
+from tests.helpers.reference import load, reference_losses
 
-RELATIVE = 1e-9
 REFERENCE_STEPS = 200
 USUAL_DEVICES = 2
 

@@ -6,18 +6,14 @@ terminal. What takes several hosts is run by ``test_docs_hosts``. What one machi
 its reason, and is checked for syntax and options like all others.
 """
 
-import contextlib
 import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,10 +23,9 @@ import pytest
 from typer.main import get_command
 
 from ftd.cli.main import app
-from tests.e2e.docs_pages import ALL, PAGES, ROOT, blocks
-from tests.e2e.playground import write_job
-
-PATIENCE_S = 180.0
+from tests.helpers.docs_pages import ALL, PAGES, ROOT, blocks
+from tests.helpers.docs_reader import ELSEWHERE, Reader
+from tests.helpers.playground import write_job
 
 NOT_RUN = {
     r"systemctl|systemd-|^sudo chown": "changes the system's services",
@@ -39,8 +34,6 @@ NOT_RUN = {
     r"benchmarks\.gpu": "needs a GPU; test_gpu_benchmark runs its code on a processor",
     r"^sbatch": "needs Slurm; test_slurm runs the script with stand-ins for Slurm's commands",
 }  # fmt: skip
-ELSEWHERE = r"^torchrun|^export TORCH|^ftd (coordinator|node)\b|^ftd submit train|host-a:9641"
-"""Of several hosts: ``test_docs_hosts`` runs them."""
 
 INSTEAD = (
     # What takes minutes, and the other host, shared disk or service of the reader's.
@@ -218,79 +211,6 @@ def furnish(place: Path) -> None:
     (place / "mosquitto" / "ftd.passwd").touch(mode=0o600)
     (place / ".config").mkdir()
     (place / ".venv").symlink_to(sys.prefix)
-
-
-class Reader:
-    """Somebody with a directory, an environment, and a first terminal in which ``ftd local`` trains."""
-
-    def __init__(self, place: Path, webhook: str) -> None:
-        self.place = place
-        self.runtime = place / "run"
-        self.runtime.mkdir()
-        self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith("FTD_")},
-            "HOME": str(place), "XDG_CONFIG_HOME": str(place / ".config"), "OMP_NUM_THREADS": "1",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "WEBHOOK": webhook,
-            "XDG_RUNTIME_DIR": str(self.runtime), "PYTHONUNBUFFERED": "1", "COLUMNS": "110",
-        }  # fmt: skip
-        self.beside: list[tuple[str, subprocess.Popen[str], Path]] = []
-
-    def begin(self, command: str) -> subprocess.Popen[str]:
-        said = self.place / f"said-{len(self.beside)}.txt"
-        with said.open("w") as file:
-            process = subprocess.Popen(
-                ["bash", "-e", "-o", "pipefail", "-c", command], cwd=self.place, stdin=subprocess.DEVNULL,
-                env=self.environment, stdout=file, stderr=subprocess.STDOUT, text=True,
-                start_new_session=True,
-            )  # fmt: skip
-        self.beside.append((command, process, said))
-        return process
-
-    def said(self, command: str) -> str:
-        return next(said.read_text(errors="replace") for known, _, said in self.beside if known == command)
-
-    def train(self, command: str) -> None:
-        """Start the cluster, wait for its first steps, and note where it is, as its users do."""
-        self.begin(command)
-        address = self.runtime / "ftd" / "local-ftd.json"
-        self.until(lambda: address.exists() and json.loads(address.read_text())["broker"], command)
-        found = json.loads(address.read_text())
-        url, port = found["broker"], found["broker"].rsplit(":", 1)[1]
-        (self.place / ".config" / "mosquitto_sub").write_text(f"-h 127.0.0.1\n-p {port}\n")
-        config = self.place / "ftd.toml"
-        config.write_text(f'cluster = "{found["cluster"]}"\nsecret = "s"\n[broker]\nurl = "{url}"\n')
-        config.chmod(0o600)
-        self.until((self.place / "checkpoints" / "gpt").exists, command)
-        self.until(lambda: any((self.place / "checkpoints" / "gpt").glob("step-*")), command)
-        [page] = re.findall(r"^dashboard: (\S+)/$", self.said(command), re.M)
-        self.environment |= {"DASHBOARD": page, "PORT": port}
-
-    def until(self, holds: Any, command: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not holds():
-            assert time.monotonic() < deadline, f"{command}: {self.said(command)[-2000:]}"
-            time.sleep(0.1)
-
-    def run(self, commands: list[tuple[str, str]]) -> list[str]:
-        """One after the other; what went wrong."""
-        problems = []
-        for page, command in commands:
-            done = subprocess.run(
-                ["bash", "-e", "-o", "pipefail", "-c", command], cwd=self.place, timeout=PATIENCE_S,
-                env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                check=False,
-            )  # fmt: skip
-            if done.returncode != 0:
-                said = (done.stdout + done.stderr)[-1500:]
-                problems.append(f"{page}: {command}\n  exit code {done.returncode}: {said}")
-        return problems
-
-    def end(self) -> None:
-        for _, process, _ in self.beside:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-        for _, process, _ in self.beside:
-            process.wait(PATIENCE_S)
 
 
 @pytest.fixture

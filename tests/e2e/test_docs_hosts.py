@@ -13,9 +13,9 @@ import pytest
 
 from ftd.local.cluster import free_port
 from ftd.transport.mqtt.mosquitto import find_mosquitto
-from tests.e2e.docs_pages import ALL, ROOT, blocks
-from tests.e2e.playground import write_job
-from tests.e2e.test_docs_commands import ELSEWHERE, PATIENCE_S, Reader
+from tests.helpers.docs_pages import ALL, ROOT, blocks
+from tests.helpers.docs_reader import ELSEWHERE, PATIENCE_S, Reader
+from tests.helpers.playground import write_job
 
 TWO_HOSTS = (ROOT / "docs" / "two-hosts.md").read_text()
 

@@ -17,9 +17,8 @@ from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
 from runtime.checkpoint_reader import FtdCheckpointReader
 from storage.checkpoint import CheckpointStore
-from tests.e2e.conftest import RELATIVE
-from tests.e2e.playground import HOME, Json, Playground, Run, playground, write_job
-from tests.e2e.tiny import build
+from tests.helpers.playground import HOME, RELATIVE, Json, Playground, Run, playground, write_job
+from tests.helpers.tiny import build
 
 SameLosses = Callable[[Run], None]
 Reference = Callable[[int], list[float]]

@@ -10,7 +10,7 @@ from ftd.errors import FtdError, RequestRefused
 from ftd.observe.view.trace import rows_of
 from ftd.transport.address import ClusterAddress
 from ftd.transport.wire.public import TraceRequest
-from tests.e2e.playground import HOME, Playground, Run, nodes_of, tiny_job
+from tests.helpers.playground import HOME, Playground, Run, nodes_of, tiny_job
 
 SameLosses = Callable[[Run], None]
 

@@ -11,8 +11,8 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.mqtt.mosquitto import find_mosquitto
-from tests.browser import Browser, Page, chromium, find_chromium
-from tests.e2e.playground import Playground, playground, write_job
+from tests.helpers.browser import Browser, Page, chromium, find_chromium
+from tests.helpers.playground import Playground, playground, write_job
 
 TOKEN = "open-sesame-and-more"
 CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"

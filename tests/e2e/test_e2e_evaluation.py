@@ -6,8 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.e2e.playground import Playground, Run, tiny_job, training_data
-from tests.runtime.reference import load, reference_evaluation, reference_run
+from tests.helpers.playground import Playground, Run, tiny_job, training_data
+from tests.helpers.reference import load, reference_evaluation, reference_run
 
 SameLosses = Callable[[Run], None]
 EVALUATION = "[evaluation]\nevery_steps = 5\n"

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ftd.config.job import load_job_data
-from tests.e2e.playground import Playground, Run
+from tests.helpers.playground import Playground, Run
 
 pytestmark = pytest.mark.devices(1)
 

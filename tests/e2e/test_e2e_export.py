@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.config.job import load_job_data
 from runtime.checkpoint_reader import FtdCheckpointReader
-from tests.e2e.llama import build
-from tests.e2e.playground import Playground
+from tests.helpers.llama import build
+from tests.helpers.playground import Playground
 
 pytestmark = pytest.mark.devices(1)
 
@@ -59,7 +59,7 @@ def of_checkpoint(url: Path, step: int) -> torch.Tensor:
 def test_a_models_checkpoints_are_exported_beside_training_and_by_hand(
     ground: Playground, tmp_path: Path
 ) -> None:
-    (tmp_path / "job.toml").write_text(JOB.format(here=Path(__file__).parent))
+    (tmp_path / "job.toml").write_text(JOB.format(here=Path(__file__).parents[1] / "helpers"))
     run = ground.submit(load_job_data(tmp_path / "job.toml"))
     ground.until_event("JobFinished")
     events = run.named("CheckpointExported")

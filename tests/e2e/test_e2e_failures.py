@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ftd.config.job import load_job_data
-from tests.e2e.playground import HOME, SILENCE_S, Playground, Run, nodes_of, tiny_job, write_job
+from tests.helpers.playground import HOME, SILENCE_S, Playground, Run, nodes_of, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]
 

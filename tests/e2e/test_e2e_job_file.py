@@ -17,11 +17,11 @@ from ftd.observe.view.document import Report
 from ftd.transport.wire.public import JobData
 from runtime.recipe import build
 from runtime.training import Training
-from tests.e2e.playground import LIMIT_S, Playground, training_data
-from tests.runtime.corpus import make_tokenizer, sentence, write_lines
-from tests.runtime.plain_loop import plain_loop
-from tests.runtime.reference import load, reference_losses
-from tests.runtime.small_models import model_of
+from tests.helpers.corpus import make_tokenizer, sentence, write_lines
+from tests.helpers.plain_loop import plain_loop
+from tests.helpers.playground import LIMIT_S, Playground, training_data
+from tests.helpers.reference import load, reference_losses
+from tests.helpers.small_models import model_of
 
 # BERT's attention drops out inside a fused function, whose random numbers depend on how rows are split.
 pytestmark = pytest.mark.devices(1)

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +15,8 @@ import pytest
 from ftd.local.run import PAUSE_S
 from ftd.observe.view.document import Report
 from ftd.processes import alive, descendants
-from tests.e2e.playground import LIMIT_S, write_job
-
-FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
+from tests.helpers.local_commands import FTD, ftd, leftovers
+from tests.helpers.playground import LIMIT_S, write_job
 
 
 @pytest.fixture
@@ -26,11 +24,6 @@ def home() -> Iterator[dict[str, str]]:
     """An environment of its own, under a short path: other tests' clusters are not found, leftovers are."""
     with tempfile.TemporaryDirectory(prefix="t-") as name:
         yield {**os.environ, "XDG_RUNTIME_DIR": name, "TMPDIR": name, "OMP_NUM_THREADS": "1"}
-
-
-def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [*FTD, *map(str, arguments)]
-    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
 
 
 @pytest.fixture
@@ -52,11 +45,6 @@ def start(home: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[str]]
     for process in started:
         process.kill()
         process.wait()
-
-
-def leftovers(home: dict[str, str]) -> list[str]:
-    """Files that a cluster made and did not remove."""
-    return [path.name for path in Path(home["TMPDIR"]).rglob("*") if path.name != "ftd"]
 
 
 def shared_memory(home: dict[str, str]) -> list[Path]:

@@ -10,9 +10,9 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from ftd.transport.wire.public import JobData
-from tests.e2e.playground import Playground, playground, write_job
-from tests.tracking.logs import plotted_run, record_of, steps_of
-from tests.tracking.wandb_files import offline_history
+from tests.helpers.playground import Playground, playground, write_job
+from tests.helpers.tracking_logs import plotted_run, record_of, steps_of
+from tests.helpers.wandb_files import offline_history
 
 EVERY = 10
 LOGGING = f"""

@@ -7,10 +7,9 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.wire.public import JobData
-from tests.e2e.conftest import RELATIVE
-from tests.e2e.memory_guard import MemoryGuard, private_mib
-from tests.e2e.playground import HOME, Json, Playground, nodes_of, training_data, write_job
-from tests.runtime.reference import load, reference_losses
+from tests.helpers.memory_guard import MemoryGuard, private_mib
+from tests.helpers.playground import HOME, RELATIVE, Json, Playground, nodes_of, training_data, write_job
+from tests.helpers.reference import load, reference_losses
 
 pytestmark = pytest.mark.devices(1)
 
@@ -67,7 +66,7 @@ def wide_job(directory: Path, *, width: int, device_mib: float) -> JobData:
 name = "wide"
 steps = 100000
 [training]
-function = "{Path(__file__).parent}/wide.py:build"
+function = "{Path(__file__).parents[1]}/helpers/wide.py:build"
 global_batch = 16
 microbatch = 2
 seed = 3

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from ftd.config.job import load_job_data
 from ftd.transport.mqtt.mosquitto import find_mosquitto, free_port
-from tests.e2e.playground import LIMIT_S, Playground, playground, write_job
+from tests.helpers.playground import LIMIT_S, Playground, playground, write_job
 
 TABLE = re.compile(r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|", re.MULTILINE)
 PORTS: dict[str, int] = {}

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job_data
-from tests.e2e.playground import Playground, training_data
-from tests.runtime.architectures import ARCHITECTURES, build, take_out_casts
-from tests.runtime.plain_loop import plain_loop
+from tests.helpers.architectures import ARCHITECTURES, build, take_out_casts
+from tests.helpers.plain_loop import plain_loop
+from tests.helpers.playground import Playground, training_data
 
 pytestmark = pytest.mark.devices(1)
 
@@ -72,7 +72,11 @@ def test_a_model_is_trained_through_a_kill_and_a_join(
     [(option, value)] = OPTIONS[architecture].items()
     path = tmp_path / "job.toml"
     path.write_text(
-        JOB.format(here=Path(__file__).parent, architecture=architecture, options=f"{{ {option} = {value} }}")
+        JOB.format(
+            here=Path(__file__).parents[1] / "helpers",
+            architecture=architecture,
+            options=f"{{ {option} = {value} }}",
+        )
     )
     job = load_job_data(path)
     ground.submit(job)

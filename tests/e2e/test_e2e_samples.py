@@ -6,7 +6,7 @@ import pytest
 
 from ftd import sample_indices
 from ftd.config.job import load_job_data
-from tests.e2e.playground import Playground, training_data, write_job
+from tests.helpers.playground import Playground, training_data, write_job
 
 SAMPLES, BATCH = 480, 16
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 from ftd.local.cluster import COORDINATOR
 from ftd.processes import descendants
-from tests.e2e.playground import HOME, Playground, tiny_job
-from tests.fuzzing import deep
-from tests.security.listening import answer, doors_of, undocumented
+from tests.helpers.fuzzing import deep
+from tests.helpers.listening import answer, doors_of, undocumented
+from tests.helpers.playground import HOME, Playground, tiny_job
 
 
 def test_nothing_listens_beyond_the_table_and_strangers_disturb_no_training(

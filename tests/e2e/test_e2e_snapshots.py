@@ -12,8 +12,7 @@ from ftd.config.job import load_job_data
 from ftd.errors import FtdError
 from ftd.transport.wire.public import JobData
 from storage.arena import Arena
-from tests.e2e.conftest import RELATIVE
-from tests.e2e.playground import HOME, Json, Playground, Run, write_job
+from tests.helpers.playground import HOME, RELATIVE, Json, Playground, Run, write_job
 
 SameLosses = Callable[[Run], None]
 

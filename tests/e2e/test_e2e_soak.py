@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.playground import write_job
-from tests.e2e.test_e2e_local import FTD, ftd, leftovers
+from tests.helpers.local_commands import FTD, ftd, leftovers
+from tests.helpers.playground import write_job
 
 
 @pytest.fixture

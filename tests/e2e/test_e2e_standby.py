@@ -18,7 +18,7 @@ from ftd.local.cluster import BROKER
 from ftd.processes import module_command
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.cluster.durable import durable
-from tests.e2e.playground import Playground, Run, playground, tiny_job, write_job
+from tests.helpers.playground import Playground, Run, playground, tiny_job, write_job
 
 SameLosses = Callable[[Run], None]
 SILENCE_S = 2.0

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.playground import Json, Playground, Run, playground, tiny_job
+from tests.helpers.playground import Json, Playground, Run, playground, tiny_job
 
 
 @pytest.fixture

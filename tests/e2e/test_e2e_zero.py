@@ -8,8 +8,7 @@ import pytest
 
 from ftd.config.job import load_job_data
 from ftd.transport.wire.public import JobData
-from tests.e2e.conftest import RELATIVE
-from tests.e2e.playground import Playground, Run, write_job
+from tests.helpers.playground import RELATIVE, Playground, Run, write_job
 
 Reference = Callable[[int], list[float]]
 

@@ -23,8 +23,8 @@ from ftd.local.namespaces import Network, why_not
 from ftd.processes import module_command
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.messages.trainer import TrainingData
-from tests.e2e.hosts import Programs, programs
-from tests.runtime.reference import load, reference_losses
+from tests.helpers.hosts import Programs, programs
+from tests.helpers.reference import load, reference_losses
 
 HUB = "hub"
 NODES = ("node-a", "node-b", "node-c", "node-d")
@@ -171,7 +171,7 @@ class Deployment:
         self.events.clear()
         self.brake.touch()
         path = self._directory / "job.toml"
-        here = Path(__file__).parent
+        here = Path(__file__).parents[1] / "helpers"
         path.write_text(JOB.format(steps=STEPS, here=here, witness=self.witness, brake=self.brake))
         self.ask("submit", str(path))
         self.until_step(5)

@@ -1,16 +1,14 @@
 """Real brokers on loopback, and a cluster's configuration around one."""
 
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from ftd.transport.address import BrokerAddress
-from ftd.transport.mqtt.embedded import await_ready, embedded_command
-from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
-from tests.ftd.secure_broker import SecureBroker
+from ftd.transport.mqtt.mosquitto import find_mosquitto
+from tests.helpers.brokers import RunningBroker
+from tests.helpers.secure_broker import SecureBroker
 
 PROCESSES = {"start_broker", "secure"}
 """Fixtures that start processes."""
@@ -20,41 +18,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and PROCESSES & set(item.fixturenames):
             item.add_marker(pytest.mark.processes)
-
-
-class RunningBroker:
-    """A broker process that a test may kill and start again on the same port."""
-
-    def __init__(self, kind: str, directory: Path) -> None:
-        self.kind = kind
-        self.directory = directory
-        self.port = free_port()
-        self.process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    @property
-    def address(self) -> BrokerAddress:
-        return BrokerAddress(host="127.0.0.1", port=self.port)
-
-    def start(self) -> None:
-        ready = self.directory / "ready"
-        ready.unlink(missing_ok=True)
-        command = (
-            mosquitto_command(self.directory, self.port)
-            if self.kind == "mosquitto"
-            else embedded_command(ready, self.port)
-        )
-        self.process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        if self.kind == "mosquitto":
-            await_listening("127.0.0.1", self.port, 60)
-        else:
-            await_ready(ready, 60)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import paho.mqtt.publish
 import pytest
 
 from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES, envelope
-from tests.ftd.conftest import RunningBroker
+from tests.helpers.brokers import RunningBroker
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
-from tests.gpu.support import CudaComputing
-from tests.runtime.fleet import Fleet
-from tests.runtime.harness import ROOT, ServerThread
-from tests.runtime.staged import expected, talked_well
-from tests.runtime.test_late_device import TURNED, TWO, LateFleet, job
+from tests.helpers.fleet import Fleet
+from tests.helpers.gpu_support import CudaComputing
+from tests.helpers.harness import ROOT, ServerThread
+from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
+from tests.helpers.staged import expected, talked_well
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -74,7 +74,7 @@ def test_nccl(size: int) -> None:
     with ServerThread() as server:
         ranks = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.gpu.nccl_rank", str(server.port), str(rank), str(size)],
+                [sys.executable, "-m", "tests.helpers.nccl_rank", str(server.port), str(rank), str(size)],
                 cwd=ROOT,
                 stdout=subprocess.PIPE,
                 text=True,

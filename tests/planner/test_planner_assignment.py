@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import layer
 from scipy.optimize import linear_sum_assignment
 
 from planner.changes.assignment import Assigner, Assignment, Held, Place
 from planner.changes.cover import cover, held_by, whole_layers
 from planner.errors import StateLostError
 from planner.values import ModelProfile
+from tests.helpers.oracles import layer
 
 LAYERS = 6
 SIZES = (40, 4, 0, 12, 400, 8)

@@ -8,7 +8,6 @@ from statistics import pvariance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import shares
 
 from planner.errors import BatchError, SolverError
 from planner.pipelines import programs
@@ -24,6 +23,7 @@ from planner.pipelines.programs import distribute_by_model, distribute_for_by_mo
 from planner.pipelines.variance import least_variance
 from planner.stages.makespan import PipelineClock
 from planner.values import BatchObjective
+from tests.helpers.oracles import shares
 
 
 def slowest_ms(costs: list[Cost], given: tuple[int, ...]) -> float:

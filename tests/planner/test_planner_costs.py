@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from oracles import layer, profile_of, stage_ms
 
 from planner.errors import InfeasibleError
 from planner.stages.costs import MOST_DEVICES, StageCosts
 from planner.values import Link, ModelProfile, Policy, Recomputation, Recompute, SplitTime
+from tests.helpers.oracles import layer, profile_of, stage_ms
 
 NAN, INF = float("nan"), float("inf")
 

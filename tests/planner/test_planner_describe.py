@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from oracles import profile_of
 
 from planner.crosscheck import cross_check
 from planner.describe import describe, timeline_of
@@ -12,6 +11,7 @@ from planner.errors import BatchError, InfeasibleError
 from planner.planner import Planner
 from planner.preview import Preview, preview
 from planner.values import Policy
+from tests.helpers.oracles import profile_of
 
 POLICY = Policy(global_batch=64, microbatch_rows=4)
 

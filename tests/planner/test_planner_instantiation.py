@@ -8,13 +8,13 @@ from functools import partial
 from random import Random
 
 import pytest
-from oracles import layer, multisets, profile_of, shares
 
 from planner.errors import TooFewNodesError
 from planner.pipelines.batch import distribute
 from planner.pipelines.instantiation import Instantiator
 from planner.planner import Planner
 from planner.values import Link, ModelProfile, Policy
+from tests.helpers.oracles import layer, multisets, profile_of, shares
 
 
 def random_planner(random: Random, microbatches: int) -> Planner:

@@ -3,7 +3,6 @@
 from random import Random
 
 import pytest
-from oracles import all_mappings, fits, layer, mapping_ms, profile_of
 
 from planner.mapping import iteration
 from planner.mapping.iteration import quickest_template
@@ -11,6 +10,7 @@ from planner.mapping.mapper import Mapper
 from planner.mapping.quickest import mapping_count
 from planner.stages.costs import StageCosts
 from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate, Template
+from tests.helpers.oracles import all_mappings, fits, layer, mapping_ms, profile_of
 
 Mapping = tuple[tuple[int, int, int], ...]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from oracles import paper_ms, simulated_makespan_ms
 
 from planner.stages.makespan import PipelineClock, makespans, paper_objective_ms, path_bounds
+from tests.helpers.oracles import paper_ms, simulated_makespan_ms
 
 seconds = st.floats(0, 10, allow_nan=False).map(lambda x: round(x, 3))
 

@@ -6,7 +6,6 @@ from random import Random
 from typing import Literal
 
 import pytest
-from oracles import best_mapping_ms, fits, layer, mapping_ms, profile_of, random_model
 
 from planner.mapping import iteration
 from planner.mapping.additive import AdditiveMapping
@@ -14,6 +13,7 @@ from planner.mapping.mapper import Mapper
 from planner.mapping.paper import paper_templates
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, ModelProfile, Policy, SplitTime, Template
+from tests.helpers.oracles import best_mapping_ms, fits, layer, mapping_ms, profile_of, random_model
 
 
 def as_mapping(template: Template) -> list[tuple[int, int, int]]:

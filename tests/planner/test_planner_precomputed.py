@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from oracles import profile_of
 
 from planner.errors import InfeasibleError, RestoreError
 from planner.pipelines.instantiation import Instantiator
@@ -13,6 +12,7 @@ from planner.precomputed import Precomputed
 from planner.stages.costs import StageCosts
 from planner.templates import Templates
 from planner.values import Policy
+from tests.helpers.oracles import profile_of
 
 
 def planner_of(layers: int = 8, **changes: int) -> Planner:

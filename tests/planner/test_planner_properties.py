@@ -2,12 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import check_plan, layer
 
 from planner.changes.tradeoff import ROOM_WORTH
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import Device, Link, ModelProfile, Plan, Policy, Recomputation, Situation
+from tests.helpers.oracles import check_plan, layer
 
 Holdings = dict[Device, frozenset[int]]
 

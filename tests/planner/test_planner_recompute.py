@@ -6,17 +6,6 @@ from random import Random
 
 import msgspec
 import pytest
-from oracles import (
-    all_mappings,
-    best_mapping_ms,
-    check_way,
-    layer,
-    pipeline_ms,
-    random_model,
-    stage_bytes,
-    stage_ms,
-    ways,
-)
 
 from planner.errors import InfeasibleError
 from planner.mapping import iteration
@@ -32,6 +21,17 @@ from planner.values import (
     Recomputation,
     Recompute,
     Template,
+)
+from tests.helpers.oracles import (
+    all_mappings,
+    best_mapping_ms,
+    check_way,
+    layer,
+    pipeline_ms,
+    random_model,
+    stage_bytes,
+    stage_ms,
+    ways,
 )
 
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from oracles import check_plan, layer, profile_of
 
 from planner.changes.assignment import Assigner, natural_key
 from planner.changes.candidates import layouts, reinstantiate
@@ -13,6 +12,7 @@ from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import Device, Link, ModelProfile, Plan, Policy, Situation
+from tests.helpers.oracles import check_plan, layer, profile_of
 
 
 def planner_of(layers: int = 8, memory_bytes: int | None = 120, **changes: object) -> Planner:

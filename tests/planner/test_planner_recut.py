@@ -5,7 +5,13 @@ from itertools import combinations, pairwise
 from random import Random
 
 import pytest
-from oracles import (
+
+from planner.errors import InfeasibleError
+from planner.mapping import recut as module
+from planner.mapping.recut import recut
+from planner.stages.costs import StageCosts
+from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate
+from tests.helpers.oracles import (
     check_way,
     fits,
     layer,
@@ -14,12 +20,6 @@ from oracles import (
     simulated_makespan_ms,
     stage_ms,
 )
-
-from planner.errors import InfeasibleError
-from planner.mapping import recut as module
-from planner.mapping.recut import recut
-from planner.stages.costs import StageCosts
-from planner.values import Link, ModelProfile, Policy, Recomputation, StageTemplate
 
 
 def staged(cuts: Sequence[int], devices: Sequence[int], devices_per_node: int) -> tuple[StageTemplate, ...]:

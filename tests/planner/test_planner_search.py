@@ -4,11 +4,11 @@ from random import Random
 
 import numpy as np
 import pytest
-from oracles import simulated_makespan_ms
 
 from planner.pipelines.knapsack import bound, fill, most_work
 from planner.stages.clocks import Clocks, Stages
 from planner.stages.makespan import PipelineClock
+from tests.helpers.oracles import simulated_makespan_ms
 
 
 def random_pipelines(random: Random) -> list[Stages]:

@@ -7,7 +7,6 @@ from itertools import permutations, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import check_plan, profile_of, shares, simulated_makespan_ms, stage_ms
 
 from planner.changes.stragglers import estimates_s, put_together, rebalance, share_out, still_true
 from planner.planner import Planner
@@ -22,6 +21,7 @@ from planner.values import (
     Situation,
     StagePlacement,
 )
+from tests.helpers.oracles import check_plan, profile_of, shares, simulated_makespan_ms, stage_ms
 
 FOREVER = 1e12
 Cuts = tuple[tuple[int, int], ...]

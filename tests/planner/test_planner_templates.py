@@ -5,7 +5,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes, ways
 
 from planner.errors import BatchError, InfeasibleError, TooFewNodesError
 from planner.planner import Planner
@@ -14,6 +13,7 @@ from planner.stages.feasibility import fewest_nodes, fullest_stage
 from planner.stages.memory import MemoryModel, in_flight
 from planner.templates import Templates, check_tolerance, smallest_pipeline
 from planner.values import ModelProfile, Policy, Recomputation, Recompute, SplitTime
+from tests.helpers.oracles import all_mappings, fits, layer, profile_of, random_model, stage_bytes, ways
 
 
 def policy_of(**changes: object) -> Policy:

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import operations, simulated_makespan_ms
 
 from planner.stages.makespan import PipelineClock
 from planner.timeline import Timeline, timeline
+from tests.helpers.oracles import operations, simulated_makespan_ms
 
 times = st.integers(0, 40).map(lambda x: x / 8)
 

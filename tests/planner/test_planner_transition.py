@@ -4,7 +4,6 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from oracles import check_plan, layer, profile_of
 
 from planner.changes.assignment import Assigner
 from planner.changes.candidates import Layout, layouts
@@ -12,6 +11,7 @@ from planner.changes.cover import Masks, whole_layers
 from planner.changes.tradeoff import ROOM_WORTH, Weighed, weigh
 from planner.planner import Planner
 from planner.values import Device, Plan, Policy, Situation
+from tests.helpers.oracles import check_plan, layer, profile_of
 
 
 def planner_of(layers: int = 8, memory_bytes: int | None = 120, **changes: object) -> Planner:

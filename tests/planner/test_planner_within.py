@@ -7,17 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from oracles import (
-    all_mappings,
-    best_mapping_ms,
-    check_way,
-    layer,
-    pipeline_ms,
-    random_model,
-    stage_bytes,
-    stage_ms,
-    ways,
-)
 
 from planner.errors import InfeasibleError, RestoreError
 from planner.mapping import iteration
@@ -36,6 +25,17 @@ from planner.values import (
     Template,
     Within,
     WithinNode,
+)
+from tests.helpers.oracles import (
+    all_mappings,
+    best_mapping_ms,
+    check_way,
+    layer,
+    pipeline_ms,
+    random_model,
+    stage_bytes,
+    stage_ms,
+    ways,
 )
 
 

@@ -28,9 +28,9 @@ from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
 from storage.errors import DamagedError, MissingError, PlaceError
 from storage.layerstate import decode_header, fingerprint_of
-from tests.runtime.support import data_for, training_of
-from tests.runtime.test_state import Trainer
-from tests.storage.kept import about
+from tests.helpers.kept_checkpoints import about
+from tests.helpers.layer_states import Trainer
+from tests.helpers.runtime_support import data_for, training_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ import torch
 
 from runtime.sources.collators import CausalCollate, MaskedLanguageModelCollate, PadCollate
 from runtime.sources.errors import DataError
-from tests.runtime.corpus import make_tokenizer
+from tests.helpers.corpus import make_tokenizer
 
 
 def sample(*tokens: int, **values: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from runtime.groups.communicator import Aborted, SoloCommunicator
 from runtime.watch.pace import Pace
 from statemachine.messages.trainer import Resume, TrainingData, WorldData
 from statemachine.messages.values import Vote
-from tests.runtime.harness import pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import data_for, gpt_data, script
+from tests.helpers.harness import pipeline
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import data_for, gpt_data, script
 
 CPU = torch.device("cpu")
 

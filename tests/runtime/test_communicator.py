@@ -36,7 +36,7 @@ from runtime.groups.communicator import (
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
 from runtime.groups.store import Rendezvous
-from tests.runtime.harness import ROOT, TOKEN, ServerThread
+from tests.helpers.harness import ROOT, TOKEN, ServerThread
 
 FAR_S = 300.0
 """A group timeout that no test waits for: who is free before was freed by the abort."""
@@ -216,7 +216,7 @@ def test_a_refused_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
 def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number: int) -> None:
     """Rank 2 is a process. Ranks 0 and 1 reduce with it; whoever hears nothing is freed by the abort."""
     peer = subprocess.Popen(
-        [sys.executable, "-m", "tests.runtime.peer", str(server.port), "1", "2", "3"],
+        [sys.executable, "-m", "tests.helpers.peer", str(server.port), "1", "2", "3"],
         stdout=subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from runtime.layers.model import Model
 from runtime.training import Training, TrainingError, load_training
-from tests.runtime.architectures import Samples
-from tests.runtime.fleet import Fleet
-from tests.runtime.harness import ROOT, pipeline
-from tests.runtime.plain_loop import plain_loop
-from tests.runtime.support import data_for, script
-from tests.runtime.test_architectures import alone, check, job_of
+from tests.helpers.architecture_runs import alone, check, job_of
+from tests.helpers.architectures import Samples
+from tests.helpers.fleet import Fleet
+from tests.helpers.harness import ROOT, pipeline
+from tests.helpers.plain_loop import plain_loop
+from tests.helpers.runtime_support import data_for, script
 
 WIDTH = 6
 
@@ -499,7 +499,7 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
 SPOILED = """
     import sys
     sys.path.insert(0, {root!r})
-    from tests.runtime.architectures import ARCHITECTURES, Samples
+    from tests.helpers.architectures import ARCHITECTURES, Samples
 
     class Spoiled(Samples):
         def __getitem__(self, index):

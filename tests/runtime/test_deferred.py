@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError
-from tests.runtime.architectures import ARCHITECTURES, lora
-from tests.runtime.harness import ROOT
+from tests.helpers.architectures import ARCHITECTURES, lora
+from tests.helpers.harness import ROOT
 
 
 class Unusual(nn.Module):

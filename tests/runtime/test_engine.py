@@ -9,14 +9,12 @@ from pathlib import Path
 import pytest
 
 from statemachine.messages import trainer as p
-from statemachine.messages.common import Finished, PeerSuspected, Quiesce
+from statemachine.messages.common import PeerSuspected, Quiesce
 from statemachine.messages.values import Vote
-from tests.runtime.harness import Cluster, TrainerHandle, pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import data_for, gpt_data, script
-
-LAYERS = 4
-"""Of the tiny GPT: embedding, two blocks, head; embedding and head share their weight."""
+from tests.helpers.harness import Cluster, TrainerHandle, pipeline
+from tests.helpers.pipelines import LAYERS, THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import data_for, gpt_data, script
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +36,6 @@ def start(cluster: Cluster, count: int, job: p.TrainingData) -> list[TrainerHand
     return trainers
 
 
-def losses_of(trainer: TrainerHandle, first: int, last: int) -> list[float]:
-    return [trainer.take(p.Stepped, step=step).vote.loss for step in range(first, last + 1)]
-
-
 def until(come: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60.0
     while not come():
@@ -49,29 +43,6 @@ def until(come: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def finish(trainers: Sequence[TrainerHandle]) -> None:
-    for trainer in trainers:
-        trainer.close()
-
-
-def replicas_agree(trainers: Sequence[TrainerHandle]) -> dict[int, str]:
-    """Wait for Done; owners of a layer must hold the same bytes."""
-    digests: dict[int, str] = {}
-    for trainer in trainers:
-        for layer, digest in trainer.take(Finished).digests.items():
-            assert digests.setdefault(layer, digest) == digest, f"owners of layer {layer} differ"
-    assert sorted(digests) == list(range(LAYERS))
-    return digests
-
-
-THREE_AND_ONE = (
-    pipeline((0, 1, [0]), (1, 3, [1]), (3, 4, [2]), first_microbatch=0, microbatches=3),
-    pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
-)
-TWO_AND_TWO = (
-    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
-    pipeline((0, 1, [2]), (1, 4, [3]), first_microbatch=2, microbatches=2),
-)
 SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, microbatches=4),)
 ALONE = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
 

@@ -12,10 +12,10 @@ from runtime.groups.communicator import Aborted
 from runtime.training import TrainingError
 from runtime.watch.pace import Pace
 from statemachine.messages import trainer as p
-from tests.runtime.fleet import CPU, Fleet, report_of
-from tests.runtime.harness import pipeline
-from tests.runtime.reference import load, reference_evaluation, reference_run
-from tests.runtime.support import EXAMPLES, data_for, script
+from tests.helpers.fleet import CPU, Fleet, report_of
+from tests.helpers.harness import pipeline
+from tests.helpers.reference import load, reference_evaluation, reference_run
+from tests.helpers.runtime_support import EXAMPLES, data_for, script
 
 GPT = """
     import dataclasses

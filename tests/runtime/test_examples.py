@@ -9,8 +9,8 @@ from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.training import load_training
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.reference import load, reference_losses, reference_run
-from tests.runtime.support import EXAMPLES, gpt_data
+from tests.helpers.reference import load, reference_losses, reference_run
+from tests.helpers.runtime_support import EXAMPLES, gpt_data
 
 
 def job(name: str, **changes: Any) -> TrainingData:

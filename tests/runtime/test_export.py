@@ -23,10 +23,10 @@ from runtime.training import Training
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
 from storage.safetensors_file import FLOATING, converted
-from tests.runtime.exporting import checkpoint_of
-from tests.runtime.small_models import MODELS, config_of, lasting, logits_of, model_of
-from tests.runtime.support import data_for
-from tests.storage.kept import about
+from tests.helpers.exporting import checkpoint_of
+from tests.helpers.kept_checkpoints import about
+from tests.helpers.runtime_support import data_for
+from tests.helpers.small_models import MODELS, config_of, lasting, logits_of, model_of
 
 TOKENIZER = {"tokenizer.json": "{}", "tokenizer_config.json": '{"a": 1}', "chat_template.jinja": "x"}
 

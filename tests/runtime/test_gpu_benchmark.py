@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.harness import ROOT
+from tests.helpers.harness import ROOT
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

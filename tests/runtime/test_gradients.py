@@ -14,8 +14,8 @@ from runtime.groups.gloo import GlooCommunicator
 from runtime.layers.model import Model
 from runtime.watch.pace import Pace
 from storage.buckets import derive_buckets
-from tests.runtime.harness import formed_world
-from tests.runtime.support import data_for, training_of
+from tests.helpers.harness import formed_world
+from tests.helpers.runtime_support import data_for, training_of
 
 
 class Branches(nn.Module):

@@ -11,9 +11,9 @@ from transformers import Trainer, TrainingArguments
 from runtime.data.sampling import Sampler
 from runtime.deferred import DeferredModule
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.architectures import take_out_casts
-from tests.runtime.reference import load
-from tests.runtime.test_architectures import job_of, three_and_one, three_and_two, train
+from tests.helpers.architecture_runs import job_of, three_and_one, three_and_two, train
+from tests.helpers.architectures import take_out_casts
+from tests.helpers.reference import load
 
 STEPS = 8
 

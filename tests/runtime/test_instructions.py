@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from runtime.sources.errors import DataError
 from runtime.sources.instructions import InstructionDataset
-from tests.runtime.corpus import END_OF_TEXT, make_tokenizer, sentence, write_lines
+from tests.helpers.corpus import END_OF_TEXT, make_tokenizer, sentence, write_lines
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|endoftext|>{% endfor %}"

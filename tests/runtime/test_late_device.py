@@ -1,10 +1,9 @@
-"""What goes beside a device's computing, on a device that is late at random (``tests.runtime.late_device``).
+"""What goes beside a device's computing, on a device that is late at random (``tests.helpers.late_device``).
 
 The same tests with a planted mistake must fail: an order that is left out, or a wait.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,22 +13,19 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.engine.engine import Engine
 from runtime.groups.communicator import Aborted
 from runtime.script.copier import Capture, Copier
 from runtime.script.tensor_image import Piece, Unit
 from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover
-from runtime.snapshots.writer import SnapshotWriter
-from runtime.watch.pace import Pace
 from statemachine.messages import trainer as p
 from storage.arena import Slot
-from tests.runtime.fleet import Fleet
-from tests.runtime.harness import pipeline
-from tests.runtime.late_device import GARBAGE, LateEvent, LateRuntime, LateStream
-from tests.runtime.snapshots import decoded, kept
-from tests.runtime.staged import staged_world, talked_well
-from tests.runtime.support import data_for, script
+from tests.helpers.fleet import Fleet
+from tests.helpers.harness import pipeline
+from tests.helpers.late_device import GARBAGE, LateEvent, LateRuntime, LateStream
+from tests.helpers.late_fleet import TURNED, TWO, LateFleet, job
+from tests.helpers.snapshots import decoded, kept
+from tests.helpers.staged import staged_world, talked_well
 
 LIMIT_S = 60.0
 ALWAYS_LATE = (1.0, 0.02)
@@ -220,71 +216,6 @@ def test_an_order_or_a_wait_that_the_copier_leaves_out_is_found(mistake: type) -
 
 # --- the engine ------------------------------------------------------------------------------------------
 
-TWO = (
-    pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
-    pipeline((0, 4, [2]), first_microbatch=2, microbatches=2),
-)
-TURNED = (
-    pipeline((0, 4, [0]), first_microbatch=0, microbatches=2),
-    pipeline((0, 2, [1]), (2, 4, [2]), first_microbatch=2, microbatches=2),
-)
-
-
-class LateFleet(Fleet):
-    """Each engine has a late device of its own, and an arena for snapshots."""
-
-    def __init__(self, job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> None:
-        self._arenas, self._make = arenas, make
-        self.hold_s = 0.02
-        """By how much the device is late at each update."""
-        super().__init__(job, 3, "aec")
-        self.nodes = ("a", "b", "c")
-
-    def join(self, count: int) -> list[Engine]:
-        new = []
-        for number in range(count):
-            runtime = self._make(number)
-            with torch.random.fork_rng(devices=[]), runtime.computing():
-                engine = Engine(self.job, runtime.device, Pace(), runtime=runtime)
-            engine.snapshots = SnapshotWriter(
-                job_id="job",
-                directory=self._arenas / f"device-{number}",
-                limit_bytes=None,
-                states=engine.states,
-                model=engine.model,
-                sharding=engine.sharding,
-                pace=engine.pace,
-                report=lambda _: None,
-            )
-            engine.optimization.step = self._held_up(runtime, engine.optimization.step)  # type: ignore[method-assign]
-            new.append(engine)
-        self.engines += new
-        return new
-
-    def _held_up(self, runtime: LateRuntime, update: Callable[..., None]) -> Callable[..., None]:
-        """The device comes to an update late: whoever does not wait for it has the state before."""
-
-        def held(*arguments: Any, **named: Any) -> None:
-            hold_s = self.hold_s
-            runtime.default.give(lambda: time.sleep(hold_s))
-            update(*arguments, **named)
-
-        return held
-
-    def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
-        def given(rank: int, engine: Engine) -> Any:
-            runtime = engine.model.runtime
-            assert isinstance(runtime, LateRuntime)
-            with runtime.computing():
-                return run(rank, engine)
-
-        return super().each(given)
-
-    def close_snapshots(self) -> None:
-        for engine in self.engines:
-            assert engine.snapshots is not None
-            engine.snapshots.close()
-
 
 def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> bool:
     """Steps under one layout, a snapshot, layers that move to another layout, and more steps.
@@ -388,21 +319,3 @@ def test_a_mistake_of_the_engine_is_found(
     except (RuntimeError, ValueError, AssertionError):
         return  # Garbage where lengths, digests or shapes are read.
     assert not right
-
-
-LAYERS = """
-    def middle():
-        return nn.Sequential(nn.Linear(24, 24), nn.GELU())
-
-    def build():
-        first, last = nn.Sequential(nn.Linear(3, 24), nn.GELU()), nn.Linear(24, 1)
-        return Training(layers=[first, middle(), middle(), last], dataset=Rows(),
-            loss=lambda output, target: functional.mse_loss(output, target),
-            metrics=lambda output, batch: {"largest": output.max()},
-            optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9))
-    """
-
-
-def job(directory: Path) -> p.TrainingData:
-    where = script(directory, LAYERS).parent
-    return data_for("mine.py:build", where, steps=6, global_batch=8, microbatch_rows=2)

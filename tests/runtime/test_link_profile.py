@@ -13,7 +13,7 @@ import msgspec
 from runtime.layers.model import CPU
 from runtime.measuring.link_profile import SIZES_BYTES, groups_of, measure_links
 from runtime.wire.measurement import LinkOrder, Progress
-from tests.runtime.harness import ServerThread, formed_world
+from tests.helpers.harness import ServerThread, formed_world
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SIZE = 3

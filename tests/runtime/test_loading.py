@@ -21,9 +21,9 @@ from runtime.layers.state import LayerStates
 from runtime.training import TrainingError
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
-from tests.runtime.support import data_for, training_of
-from tests.runtime.test_state import Trainer
-from tests.storage.kept import about
+from tests.helpers.kept_checkpoints import about
+from tests.helpers.layer_states import Trainer
+from tests.helpers.runtime_support import data_for, training_of
 
 ROOT = Path(__file__).parents[2]
 

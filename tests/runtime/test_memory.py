@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from statemachine.messages import trainer as p
-from tests.runtime.harness import Cluster, pipeline
-from tests.runtime.support import data_for, script
+from tests.helpers.harness import Cluster, pipeline
+from tests.helpers.runtime_support import data_for, script
 
 GREEDY = """
 class Greedy(nn.Linear):

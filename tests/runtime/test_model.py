@@ -12,8 +12,8 @@ from runtime.layers.activations import Activation, flatten
 from runtime.layers.model import Model
 from runtime.training import TrainingError
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.reference import load
-from tests.runtime.support import data_for, gpt_data, training_of
+from tests.helpers.reference import load
+from tests.helpers.runtime_support import data_for, gpt_data, training_of
 
 
 def gpt(**changes: object) -> Model:
@@ -358,7 +358,7 @@ def test_checkpointing_keeps_only_what_crosses_layers() -> None:
 
 def test_a_job_with_dropout_trains_alike_however_it_recomputes() -> None:
     """Equal to the last bit; ``auto`` keeps everything until a plan says otherwise."""
-    from tests.runtime.reference import reference_losses
+    from tests.helpers.reference import reference_losses
 
     def losses(mode: str) -> list[float]:
         data: TrainingData = gpt_data(activation_checkpointing=mode, arguments={"dropout": 0.2})

@@ -1,6 +1,6 @@
 """The page of supported models says what the tests check."""
 
-from tests.runtime.models_page import PAGE, tables, with_tables
+from tests.helpers.models_page import PAGE, tables, with_tables
 
 
 def test_the_page_has_the_tables_that_the_tests_give() -> None:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.training import TrainingError
-from tests.runtime.support import data_for, training_of
+from tests.helpers.runtime_support import data_for, training_of
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -11,10 +11,10 @@ import torch
 from runtime.engine.engine import Engine
 from runtime.layers import transfer
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.fleet import Fleet, report_of
-from tests.runtime.harness import pipeline
-from tests.runtime.reference import load, reference_losses
-from tests.runtime.support import gpt_data
+from tests.helpers.fleet import Fleet, report_of
+from tests.helpers.harness import pipeline
+from tests.helpers.reference import load, reference_losses
+from tests.helpers.runtime_support import gpt_data
 
 THREE = (pipeline((0, 1, [0]), (1, 2, [1]), (2, 4, [2]), first_microbatch=0, microbatches=4),)
 TWO = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)

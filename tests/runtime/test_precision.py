@@ -10,8 +10,8 @@ from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import LossScale
 from runtime.training import TrainingError
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import data_for, gpt_data, training_of
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import data_for, gpt_data, training_of
 
 
 def losses(data: TrainingData, steps: int = 8) -> list[float]:

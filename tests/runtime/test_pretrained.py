@@ -14,7 +14,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceCl
 
 from runtime.pretrained import PretrainedWeights, load_into
 from runtime.training import TrainingError
-from tests.runtime.small_models import MODELS, config_of, lasting, logits_of, model_of
+from tests.helpers.small_models import MODELS, config_of, lasting, logits_of, model_of
 
 
 def on_meta(kind: str, auto: Any = None, **options: Any) -> Any:

@@ -26,8 +26,8 @@ from runtime.layers.state import LayerStates
 from runtime.measuring.profile import measure
 from runtime.training import TrainingError
 from runtime.wire.measurement import LayersMeasured, Progress, spread_of
-from tests.runtime.reference import load
-from tests.runtime.support import data_for, gpt_data, script, training_of
+from tests.helpers.reference import load
+from tests.helpers.runtime_support import data_for, gpt_data, script, training_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -157,7 +157,7 @@ class LiveBytes(TorchDispatchMode):
 def test_a_stage_keeps_what_the_profile_says_of_its_layers(precision: str) -> None:
     """Bytes that are alive after the forward pass of several blocks, but for the stage's output."""
     data = data_for(
-        "tests.runtime.architectures:build",
+        "tests.helpers.architectures:build",
         REPOSITORY,
         activation_checkpointing="auto",
         microbatch_rows=8,

@@ -21,8 +21,8 @@ from runtime.sources.used_files import facts_of
 from runtime.training import Training, TrainingError, load_training
 from runtime.wire.recipe import RECIPE, FileFacts, OptimizerTable, Recipe, ScheduleTable
 from statemachine.messages.trainer import TrainingData
-from tests.runtime.corpus import make_tokenizer, sentence, write_lines
-from tests.runtime.small_models import MODELS, model_of
+from tests.helpers.corpus import make_tokenizer, sentence, write_lines
+from tests.helpers.small_models import MODELS, model_of
 
 LLAMA = {
     "hidden_size": 32,

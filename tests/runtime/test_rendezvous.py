@@ -12,7 +12,7 @@ from ftd.node import rendezvous
 from runtime.groups.store import Connection, Rendezvous, RendezvousStore, StoreError
 from runtime.wire import frames
 from runtime.wire import store_protocol as s
-from tests.runtime.harness import TOKEN, ServerThread
+from tests.helpers.harness import TOKEN, ServerThread
 
 
 @pytest.fixture

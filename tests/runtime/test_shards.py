@@ -14,11 +14,11 @@ from runtime.engine.engine import Engine
 from runtime.training import TrainingError
 from statemachine.messages import trainer as p
 from storage.staged import write_whole
-from tests.runtime.fleet import Fleet
-from tests.runtime.harness import pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import gpt_data
-from tests.runtime.test_zero_phases import behind_vote, in_compute, in_vote
+from tests.helpers.fleet import Fleet
+from tests.helpers.harness import pipeline
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import gpt_data
+from tests.helpers.step_phases import behind_vote, in_compute, in_vote
 
 STEPS = 6
 ONE_OF_TWO = (pipeline((0, 4, [0, 1]), first_microbatch=0, microbatches=4, sharded=True),)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from runtime.script.place import default_directory
-from tests.forks import Forked, Zygote
+from tests.helpers.forks import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"

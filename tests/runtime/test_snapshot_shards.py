@@ -25,7 +25,7 @@ from storage.codes import make_code
 from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
 from storage.manifest import Part
 from storage.shards import ShardLayout, make_shard
-from tests.runtime.harness import pipeline
+from tests.helpers.harness import pipeline
 
 UNIT_BYTES = Schedule().unit_bytes
 

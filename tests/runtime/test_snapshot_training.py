@@ -11,11 +11,11 @@ import pytest
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Snapping, SnapshotFailed
 from storage.arena import Arena
-from tests.runtime.harness import Cluster, TrainerHandle, pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.snapshots import Layers, decoded, kept, losses_within, stage, vote_of
-from tests.runtime.support import gpt_data
-from tests.runtime.test_engine import THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
+from tests.helpers.harness import Cluster, TrainerHandle, pipeline
+from tests.helpers.pipelines import THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import gpt_data
+from tests.helpers.snapshots import Layers, decoded, kept, losses_within, stage, vote_of
 
 SPLIT = (
     pipeline((0, 2, [0, 1]), (2, 4, [2]), first_microbatch=0, microbatches=3),

@@ -12,7 +12,7 @@ from runtime.engine.staged_state import SpoiledError, StagedState
 from runtime.layers.state import StateError
 from storage.manifest import Manifest, Part, record_digest, write_record
 from storage.staged import Lender, Piece, StagedLayer, read_staged, write_staged
-from tests.runtime.test_state import Trainer
+from tests.helpers.layer_states import Trainer
 
 BLOCK_BYTES = 512
 

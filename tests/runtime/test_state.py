@@ -8,39 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.data.batches import default_collate
-from runtime.data.sampling import Sampler
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import Entry, Header, LayerStates, StateError
-from tests.runtime.reference import load
-from tests.runtime.support import data_for, gpt_data, training_of
-
-
-class Trainer:
-    """One process that trains all layers alone."""
-
-    def __init__(self, precision: str = "float64", dropout: float = 0.1) -> None:
-        self.data = gpt_data(precision=precision, arguments={"dropout": dropout})
-        self.training = load(self.data)
-        self.model = Model(self.training, self.data)
-        self.optimization = Optimization(self.model)
-        self.states = LayerStates(self.model, self.optimization)
-        self.layers = range(self.model.layer_count)
-        self.sampler = Sampler(len(self.training.dataset), self.data.global_batch, self.data.seed)
-
-    def step(self, step: int) -> float:
-        x, target = default_collate([self.training.dataset[index] for index in self.sampler.indices(step)])
-        output = self.model.forward(0, len(self.layers), x, step=step, row=0)
-        loss = self.training.loss(output, target)
-        torch.autograd.backward(loss)
-        self.optimization.step(self.layers)
-        for _, parameter in self.model.named_parameters(self.layers):
-            parameter.grad = None
-        return loss.item()
-
-    def digests(self) -> list[str]:
-        return [self.states.digest(layer) for layer in self.layers]
+from tests.helpers.layer_states import Trainer
+from tests.helpers.runtime_support import data_for, training_of
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])

@@ -11,9 +11,9 @@ import pytest
 from runtime.training import TrainingError, load_training
 from statemachine.messages import trainer as p
 from storage.staged import write_whole
-from tests.runtime.fleet import Fleet
-from tests.runtime.harness import Cluster, pipeline
-from tests.runtime.support import data_for, script
+from tests.helpers.fleet import Fleet
+from tests.helpers.harness import Cluster, pipeline
+from tests.helpers.runtime_support import data_for, script
 
 HOOKED = """
     from dataclasses import asdict

@@ -16,14 +16,14 @@ from runtime.watch.pace import Pace
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages import trainer as p
 from storage.staged import write_whole
-from tests.runtime.fleet import CPU, Fleet
-from tests.runtime.reference import load, reference_run
-from tests.runtime.split_gpt import PLAN
-from tests.runtime.support import data_for
-from tests.runtime.test_zero_phases import behind_vote, in_compute, in_vote
+from tests.helpers.fleet import CPU, Fleet
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import data_for
+from tests.helpers.split_gpt import PLAN
+from tests.helpers.step_phases import behind_vote, in_compute, in_vote
 
 STEPS = 6
-HERE = Path(__file__).parent
+HELPERS = Path(__file__).parents[1] / "helpers"
 
 
 def stage(
@@ -49,7 +49,7 @@ MIXED = (
 
 
 def job(**changes: object) -> p.TrainingData:
-    data = data_for("split_gpt.py:build", HERE, steps=STEPS, clip_gradient_norm=1.0, within_node="tensor")
+    data = data_for("split_gpt.py:build", HELPERS, steps=STEPS, clip_gradient_norm=1.0, within_node="tensor")
     return msgspec.structs.replace(data, **changes)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from runtime.sources.errors import DataError
 from runtime.sources.text import TextDataset
-from tests.runtime.corpus import END_OF_TEXT, make_tokenizer, sentence, write_lines
+from tests.helpers.corpus import END_OF_TEXT, make_tokenizer, sentence, write_lines
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,8 +14,8 @@ from runtime.training import TrainingError, torch_device
 from statemachine.messages import trainer as p
 from statemachine.messages.common import Prepared
 from storage.description import ModelDescription, decode_description
-from tests.runtime.harness import PATIENCE_S, Cluster, pipeline
-from tests.runtime.support import data_for, gpt_data, script
+from tests.helpers.harness import PATIENCE_S, Cluster, pipeline
+from tests.helpers.runtime_support import data_for, gpt_data, script
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 
 from runtime.layers.model import first_batch
 from runtime.training import Training, TrainingError, load_training
-from tests.runtime.support import data_for, gpt_data, script
+from tests.helpers.runtime_support import data_for, gpt_data, script
 
 GOOD = """
 def build(width=4):

@@ -12,8 +12,8 @@ from runtime.groups.gloo import GlooCommunicator
 from runtime.layers.transfer import Exchange, TransferError, WholeLayers
 from runtime.watch.pace import Pace
 from statemachine.messages.trainer import TransferData
-from tests.runtime.harness import formed_world
-from tests.runtime.support import gpt_data
+from tests.helpers.harness import formed_world
+from tests.helpers.runtime_support import gpt_data
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from runtime.layers.model import Model
 from runtime.measuring.profile import measure
 from runtime.measuring.utilisation import count_flops, known_peak_flops, peak_flops
 from runtime.training import load_training
-from tests.runtime.support import data_for, gpt_data
+from tests.helpers.runtime_support import data_for, gpt_data
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runtime.groups.communicator import run_of
 from runtime.layers.world import WorldError, check_world, owners_of_layer, seat_of, talks_of
 from statemachine.messages.trainer import PipelineData, TransferData, WorldData
-from tests.runtime.harness import pipeline
+from tests.helpers.harness import pipeline
 
 
 def world(*pipelines: PipelineData, size: int, transfers: tuple[TransferData, ...] = ()) -> WorldData:

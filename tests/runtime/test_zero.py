@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 
 from statemachine.messages import trainer as p
-from tests.runtime.harness import Cluster, TrainerHandle, pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import gpt_data
-from tests.runtime.test_engine import TWO_AND_TWO, finish, losses_of, replicas_agree
-from tests.runtime.zero import Sharded
+from tests.helpers.harness import Cluster, TrainerHandle, pipeline
+from tests.helpers.pipelines import TWO_AND_TWO, finish, losses_of, replicas_agree
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import gpt_data
+from tests.helpers.zero import Sharded
 
 
 @pytest.fixture(scope="module")

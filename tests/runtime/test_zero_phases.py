@@ -1,6 +1,5 @@
 """ZeRO-1 where a trainer dies in a chosen moment of a step; and replicas, element by element."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +8,16 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
 from runtime.training import TrainingError
 from runtime.zero import sharding as sharding_module
 from runtime.zero.parts import PartsError
 from statemachine.messages import trainer as p
 from storage.staged import write_whole
-from tests.runtime.fleet import Fleet, report_of
-from tests.runtime.harness import pipeline
-from tests.runtime.reference import load, reference_run
-from tests.runtime.support import data_for, gpt_data, script
+from tests.helpers.fleet import Fleet, report_of
+from tests.helpers.harness import pipeline
+from tests.helpers.reference import load, reference_run
+from tests.helpers.runtime_support import data_for, gpt_data, script
+from tests.helpers.step_phases import behind_vote, in_compute, in_gather, in_vote
 
 TWO_AND_TWO = (
     pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
@@ -43,53 +42,6 @@ def job() -> p.TrainingData:
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     return reference_run(load(job()), job(), STEPS)[0]
-
-
-def in_compute(fleet: Fleet, victim: Engine) -> None:
-    """Before it has computed anything."""
-    victim.step = die(fleet)  # type: ignore[method-assign]
-
-
-def in_vote(fleet: Fleet, victim: Engine) -> None:
-    """The others have complete gradients and wait for its ballot."""
-    victim._ask = die(fleet)  # type: ignore[method-assign]
-
-
-def behind_vote(fleet: Fleet, victim: Engine) -> None:
-    """It and all others have committed; one of these but learns of it from the coordinator."""
-    late = fleet.engines[0]
-    ask = late._ask
-
-    def asked(*arguments: object) -> object:
-        ask(*arguments)  # type: ignore[arg-type]
-        raise Aborted
-
-    late._ask = asked  # type: ignore[method-assign,assignment]
-    in_gather(fleet, victim)
-
-
-def in_gather(fleet: Fleet, victim: Engine) -> None:
-    """Its own part is updated, and nobody has got it; somebody who lives on has passed the vote, too."""
-    assert victim.sharding is not None
-    death = die(fleet)
-
-    def died(*_: object) -> None:
-        others = [engine for engine in fleet.engines if engine is not victim]
-        deadline = time.monotonic() + 30.0
-        while all(engine.committed_step < victim.committed_step for engine in others):
-            assert time.monotonic() < deadline, "nobody else committed the step"
-            time.sleep(0.001)
-        death()
-
-    victim.sharding.gather = died  # type: ignore[method-assign]
-
-
-def die(fleet: Fleet) -> Callable[..., None]:
-    def died(*_: object) -> None:
-        fleet.abort()
-        raise Aborted
-
-    return died
 
 
 @pytest.mark.parametrize("phase", [in_compute, in_vote, behind_vote, in_gather])

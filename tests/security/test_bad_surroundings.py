@@ -27,8 +27,8 @@ from ftd.transport.wire.topics import Topics
 from runtime.wire.store_protocol import mark_of
 from statemachine.messages.cluster import Command, FromNode, Hello, Inquiry, Rejection
 from statemachine.messages.values import NodeFacts
-from tests.commands import ftd_here
-from tests.ftd.secure_broker import SecureBroker, needs_mosquitto
+from tests.helpers.commands import ftd_here
+from tests.helpers.secure_broker import SecureBroker, needs_mosquitto
 
 pytestmark = needs_mosquitto
 

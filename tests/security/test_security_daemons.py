@@ -29,9 +29,9 @@ from ftd.transport.wire.public import StatusRequest
 from ftd.transport.wire.topics import Topics
 from runtime.groups.store import Connection, Rendezvous, StoreError
 from runtime.wire import frames, store_protocol
-from tests.fuzzing import deep, garbled, seeded, twisted
-from tests.security.conftest import Wire, folded
-from tests.security.listening import Door, answer, documented, doors_of, refusal, undocumented
+from tests.helpers.fuzzing import deep, garbled, seeded, twisted
+from tests.helpers.listening import Door, answer, documented, doors_of, refusal, undocumented
+from tests.helpers.wire_messages import Wire, folded
 
 pytestmark = pytest.mark.skipif(find_mosquitto() is None, reason="mosquitto is not installed")
 

@@ -45,9 +45,9 @@ from storage.errors import DamagedError, StorageError
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import decode_header
 from storage.manifest import Manifest, Part, check_parts, decode_record, digest_of
-from tests.ftd.kept_snapshots import make_layer
-from tests.fuzzing import deep, garbled, seeded, survives, twisted
-from tests.security.conftest import Wire, folded
+from tests.helpers.fuzzing import deep, garbled, seeded, survives, twisted
+from tests.helpers.kept_snapshots import make_layer
+from tests.helpers.wire_messages import Wire, folded
 
 ROOT = Path(__file__).resolve().parents[2]
 EFFORT = int(os.environ.get("FTD_FUZZ", "1"))

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from transcripts import Coordination, committed, report
 
 from statemachine.events import BrokerConnected, DrainRequested, NodeVanished
 from statemachine.messages.cluster import (
@@ -21,6 +20,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, NodeActivity
 from statemachine.timing import Timing
+from tests.helpers.transcripts import Coordination, committed, report
 
 NODES = ("node-0", "node-1", "node-2", "node-3")
 BEAT_S = Timing().heartbeat_s

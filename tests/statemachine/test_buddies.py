@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from transcripts import PROFILE, Coordination, committed, job, report, vote
 
 from ftd.coordinator.restoring import check_restore
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
@@ -19,6 +18,7 @@ from statemachine.events import (
 from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted
 from statemachine.messages.common import Prepared, Quiesce, Snapping
 from statemachine.messages.values import Buddy, HeldSnapshot, NodeFacts, SnapshotPolicy
+from tests.helpers.transcripts import PROFILE, Coordination, committed, job, report, vote
 
 
 def plan_of(*pipelines: tuple[str, ...], idle: tuple[str, ...] = ()) -> Plan:

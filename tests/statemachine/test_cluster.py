@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 from msgspec import structs
-from transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
 from ftd.coordinator.planning_ahead import expected
 from planner.values import Device
@@ -72,31 +71,8 @@ from statemachine.messages.values import (
     Vote,
 )
 from statemachine.timing import Timing
-
-
-def sent(s: Coordination, kind: type[Any]) -> dict[str, Any]:
-    """Commands of this kind among the last effects, by node."""
-    return {e.node: e.command for e in s.commands(kind)}
-
-
-def events(s: Coordination) -> list[str]:
-    return [event.name for event in s.all(EmitEvent)]
-
-
-def restarted(s: Coordination) -> Coordination:
-    """The same cluster after SIGKILL of the coordinator: its journal is all that is left."""
-    journal = json.loads(json.dumps(s.machine.durable_state()))
-    machine, effects = ClusterMachine.restore(Timing(), journal, s.now, "restart")
-    other = Coordination(machine)
-    other.now, other.incarnations = s.now, s.incarnations
-    other.took(effects)
-    return other
-
-
-def running(nodes: int = 4, steps: int = 10) -> Coordination:
-    s = Coordination()
-    s.running(nodes, steps)
-    return s
+from tests.helpers.cluster_machine import events, restarted, running, sent
+from tests.helpers.transcripts import PROFILE, Coordination, committed, facts, job, report, vote
 
 
 def measuring() -> Coordination:

@@ -1,11 +1,10 @@
 """The main scenarios of the cluster machine, word for word (see ``transcripts``)."""
 
-from transcripts import PROFILE, Coordination, job, report
-
 from statemachine.effects import AnswerRequest
 from statemachine.events import BrokerConnected, DrainRequested, JobSubmitted, NodeVanished, TemplatesReady
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Finished, Prepared
+from tests.helpers.transcripts import PROFILE, Coordination, job, report
 
 
 def test_start_and_finish() -> None:

@@ -7,8 +7,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from test_snapshots import HELD, KEY, Snapshots
-from transcripts import GOLDEN, Coordination, report
 
 from planner.values import LayerProfile, ModelProfile, Plan, Policy, StagePlacement
 from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
@@ -18,6 +16,8 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
 from statemachine.messages.values import CheckpointPolicy, Job, NodeFacts, SnapshotGroup, Vote
 from statemachine.timing import Timing
+from tests.helpers.snapshot_machine import HELD, KEY, Snapshots
+from tests.helpers.transcripts import GOLDEN, Coordination, report
 
 
 def plain(state: Any) -> dict[str, Any]:

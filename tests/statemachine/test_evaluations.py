@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 from msgspec.structs import replace
-from transcripts import Coordination, committed, job, report, vote
 
 from planner.values import Device
 from statemachine.cluster.machine import ClusterMachine
@@ -16,6 +15,7 @@ from statemachine.messages.cluster import Heartbeat, Resume, Stepped, StepsWante
 from statemachine.messages.common import Finished
 from statemachine.messages.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
 from statemachine.timing import Timing
+from tests.helpers.transcripts import Coordination, committed, job, report, vote
 
 
 def evaluation(loss: float = 0.5) -> Evaluation:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from msgspec.structs import replace
-from test_persisting import NODES, Writing, all_done
 
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import CommitCheckpoint, ExportCheckpoint
@@ -16,6 +15,7 @@ from statemachine.events import (
     TemplatesReady,
 )
 from statemachine.timing import Timing
+from tests.helpers.writing import NODES, Writing, all_done
 
 
 class Exporting(Writing):

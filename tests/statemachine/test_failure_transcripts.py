@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from transcripts import GOLDEN, POLICY, Coordination, Script, committed, facts, job, report
 
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from statemachine.cluster.machine import ClusterMachine
@@ -46,6 +45,7 @@ from statemachine.messages.cluster import Acknowledgement, Heartbeat, TrainerLos
 from statemachine.messages.common import PeerSuspected
 from statemachine.messages.values import NodeActivity
 from statemachine.timing import Timing
+from tests.helpers.transcripts import GOLDEN, POLICY, Coordination, Script, committed, facts, job, report
 
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 """Layers of each node under the first plan for four nodes."""

@@ -3,8 +3,6 @@
 from dataclasses import replace
 
 import pytest
-from test_cluster import events, running, sent
-from transcripts import PROFILE, Coordination, committed, job, report
 
 from statemachine.cluster import membership
 from statemachine.effects import ComputePlan, EmitEvent, ForgetNode
@@ -19,6 +17,8 @@ from statemachine.events import (
 from statemachine.messages.cluster import Fence, Heartbeat, Inquiry, TrainerLost
 from statemachine.messages.common import PeerSuspected, Prepared
 from statemachine.messages.values import ClusterPhase
+from tests.helpers.cluster_machine import events, running, sent
+from tests.helpers.transcripts import PROFILE, Coordination, committed, job, report
 
 DAY_S = 86_400.0
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from transcripts import PROFILE, Coordination, job, report
 
 from planner.values import Situation
 from statemachine.cluster.horizon import PRIOR_FAILURES, PRIOR_NODE_S
@@ -21,6 +20,7 @@ from statemachine.events import (
 from statemachine.messages.cluster import Leaving, Prepare
 from statemachine.messages.common import Prepared
 from statemachine.timing import Timing
+from tests.helpers.transcripts import PROFILE, Coordination, job, report
 
 
 def started(nodes: int = 4, **submitted: Any) -> tuple[Coordination, Situation]:

@@ -1,13 +1,10 @@
 """Persistent checkpoints in the machines: when one is written, who writes what, and what becomes of it."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from transcripts import LAYERS, PROFILE, Coordination, Script, committed, facts, job, report, vote
 
-from planner.errors import StateLostError
 from planner.values import Device, StatePart
 from statemachine.agent.events import AgentStarted, CommandArrived, PersistEnded
 from statemachine.agent.machine import AgentMachine
@@ -18,7 +15,6 @@ from statemachine.effects import (
     AnswerRequest,
     CommitCheckpoint,
     ComputePlan,
-    EmitEvent,
     FindCheckpoint,
     PersistLayers,
     SendSignal,
@@ -38,7 +34,6 @@ from statemachine.events import (
 from statemachine.messages.cluster import (
     CancelPersist,
     Command,
-    Heartbeat,
     Hello,
     Inquiry,
     KeepSnapshot,
@@ -49,132 +44,21 @@ from statemachine.messages.cluster import (
     RestoreFailed,
     Resume,
     Snap,
-    SnapshotCompleted,
     Stepped,
     ToNode,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, Prepared, Quiesce
+from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     Checkpoint,
-    CheckpointPolicy,
-    Job,
-    LayerOnDisk,
     PassedOver,
     Snapshot,
-    SnapshotGroup,
-    SnapshotPolicy,
 )
 from statemachine.timing import Timing
+from tests.helpers.transcripts import LAYERS, PROFILE, Script, committed, facts, job, report, vote
+from tests.helpers.writing import GROUPS, NODES, Writing, all_done, gone, on_disk, persist_order, writing_job
 
-NODES = ("node-0", "node-1", "node-2", "node-3")
-GROUPS = (
-    SnapshotGroup(first_layer=0, end_layer=2, owners=("node-0", "node-2"), protection="aec"),
-    SnapshotGroup(first_layer=2, end_layer=4, owners=("node-1", "node-3"), protection="aec"),
-)
 CHECKPOINT = Checkpoint(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
-
-
-def writing_job(steps: int = 40, every_steps: int = 4) -> Job:
-    plain = job(steps=steps, snapshot=SnapshotPolicy(every_steps=2, protection="aec"))
-    policy = CheckpointPolicy(url="/checkpoints", every_steps=every_steps)
-    return Job(
-        job_id=plain.job_id,
-        name=plain.name,
-        steps=steps,
-        policy=plain.policy,
-        snapshot=plain.snapshot,
-        checkpoint=policy,
-    )
-
-
-def on_disk(layers: tuple[int, ...]) -> tuple[LayerOnDisk, ...]:
-    return tuple(
-        LayerOnDisk(
-            layer=layer,
-            name=f"layer-{layer:04d}.bin",
-            size_bytes=10,
-            digest="d",
-            header_bytes=2,
-            header_digest="h",
-            payload_bytes=8,
-        )
-        for layer in layers
-    )
-
-
-class Writing(Coordination):
-    """Four nodes, two pipelines of two stages; what is complete in memory is written every fourth step."""
-
-    def begin(self, steps: int = 40, begin: Checkpoint | None = None, **policy: Any) -> None:
-        self.feed(BrokerConnected)
-        for number, name in enumerate(NODES):
-            self.hello(name, 100 + number)
-        self.feed(JobSubmitted, request="r", job=writing_job(steps, **policy), begin=begin)
-        for number, name in enumerate(NODES):
-            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
-        self.feed(TemplatesReady, job_id="job-1")
-        for name in NODES:
-            self.quiesced(name, 1, report())
-
-    def train(self, steps: int = 40) -> None:
-        self.begin(steps)
-        self.plan()
-        for name in NODES:
-            self.resumed(name, 1)
-
-    def snapshot(self, step: int) -> list[Any]:
-        """One of this step becomes complete everywhere; the effects of that."""
-        self.wait(1.0)
-        machine: ClusterMachine = self.machine
-        kept = machine.snapshot.step if machine.snapshot is not None else 0
-        self.stepped("node-0", 1, *range(1, step))
-        for name in NODES:
-            self.say(name, Heartbeat(generation=1, committed=committed(step - 1), kept=kept))
-        for name in NODES:
-            self.complete(name, step)
-        return self.last
-
-    def complete(self, name: str, step: int) -> None:
-        completed = SnapshotCompleted(
-            generation=1, step=step, vote=vote(step), size_bytes=100, copy_s=0.1, stall_s=0.0
-        )
-        self.say(name, completed)
-
-    def orders(self) -> dict[str, Persist]:
-        return {sent.node: sent.command for sent in self.commands(Persist)}
-
-    def events(self, name: str) -> list[EmitEvent]:
-        return [event for event in self.all(EmitEvent) if event.name == name]
-
-    def wrote(self, order: Persist, node: str) -> None:
-        self.say(
-            node,
-            LayersPersisted(
-                job_id=order.job_id,
-                attempt=order.attempt,
-                step=order.record.step,
-                layers=on_disk(order.layers),
-                took_s=1.0,
-            ),
-        )
-
-    def written(self, step: int) -> CommitCheckpoint:
-        """The snapshot of this step is written by everybody, and committed."""
-        self.snapshot(step)
-        for node, order in self.orders().items():
-            self.wrote(order, node)
-        commit: CommitCheckpoint = self.one(CommitCheckpoint)
-        self.feed(CheckpointWritten, attempt=commit.attempt, step=step, pruned=())
-        return commit
-
-    def plan_or_not(self) -> None:
-        asked: ComputePlan = self.one(ComputePlan)
-        try:
-            self.plan()
-        except StateLostError as error:
-            lost = {"too_few": False, "reason": str(error), "lost_layers": error.layers}
-            self.feed(PlanImpossible, generation=asked.generation, **lost)
 
 
 # --- writing -------------------------------------------------------------------------------------
@@ -323,14 +207,6 @@ def test_a_coordinator_that_restarts_gives_up_what_it_had_begun() -> None:
 # --- the end -------------------------------------------------------------------------------------
 
 
-def all_done(s: Writing, steps: int) -> None:
-    s.stepped("node-0", 1, *range(1, steps + 1))
-    for name in NODES:
-        s.say(name, Heartbeat(generation=1, committed=committed(steps), kept=s.machine.snapshot.step))
-    for name in NODES:
-        s.say(name, Finished(generation=1, step=steps, digests={}))
-
-
 def test_the_last_step_is_written_before_the_job_ends() -> None:
     s = Writing()
     s.train(steps=8)
@@ -358,19 +234,6 @@ def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
 
 
 # --- going back, and going on --------------------------------------------------------------------
-
-
-def gone(s: Writing, before: Callable[[], Any] = lambda: None) -> None:
-    """Everything that somebody's memory held is lost; new nodes of the old names are ready."""
-    s.train()
-    s.written(5)
-    before()
-    for number, name in enumerate(NODES):
-        s.feed(NodeVanished, node=name, incarnation=100 + number)
-    for number, name in enumerate(NODES):
-        s.hello(name, 200 + number)
-        s.say(name, Prepared(job_id="job-1", profile=None))
-    s.fire("join", after_s=0.2)
 
 
 def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
@@ -582,31 +445,18 @@ class Node(Script):
         return [effect.signal for effect in self.all(SendSignal) if isinstance(effect.signal, kind)]
 
 
-def order(step: int = 5) -> Persist:
-    record = Snapshot(step=step, generation=1, vote=vote(step), groups=GROUPS)
-    return Persist(
-        job_id="job-1",
-        job_name="tiny",
-        url="/checkpoints",
-        attempt=attempt_of(job(), record),
-        record=record,
-        layers=(0, 1),
-        sources={},
-    )
-
-
 def test_a_node_obeys_an_order_once_and_answers_until_the_next_one() -> None:
     s = Node()
-    s.command(order())
-    assert s.one(PersistLayers).order == order()
-    s.command(order())
+    s.command(persist_order())
+    assert s.one(PersistLayers).order == persist_order()
+    s.command(persist_order())
     assert s.last == []
     written = LayersPersisted(
-        job_id="job-1", attempt=order().attempt, step=5, layers=on_disk((0, 1)), took_s=2.0
+        job_id="job-1", attempt=persist_order().attempt, step=5, layers=on_disk((0, 1)), took_s=2.0
     )
     s.feed(PersistEnded, answer=written)
     assert s.said(LayersPersisted) == [written]
-    s.command(order())
+    s.command(persist_order())
     assert s.said(LayersPersisted) == [written]
     s.feed(BrokerConnected)
     assert s.said(Hello)
@@ -615,27 +465,27 @@ def test_a_node_obeys_an_order_once_and_answers_until_the_next_one() -> None:
 
 def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
     s = Node()
-    s.command(order(5))
-    s.command(order(9))
-    assert s.one(StopPersisting).attempt == order(5).attempt
-    assert s.one(PersistLayers).order == order(9)
-    late = PersistFailed(job_id="job-1", attempt=order(5).attempt, step=5, detail="late")
+    s.command(persist_order(5))
+    s.command(persist_order(9))
+    assert s.one(StopPersisting).attempt == persist_order(5).attempt
+    assert s.one(PersistLayers).order == persist_order(9)
+    late = PersistFailed(job_id="job-1", attempt=persist_order(5).attempt, step=5, detail="late")
     s.feed(PersistEnded, answer=late)
     assert s.last == []
-    s.command(CancelPersist(job_id="job-1", attempt=order(9).attempt))
-    assert s.one(StopPersisting).attempt == order(9).attempt
-    s.command(order(9))
+    s.command(CancelPersist(job_id="job-1", attempt=persist_order(9).attempt))
+    assert s.one(StopPersisting).attempt == persist_order(9).attempt
+    s.command(persist_order(9))
     assert not s.all(PersistLayers)
 
 
 def test_an_order_that_comes_behind_its_cancelling_is_not_carried_out() -> None:
     """They come on two topics, between which there is no order."""
     s = Node()
-    s.command(CancelPersist(job_id="job-1", attempt=order(5).attempt))
-    s.command(order(5))
+    s.command(CancelPersist(job_id="job-1", attempt=persist_order(5).attempt))
+    s.command(persist_order(5))
     assert not s.all(PersistLayers)
     assert "given up" in s.said(PersistFailed)[0].detail
-    s.command(order(9))
-    assert s.one(PersistLayers).order == order(9)
-    s.command(order(5))
+    s.command(persist_order(9))
+    assert s.one(PersistLayers).order == persist_order(9)
+    s.command(persist_order(5))
     assert not s.all(StopPersisting) and not s.all(PersistLayers)

@@ -1,9 +1,5 @@
 """What does not answer, or cannot be read: how long a job waits for it, and what it does then."""
 
-from test_agent import Daemon
-from test_persisting import NODES, Writing, all_done, gone
-from transcripts import LAYERS, report, vote
-
 from statemachine.agent.events import TrainerReported
 from statemachine.effects import CommitCheckpoint, FindCheckpoint, InstructTrainer, KeepCopies, SetTimer
 from statemachine.events import CheckpointFound, CheckpointWritten, RestoreChecked
@@ -12,6 +8,9 @@ from statemachine.messages.cluster import KeepSnapshot, RestoreFailed, Snap
 from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import Checkpoint, ClusterPhase, Restore
 from statemachine.timing import Timing
+from tests.helpers.agent_machine import Daemon
+from tests.helpers.transcripts import LAYERS, report, vote
+from tests.helpers.writing import NODES, Writing, all_done, gone
 
 TIMING = Timing()
 

@@ -1,8 +1,6 @@
 """The job's code raised: when that is the job's end, and when it is one node's own affair."""
 
 import pytest
-from test_cluster import events, restarted, running
-from transcripts import PROFILE, Coordination, job, report
 
 from planner.planner import Planner
 from planner.values import Policy
@@ -10,6 +8,8 @@ from statemachine.events import BrokerConnected, JobSubmitted, TemplatesReady
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Prepared
 from statemachine.messages.values import ClusterPhase
+from tests.helpers.cluster_machine import events, restarted, running
+from tests.helpers.transcripts import PROFILE, Coordination, job, report
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\nValueError: 7 classes\n'
 

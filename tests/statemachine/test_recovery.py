@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from transcripts import POLICY, PROFILE, Coordination, committed, facts, job, report
 
 from planner.values import Device, StatePart
 from statemachine.cluster.machine import ClusterMachine
@@ -41,6 +40,7 @@ from statemachine.messages.cluster import (
 from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import ClusterPhase, HeldSnapshot, NodeActivity
 from statemachine.timing import Timing
+from tests.helpers.transcripts import POLICY, PROFILE, Coordination, committed, facts, job, report
 
 HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 

@@ -17,8 +17,6 @@ from types import FrameType
 from typing import Any
 from unittest.mock import Mock
 
-from transcripts import POLICY, PROFILE, committed, facts, job, report
-
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.ports import CheckpointPlaces, Observer, Ports, Program
@@ -36,6 +34,7 @@ from statemachine.messages.cluster import FromNode, Hello, Quiesced, Signal, Ste
 from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import ClusterPhase, DeviceReport, NodeState
 from statemachine.timing import Timing
+from tests.helpers.transcripts import POLICY, PROFILE, committed, facts, job, report
 
 MOST_FUNCTIONS, MOST_FILES = 203, 43
 TOPICS = Topics(cluster="t")

@@ -3,8 +3,6 @@
 import json
 
 import pytest
-from test_snapshots import HELD, Snapshots
-from transcripts import PROFILE, committed, report
 
 from ftd.coordinator.protection_choice import protect
 from statemachine.cluster.machine import ClusterMachine
@@ -14,6 +12,8 @@ from statemachine.messages.cluster import Heartbeat, Resume, Snap, SnapshotCompl
 from statemachine.messages.common import Quiesce, Snapping
 from statemachine.messages.values import Vote
 from statemachine.timing import Timing
+from tests.helpers.snapshot_machine import HELD, Snapshots
+from tests.helpers.transcripts import PROFILE, committed, report
 
 
 class Policies(Snapshots):

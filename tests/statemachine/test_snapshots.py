@@ -3,17 +3,14 @@
 from typing import Any
 
 import pytest
-from transcripts import PROFILE, Coordination, committed, job, report, vote
 
 from ftd.coordinator.restoring import check_restore
-from planner.errors import StateLostError
 from planner.values import Device
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.snapshots import snapshots
-from statemachine.effects import BroadcastCommand, CheckRestore, ComputePlan, EmitEvent, PersistState
+from statemachine.effects import BroadcastCommand, CheckRestore, ComputePlan, PersistState
 from statemachine.events import (
     BrokerConnected,
-    JobSubmitted,
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
@@ -27,115 +24,16 @@ from statemachine.messages.cluster import (
     RestoreFailed,
     Resume,
     Snap,
-    SnapshotCompleted,
     Stepped,
     TrainerLost,
 )
 from statemachine.messages.common import Prepared, Quiesce, Snapping, SnapshotFailed
-from statemachine.messages.values import HeldSnapshot, NodeState, SnapshotPolicy
+from statemachine.messages.values import NodeState
 from statemachine.timing import Timing
+from tests.helpers.snapshot_machine import HELD, KEY, Snapshots
+from tests.helpers.transcripts import committed, report
 
-KEY = HeldSnapshot(job_id="job-1", step=3, generation=1)
-HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 NAMES = list(HELD)
-
-
-class Snapshots(Coordination):
-    """Four nodes, two pipelines of two stages; a snapshot behind every second step."""
-
-    def begin(self, protection: str = "aec", **policy: Any) -> None:
-        self.feed(BrokerConnected)
-        for number, name in enumerate(HELD):
-            self.hello(name, 100 + number)
-        snapshot = SnapshotPolicy(**{"every_steps": 2, "protection": protection} | policy)
-        self.feed(JobSubmitted, request="r", job=job(steps=40, snapshot=snapshot))
-        for number, name in enumerate(HELD):
-            self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
-        self.feed(TemplatesReady, job_id="job-1")
-        for name in HELD:
-            self.quiesced(name, 1, report())
-        self.plan()
-        for name in HELD:
-            self.resumed(name, 1)
-        self.stepped("node-0", 1, 1)
-        self.lines.clear()
-
-    def beat(self, node: str, kept: int = 0, **says: Any) -> None:
-        self.say(node, Heartbeat(generation=1, committed=committed(1), kept=kept, **says))
-
-    def look(self) -> None:
-        self.machine._c.due["tick"] = self.now
-        self.fire("tick")
-
-    def ordered(self) -> None:
-        """Steps 1 and 2 are committed, everybody is heard: a snapshot is ordered."""
-        for name in HELD:
-            self.beat(name)
-        self.wait(0.1)
-        self.stepped("node-0", 1, 2)
-
-    def completed(self, *nodes: str, generation: int = 1, step: int = 3) -> None:
-        for name in nodes:
-            self.say(
-                name,
-                SnapshotCompleted(
-                    generation=generation,
-                    step=step,
-                    vote=vote(step),
-                    size_bytes=1000,
-                    copy_s=0.05,
-                    stall_s=0.0,
-                ),
-            )
-
-    def kept(self) -> None:
-        """The snapshot of step 3 is complete everywhere."""
-        self.begin()
-        self.ordered()
-        for name in HELD:
-            self.say(name, Snapping(generation=1, step=3))
-        self.completed(*HELD)
-        self.stepped("node-0", 1, 3, 4, 5)
-        self.lines.clear()
-
-    def plan_or_not(self) -> None:
-        """The planner's answer to the ComputePlan among the last effects."""
-        asked: ComputePlan = self.one(ComputePlan)
-        try:
-            self.plan()
-        except StateLostError as error:
-            self.feed(
-                PlanImpossible,
-                generation=asked.generation,
-                too_few=False,
-                reason=str(error),
-                lost_layers=error.layers,
-            )
-
-    def check(self) -> None:
-        """The coordinator's answer to the CheckRestore among the last effects."""
-        answer = check_restore(self.one(CheckRestore), self.now)
-        self.feed(
-            RestoreChecked,
-            generation=answer.generation,
-            possible=answer.possible,
-            reason=answer.reason,
-            tier=answer.tier,
-        )
-
-    def both_hosts_die(self) -> None:
-        """Those of layers 2 and 3; the survivors are at step 5. The second dies while a plan is made."""
-        self.feed(NodeVanished, node="node-1", incarnation=101)
-        for name in ("node-0", "node-2", "node-3"):
-            self.quiesced(name, 2, report(5, held=HELD[name]))
-        self.feed(NodeVanished, node="node-3", incarnation=103)
-
-    def survivors(self, generation: int, **says: Any) -> None:
-        for name in ("node-0", "node-2"):
-            self.quiesced(name, generation, report(5, held=HELD[name], **says))
-
-    def events(self, name: str) -> list[EmitEvent]:
-        return [event for event in self.all(EmitEvent) if event.name == name]
 
 
 def test_a_snapshot_s_life() -> None:

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from transcripts import Coordination, committed, report
 
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
@@ -13,6 +12,7 @@ from statemachine.messages.cluster import Heartbeat
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
+from tests.helpers.transcripts import Coordination, committed, report
 
 LAYER_MS = 37.5
 """What a layer takes on an ordinary node here; 30 ms by the profile, which is wrong."""

@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from storage.arena import SLOTS, Arena, Slot
+from storage.arena import SLOTS, Arena
 from storage.errors import ArenaFullError
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import digest_of
 from storage.pages import HUGE_BYTES, Bytes, mapped, put_together
 from storage.room import free_bytes
+from tests.helpers.arenas import fill, manifest_of, snapshot
 
 SHM = Path("/dev/shm")
 
@@ -27,30 +28,6 @@ def directory() -> Iterator[Path]:
     path = SHM / f"ftd-test-arena-{os.getpid()}"
     yield path
     shutil.rmtree(path, ignore_errors=True)
-
-
-def fill(slot: Slot, value: int) -> None:
-    slot.view[:] = value
-
-
-def manifest_of(slot: Slot, step: int, *sizes: int) -> Manifest:
-    """Parts ``p0``, ``p1``, … one after the other."""
-    parts, end = [], 0
-    for index, size in enumerate(sizes or (len(slot.view),)):
-        digest = digest_of(slot.view[end : end + size])
-        parts.append(Part(name=f"p{index}", offset=end, size_bytes=size, digest=digest))
-        end += size
-    return Manifest(
-        job_id="job", step=step, generation=1, slot=slot.number, parts=tuple(parts), layout={"of": "test"}
-    )
-
-
-def snapshot(arena: Arena, step: int, size: int = 10_000) -> Manifest:
-    slot = arena.begin(size)
-    fill(slot, step % 251)
-    manifest = manifest_of(slot, step)
-    arena.commit(manifest)
-    return manifest
 
 
 def test_a_snapshot_is_found_again_by_another_process_of_the_same_host(directory: Path) -> None:
@@ -163,7 +140,7 @@ exec "$2" -c '
 import errno, sys
 from pathlib import Path
 from storage.arena import Arena
-from tests.storage.test_arena import fill, manifest_of, snapshot
+from tests.helpers.arenas import fill, manifest_of, snapshot
 place = Path(sys.argv[1])
 arena = Arena.open(place / "device-0")
 kept = snapshot(arena, 1, 40_000)
@@ -253,7 +230,7 @@ import sys
 from pathlib import Path
 from storage.arena import Arena
 sys.path.insert(0, sys.argv[2])
-from test_arena import snapshot
+from tests.helpers.arenas import snapshot
 arena = Arena.open(Path(sys.argv[1]))
 print("ready", flush=True)
 for step in range(1, 100_000):

@@ -30,7 +30,7 @@ from storage.errors import (
 from storage.flow import Flow
 from storage.layerstate import fingerprint_of
 from storage.manifest import digest_of, encode_record
-from tests.storage.kept import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
+from tests.helpers.kept_checkpoints import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
 
 ROOT = Path(__file__).parents[2]
 STEP_7 = "step-000000000007"
@@ -357,7 +357,7 @@ def test_a_step_that_is_not_there(url: str) -> None:
 WRITER = """
 import sys
 from storage.checkpoint import CheckpointStore
-from tests.storage.kept import write
+from tests.helpers.kept_checkpoints import write
 store = CheckpointStore.at(sys.argv[1])
 step = 100
 while True:
@@ -396,7 +396,7 @@ def test_a_killed_writer_in_mid_write_is_seen_as_such(store: CheckpointStore) ->
     write(store, 7)
     slow = WRITER.replace("write(store, step, numel=400_000)", "").replace(
         "step += 1",
-        "from tests.storage.kept import layer_state; from storage.flow import Flow; h, p = layer_state(0, "
+        "from tests.helpers.kept_checkpoints import layer_state; from storage.flow import Flow; h, p = layer_state(0, "
         "numel=4_000_000); store.write_layer(store.begin(step), 0, h, [p], Flow(bytes_per_s=1e6))",
     )
     writer = subprocess.Popen([sys.executable, "-c", slow, store.place.url], cwd=ROOT, stdout=subprocess.PIPE)
@@ -442,7 +442,7 @@ import sys
 from pathlib import Path
 from storage.checkpoint import CheckpointStore
 from storage.errors import PlaceFullError
-from tests.storage.kept import holds, layer_state, write
+from tests.helpers.kept_checkpoints import holds, layer_state, write
 store = CheckpointStore.at(sys.argv[1])
 write(store, 7)
 draft = store.begin(8)
@@ -498,7 +498,7 @@ exec "$2" -c '
 import sys
 from storage.checkpoint import CheckpointStore
 from storage.errors import PlaceError
-from tests.storage.kept import holds
+from tests.helpers.kept_checkpoints import holds
 store = CheckpointStore.at(sys.argv[1], create=True)
 assert holds(store, 7)
 for fails in (lambda: store.begin(8), lambda: CheckpointStore.at(sys.argv[1] + "/new", create=True)):

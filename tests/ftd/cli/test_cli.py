@@ -1,0 +1,385 @@
+"""The command line: help, exit codes, messages, JSON; and that torch stays out of our processes."""
+
+import asyncio
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.config.profile_file import profile_document, save_profile
+from ftd.errors import Unreachable
+from ftd.transport.address import BrokerAddress, ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.wire.public import StatusRequest
+from planner.values import LayerProfile, ModelProfile
+from tests.helpers.brokers import RunningBroker
+from tests.helpers.commands import ftd_here
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).resolve().parents[3]
+COMMANDS = [
+    "init",
+    "local",
+    "coordinator",
+    "node",
+    "submit",
+    "status",
+    "events",
+    "story",
+    "drain",
+    "stop",
+    "top",
+    "report",
+    "snapshot now",
+    "snapshot every",
+    "snapshot protect",
+    "plan",
+    "profile",
+    "chaos",
+    "data tokenize",
+    "data train-tokenizer",
+]
+
+
+def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    surroundings = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")}
+    return subprocess.run(
+        [sys.executable, "-m", "ftd.cli.main", *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env={**surroundings, "XDG_RUNTIME_DIR": str(directory / "run"), "COLUMNS": "200", **environment},
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ftd_here(*command.split(), "--help", patch=monkeypatch, said=capsys)
+    assert code == 0
+    assert f"Example: ftd {command}" in out
+
+
+@pytest.mark.parametrize("group", ["", "snapshot", "chaos", "checkpoint", "config", "data"])
+def test_summaries_of_commands_read_whole_at_80_columns(
+    group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = ftd_here(*group.split(), "--help", patch=monkeypatch, said=capsys, columns=80)
+    commands = out.partition("Commands:\n")[2].splitlines()
+    assert commands and max(map(len, out.splitlines())) <= 80
+    assert [line for line in commands if line.endswith("...") or not line[2:3].strip()] == []
+
+
+def test_shell_completion_is_offered(tmp_path: Path) -> None:
+    done = ftd(directory=tmp_path, _FTD_COMPLETE="complete_bash", COMP_WORDS="ftd s", COMP_CWORD="1")
+    assert {"submit", "status", "story", "stop"} <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["frobnicate"], 2, "No such command"),
+        (["plan"], 2, "Missing option"),
+        (["plan", "gone.toml", "--nodes", "2"], 2, "gone.toml does not exist"),
+        (["plan", "examples/mlp.toml", "--nodes", "0"], 2, "--nodes"),
+        (["submit", "gone.toml", "--broker", "mqtt://h"], 2, "gone.toml does not exist"),
+        (["status"], 2, "--broker mqtt://host:port"),
+        (["status", "--broker", "http://h"], 2, "--broker: 'http://h' is no broker address"),
+        (["status", "--broker", "mqtt://h", "--cluster", "a/b"], 2, "--cluster"),
+        (["coordinator", "--config", "gone.toml"], 2, "gone.toml does not exist"),
+        (["events", "--last", "-3"], 2, "--last"),
+    ],
+)
+def test_usage_and_configuration_errors(
+    tmp_path: Path,
+    arguments: list[str],
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # No cluster is found there.
+    found, _, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
+    assert found == code
+    assert says in err
+
+
+def test_an_error_is_one_line_and_the_exit_code_of_the_process(tmp_path: Path) -> None:
+    done = ftd("status", directory=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith("ftd: ") and "Traceback" not in done.stderr
+
+
+def test_no_broker_is_exit_code_3(tmp_path: Path) -> None:
+    url = f"mqtt://127.0.0.1:{free_port()}"
+    done = ftd("drain", "node-0", "--broker", url, directory=tmp_path)
+    assert done.returncode == 3
+    assert f"the MQTT broker at {url} does not answer" in done.stderr
+
+
+def test_a_broker_without_a_coordinator_is_exit_code_3(tmp_path: Path, mosquitto: RunningBroker) -> None:
+    done = ftd("status", "--json", directory=tmp_path, FTD_BROKER=mosquitto.address.url, FTD_CLUSTER="lab")
+    assert done.returncode == 3
+    assert "no coordinator answers" in done.stderr and "'lab'" in done.stderr
+
+
+def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
+    """Three things look alike from here: nobody is there, nobody leads, the broker hands nothing on."""
+
+    async def said(state: dict[str, Any], topic: str | None = None) -> str:
+        broker = BrokerAddress(host="h", port=1, username="grafana", password="x")
+        client = ClusterClient(ClusterAddress(broker=broker, cluster="lab"))
+        if state:
+            client._on_message(client.topics.cluster_state, json.dumps(state).encode(), True)
+        with pytest.raises(Unreachable) as caught:
+            await client.request(StatusRequest(**client.envelope()), topic=topic, timeout_s=0.01)
+        return str(caught.value)
+
+    assert "is it running" in asyncio.run(said({}))
+    assert "host-a leads" in asyncio.run(said({"leader": "host-a"}))
+    assert "may grafana write there (ftd acl)" in asyncio.run(said({"leader": "host-a"}))
+    assert "it was stopped" in asyncio.run(said({"phase": "UNREACHABLE", "reason": "it was stopped"}))
+    assert "is the node up, and may grafana" in asyncio.run(said({}, "ftd/v1/lab/chaos/host-a"))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[dict[str, str]]:
+    """A coordinator; the environment that leads to it."""
+    config = tmp_path / "ftd.toml"
+    config.write_text(f'[broker]\nurl = "{mosquitto.address.url}"\n[coordinator]\nstate_dir = "state"\n')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "coordinator", "--config", str(config)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "CoordinatorStarted" in line:
+            break
+    reader = threading.Thread(target=process.stderr.read, daemon=True)
+    reader.start()
+    yield {"FTD_BROKER": mosquitto.address.url}
+    process.kill()
+    process.wait()
+
+
+def test_a_session_with_a_cluster(
+    tmp_path: Path,
+    cluster: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run(*arguments: str, code: int = 0) -> str:
+        """What the command says: on standard output where it ends well."""
+        found, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys, **cluster)
+        assert found == code, err
+        return out if code == 0 else err
+
+    monkeypatch.chdir(ROOT)
+    assert json.loads(run("status", "--json"))["phase"] == "WAITING"
+
+    job_id = json.loads(run("submit", "examples/mlp.toml", "--steps", "7", "--json"))["job"]
+    assert job_id.startswith("mlp-")
+    assert job_id in run("status")
+    assert "under way" in run("submit", "examples/mlp.toml", code=1)
+    assert [json.loads(line)["event"] for line in run("events", "--json").splitlines()] == [
+        "CoordinatorStarted",
+        "JobSubmitted",
+    ]
+    assert "JobSubmitted" in run("events", "--last", "1")
+
+    once = run("top", "--once")
+    assert "WAITING" in once and once.startswith("╭"), "a picture alone"
+    page = tmp_path / "mlp.html"
+    run("report", "mlp", "--html", str(page))
+    assert "under way, begun" in page.read_text()
+    assert "under way" in run("report", job_id)
+
+    for command in (
+        ["drain", "node-9"],
+        ["stop", "gpt"],
+        ["story", "node-9"],
+        ["story", "7"],
+        ["report", "x"],
+    ):
+        assert command[1] in run(*command, code=1)
+
+    assert json.loads(run("stop", "mlp", "--json"))["job"] == "mlp"
+
+
+def test_waiting_for_a_job_ends_with_it(tmp_path: Path, cluster: dict[str, str]) -> None:
+    waiting = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "submit", "examples/mlp.toml", "--wait"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **cluster},
+    )
+    assert waiting.stdout is not None and waiting.stderr is not None
+    job_id = waiting.stdout.readline().strip()
+    assert job_id.startswith("mlp-") and waiting.poll() is None
+    ftd("stop", job_id, directory=tmp_path, **cluster)
+    assert "stop" in waiting.stderr.read()
+    assert waiting.wait(100) == 1
+
+
+def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str]) -> None:
+    # A shell that runs the tests in the background has Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    follower = subprocess.Popen(
+        [sys.executable, "-m", "ftd.cli.main", "events", "--follow", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **cluster},
+    )
+    assert follower.stdout is not None
+    assert json.loads(follower.stdout.readline())["event"] == "CoordinatorStarted"
+    ftd("submit", "examples/mlp.toml", directory=tmp_path, **cluster)
+    assert json.loads(follower.stdout.readline())["event"] == "JobSubmitted"
+    follower.send_signal(2)
+    assert follower.wait(100) == 130
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no report"),
+        ('{"schema": 7}', "schema is 7"),
+        ("[]", "is no report"),
+    ],
+)
+def test_a_file_that_is_no_report_is_said_to_be_none(tmp_path: Path, content: str | None, says: str) -> None:
+    file = tmp_path / "run.json"
+    if content is not None:
+        file.write_text(content)
+    done = ftd("report", str(file), "--html", str(tmp_path / "run.html"), directory=tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert says in done.stderr
+
+
+def test_planning_shows_templates_and_pipelines(tmp_path: Path) -> None:
+    options = ("plan", "examples/mlp.toml", "--nodes", "3", "--check")
+    page = ftd(*options, directory=tmp_path)
+    assert page.returncode == 0, page.stderr
+    assert "Templates" in page.stdout and "Chosen" in page.stdout and "expected step" in page.stdout
+    assert "the paper's plan" in page.stdout and "integer program (Pyomo): equal" in page.stdout
+    data = json.loads(ftd(*options, "--json", directory=tmp_path).stdout)
+    chosen = data["instantiation"]["pipelines"]
+    assert data["tolerate"] == 1 and len(chosen) >= 2
+    assert sum(pipeline["microbatches"] for pipeline in chosen) == data["microbatches"] == 12
+    check = data["batch_check"]
+    assert check["agrees"] is True
+    assert check["microbatches"] == [pipeline["microbatches"] for pipeline in chosen]
+
+
+def measured_job(directory: Path) -> Path:
+    """Write an example's job with a profile, so that planning it measures nothing."""
+    numbers = [
+        field.name for field in dataclasses.fields(LayerProfile) if field.default is dataclasses.MISSING
+    ]
+    measured = ModelProfile(layers=(LayerProfile(**dict.fromkeys(numbers, 1)),) * 4, microbatch_rows=4)
+    save_profile(directory / "saved.json", profile_document(measured))
+    job = directory / "job.toml"
+    text = (ROOT / "examples" / "mlp.toml").read_text().replace("mlp.py", f"{ROOT}/examples/mlp.py")
+    job.write_text(f'{text}[planner]\nprofile = "saved.json"\n')
+    return job
+
+
+@pytest.mark.parametrize(
+    ("module", "content", "says"),
+    [
+        (
+            "highspy",
+            "raise ImportError('not here')",
+            "HiGHS cannot be used: the package highspy is missing or broken",
+        ),
+        ("highspy", "", "HiGHS failed: "),
+        ("pyomo", "raise ImportError('not here')", "Pyomo cannot be imported (not here)"),
+    ],
+)
+def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
+    tmp_path: Path, module: str, content: str, says: str
+) -> None:
+    (tmp_path / f"{module}.py").write_text(content)
+    job = measured_job(tmp_path)
+    options = ("plan", str(job), "--nodes", "3", "--check")
+    page = ftd(*options, directory=tmp_path, PYTHONPATH=str(tmp_path))
+    assert page.returncode == 0, page.stderr
+    text = " ".join(page.stdout.split())
+    assert f"batch distribution not checked against the integer program: {says}" in text
+    data = json.loads(ftd(*options, "--json", directory=tmp_path, PYTHONPATH=str(tmp_path)).stdout)
+    assert data["instantiation"]["pipelines"] and data["batch_check"]["agrees"] is None
+    assert says in data["batch_check"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("def build():\n    raise RuntimeError('no data')\n", "no data"),
+        ("import nothing_like_this\n", "nothing_like_this"),
+    ],
+)
+def test_a_training_function_that_fails_is_a_configuration_error(
+    tmp_path: Path, script: str, says: str
+) -> None:
+    """What is wrong with what it returns is in ``test_training``."""
+    (tmp_path / "train.py").write_text(script)
+    job = tmp_path / "job.toml"
+    job.write_text(
+        'name = "x"\nsteps = 1\n[training]\nfunction = "train.py:build"\nglobal_batch = 8\nmicrobatch = 4\n'
+    )
+    done = ftd("plan", str(job), "--nodes", "2", directory=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_tolerance_too_large_for_the_nodes_names_the_field_and_what_works(tmp_path: Path) -> None:
+    job = measured_job(tmp_path)
+    job.write_text(job.read_text().replace("failures = 1", "failures = 4"))
+    done = ftd("plan", str(job), "--nodes", "3", directory=tmp_path)
+    assert done.returncode == 2
+    assert "tolerance.failures = 4" in done.stderr and "at most 2" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["ftd.cli.main", "ftd.coordinator.daemon", "ftd.cli.plan", "ftd.transport.client", "planner.planner"],
+)
+def test_our_processes_do_not_load_torch(module: str) -> None:
+    script = f"import sys, {module}; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'torch'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
+    )
+    assert done.stdout.strip() == ""
+
+
+def test_the_command_line_starts_without_what_only_daemons_need() -> None:
+    heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
+    script = "import sys, ftd.cli.main; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, cwd=ROOT, timeout=240
+    )
+    assert not heavy & {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    done = ftd("--version", directory=tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"ftd {version('ftd')}\n")

@@ -1,0 +1,170 @@
+"""``ftd checkpoint``: what a user sees of persistent checkpoints."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+from typer.testing import CliRunner
+
+from ftd.cli.checkpoint import size_in_bytes
+from ftd.cli.main import app
+from ftd.errors import CheckpointError, ConfigurationError
+from storage.checkpoint import CheckpointStore
+from storage.layerstate import DTYPE_BYTES
+from tests.helpers.kept_checkpoints import LAYERS, layer_state, write
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    store = CheckpointStore.at(str(tmp_path / "kept"), create=True)
+    for step in (5, 7):
+        write(store, step)
+    return tmp_path / "kept"
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *arguments])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def told(*arguments: str, code: int = 0) -> dict[str, Any]:
+    return json.loads(run(*arguments, "--json", code=code))
+
+
+def refusal(*arguments: str) -> CheckpointError | ConfigurationError:
+    error = CliRunner().invoke(app, ["checkpoint", *arguments]).exception
+    assert isinstance(error, CheckpointError | ConfigurationError), error
+    return error
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_list_has_the_newest_first_and_what_was_passed_over(kept: Path) -> None:
+    CheckpointStore.at(str(kept)).begin(9)
+    (kept / "step-000000000005" / "layer-0001.bin").unlink()
+    answer = told("list", str(kept))
+    assert [one["step"] for one in answer["checkpoints"]] == [7]
+    assert answer["checkpoints"][0]["vote"] == {"loss": 2.5, "gradient_norm": 1.0}
+    assert len(answer["problems"]) == 1 and len(answer["unfinished"]) == 1
+    page = " ".join(run("list", str(kept)).split())
+    assert "gpt" in page and "2.5000" in page and "layer-0001.bin is missing" in page
+
+
+def test_list_of_nothing(tmp_path: Path) -> None:
+    assert "no complete checkpoint" in run("list", str(tmp_path))
+    assert told("list", f"memory://{tmp_path}")["checkpoints"] == []
+
+
+def test_verify_says_sound_and_damaged_and_ends_with_one(kept: Path) -> None:
+    assert run("verify", str(kept)).count("sound") == 2
+    flip(kept / "step-000000000007" / "layer-0002.bin")
+    answer = told("verify", str(kept), code=1)
+    assert [bool(one["problems"]) for one in answer["checkpoints"]] == [True, False]
+    page = run("verify", str(kept), code=1)
+    assert "DAMAGED" in page and "layer-0002.bin" in page
+    assert "sound" in run("verify", str(kept), "--step", "5")
+    (kept / "step-000000000007" / "manifest.json").unlink()
+    assert len(told("verify", str(kept), code=1)["problems"]) == 1
+
+
+def test_verify_has_nothing_against_one_that_is_being_written(kept: Path) -> None:
+    CheckpointStore.at(str(kept)).begin(9)
+    answer = told("verify", str(kept))
+    assert answer["problems"] == [] and "step-000000000009" in answer["unfinished"][0]
+    assert "it is being written, or its writer was stopped" in " ".join(run("verify", str(kept)).split())
+
+
+def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.safetensors"
+    answer = told("export", str(kept), str(file), "--format", "safetensors", "--step", "5")
+    assert answer["tensors"] == 2 * LAYERS and answer["size_bytes"] == file.stat().st_size
+    read = dict(safetensors.deserialize(file.read_bytes()))
+    assert set(read) == {f"{layer}.{name}" for layer in range(LAYERS) for name in ("weight", "seen")}
+    for layer in range(LAYERS):
+        _, payload = layer_state(layer, 5)
+        weight = read[f"{layer}.weight"]
+        assert (weight["dtype"], weight["shape"]) == ("BF16", [100, 10])
+        assert bytes(weight["data"]) == payload[:2000].tobytes()
+        assert bytes(read[f"{layer}.seen"]["data"]) == payload[6000:6008].tobytes()
+    assert "6 tensors" in run("export", str(kept), str(file), "--format", "safetensors")
+    with safetensors.safe_open(file, framework="numpy") as opened:
+        assert opened.metadata() == {"format": "pt", "job": "gpt", "step": "7"}
+        assert opened.get_tensor("1.seen").tobytes() == layer_state(1, 7)[1][6000:6008].tobytes()
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.processes
+def test_every_type_is_exported_or_refused() -> None:
+    from storage.safetensors_file import _NAMES
+
+    assert set(DTYPE_BYTES) - set(_NAMES) == {"complex128"}
+
+
+def test_a_damaged_layer_is_not_exported_and_the_old_file_stays(kept: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.safetensors"
+    file.write_text("old")
+    flip(kept / "step-000000000007" / "layer-0002.bin")
+    assert "layer-0002.bin" in str(refusal("export", str(kept), str(file), "--format", "safetensors"))
+    assert file.read_text() == "old"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out.safetensors"]
+
+
+def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "x.safetensors")
+    for arguments, words in (
+        (("list", str(tmp_path / "nowhere")), "not there"),
+        (("verify", str(tmp_path)), "has no checkpoint"),
+        (("verify", str(kept), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
+        (("export", str(kept), out, "--format", "safetensors", "--step", "6"), "no checkpoint of step 6"),
+        (("export", str(tmp_path), out, "--format", "safetensors"), "no complete checkpoint"),
+        (("list", "nosuch://x"), "nosuch"),
+        (("export", str(kept), str(tmp_path), "--format", "safetensors"), "OUTPUT: "),
+        (("export", str(kept), "/proc/x", "--format", "huggingface"), "cannot be written"),
+        (("export", str(kept), str(kept), "--format", "torch"), "is there already"),
+        (("export", str(kept), out, "--format", "torch", "--merge"), "torch has no such option"),
+        (("export", str(kept), out, "--format", "torch", "--dtype", "float16"), "the very numbers"),
+        (("export", str(kept), out, "--format", "huggingface", "--max-shard-size", "5"), "is no size"),
+        (
+            ("export", str(kept), out, "--format", "huggingface", "--files-from", "no"),
+            "no is not a directory",
+        ),
+        (("export", str(kept), str(tmp_path / "no" / "x"), "--format", "torch"), "does not exist"),
+        (("export", str(kept), "/proc/x", "--format", "safetensors"), "cannot be written"),
+    ):
+        assert words in str(refusal(*arguments))
+    run("verify", str(kept), "--step", "-1", code=2)
+    run("export", str(kept), out, code=2)
+    run("export", str(kept), out, "--format", "pickle", code=2)
+
+
+def test_sizes_are_read() -> None:
+    sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
+    assert {text: size_in_bytes(text, "x") for text in sizes} == sizes
+
+
+@pytest.mark.processes
+def test_an_error_is_one_line_and_a_code_and_torch_is_not_loaded(kept: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom ftd.cli.main import main\n"
+        "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules, 'torch'"
+    )
+
+    def ftd(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, "checkpoint", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=ROOT)
+
+    done = ftd("list", str(tmp_path / "nowhere"))
+    assert done.returncode == 1 and done.stderr.startswith("ftd: ") and done.stderr.count("\n") == 1
+    assert ftd("list", "nosuch://x").returncode == 2
+    assert ftd("export", str(kept), str(tmp_path / "x"), "--format", "safetensors").returncode == 0

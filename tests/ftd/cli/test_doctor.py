@@ -1,0 +1,141 @@
+"""``ftd doctor`` against real daemons on a broker with TLS and an ACL, and against what is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.cli.checks.configuration import broker_is_known, check_configuration
+from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports
+from ftd.config.daemon import daemon_config, examined_daemon_config
+from tests.helpers.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
+
+FTD = str(Path(sys.executable).parent / "ftd")
+
+
+def write_config(directory: Path, broker: SecureBroker, port: int, *, name: str, user: str) -> Path:
+    directory.mkdir()
+    for file, content in (("secret", "sesame"), ("password", user[::-1])):
+        (directory / file).write_text(content)
+        (directory / file).chmod(0o600)
+    path = directory / "ftd.toml"
+    path.write_text(
+        f'cluster = "lab"\nsecret_file = "secret"\n'
+        f'[broker]\nurl = "mqtts://localhost:{port}"\nca_file = "{broker.directory}/ca.pem"\n'
+        f'username = "{user}"\npassword_file = "password"\n'
+        f'[node]\nname = "{name}"\nhost = "127.0.0.1"\nruntime_dir = "r"\n'
+        f'snapshot_dir = "/dev/shm/ftd-test-{os.getpid()}"\n'
+        '[coordinator]\nstate_dir = "state"\n'
+    )
+    return path
+
+
+def examine(config: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    command = [FTD, "doctor", "--config", str(config), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, {finding["check"]: finding for finding in json.loads(done.stdout)}
+
+
+@pytest.fixture
+def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
+    running: list[subprocess.Popen[bytes]] = []
+    yield running
+    for process in running:
+        process.send_signal(signal.SIGTERM)
+    for process in running:
+        try:
+            process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@needs_mosquitto
+@pytest.mark.timeout(300)
+def test_daemons_in_their_rights(
+    secure: SecureBroker, port: int, short_path: Path, daemons: list[subprocess.Popen[bytes]]
+) -> None:
+    def configured(name: str, user: str) -> Path:
+        return write_config(short_path / f"{name}-{user}", secure, port, name=name, user=user)
+
+    chief, node = configured("chief", "coordinator"), configured("host-a", "host-a")
+    for role, config in (("coordinator", chief), ("node", node)):
+        daemons.append(subprocess.Popen([FTD, role, "--config", str(config)], stdout=subprocess.DEVNULL))
+    operator = configured("desk", "alice")
+    deadline = time.monotonic() + PATIENCE_S * 2
+    while True:
+        command = [FTD, "status", "--config", str(operator), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+        if done.returncode == 0 and json.loads(done.stdout)["nodes"].get("host-a"):
+            break
+        assert time.monotonic() < deadline, (done.stdout, done.stderr)
+    rc, found = examine(node)
+    assert rc == 0, found
+    wanted = {"configuration", "broker", "rights", "coordinator", "version", "clock", "torch"}
+    assert {check: found[check]["verdict"] for check in wanted} == dict.fromkeys(wanted, "ok"), found
+    assert all(process.poll() is None for process in daemons)
+
+
+@needs_mosquitto
+def test_the_doctor_sees_another_nodes_password(secure: SecureBroker, port: int, tmp_path: Path) -> None:
+    rc, found = examine(write_config(tmp_path / "node", secure, port, name="host-a", user="host-b"))
+    assert (rc, found["rights"]["verdict"]) == (1, "failed"), found
+    assert found["coordinator"]["verdict"] == "warning"
+
+
+@pytest.mark.processes
+def test_nobody_there(tmp_path: Path) -> None:
+    (tmp_path / "ftd.toml").write_text('[broker]\nurl = "mqtt://127.0.0.1:1"\n')
+    rc, found = examine(tmp_path / "ftd.toml")
+    assert rc == 1
+    assert found["broker"]["verdict"] == found["configuration"]["verdict"] == "failed"
+    assert all(finding["remedy"] for finding in found.values() if finding["verdict"] != "ok")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("content", ['secret_file = "gone"\n', 'secret_file = "empty"\n'])
+def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, content: str) -> None:
+    (tmp_path / "empty").touch(mode=0o600)
+    (tmp_path / "ftd.toml").write_text(content + '[broker]\nurl = "mqtt://127.0.0.1:1"\n')
+    rc, found = examine(tmp_path / "ftd.toml")
+    assert rc == 1
+    assert {"broker", "names", "torch", "snapshot memory"} <= set(found)
+    assert (found["configuration"]["verdict"], bool(found["configuration"]["remedy"])) == ("failed", True)
+    assert "secret_file" in found["configuration"]["detail"]
+
+
+def test_the_doctor_goes_on_with_what_is_sound(tmp_path: Path) -> None:
+    (tmp_path / "ftd.toml").write_text('[broker]\nuri = "mqtt://127.0.0.1:1"\n[node]\ndevices = 0\n')
+    config, mistakes = examined_daemon_config(tmp_path / "ftd.toml", environment={})
+    details = [finding.detail for finding in check_configuration(config, mistakes)]
+    assert [detail.split(": ")[1] for detail in details] == ["broker.uri", "node.devices", "secret"]
+    assert not broker_is_known(mistakes)
+    config, mistakes = examined_daemon_config(tmp_path / "gone.toml", environment={})
+    assert [finding.verdict for finding in check_configuration(config, mistakes)] == ["failed"]
+    assert not broker_is_known(mistakes)
+
+
+def test_what_a_host_may_lack(tmp_path: Path) -> None:
+    config = daemon_config(
+        {
+            "broker": {"url": "mqtt://no-such-host.invalid"},
+            "node": {"snapshot_dir": str(tmp_path), "rendezvous_port": 7000, "snapshot_port": 7000},
+        },
+        directory=tmp_path,
+    )
+    assert check_names(config).verdict == "failed"
+    assert [finding.verdict for finding in check_ports(config)] == ["failed"]
+    huge = daemon_config({"node": {"snapshot_limit_mib": 1 << 40}}, directory=tmp_path)
+    assert "snapshot_limit_mib" in check_memory(huge).remedy
+    (tmp_path / "file").touch()
+    assert check_directory("state directory", tmp_path / "file" / "state").verdict == "failed"
+    assert check_directory("state directory", tmp_path / "new").verdict == "ok"
+    assert not (tmp_path / "new").exists()

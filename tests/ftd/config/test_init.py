@@ -1,0 +1,272 @@
+"""``ftd init``: by options, by questions, and what it refuses. The file that it writes is a job file."""
+
+import io
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ftd.config.job import JobFile, load_job_data
+from ftd.config.job_choices import SIZES, Choices, image_facts, model_table, tables_of
+from ftd.config.job_reference import job_tables, render_job
+from tests.helpers.commands import ftd_here
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+SMALLEST = {"name": "x", "steps": 5, "model": {"architecture": "llama"}, "data": {"tokens": "a.bin"}}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a model and data of all kinds, in which the commands run."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    for name in ("model", "tokenizer", "saved", "texts", "jobs"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    (tmp_path / "tokens.bin").write_bytes(bytes(4096))
+    for name in ("m.bin", "m.idx", "texts/a.txt"):
+        (tmp_path / name).write_text("abc")
+    for name, record in (
+        ("text", {"text": "a", "id": "b"}),
+        ("content", {"content": "a", "id": 3}),
+        ("chat", {"messages": []}),
+        ("pair", {"prompt": "a", "completion": "b"}),
+        ("unclear", {"title": "a", "body": "b"}),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record) + "\n")
+    np.savez(tmp_path / "images.npz", images=np.zeros((6, 16, 16, 3), np.uint8), labels=np.arange(6) % 3)
+    return tmp_path
+
+
+class Terminal(io.StringIO):
+    """Answers that a person types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+class Command:
+    """``ftd init`` in this process."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, said: pytest.CaptureFixture[str]) -> None:
+        self.patch, self.said = patch, said
+
+    def __call__(self, *arguments: str, answers: str | None = None) -> tuple[int, str, str]:
+        self.patch.setattr(sys, "stdin", io.StringIO() if answers is None else Terminal(answers))
+        return ftd_here("init", *arguments, patch=self.patch, said=self.said)
+
+
+@pytest.fixture
+def init(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
+
+
+def written(path: Path) -> dict[str, Any]:
+    """Return the tables of a file that is a job, without empty ones."""
+    load_job_data(path)
+    return {name: value for name, value in tomllib.loads(path.read_text()).items() if value != {}}
+
+
+def test_model_and_data_are_enough(place: Path, init: Command) -> None:
+    code, out, _ = init("--model", "llama", "--data", "texts/*.txt")
+    assert code == 0
+    assert out == "wrote job.toml; next: ftd local job.toml --nodes 2\n"
+    tables = written(place / "job.toml")
+    assert tables["name"] == "job" and tables["steps"] == 1000
+    assert tables["model"]["architecture"] == "llama"
+    assert tables["model"]["overrides"]["hidden_size"] == 384
+    assert tables["data"] == {"text": "texts/*.txt", "tokenizer": "bytes"}
+
+
+def test_options_are_the_values_of_the_file(place: Path, init: Command) -> None:
+    options = [
+        "--model",
+        "model",
+        "--data",
+        "tokens.bin",
+        "--data",
+        "m.bin",
+        "--length",
+        "64",
+        "--name",
+        "mine",
+    ]
+    options += ["--steps", "50", "--learning-rate", "0.01", "--precision", "bfloat16", "--evaluate", "10"]
+    (place / "m.idx").unlink()
+    code, out, err = init("jobs/a.toml", *options, "--nodes", "4", "--devices-per-node", "4", "--yes")
+    assert code == 0, err
+    assert "ftd local jobs/a.toml --nodes 4 --devices-per-node 4" in out
+    tables = written(place / "jobs" / "a.toml")
+    assert tables == {
+        "name": "mine",
+        "steps": 50,
+        "model": {"huggingface": "../model"},
+        "data": {"tokens": ["../tokens.bin", "../m.bin"], "length": 64},
+        "training": {"global_batch": 64, "precision": "bfloat16"} | backend(),
+        "optimizer": {"learning_rate": 0.01},
+        "evaluation": {"every_steps": 10},
+    }
+
+
+def backend() -> dict[str, str]:
+    return {"backend": "nccl"} if Path("/dev/nvidia0").exists() else {}
+
+
+@pytest.mark.parametrize(
+    ("options", "data"),
+    [
+        (["tokens.bin"], {"tokens": "tokens.bin"}),
+        (["m.bin"], {"megatron": "m"}),
+        (["m"], {"megatron": "m"}),
+        (["saved"], {"huggingface": "saved"}),
+        (["text.jsonl"], {"text": "text.jsonl", "tokenizer": "bytes"}),
+        (["content.jsonl"], {"text": "content.jsonl", "field": "content", "tokenizer": "bytes"}),
+        (
+            ["unclear.jsonl", "--field", "body"],
+            {"text": "unclear.jsonl", "field": "body", "tokenizer": "bytes"},
+        ),
+        (
+            ["chat.jsonl", "--tokenizer", "tokenizer"],
+            {"instructions": "chat.jsonl", "tokenizer": "tokenizer"},
+        ),
+        (["pair.jsonl"], {"instructions": "pair.jsonl", "tokenizer": "bytes"}),
+    ],
+)
+def test_the_kind_of_data_is_recognised(
+    place: Path, init: Command, options: list[str], data: dict[str, Any]
+) -> None:
+    code, _, err = init("--model", "llama", "--data", *options)
+    assert code == 0, err
+    assert written(place / "job.toml")["data"] == data
+
+
+def test_images_decide_about_classes_and_sizes(place: Path, init: Command) -> None:
+    assert init("--model", "vit", "--size", "tiny", "--data", "images.npz")[0] == 0
+    model = written(place / "job.toml")["model"]
+    assert model["task"] == "image-classification"
+    assert model["overrides"].items() >= {"num_labels": 3, "image_size": 16, "num_channels": 3}.items()
+    assert image_facts(place / "images.npz", {"huggingface": "x"}) == {"num_labels": 3}
+    assert image_facts(place / "tokens.bin", {"huggingface": "x"}) == {}
+
+
+def test_a_model_s_own_tokenizer_is_taken(place: Path, init: Command) -> None:
+    (place / "model" / "tokenizer.json").write_text("{}")
+    assert init("--model", "model", "--data", "text.jsonl")[0] == 0
+    assert written(place / "job.toml")["data"] == {"text": "text.jsonl"}
+
+
+def test_a_name_in_the_local_cache_is_kept(place: Path, init: Command) -> None:
+    entry = place / "hub" / "models--meta--llama"
+    for name in ("refs", "snapshots"):
+        (entry / name).mkdir(parents=True)
+    (entry / "refs" / "main").write_text("abc")
+    (place / "model").rename(entry / "snapshots" / "abc")
+    assert init("--model", "meta/llama", "--data", "tokens.bin")[0] == 0
+    assert written(place / "job.toml")["model"] == {"huggingface": "meta/llama"}
+
+
+def test_a_function_takes_the_place_of_model_and_data(place: Path, init: Command) -> None:
+    (place / "train.py").write_text("def build(): ...\n")
+    assert init("jobs/a.toml", "--function", "train.py:build", "--nodes", "1")[0] == 0
+    tables = written(place / "jobs" / "a.toml")
+    assert tables["training"]["function"] == "../train.py:build"
+    assert tables["tolerance"] == {"failures": 0}
+    assert "model" not in tables
+
+
+def test_a_terminal_is_asked(place: Path, init: Command) -> None:
+    answers = ["gone/x", "llama", "huge", "tiny", "gone.txt", "text.jsonl", "tokenizer", "128", "", "20"]
+    answers += ["float23", "bfloat16", "5", "0", "3", ""]
+    code, out, err = init(answers="\n".join(answers) + "\n")
+    assert code == 0, err
+    assert "no model 'gone/x'" in out and "huge is none of them" in out and "at least 1" in out
+    tables = written(place / "job.toml")
+    assert tables["model"]["overrides"]["num_hidden_layers"] == 4
+    assert tables["data"] == {"text": "text.jsonl", "tokenizer": "tokenizer", "length": 128}
+    assert (tables["name"], tables["steps"], tables["evaluation"]) == ("job", 20, {"every_steps": 5})
+    assert tables["training"] == {"precision": "bfloat16"} | backend()
+    assert "--nodes 3" in out
+
+
+def test_a_terminal_is_not_asked_for_what_options_say(place: Path, init: Command) -> None:
+    code, out, _ = init("--model", "llama", "--size", "tiny", "--data", "tokens.bin", "--yes", answers="")
+    assert code == 0 and "Model" not in out
+    assert init("b.toml", "--function", "train.py:build", answers="\n" * 6)[0] == 2
+    assert not (place / "b.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "--model: required (add --model, or run it in a terminal)"),
+        (["--model", "llama"], "--data: required"),
+        (["--model", "gone/x", "--data", "tokens.bin"], "has no model 'gone/x'"),
+        (["--model", "llama", "--data", "gone"], "--data: file of data gone does not exist"),
+        (["--model", "llama", "--data", "texts"], "is a directory"),
+        (["--model", "llama", "--data", "unclear.jsonl"], "--field: it is not clear which field"),
+        (["--model", "llama", "--data", "text.jsonl", "--tokenizer", "texts"], "no tokenizer.json"),
+        (["--model", "model", "--data", "images.npz"], "job.toml: data.images: the task causal-lm does"),
+        (["--model", "llama", "--function", "a.py:b"], "--function: a training function brings"),
+        (["--function", "gone.py:build"], "job.toml: training.function:"),
+        (["--model", "llama", "--data", "tokens.bin", "--name", "a/b"], "job.toml: name:"),
+        (["--model", "llama", "--data", "tokens.bin", "--learning-rate", "0"], "optimizer.learning_rate"),
+        (["gone/job.toml", "--model", "llama"], "the directory gone does not exist"),
+        (["jobs", "--model", "llama"], "jobs is there already (name a file in it)"),
+    ],
+)
+def test_what_cannot_be_used_is_refused_and_nothing_is_written(
+    place: Path, init: Command, arguments: list[str], says: str
+) -> None:
+    code, _, err = init(*arguments)
+    assert code == 2
+    assert says in err and ".new" not in err
+    assert [path.name for path in place.rglob("*.toml*")] == []
+
+
+def test_a_file_is_replaced_only_on_demand(place: Path, init: Command) -> None:
+    (place / "job.toml").write_text("mine")
+    code, _, err = init("--model", "llama", "--data", "tokens.bin")
+    assert code == 2 and "add --force" in err
+    assert (place / "job.toml").read_text() == "mine"
+    assert init("--model", "llama", "--data", "gone", "--force")[0] == 2
+    assert (place / "job.toml").read_text() == "mine"
+    assert init("--model", "llama", "--data", "tokens.bin", "--force")[0] == 0
+    assert written(place / "job.toml")["steps"] == 1000
+
+
+def test_every_key_is_in_the_file_with_its_meaning_and_default() -> None:
+    text = render_job(SMALLEST)
+    assert max(map(len, text.splitlines())) <= 100
+    for table in job_tables():
+        assert f"[{table.name}]" in text or not table.name
+        for key in table.keys:
+            assert re.search(rf"^# .*\n(# .*\n)*#?{key.name} = ", text, re.MULTILINE), key.name
+    assert "`" not in text
+
+
+def test_every_commented_key_is_one_that_may_be_uncommented() -> None:
+    uncommented = re.sub(r"(?m)^#(?=\S)", "", render_job(SMALLEST))
+    file = msgspec.convert(tomllib.loads(uncommented), JobFile)
+    assert file.model is not None and file.model.lora is not None
+    assert file.evaluation.data is not None
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes_fit_together(size: str, tmp_path: Path) -> None:
+    for architecture in ("llama", "bert", "gpt2"):
+        sizes = model_table(architecture, size, tmp_path)["overrides"]
+        assert sizes["hidden_size"] % sizes["num_attention_heads"] == 0
+        assert ("intermediate_size" in sizes) is (architecture != "gpt2")
+
+
+def test_a_large_cluster_has_a_batch_for_all_of_its_devices() -> None:
+    tables = tables_of(Choices(name="x", nodes=8, devices_per_node=8))
+    assert tables["training"]["global_batch"] == 4 * 64

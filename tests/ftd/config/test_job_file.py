@@ -1,0 +1,405 @@
+"""Job files: what becomes of them, and that every mistake is named with its remedy."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftd.config import tracking
+from ftd.config.clash import OUR_PACKAGES
+from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
+from ftd.config.profile_file import profile_document, save_profile
+from ftd.config.tracking import check_installed, sinks_of
+from ftd.errors import ConfigurationError
+from ftd.transport.wire.public import (
+    JobData,
+    LoggingData,
+    MlflowData,
+    SnapshotData,
+    WandbData,
+    decode_json,
+    encode_json,
+)
+from planner.values import LayerProfile, ModelProfile, Policy, SplitTime
+from statemachine.messages.trainer import TrainingData
+from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from tests.helpers.job_tables import write
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD: dict[str, Any] = {
+    "name": "gpt",
+    "steps": 10,
+    "training": {"function": "train.py:build", "global_batch": 32, "microbatch": 4},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    tables = copy.deepcopy(GOOD)
+    *way, last = path.split(".")
+    inner = tables
+    for step in way:
+        inner = inner.setdefault(step, {})
+    if value is None:
+        del inner[last]
+    else:
+        inner[last] = value
+    return tables
+
+
+def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
+    tables = copy.deepcopy(GOOD)
+    tables["training"] |= {
+        "seed": 7,
+        "precision": "float64",
+        "clip_gradient_norm": 1.5,
+        "activation_checkpointing": "selective",
+        "arguments": {"layers": 3, "name": "x", "rate": 0.5, "tied": True},
+    }
+    tables["tolerance"] = {"failures": 2, "minimum": "oobleck"}
+    tables["planner"] = {
+        "objective": "paper",
+        "split": "aligned",
+        "batch_objective": "variance",
+        "batch_solver": "pyomo",
+        "within_node": "shard",
+        "device_memory_mib": 1.5,
+        "horizon_s": 3600.0,
+    }
+    job = load_job(write(tmp_path, tables), devices_per_node=2)
+    assert job.name == "gpt" and job.job_id.startswith("gpt-") and job.steps == 10
+    assert job.policy == Policy(
+        devices_per_node=2,
+        tolerate=2,
+        global_batch=32,
+        microbatch_rows=4,
+        minimum="oobleck",
+        objective="paper",
+        split="aligned",
+        batch_objective="variance",
+        batch_solver="pyomo",
+        activation_checkpointing="selective",
+        device_memory_bytes=3 * 2**19,
+        within_node="shard",
+    )
+    assert job.horizon_s == 3600.0
+    training = msgspec.convert(job.training, TrainingData)
+    assert training.within_node == "shard"
+    assert training.function == f"{tmp_path.resolve()}/train.py:build"
+    assert training.path == str(tmp_path.resolve())
+    assert training.arguments == {"layers": 3, "name": "x", "rate": 0.5, "tied": True}
+    assert (training.steps, training.seed, training.precision) == (10, 7, "float64")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
+def test_the_examples_are_good(name: str) -> None:
+    assert load_job(ROOT / "examples" / f"{name}.toml", steps=3).steps == 3
+
+
+def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    assert decode_json(encode_json(data), JobData) == data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "field", "says"),
+    [
+        ("naame", "x", "naame", "did you mean 'name'"),
+        ("name", None, "name", "add name"),
+        ("name", "a b", "name", "letters"),
+        ("steps", None, "steps", "required"),
+        ("steps", 0, "steps", "above 0"),
+        ("steps", 1.5, "steps", "expected a whole number, got a fraction"),
+        ("training", None, "training.function", "or a table [model]"),
+        ("training.function", None, "training.function", "or a table [model]"),
+        ("training.function", "train.py", "training.function", "file.py:function"),
+        ("training.function", "train.py:not a name", "training.function", "file.py:function"),
+        ("training.function", "no-module:build", "training.function", "file.py:function"),
+        ("training.function", "gone.py:build", "training.function", "does not exist"),
+        ("training.globalbatch", 3, "training.globalbatch", "did you mean 'global_batch'"),
+        ("training.global_batch", 0, "training.global_batch", "above 0"),
+        ("training.global_batch", 30, "training.global_batch", "28 or 32"),
+        ("training.global_batch", 33, "training.global_batch", "32 or 36"),
+        ("training.microbatch", -4, "training.microbatch", "above 0"),
+        ("training.microbatch", 64, "training.global_batch", "64"),
+        ("training.seed", -1, "training.seed", "2^63"),
+        ("training.precision", "float23", "training.precision", "did you mean 'float32'"),
+        ("training.backend", "mpi", "training.backend", "gloo"),
+        ("training.clip_gradient_norm", -1.0, "training.clip_gradient_norm", "of at least 0"),
+        ("data.tokens", "x", "data", "the training function decides this (only workers go with"),
+        ("data.worker", 1, "data.worker", "did you mean 'workers'"),
+        ("optimizer.name", "sgd", "optimizer", "leave the table out"),
+        ("schedule.warmup_steps", 1, "schedule", "leave the table out"),
+        ("evaluation", {"every_steps": 5, "fraction": 0.1}, "evaluation", "every_steps and batches"),
+        ("evaluation.batches", 3, "evaluation.every_steps", "write every_steps = 100"),
+        ("tolerance.failures", -1, "tolerance.failures", "0 or more"),
+        ("tolerance.minimum", "two", "tolerance.minimum", "two"),
+        ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
+        ("planner.objective", "speed", "planner.objective", "speed"),
+        ("planner.device_memory_mib", 0, "planner.device_memory_mib", "above 0"),
+        ("planner.split", "some", "planner.split", "some"),
+        ("planner.batch_objective", "mean", "planner.batch_objective", "mean"),
+        ("planner.within_node", "split", "planner.within_node", "'split'"),
+        ("planner.horizon_s", 0, "planner.horizon_s", "above 0"),
+        ("planner.horizon_s", -5.0, "planner.horizon_s", "above 0"),
+        ("planner.horizons_s", 5.0, "planner.horizons_s", "did you mean 'horizon_s'"),
+        ("planner.profile", 5, "planner.profile", "expected text in quotes, got a whole number"),
+        ("planner.profile", "gone.json", "gone.json", "does not exist"),
+        ("planner.profile", "job.toml", "job.toml", "not valid JSON"),
+    ],
+)
+def test_every_mistake_names_its_field_and_the_remedy(
+    tmp_path: Path, path: str, value: Any, field: str, says: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, changed(path, value)))
+    assert field in str(caught.value)
+    assert says in str(caught.value)
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    data = changed("training.microbatch", -1) | {"steps": 0, "snapshots": {}, "name": "a/b"}
+    with pytest.raises(ConfigurationError) as caught:
+        load_job(write(tmp_path, data))
+    told = [mistake.field for mistake in caught.value.mistakes]
+    names = ("snapshots", "name", "steps", "training.microbatch")
+    assert told == [f"job.toml: {name}" for name in names]
+
+
+def saved_profile(directory: Path, layers: int = 3) -> ModelProfile:
+    layer = LayerProfile(
+        forward_ms=1 / 3,
+        backward_ms=0.1,
+        parameter_bytes=1,
+        gradient_bytes=2,
+        optimizer_bytes=3,
+        activation_bytes=4,
+        output_bytes=5,
+        split=(SplitTime(devices=2, forward_ms=0.25, backward_ms=0.1),),
+    )
+    profile = ModelProfile(layers=(layer,) * layers, microbatch_rows=4, device_memory_bytes=10**9)
+    save_profile(directory / "saved.json", profile_document(profile))
+    return profile
+
+
+def test_a_profile_beside_the_job_file_is_submitted_with_it(tmp_path: Path) -> None:
+    path = write(tmp_path, changed("planner.profile", "saved.json"))
+    profile = saved_profile(tmp_path)
+    data = decode_json(encode_json(load_job_data(path)), JobData)
+    assert profile_from_data(data) == profile, "to the last bit"
+    assert job_from_data(data, job_id="j", devices_per_node=1).training["profile_given"], (
+        "trainers verify what nobody measures"
+    )
+    without = load_job_data(write(tmp_path, GOOD))
+    assert profile_from_data(without) is None
+    assert not job_from_data(without, job_id="j", devices_per_node=1).training["profile_given"]
+
+
+def test_a_profile_too_large_to_submit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    path = write(tmp_path, changed("planner.profile", "saved.json"))
+    saved_profile(tmp_path, layers=1000)
+    load_job_data(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ftd.config.job._MAX_PROFILE_BYTES", 100_000)
+        with pytest.raises(ConfigurationError, match=r"planner\.profile: the profile of 1000 layers takes"):
+            load_job_data(path)
+
+
+def test_a_submitted_profile_that_is_none_is_refused(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    with pytest.raises(ConfigurationError, match=r"planner\.profile"):
+        profile_from_data(msgspec.structs.replace(data, profile={"layers": [1]}))
+
+
+@pytest.mark.parametrize("name", OUR_PACKAGES)
+@pytest.mark.parametrize("shape", ["module", "package"])
+def test_a_neighbour_that_would_hide_our_package_is_refused(tmp_path: Path, name: str, shape: str) -> None:
+    path = write(tmp_path, GOOD)
+    if shape == "module":
+        (tmp_path / f"{name}.py").write_text("")
+    else:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    with pytest.raises(ConfigurationError, match=f"own package '{name}'.*rename"):
+        load_job(path)
+
+
+def test_a_neighbour_directory_without_code_is_no_clash(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD)
+    (tmp_path / "storage").mkdir()
+    (tmp_path / "storage" / "data.bin").write_text("")
+    load_job(path)
+
+
+def test_a_job_from_the_wire_is_checked_again(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    for bad, says in [
+        (msgspec.structs.replace(data, name="a/b"), "name"),
+        (msgspec.structs.replace(data, steps=11), "different steps"),
+        (msgspec.structs.replace(data, training={"function": "x"}), "training"),
+        (
+            msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, within_node="shard")),
+            "training says auto, and policy shard",
+        ),
+        (
+            msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, microbatch_rows=5)),
+            "30 or 35",
+        ),
+    ]:
+        with pytest.raises(ConfigurationError, match=says):
+            job_from_data(bad, job_id="x", devices_per_node=1)
+    with pytest.raises(ConfigurationError, match="devices_per_node"):
+        job_from_data(data, job_id="x", devices_per_node=0)
+
+
+def test_nearest_batches() -> None:
+    assert nearest_batches(30, 4) == (28, 32)
+    assert nearest_batches(31, 4) == (32, 28)
+    assert nearest_batches(3, 4) == (4,)
+
+
+def test_snapshots_are_off_until_a_job_file_asks_for_them(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, GOOD)).snapshot.every_steps == 0
+    tables = changed("snapshot.every_steps", 5) | {"snapshot": {"every_steps": 5, "protection": "aec+arc:1"}}
+    snapshot = load_job(write(tmp_path, tables)).snapshot
+    assert (snapshot.every_steps, snapshot.protection) == (5, "aec+arc:1")
+
+
+def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"'raid' is no protection; there are none, arc:k .*aec2"):
+        load_job(write(tmp_path, changed("snapshot.protection", "raid")))
+    with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
+        load_job(write(tmp_path, changed("snapshot.every_steps", -1)))
+    with pytest.raises(
+        ConfigurationError, match=r"checkpoint.every_steps.*write every_steps = 1000"
+    ) as caught:
+        load_job(write(tmp_path, changed("checkpoint.url", "kept")))
+    assert "not allowed" not in str(caught.value), "nobody wrote 0"
+
+
+CHECKPOINTS = {"snapshot": {"every_steps": 5}, "checkpoint": {"url": "kept", "every_steps": 10}}
+EXPORTS = {"huggingface_every_steps": 20, "huggingface_directory": "exports"}
+
+
+def test_exports_lie_beside_the_job_file(tmp_path: Path) -> None:
+    told = CHECKPOINTS["checkpoint"] | EXPORTS
+    policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told})).checkpoint
+    assert policy.huggingface_directory == str(tmp_path / "exports")
+    assert (policy.url, policy.huggingface_every_steps) == (str(tmp_path / "kept"), 20)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"huggingface_every_steps": 0}, "huggingface_every_steps: exports want a number of steps"),
+        ({"huggingface_every_steps": -1}, "huggingface_every_steps: -1 is not allowed"),
+        ({"huggingface_directory": ""}, "huggingface_directory: exports need a directory"),
+        ({"huggingface_directory": "s3://b/x"}, "huggingface_directory: s3://b/x cannot hold exports"),
+        ({"huggingface_directory": "kept"}, "kept cannot hold exports .*a directory of their own"),
+        ({"url": "", "every_steps": 0}, "checkpoint.url: exports are made from checkpoints"),
+    ],
+)
+def test_exports_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], says: str) -> None:
+    told = CHECKPOINTS["checkpoint"] | EXPORTS | change
+    with pytest.raises(ConfigurationError, match=says):
+        load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told}))
+
+
+@pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])
+def test_sharded_optimizer_state_and_what_can_protect_it(tmp_path: Path, protection: str | None) -> None:
+    tables = changed("training.zero1", True)
+    if protection is not None:
+        tables["snapshot"] = {"protection": protection}
+    job = load_job(write(tmp_path, tables))
+    assert job.policy.zero1 and job.training["zero1"] is True
+    assert job.snapshot.protection == (protection or "aor")
+
+
+@pytest.mark.parametrize(
+    ("zero1", "protection", "says"),
+    [
+        (True, "aec", "aec is made of what all owners hold.*write aor"),
+        (True, "aec2+aor", "aec2 is made of what all owners hold.*write aor"),
+        (True, "arc:1", "copies parts that an owner does not have.*write arc:1.aor"),
+        (True, "arc:2+aor", "copies parts that an owner does not have.*write arc:1.aor"),
+        (False, "aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
+        (False, "aec+aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
+    ],
+)
+def test_protections_that_do_not_go_with_the_sharding_are_refused(
+    tmp_path: Path, zero1: bool, protection: str, says: str
+) -> None:
+    tables = changed("training.zero1", zero1) | {"snapshot": {"protection": protection}}
+    with pytest.raises(ConfigurationError, match=says) as caught:
+        load_job(write(tmp_path, tables))
+    assert caught.value.field == "job.toml: snapshot.protection"
+    data = load_job_data(write(tmp_path, changed("training.zero1", zero1)))
+    other = msgspec.structs.replace(data, snapshot=SnapshotData(protection=protection))
+    with pytest.raises(ConfigurationError, match=says):
+        job_from_data(other, job_id="j", devices_per_node=1)
+
+
+def test_a_job_that_wants_no_logs_has_none(tmp_path: Path) -> None:
+    assert load_job(write(tmp_path, GOOD)).logging == LoggingPolicy()
+
+
+def test_what_is_logged_where_is_said_with_whole_paths(tmp_path: Path) -> None:
+    tables = GOOD | {"logging": {"tensorboard": "runs", "wandb": {"mode": "offline"}, "mlflow": {}}}
+    logging = load_job(write(tmp_path, tables)).logging
+    name = GOOD["name"]
+    assert logging == LoggingPolicy(
+        directory=str(tmp_path / "runs"),
+        tensorboard=str(tmp_path / "runs"),
+        wandb=WandbPolicy(project=name, mode="offline"),
+        mlflow=MlflowPolicy(tracking_uri=str(tmp_path / "runs" / "mlruns"), experiment=name),
+    )
+    assert sinks_of(logging) == ("tensorboard", "mlflow", "wandb")
+    tables = GOOD | {"logging": {"directory": "kept", "mlflow": {"tracking_uri": "http://10.0.0.1:5000"}}}
+    logging = load_job(write(tmp_path, tables)).logging
+    assert (logging.directory, sinks_of(logging)) == (str(tmp_path / "kept"), ("mlflow",))
+    assert logging.mlflow is not None and logging.mlflow.tracking_uri == "http://10.0.0.1:5000"
+    only = load_job(write(tmp_path, GOOD | {"logging": {"wandb": {"project": "p", "tags": ["a"]}}})).logging
+    assert only.directory == str(tmp_path / "logs")
+    assert only.wandb == WandbPolicy(project="p", tags=("a",))
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"wandb": {"mode": "disabled"}}, "logging.wandb.mode.*'online'.*'offline'|offline"),
+        ({"tensorbord": "runs"}, "tensorbord.*did you mean 'tensorboard'"),
+        ({"tensorboard": True}, "logging.tensorboard.*text in quotes"),
+    ],
+)
+def test_mistakes_in_logging_are_named(tmp_path: Path, table: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        load_job(write(tmp_path, GOOD | {"logging": table}))
+
+
+def test_a_submitted_job_with_a_path_of_nowhere_is_refused(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD))
+    other = msgspec.structs.replace(data, logging=LoggingData(directory="logs"))
+    with pytest.raises(ConfigurationError, match="'logs' is not an absolute path"):
+        job_from_data(other, job_id="j", devices_per_node=1)
+
+
+def test_a_submitted_job_may_leave_out_what_a_job_file_may(tmp_path: Path) -> None:
+    data = load_job_data(write(tmp_path, GOOD | {"training": GOOD["training"] | {"zero1": True}}))
+    sinks = LoggingData(directory="/kept", wandb=WandbData(), mlflow=MlflowData())
+    other = msgspec.structs.replace(data, logging=sinks, snapshot=SnapshotData(every_steps=5))
+    job = job_from_data(other, job_id="j", devices_per_node=1)
+    assert job.logging.wandb == WandbPolicy(project="gpt")
+    assert job.logging.mlflow == MlflowPolicy(tracking_uri="/kept/mlruns", experiment="gpt")
+    assert job.snapshot.protection == "aor"
+
+
+def test_a_sink_without_its_package_is_refused_where_a_coordinator_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = LoggingPolicy(directory="/logs", tensorboard="/logs", wandb=WandbPolicy(project="p"))
+    check_installed(policy)
+    monkeypatch.setitem(tracking._PACKAGES, "wandb", ("not-to-be-found",))
+    with pytest.raises(ConfigurationError, match=r"not-to-be-found is not installed.*pip install") as caught:
+        check_installed(policy)
+    assert caught.value.field == "logging.wandb"

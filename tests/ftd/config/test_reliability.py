@@ -1,0 +1,74 @@
+"""``ftd reliability`` from file to answer."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.config.reliability_file import load_reliability
+from ftd.errors import ConfigurationError
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "reliability.toml"
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["reliability", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_example_is_figure_8() -> None:
+    told = json.loads(run(str(EXAMPLE), "--json"))
+    assert told["with_protection"]["safe_days"] == pytest.approx(16.178, abs=1e-3)
+    assert told["without_protection"]["safe_days"] == pytest.approx(0.408, abs=1e-3)
+    assert told["with_protection_as_printed"]["safe_days"] == pytest.approx(2.564, abs=1e-3)
+    assert told["smallest_f"] == 3
+
+
+def test_for_people() -> None:
+    page = " ".join(run(str(EXAMPLE)).split())
+    assert "16.18 days" in page and "9.79 h" in page and "tolerance.failures = 3" in page
+
+
+def test_a_cluster_that_never_fails(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("nodes = 4\ngroup = 2\n[hardware]\nrate = 0\n")
+    assert json.loads(run(str(file), "--json"))["with_protection"]["safe_days"] is None
+    assert "for ever" in run(str(file))
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_plot_is_written(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"curve.{suffix}"
+    run(str(EXAMPLE), "--plot", str(file))
+    assert file.read_bytes()[:5] in (b"<?xml", b"\x89PNG\r")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("group = 2\n[hardware]\nrate = 1", "nodes"),
+        ("nodes = 4\ngroup = 9\n[hardware]\nrate = 1", "group is 9"),
+        ("nodes = 4\ngroup = 2\nlosses = 2\n[hardware]\nrate = 1", "losses is 2"),
+        ("nodes = 4\ngroup = 2\n[hardware]", "either rate or mean_days"),
+        ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\nmean_days = 2", "either rate or mean_days"),
+        ("nodes = 4\ngroup = 2\n[hardware]\nrate = nan", "hardware.rate"),
+        ("nodes = 4\ngroup = 2\n[hardware]\nmean_days = 0", "hardware.mean_days"),
+        ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\nshape = -1", "hardware.shape"),
+        ("nodes = 4\ngroup = 2\n[hardwear]\nrate = 1", "hardware"),
+        ("nodes = 4\ngroup = 2\nthreshold = 2\n[hardware]\nrate = 1", "threshold"),
+        ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\n[repair]\nhours = 0", "repair.hours"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=names):
+        load_reliability(file)
+
+
+def test_a_plot_of_no_known_format_is_refused() -> None:
+    result = CliRunner().invoke(app, ["reliability", str(EXAMPLE), "--plot", "curve.gif"])
+    assert isinstance(result.exception, ConfigurationError) and ".svg or .png" in str(result.exception)

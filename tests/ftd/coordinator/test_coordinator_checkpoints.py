@@ -1,0 +1,233 @@
+"""What the coordinator does at the place of a job's checkpoints: commits, removes, finds, refuses."""
+
+import asyncio
+import queue
+from pathlib import Path
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, export, find, first_checkpoint
+from ftd.errors import ConfigurationError
+from planner.values import Policy
+from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
+from statemachine.events import (
+    CheckpointExported,
+    CheckpointExportFailed,
+    CheckpointFailed,
+    CheckpointFound,
+    CheckpointWritten,
+    Event,
+)
+from statemachine.messages.values import CheckpointPolicy, Job, LayerOnDisk, Vote
+from storage.checkpoint import CheckpointStore
+from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
+
+OLDER = Vote(loss=2.5, gradient_norm=1.0)
+"""As written without what a vote says beside."""
+VOTE = Vote(loss=2.5, gradient_norm=1.0, weight=64.0, loss_scale=8.0, metrics={"accuracy": 0.5})
+
+
+def job_at(url: object, **policy: object) -> Job:
+    training = Policy(devices_per_node=1, global_batch=8, microbatch_rows=4)
+    checkpoint = CheckpointPolicy(url=str(url), every_steps=10, **policy)  # type: ignore[arg-type]
+    return Job(job_id="gpt-1", name="gpt", steps=99, policy=training, checkpoint=checkpoint)
+
+
+def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[LayerOnDisk, ...]:
+    """What nodes answer when they have written a draft."""
+    draft = store.begin(step, attempt)
+    states = [layer_state(layer, step) for layer in range(LAYERS)]
+    files = [store.write_layer(draft, n, header, [payload]) for n, (header, payload) in enumerate(states)]
+    return tuple(files)
+
+
+def committing(job: Job, step: int, layers: tuple[LayerOnDisk, ...], attempt: str = "a") -> CommitCheckpoint:
+    return CommitCheckpoint(cause="c", job=job, attempt=attempt, step=step, vote=VOTE, layers=layers)
+
+
+def finding(job: Job, *spoiled: int) -> FindCheckpoint:
+    return FindCheckpoint(cause="c", generation=4, job=job, spoiled=spoiled)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
+
+
+def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointStore) -> None:
+    """So does what is newer: it is of a past that was undone."""
+    job = job_at(store.place.url, keep=2)
+    for step in (10, 20, 50):
+        write(store, step)
+    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0)
+    assert isinstance(event, CheckpointWritten)
+    assert (event.attempt, event.step, event.pruned) == ("a", 30, (10, 50))
+    assert store.steps() == (30, 20) and holds(store, 30)
+    assert msgspec.convert(store.open(30).manifest.vote, Vote) == VOTE
+
+
+def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: CheckpointStore) -> None:
+    job = job_at(store.place.url)
+    write(store, 20)
+    layers = layers_written(store, 30, "a")
+    event = commit(committing(job, 30, layers[:1] + layers[2:]), at=1.0)
+    assert isinstance(event, CheckpointFailed) and "layers [0, 2]" in event.detail
+    abandon(AbandonCheckpoint(cause="c", job=job, attempt="a", step=30))
+    assert store.place.names() == ["step-000000000020"] and store.steps() == (20,)
+    # The coordinator died before it heard of this commit: it stays.
+    commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
+    abandon(AbandonCheckpoint(cause="c", job=job, attempt="b", step=30))
+    assert store.steps() == (30, 20) and holds(store, 30)
+
+
+def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: CheckpointStore) -> None:
+    job = job_at(store.place.url)
+    for step in (10, 20, 30, 40, 50):
+        write(store, step)
+    found = find(finding(job), at=1.0)
+    assert found.checkpoint is not None and found.skipped == ()
+    assert (found.checkpoint.step, found.checkpoint.vote, found.checkpoint.layers) == (50, OLDER, LAYERS)
+    root = Path(store.place.url)
+    (root / "step-000000000050" / "layer-0001.bin").unlink()
+    header = root / "step-000000000030" / "layer-0002.bin"
+    data = bytearray(header.read_bytes())
+    data[-20] ^= 1
+    header.write_bytes(data)
+    store.begin(60)
+    found = find(finding(job, 40), at=1.0)
+    assert found.checkpoint is not None and found.checkpoint.step == 20
+    words = " / ".join(passed.reason for passed in found.skipped)
+    for met in (
+        "layer-0001.bin is missing",
+        "step-000000000060",
+        "a node found it damaged",
+        "layer-0002.bin",
+    ):
+        assert met in words
+    none = find(finding(replace(job, name="bert")), at=1.0)
+    assert none.checkpoint is None and "has none of job 'bert'" in none.reason
+    nowhere = find(finding(job_at(root / "nowhere")), at=1.0)
+    assert nowhere.checkpoint is None and "not there" in nowhere.reason
+
+
+def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+    assert first_checkpoint(job_at("")) is None
+    assert first_checkpoint(job_at(tmp_path / "new")) is None and (tmp_path / "new").is_dir()
+    write(store, 20)
+    begin = first_checkpoint(job_at(store.place.url))
+    assert begin is not None and begin.step == 20
+    with pytest.raises(ConfigurationError, match="the newest of step 20") as caught:
+        first_checkpoint(job_at(store.place.url, resume=False))
+    assert caught.value.field == "checkpoint.resume"
+    assert first_checkpoint(replace(job_at(store.place.url, resume=False), name="bert")) is None
+    (tmp_path / "file").write_text("")
+    for url in (tmp_path / "file", "nosuch://x"):
+        with pytest.raises(ConfigurationError) as caught:
+            first_checkpoint(job_at(url))
+        assert caught.value.field == "checkpoint.url"
+
+
+def exporting(job: Job, step: int, limit_s: float = 240.0) -> ExportCheckpoint:
+    return ExportCheckpoint(cause="c", job=job, step=step, limit_s=limit_s)
+
+
+def exported(job: Job, step: int, limit_s: float = 240.0) -> CheckpointExported | CheckpointExportFailed:
+    return export(exporting(job, step, limit_s), lambda: 1.0)
+
+
+@pytest.mark.processes
+def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    first_checkpoint(job)
+    write(store, 20)
+    (exports / ".step-000000000010.whole.partial").mkdir()
+    done = exported(job, 20)
+    target = exports / "step-000000000020"
+    assert isinstance(done, CheckpointExported) and done.directory == str(target)
+    assert sorted(path.name for path in target.iterdir()) == ["config.json", "ftd.json", "model.safetensors"]
+    assert done.size_bytes == (target / "model.safetensors").stat().st_size > 0
+    made = target.stat().st_ino
+    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino == made
+    write(store, 20, attempt="2", seed=9)  # Everybody went back, and came to this step again.
+    origin = msgspec.json.decode((target / "ftd.json").read_bytes())
+    assert (origin["job"], origin["job_id"], origin["step"]) == ("gpt", "gpt-1", 20)
+    (target / "ftd.json").write_text("of another past")
+    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino != made
+    assert [path.name for path in exports.iterdir()] == [target.name]
+
+
+@pytest.mark.processes
+def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+    exports = tmp_path / "exports"
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    failed = exported(job, 20)
+    assert isinstance(failed, CheckpointExportFailed) and "no checkpoint of step 20" in failed.detail
+    write(store, 20)
+    (tmp_path / "kept" / "step-000000000020" / "layer-0001.bin").write_bytes(b"")
+    failed = exported(job, 20)
+    assert isinstance(failed, CheckpointExportFailed) and "layer-0001.bin has 0 bytes" in failed.detail
+    failed = exported(job, 20, limit_s=0.001)
+    assert isinstance(failed, CheckpointExportFailed) and failed.detail == "it did not end in 0.001 s"
+    assert not exports.exists() or not list(exports.iterdir())
+    with pytest.raises(ConfigurationError) as caught:
+        first_checkpoint(job_at(store.place.url, huggingface_directory="/proc/x"))
+    assert caught.value.field == "checkpoint.huggingface_directory"
+
+
+def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
+    job = job_at(store.place.url, keep=1)
+    for step in (10, 20):
+        write(store, step)
+    event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0, spared=10)
+    assert isinstance(event, CheckpointWritten) and event.pruned == (20,)
+    assert store.steps() == (30, 10)
+    event = commit(committing(job, 40, layers_written(store, 40, "a")), at=1.0)
+    assert isinstance(event, CheckpointWritten) and event.pruned == (10, 30)
+
+
+@pytest.mark.processes
+def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
+    directory = str(tmp_path / "exports")
+    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=directory)
+    write(store, 20)
+    answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    async def body() -> None:
+        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        checkpoints.export(exporting(job, 20))
+        done = await asyncio.to_thread(answers.get, timeout=240)
+        assert isinstance(done, CheckpointExported) and (done.job_id, done.step) == ("gpt-1", 20)
+
+    asyncio.run(body())
+
+
+def test_what_nobody_foresaw_is_an_answer_too(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine waits for one, and the thread that changes things has more to do."""
+    job = job_at(store.place.url)
+    answers: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
+
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("region")
+
+    async def body() -> None:
+        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        with monkeypatch.context() as patched:
+            patched.setattr(CheckpointStore, "at", broken)
+            checkpoints.commit(committing(job, 30, ()))
+            failed = await asyncio.to_thread(answers.get, timeout=240)
+            assert isinstance(failed, CheckpointFailed) and failed.detail == "KeyError: 'region'"
+            checkpoints.find(finding(job))
+            found = await asyncio.to_thread(answers.get, timeout=240)
+            assert isinstance(found, CheckpointFound) and found.unreadable and "region" in found.reason
+            checkpoints.begin(job, lambda _, refusal: answers.put(refusal))
+            assert await asyncio.to_thread(answers.get, timeout=240) == "KeyError: 'region'"
+            checkpoints.abandon(AbandonCheckpoint(cause="c", job=job, attempt="z", step=20))
+        checkpoints.commit(committing(job, 30, layers_written(store, 30, "a")))
+        assert isinstance(await asyncio.to_thread(answers.get, timeout=240), CheckpointWritten)
+
+    asyncio.run(body())

@@ -1,0 +1,387 @@
+"""Places of several coordinators at real brokers: one leads, and only what it says gets through."""
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership
+from ftd.coordinator.ports import Program
+from ftd.driver import SystemClock
+from ftd.errors import JournalError
+from ftd.transport.address import BrokerAddress
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.mqtt.transport import MqttTransport
+from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.topics import Topics
+from statemachine.cluster.durable import durable
+from statemachine.effects import EmitEvent
+from statemachine.election.leadership import Leader, Peer
+from statemachine.election.peer_knowledge import FORGOTTEN_TERMS
+from statemachine.timing import Timing
+from tests.helpers.brokers import RunningBroker
+
+PATIENCE_S = 60.0
+TOPICS = Topics(cluster="t")
+TIMING = Timing(leader_beat_s=0.1, leader_silence_s=2.0, election_s=0.2)
+COMMAND = TOPICS.node_command("node-0")
+
+
+class Coordinator:
+    """What is told to one place, and said from it."""
+
+    def __init__(self, name: str, incarnation: int, broker: BrokerAddress) -> None:
+        self.name = name
+        self.state = b"nothing"
+        self.begun: list[tuple[Leader, JournalCopy | None]] = []
+        self.ended: list[Leader] = []
+        self.events: list[str] = []
+        self.connections = 0
+        self.told: list[list[str]] = []
+        """What the cluster's state says of who stands by, as often as it was published for that."""
+        self.copies: list[JournalCopy] = []
+        self.position = (0, 0)
+        self.full = False
+        """Its disk takes no journal."""
+        self.leadership = Leadership(
+            MqttTransport(broker, TOPICS.cluster),
+            TOPICS,
+            Peer(name=name, incarnation=incarnation),
+            Program(version=version("ftd"), schema=durable.SCHEMA),
+            TIMING,
+            SystemClock(),
+            subscriptions=(TOPICS.cluster_state,),
+            unacknowledged=(TOPICS.node_signal(),),
+            leader=LeaderCallbacks(
+                begin=lambda leader, copy: self.begun.append((leader, copy)),
+                check=lambda copy: "",
+                state=lambda: self.state,
+                end=self.ended.append,
+                emit=self._emit,
+                publish_state=self._shown,
+            ),
+            follower=FollowerCallbacks(
+                position=lambda: self.position,
+                met=lambda: None,
+                alive=lambda: None,
+                keep=self._keep,
+                heard=lambda payload: None,
+                seen=lambda state: None,
+            ),
+            shared=False,
+            on_message=lambda topic, payload, retained: None,
+            on_connected=self._connected,
+            on_lost=lambda: None,
+            on_acknowledged=lambda seconds: None,
+        )
+        self.task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self.task = asyncio.ensure_future(self.leadership.run())
+
+    async def end(self) -> None:
+        if self.task is not None:
+            self.task.cancel()
+            await asyncio.gather(self.task, return_exceptions=True)
+
+    def _emit(self, event: EmitEvent) -> None:
+        self.events.append(event.name)
+
+    def _keep(self, copy: JournalCopy) -> str:
+        if self.full:
+            raise JournalError("the disk is full")
+        self.copies.append(copy)
+        return ""
+
+    def _shown(self) -> None:
+        self.told.append(self.leadership.public_state()["standbys"])
+
+    def _connected(self) -> None:
+        self.connections += 1
+
+    def say(self, word: bytes) -> None:
+        """The journal says so, then a node is told."""
+        self.leadership.replicate(word, time.monotonic())
+        self.leadership.publish(COMMAND, word)
+
+
+async def until(holds: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+class Proxy:
+    """Stands between a coordinator and its broker; ``cut`` lets no byte through, and closes nothing."""
+
+    def __init__(self, port: int) -> None:
+        self._port, self._open = port, asyncio.Event()
+        self._open.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> BrokerAddress:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return BrokerAddress(host="127.0.0.1", port=self._server.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        self._open.clear()
+
+    def heal(self) -> None:
+        self._open.set()
+
+    async def close(self) -> None:
+        self._server.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, out = await asyncio.open_connection("127.0.0.1", self._port)
+        for task in (
+            asyncio.ensure_future(self._pass(reader, out)),
+            asyncio.ensure_future(self._pass(there, writer)),
+        ):
+            self._tasks.add(task)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                await self._open.wait()
+                writer.write(data)
+                await writer.drain()
+        await self._open.wait()
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def listener(broker: BrokerAddress) -> AsyncIterator[list[bytes]]:
+    """A node: what it is told."""
+    told: list[bytes] = []
+    session = MqttSession(
+        broker,
+        client_id="node",
+        subscriptions=[COMMAND],
+        on_message=lambda topic, payload, retained: told.append(payload),
+    )
+    task = asyncio.ensure_future(session.run())
+    await session.wait_connected(PATIENCE_S)
+    yield told
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(test)
+
+
+def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> None:
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        async with listener(broker.address) as told:
+            anna.start()
+            await until(lambda: anna.connections == 1, "anna leads")
+            bert.start()
+            await until(lambda: ["bert"] in anna.told, "anna sees bert, and tells it")
+            for number in range(20):
+                anna.say(b"%d" % number)
+            await until(lambda: told and told[-1] == b"19", "the node hears anna")
+            await anna.end()  # Without a goodbye from the coordinator: as a kill, for the others.
+            anna.leadership._follower_session.session.interrupt()
+            bert.leadership.machine.peers.pop(1, None)
+            await until(lambda: bert.connections == 1, "bert leads")
+            [(leader, copy)] = bert.begun
+            assert copy is not None and copy.state == b"19" and copy.position == (1, 21)
+            assert leader.term in (2, 1 + FORGOTTEN_TERMS) and bert.events == ["LeaderLost", "LeaderElected"]
+            await bert.end()
+
+    run(play())
+
+
+def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
+    """Not the beats, either, while the broker takes its time."""
+    heard: list[tuple[str, bytes]] = []
+
+    async def play() -> None:
+        watching = MqttSession(
+            mosquitto.address,
+            client_id="watching",
+            subscriptions=[TOPICS.cluster_state, TOPICS.leader_beat],
+            on_message=lambda topic, payload, retained: heard.append((topic, payload)),
+        )
+        task = asyncio.ensure_future(watching.run())
+        await watching.wait_connected(PATIENCE_S)
+        anna = Coordinator("anna", 1, mosquitto.address)
+        anna.start()
+        await until(lambda: any(topic == TOPICS.leader_beat for topic, _ in heard), "anna leads")
+        assert mosquitto.process is not None
+        mosquitto.process.send_signal(signal.SIGSTOP)
+        leaving = asyncio.ensure_future(anna.leadership.say_goodbye(b"{}", PATIENCE_S))
+        try:
+            await asyncio.sleep(3 * TIMING.leader_beat_s)
+            anna.leadership.publish(TOPICS.cluster_state, b"leads", retain=True)
+        finally:
+            mosquitto.process.send_signal(signal.SIGCONT)
+        await leaving
+        await anna.end()
+        await until(lambda: (TOPICS.cluster_state, b"{}") in heard, "the goodbye is heard")
+        await asyncio.sleep(0.1)
+        assert heard[-1] == (TOPICS.cluster_state, b"{}")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
+
+
+def test_a_leader_that_was_cut_off_is_not_heard_and_comes_back_to_follow(
+    mosquitto: RunningBroker,
+) -> None:
+    async def play() -> None:
+        proxy = Proxy(mosquitto.port)
+        anna, bert = (
+            Coordinator(name, n, address)
+            for n, name, address in ((1, "anna", await proxy.start()), (2, "bert", mosquitto.address))
+        )
+        async with listener(mosquitto.address) as told:
+            anna.start()
+            await until(lambda: anna.connections == 1, "anna leads")
+            bert.start()
+            await until(lambda: bert.copies, "bert keeps anna's journal")
+            anna.say(b"anna")
+            await until(lambda: told == [b"anna"], "the node hears anna")
+            proxy.cut()
+            await asyncio.sleep(0)
+            anna.say(b"anna, cut off")
+            await until(lambda: bert.connections == 1, "bert leads")
+            bert.say(b"bert")
+            anna.say(b"anna, still cut off")
+            proxy.heal()
+            await until(lambda: anna.ended, "anna hears of bert")
+            anna.say(b"anna, deposed")
+            bert.say(b"bert again")
+            await until(lambda: told and told[-1] == b"bert again", "the node hears bert")
+            assert told == [b"anna", b"bert", b"bert again"]
+            assert bert.begun[0][1] is not None and bert.begun[0][1].state == b"anna"
+            assert anna.leadership.machine.leader == bert.leadership.machine.leader
+            await asyncio.gather(anna.end(), bert.end())
+        await proxy.close()
+
+    run(play())
+
+
+def test_a_leader_goes_on_behind_a_broker_that_forgot_everything(mosquitto: RunningBroker) -> None:
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, mosquitto.address) for n, name in ((1, "anna"), (2, "bert")))
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.start()
+        await until(lambda: bert.copies, "bert keeps anna's journal")
+        mosquitto.kill()
+        mosquitto.start()
+        await until(lambda: anna.connections + bert.connections == 2, "somebody leads again")
+        assert anna.connections == 2 and len(anna.begun) == 1 and not anna.ended
+        await until(
+            lambda: len(bert.copies) >= 2 and bert.copies[-1].term == 1 + FORGOTTEN_TERMS,
+            "the journal is back",
+        )
+        await asyncio.gather(anna.end(), bert.end())
+
+    run(play())
+
+
+def test_a_coordinator_of_another_version_is_named_with_the_remedy(
+    broker: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr("ftd.coordinator.leadership._log.warning", lambda event, **words: said.append(words))
+
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        bert.leadership._follower_session._version = "0.0.1"
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.start()
+        await until(lambda: len(said) >= 2, "each complains of the other one")
+        await asyncio.gather(anna.end(), bert.end())
+
+    run(play())
+    assert {(words["peer"], words["there"] == "0.0.1") for words in said} >= {("anna", False), ("bert", True)}
+    assert all("the same version" in words["remedy"] for words in said)
+
+
+@pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
+def test_many_that_come_at_once_agree(
+    kind: str, start_broker: Callable[[str], RunningBroker], tmp_path: Path
+) -> None:
+    async def play() -> None:
+        broker = start_broker(kind)
+        all_of_them = [Coordinator(f"c{n}", n, broker.address) for n in range(1, 6)]
+        for one in all_of_them:
+            one.start()
+
+        def agreed() -> bool:
+            leading = [one for one in all_of_them if one.leadership.connected]
+            return len(leading) == 1 and all(
+                one.leadership.machine.leader == leading[0].leadership.machine.leader for one in all_of_them
+            )
+
+        await until(agreed, "one leads, and all know it")
+        terms = [leader.term for one in all_of_them for leader, _ in one.begun]
+        assert len(terms) == len(set(terms))
+        await asyncio.gather(*(one.end() for one in all_of_them))
+
+    run(play())
+
+
+def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBroker) -> None:
+    """The others leave it to a coordinator with a newer journal to lead."""
+    seen: list[dict[str, Any]] = []
+
+    async def play() -> None:
+        watching = MqttSession(
+            mosquitto.address,
+            client_id="watching",
+            subscriptions=[TOPICS.coordinator_peer()],
+            on_message=lambda topic, payload, retained: seen.append(msgspec.json.decode(payload)),
+        )
+        task = asyncio.ensure_future(watching.run())
+        await watching.wait_connected(PATIENCE_S)
+        anna = Coordinator("anna", 1, mosquitto.address)
+        anna.position = (3, 7)
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        await until(lambda: len(seen) >= 2, "both sessions have shown anna")
+        await anna.end()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    run(play())
+    assert [message["position"] for message in seen if not message["gone"]] == [[3, 7], [3, 7]]
+
+
+def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None:
+    """It reads the retained journal before anything else, and cannot keep it."""
+
+    async def play() -> None:
+        anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
+        anna.start()
+        await until(lambda: anna.connections == 1, "anna leads")
+        bert.full = True
+        bert.start()
+        await until(
+            lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.told, "bert follows"
+        )
+        await until(lambda: bert.leadership._follower_session._began, "bert has read everything")
+        await anna.leadership.say_goodbye(b"{}", PATIENCE_S)
+        await anna.end()
+        await until(lambda: bert.connections == 1, "bert leads")
+        await bert.end()
+
+    run(play())

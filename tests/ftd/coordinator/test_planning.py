@@ -1,0 +1,680 @@
+"""Planning beside the event loop: in a process, from a cache, with the planner's errors in users' words."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import planner
+from ftd.coordinator import planning
+from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache, code_of
+from ftd.coordinator.plan_process import COMMAND
+from ftd.coordinator.plan_worker import Work
+from ftd.coordinator.planning import PlanningService
+from ftd.coordinator.planning_ahead import expected, likely_losses, rehearse
+from ftd.driver import Driver
+from ftd.processes import alive
+from planner.errors import PlanningError
+from planner.pipelines import programs
+from planner.planner import Planner
+from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
+from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
+from statemachine.events import (
+    Event,
+    PlanImpossible,
+    PlanReady,
+    PlanWeighed,
+    TemplatesFailed,
+    TemplatesReady,
+)
+from statemachine.messages.values import Job, Profiled
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[3]
+PATIENCE_S = 60.0
+LAYER = LayerProfile(
+    forward_ms=10.0,
+    backward_ms=20.0,
+    parameter_bytes=1000,
+    gradient_bytes=1000,
+    optimizer_bytes=2000,
+    activation_bytes=100,
+    output_bytes=100,
+)
+PROFILE = ModelProfile(layers=(LAYER,) * 4, microbatch_rows=4)
+POLICY = Policy(global_batch=32, microbatch_rows=4)
+
+
+def build(
+    policy: Policy = POLICY, profile: ModelProfile = PROFILE, max_nodes: int = 6, job_id: str = "gpt-1"
+) -> BuildTemplates:
+    job = Job(job_id=job_id, name="gpt", steps=1, policy=policy)
+    profiled = Profiled(job=job, profile=profile)
+    return BuildTemplates(cause="c-b", profiled=profiled, max_nodes=max_nodes, present=min(4, max_nodes))
+
+
+def situation(nodes: int, layers: int = 4) -> Situation:
+    names = tuple(f"node-{index}" for index in range(nodes))
+    held = frozenset(range(layers))
+    return Situation(nodes=names, holdings={Device(node=name, index=0): held for name in names})
+
+
+def asking(nodes: int, generation: int = 1) -> ComputePlan:
+    return ComputePlan(cause="c-p", generation=generation, situation=situation(nodes))
+
+
+class Scene:
+    """A service, and what it feeds."""
+
+    def __init__(self, directory: Path, command: list[str] = COMMAND) -> None:
+        class Idle:
+            def step(self, event: Event) -> list[Any]:
+                return []
+
+        self.fed: asyncio.Queue[Event] = asyncio.Queue()
+        self.cache = PlanCache(directory / "plans")
+        self.seen: list[tuple[int, int] | None] = []
+        self.service = PlanningService(
+            self.fed.put_nowait,
+            Driver(Idle(), lambda _: None),
+            self.cache,
+            on_progress=lambda: self.seen.append(self.service.progress),
+            command=command,
+        )
+
+    async def ask(self, effect: BuildTemplates | ComputePlan | WeighPlan) -> Event:
+        """The next thing that the service feeds."""
+        match effect:
+            case BuildTemplates():
+                self.service.build(effect)
+            case ComputePlan() | WeighPlan():
+                self.service.ask(effect)
+        return await asyncio.wait_for(self.fed.get(), PATIENCE_S)
+
+    async def until(self, true: Callable[[], object]) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not true():  # noqa: ASYNC110  # a process has no event for this
+                await asyncio.sleep(0.005)
+
+    async def settled(self) -> None:
+        """Nothing is being built any more."""
+        await self.until(lambda: not self.service.building)
+
+
+def play(scene: Scene, story: Callable[[Scene], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        scene.service.warm_up()
+        try:
+            await story(scene)
+        finally:
+            await scene.service.close()
+
+    asyncio.run(run())
+
+
+def answers(directory: Path, *effects: BuildTemplates | ComputePlan | WeighPlan) -> list[Event]:
+    """What the service feeds for these effects, one after the other."""
+    got: list[Event] = []
+
+    async def story(scene: Scene) -> None:
+        for effect in effects:
+            got.append(await scene.ask(effect))
+
+    play(Scene(directory), story)
+    return got
+
+
+def program(directory: Path, code: str) -> list[str]:
+    """A command that runs ``code`` in the place of the planning process."""
+    path = directory / "instead.py"
+    path.write_text(code)
+    return [sys.executable, str(path)]
+
+
+# --- answers -------------------------------------------------------------------------------------
+
+
+def test_templates_come_from_another_process_and_a_plan_is_made_of_them(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        scene.service.build(build())
+        await scene.until(lambda: scene.service.pid)
+        assert scene.service.pid not in (None, os.getpid())
+        ready = await scene.fed.get()
+        assert isinstance(ready, TemplatesReady) and (ready.job_id, ready.cause) == ("gpt-1", "c-b")
+        plan = await scene.ask(asking(4, generation=3))
+        assert isinstance(plan, PlanReady) and (plan.generation, plan.cause) == (3, "c-p")
+        assert set(plan.plan.nodes) | set(plan.plan.idle_nodes) == {f"node-{i}" for i in range(4)}
+        assert sum(pipeline.microbatches for pipeline in plan.plan.pipelines) == 8
+        here = Planner(PROFILE, POLICY)
+        here.precompute(6)
+        assert plan.plan == here.plan(situation(4)), "the other process plans as this one would"
+
+    play(Scene(tmp_path), story)
+
+
+def test_shares_by_the_integer_program_are_as_good_and_need_no_import_after_a_loss(tmp_path: Path) -> None:
+    asked = msgspec.structs.replace(POLICY, batch_solver="pyomo", batch_objective="variance")
+    own, modelled = (
+        answers(tmp_path, build(policy), asking(5))[1]
+        for policy in (msgspec.structs.replace(asked, batch_solver="exact"), asked)
+    )
+    assert isinstance(own, PlanReady) and isinstance(modelled, PlanReady)
+    assert modelled.plan.estimated_iteration_s == pytest.approx(own.plan.estimated_iteration_s)
+    script = (
+        "import sys; from tests.ftd.coordinator.test_planning import *\n"
+        "async def story(scene):\n"
+        "    scene.service._planner_for(build())\n"
+        "    before = 'pyomo' in sys.modules\n"
+        "    scene.service._planner_for(build(msgspec.structs.replace(POLICY, batch_solver='pyomo')))\n"
+        "    print(before, 'pyomo' in sys.modules)\n"
+        f"play(Scene(Path({str(tmp_path)!r})), story)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(scene: Scene) -> None:
+        policy = msgspec.structs.replace(POLICY, batch_solver="pyomo")
+        assert isinstance(await scene.ask(build(policy)), TemplatesReady)
+        await scene.settled()
+        monkeypatch.setattr(programs, "SOLVER_LIMIT_S", 0.0)
+        plan = await scene.ask(asking(8))
+        assert isinstance(plan, PlanReady)
+        assert (
+            "the shares are from the exact method, because HiGHS found no proved optimum" in plan.plan.reason
+        )
+        planned = Planner(PROFILE, POLICY).plan(situation(8))
+        assert plan.plan.pipelines == planned.pipelines
+        refused: asyncio.Queue[str] = asyncio.Queue()
+        scene.service.check_solver(refused.put_nowait)
+        assert 'planner.batch_solver = "exact"' in await asyncio.wait_for(refused.get(), PATIENCE_S)
+
+    play(Scene(tmp_path), story)
+
+
+def test_a_process_that_is_started_in_advance_does_the_next_build(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        scene.service.expect()
+        assert scene.service._expecting is not None
+        expected = (await scene.service._expecting).pid
+        scene.service.build(build())
+        await scene.until(lambda: scene.service.pid)
+        assert scene.service.pid == expected
+        assert isinstance(await asyncio.wait_for(scene.fed.get(), PATIENCE_S), TemplatesReady)
+        await scene.settled()
+
+    play(Scene(tmp_path), story)
+
+
+@pytest.mark.parametrize("ending", ["cancelled", "closed", "found on disk"])
+def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, ending: str) -> None:
+    if ending == "found on disk":
+        built(tmp_path, build())
+
+    async def story(scene: Scene) -> None:
+        scene.service.expect()
+        assert scene.service._expecting is not None
+        pid = (await scene.service._expecting).pid
+        assert pid is not None and alive(pid)
+        match ending:
+            case "cancelled":
+                scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
+            case "closed":
+                await scene.service.close()
+            case _:
+                assert isinstance(await scene.ask(build()), TemplatesReady)
+        await scene.until(lambda: not alive(pid))
+
+    play(Scene(tmp_path), story)
+
+
+def test_too_few_nodes_to_start_with_the_wanted_tolerance_is_a_pause(tmp_path: Path) -> None:
+    _, answer = answers(tmp_path, build(msgspec.structs.replace(POLICY, tolerate=3)), asking(3))
+    assert isinstance(answer, PlanImpossible) and answer.too_few and answer.needed == 4
+    assert "tolerance.failures = 3" in answer.reason and "at most 2" in answer.reason
+
+
+def test_later_a_job_goes_on_with_less_than_its_tolerance(tmp_path: Path) -> None:
+    _, plan = answers(tmp_path, build(), asking(2))
+    assert isinstance(plan, PlanReady)
+    alone = replace(situation(1), previous=plan.plan)
+    _, again = answers(tmp_path, build(), ComputePlan(cause="c", generation=2, situation=alone))
+    assert isinstance(again, PlanReady) and again.plan.nodes == ("node-0",)
+
+
+def test_a_model_that_needs_more_nodes_than_there_are_waits_for_them(tmp_path: Path) -> None:
+    policy = msgspec.structs.replace(POLICY, tolerate=0, device_memory_bytes=8_000)
+    ready, answer = answers(tmp_path, build(policy, max_nodes=2), asking(1))
+    assert isinstance(ready, TemplatesReady)
+    assert isinstance(answer, PlanImpossible) and answer.too_few and (answer.needed or 0) > 1
+
+
+def test_lost_state_is_not_a_pause(tmp_path: Path) -> None:
+    _, plan = answers(tmp_path, build(), asking(2))
+    assert isinstance(plan, PlanReady)
+    lost = replace(situation(2, layers=3), previous=plan.plan)
+    _, answer = answers(tmp_path, build(), ComputePlan(cause="c", generation=2, situation=lost))
+    assert isinstance(answer, PlanImpossible) and not answer.too_few
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_profile_of_another_model_is_found_out_at_the_start(tmp_path: Path, layers: int) -> None:
+    asked = ComputePlan(cause="c", generation=1, situation=situation(4, layers=layers))
+    _, answer = answers(tmp_path, build(), asked)
+    assert isinstance(answer, PlanImpossible) and not answer.too_few
+    assert "4 layers" in answer.reason and f"has {layers}" in answer.reason
+    assert "planner.profile" in answer.reason
+
+
+def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
+    """For exactly what was foreseen; whatever else is asked for is planned then."""
+
+    async def story(scene: Scene) -> None:
+        await scene.ask(build())
+        first = await scene.ask(asking(4))
+        assert isinstance(first, PlanReady)
+        planner, planned = scene.service._planner, list[Situation]()
+        assert planner is not None
+        plan = planner.plan
+
+        def counted(asked: Situation) -> Plan:
+            planned.append(asked)
+            return plan(asked)
+
+        planner.plan = counted  # type: ignore[method-assign]
+        for lost in ("node-1", "node-2"):  # One behind the other: one plan, for the nodes that are left then.
+            left = {name: 1 for name in first.plan.nodes if name not in ("node-1", lost)}
+            foreseen = ForeseePlan(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
+            scene.service.ask(foreseen)
+        await scene.until(lambda: planned)
+        asked = expected(foreseen)
+        answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=asked))
+        assert isinstance(answer, PlanReady) and answer.plan == plan(asked)
+        assert planned == [asked]
+        scene.service.ask(foreseen)
+        await scene.until(lambda: len(planned) == 2)
+        other = replace(asked, speeds={"node-0": 0.5})
+        answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=other))
+        assert isinstance(answer, PlanReady) and answer.plan == plan(other)
+        assert planned == [asked, asked, other]
+
+    play(Scene(tmp_path), story)
+
+
+def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> None:
+    _, plan = answers(tmp_path, build(), asking(4))
+    assert isinstance(plan, PlanReady)
+    slow = replace(situation(4), previous=plan.plan, speeds={"node-1": 0.25})
+    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=slow))
+    assert isinstance(answer, PlanWeighed) and (answer.cause, answer.generation) == ("c", 3)
+    assert 0 < answer.possible_s < answer.present_s
+    lost = replace(situation(4, layers=3), previous=plan.plan, speeds={"node-1": 0.25})
+    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=lost))
+    assert isinstance(answer, PlanWeighed) and answer.possible_s == answer.present_s, "there is none"
+
+
+def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "REHEARSE_AFTER_S", 0.0)
+
+    async def story(scene: Scene) -> None:
+        scene.service.build(build(max_nodes=22))
+        await scene.fed.get()
+        answer = await scene.ask(asking(22))
+        assert isinstance(answer, PlanReady)
+        planner = scene.service._planner
+        assert planner is not None
+        await scene.until(lambda: not scene.service._work)
+        assert scene.fed.empty(), "nobody is told"
+        made = len(planner.instantiator(22)._of)
+        losses = list(likely_losses(situation(22), answer.plan))
+        assert [len(loss.nodes) for loss in losses] == [21, 20]
+        for loss in losses:
+            assert {device.node for device in loss.holdings} == set(loss.nodes)
+            assert planner.plan(loss) == Planner(PROFILE, POLICY).plan(loss)
+        assert len(planner.instantiator(22)._of) == made, "there was nothing new in them"
+
+    play(Scene(tmp_path), story)
+
+
+def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
+    planner = Planner(PROFILE, msgspec.structs.replace(POLICY, minimum="oobleck"))
+    planner.precompute(2)
+    plan = planner.plan(situation(2))
+    with pytest.raises(PlanningError):
+        planner.plan(next(likely_losses(situation(2), plan)))
+    rehearse(planner, situation(2), plan)
+
+
+def test_a_model_that_fits_nowhere_fails_with_the_reason(tmp_path: Path) -> None:
+    (answer,) = answers(tmp_path, build(msgspec.structs.replace(POLICY, device_memory_bytes=10)))
+    assert isinstance(answer, TemplatesFailed) and answer.job_id == "gpt-1"
+    assert "memory" in answer.reason or "device has" in answer.reason
+
+
+def test_a_batch_with_too_few_microbatches_recommends_one(tmp_path: Path) -> None:
+    (answer,) = answers(tmp_path, build(msgspec.structs.replace(POLICY, global_batch=8, tolerate=3)))
+    assert isinstance(answer, TemplatesFailed)
+    assert "16" in answer.reason and "global_batch" in answer.reason
+
+
+def test_a_plan_without_templates_is_our_bug_and_is_said(tmp_path: Path) -> None:
+    (answer,) = answers(tmp_path, asking(1))
+    assert isinstance(answer, PlanImpossible) and "bug" in answer.reason
+
+
+# --- while the process works ---------------------------------------------------------------------
+
+SLOW = """
+import sys, time
+import planner.planner as planner
+from planner.pipelines.instantiation import Instantiator
+quick = Instantiator.best
+made = []
+def slow(self, nodes):
+    if nodes not in made:
+        made.append(nodes)
+        time.sleep(0.0 if len(made) == 1 else {pause_s})
+    return quick(self, nodes)
+Instantiator.best = slow
+from ftd.coordinator.plan_worker import main
+main()
+"""
+
+
+def slow(directory: Path, pause_s: float) -> list[str]:
+    """The real process, with a pause for every number of nodes but the first."""
+    return program(directory, SLOW.format(pause_s=pause_s))
+
+
+def test_a_plan_waits_neither_for_the_rest_nor_for_the_loop(tmp_path: Path) -> None:
+    """Ready with the likeliest count of nodes; other counts are made when asked for; the loop goes on."""
+
+    async def story(scene: Scene) -> None:
+        turns = 0
+
+        async def turn() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0.001)
+
+        turning = asyncio.ensure_future(turn())
+        assert isinstance(await scene.ask(build(max_nodes=8)), TemplatesReady)
+        pid = scene.service.pid
+        assert pid is not None, "the rest is still being made"
+        for nodes in (4, 3, 8):
+            answer = await scene.ask(asking(nodes))
+            assert isinstance(answer, PlanReady) and len(answer.plan.nodes) == nodes
+        assert scene.service.pid == pid and turns > 10
+        turning.cancel()
+        scene.service.cancel(CancelTemplates(cause="c", job_id="another"))
+        assert alive(pid)
+        scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
+        await scene.until(lambda: not alive(pid))
+
+    play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
+
+
+def test_progress_is_told_when_it_takes_over_a_second(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.ask(build(max_nodes=12))
+        await scene.settled()
+        numbers = [told for told in scene.seen if told is not None]
+        assert len(numbers) >= 2 and numbers == sorted(numbers)
+        assert {total for _, total in numbers} == {12} and all(0 <= done <= 12 for done, _ in numbers)
+        assert scene.seen[-1] is None, "there is nothing to show any more"
+
+    play(Scene(tmp_path, slow(tmp_path, 0.18)), story)
+
+
+def test_quick_planning_shows_no_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.coordinator.planning.PROGRESS_AFTER_S", PATIENCE_S)
+
+    async def story(scene: Scene) -> None:
+        await scene.ask(build())
+        await scene.settled()
+        assert scene.seen == []
+
+    play(Scene(tmp_path), story)
+
+
+def test_a_cluster_that_outgrows_its_templates_plans_at_once_and_extends_them(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.ask(build(max_nodes=4))
+        await scene.settled()
+        scene.service.build(build(max_nodes=9))
+        answer = await scene.ask(asking(7))
+        while not isinstance(answer, PlanReady):
+            answer = await scene.fed.get()
+        assert len(answer.plan.nodes) == 7
+        await scene.settled()
+        assert scene.cache.key(work_for(9)) in {path.stem for path in (tmp_path / "plans").iterdir()}
+
+    play(Scene(tmp_path), story)
+
+
+def test_the_process_ends_with_the_service(tmp_path: Path) -> None:
+    pids: list[int] = []
+
+    async def story(scene: Scene) -> None:
+        await scene.ask(build())
+        assert scene.service.pid is not None
+        pids.append(scene.service.pid)
+
+    play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
+    gone(pids[0])
+
+
+def test_the_process_ends_with_a_coordinator_that_is_killed(tmp_path: Path) -> None:
+    """SIGKILL: nobody is left to tidy up but the kernel."""
+    code = f"""
+import asyncio, sys
+sys.path[:0] = {[str(Path(__file__).parent)]!r}
+from pathlib import Path
+from test_planning import Scene, build, slow
+async def main():
+    scene = Scene(Path({str(tmp_path)!r}), slow(Path({str(tmp_path)!r}), 30.0))
+    await scene.ask(build())
+    print(scene.service.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+    async def story() -> int:
+        parent = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE
+        )
+        assert parent.stdout is not None
+        pid = int(await asyncio.wait_for(parent.stdout.readline(), PATIENCE_S))
+        assert alive(pid)
+        parent.kill()
+        await parent.communicate()
+        return pid
+
+    gone(asyncio.run(story()))
+
+
+def gone(pid: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not alive(pid)
+
+
+# --- a process that fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("import sys; sys.exit('out of luck')", "ended with 1: out of luck"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with -9: it said nothing"),
+        ("print('hello, this is a text of more than four bytes')", "announced 1751477356 bytes"),
+        ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "no answer"),
+        ("import sys; sys.stdout.buffer.write(b'\\0\\0\\1\\0half of it')", "ended with 0"),
+        (
+            "import sys, msgspec; from ftd.coordinator.plan_worker import Made, write_frame; "
+            "write_frame(sys.stdout.buffer, Made(precomputed=msgspec.Raw(msgspec.msgpack.encode([1, 2]))))",
+            "unusable",
+        ),
+    ],
+)
+def test_a_process_that_fails_twice_is_an_error_that_tells(tmp_path: Path, code: str, says: str) -> None:
+    async def story(scene: Scene) -> None:
+        answer = await scene.ask(build())
+        assert isinstance(answer, TemplatesFailed)
+        assert says in answer.reason
+        await scene.settled()
+
+    play(Scene(tmp_path, program(tmp_path, code)), story)
+    assert not list((tmp_path / "plans").glob("*"))
+
+
+def test_a_process_that_cannot_be_started_is_an_error_that_tells(tmp_path: Path) -> None:
+    async def story(scene: Scene) -> None:
+        answer = await scene.ask(build())
+        assert isinstance(answer, TemplatesFailed) and "cannot be started" in answer.reason
+
+    play(Scene(tmp_path, [str(tmp_path / "nothing")]), story)
+
+
+def test_a_process_that_is_killed_once_is_started_again(tmp_path: Path) -> None:
+    code = f"""
+import os, signal
+from pathlib import Path
+mark = Path({str(tmp_path / "mark")!r})
+if not mark.exists():
+    mark.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+from ftd.coordinator.plan_worker import main
+main()
+"""
+
+    async def story(scene: Scene) -> None:
+        assert isinstance(await scene.ask(build()), TemplatesReady)
+
+    play(Scene(tmp_path, program(tmp_path, code)), story)
+
+
+# --- the cache -----------------------------------------------------------------------------------
+
+
+def work_for(max_nodes: int = 6, profile: ModelProfile = PROFILE, policy: Policy = POLICY) -> Work:
+    return Work(profile=profile, policy=policy, max_nodes=max_nodes, present=4)
+
+
+def built(directory: Path, effect: BuildTemplates, command: list[str] = COMMAND) -> Scene:
+    """The scene in which this was built to the end."""
+    scene = Scene(directory, command)
+
+    async def story(scene: Scene) -> None:
+        assert isinstance(await scene.ask(effect), TemplatesReady)
+        await scene.settled()
+        assert isinstance(await scene.ask(asking(3)), PlanReady)
+
+    play(scene, story)
+    return scene
+
+
+def test_the_same_job_is_read_from_the_disk_and_starts_no_process(tmp_path: Path) -> None:
+    first = built(tmp_path, build())
+    assert (first.cache.hits, first.cache.misses) == (0, 1)
+    nobody = [str(tmp_path / "nothing")]
+    again = built(tmp_path, build(job_id="gpt-2"), command=nobody)
+    assert (again.cache.hits, again.cache.misses, again.cache.refused) == (1, 0, 0)
+
+
+def test_every_input_is_in_the_key(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    quicker = replace(PROFILE, layers=(*PROFILE.layers[1:], replace(LAYER, forward_ms=9.99)))
+    works = [
+        work_for(),
+        work_for(7),
+        work_for(profile=quicker),
+        work_for(policy=msgspec.structs.replace(POLICY, tolerate=0)),
+    ]
+    assert len({cache.key(work) for work in works}) == len(works)
+    assert cache.key(work_for()) == cache.key(msgspec.structs.replace(work_for(), present=1))
+
+
+def test_another_planner_does_not_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PlanCache(tmp_path)
+    before = cache.key(work_for())
+    monkeypatch.setattr("ftd.coordinator.plan_cache._code_of_the_planner", lambda: "changed")
+    assert cache.key(work_for()) != before
+
+
+@pytest.mark.parametrize("module", ["planner.py", "mapping/paths.py"])
+def test_a_planner_is_another_if_any_of_its_modules_is(tmp_path: Path, module: str) -> None:
+    package = tmp_path / "planner"
+    shutil.copytree(Path(planner.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = code_of(package)
+    assert before == code_of(Path(planner.__file__).parent)
+    with (package / module).open("a") as written:
+        written.write("# changed\n")
+    assert code_of(package) != before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    ["truncated", "flipped", "foreign", "empty", "renamed", "directory", "other layers", "no msgpack"],
+)
+def test_a_file_that_cannot_be_trusted_is_computed_anew(tmp_path: Path, damage: str) -> None:
+    planner = Planner(PROFILE, POLICY)
+    planner.precompute(6)
+    precomputed = msgspec.msgpack.encode(planner.precomputed())
+    cache = PlanCache(tmp_path / "plans")
+    key = cache.key(work_for())
+    cache.write(key, precomputed)
+    assert cache.read(key) == precomputed
+    (path,) = (tmp_path / "plans").iterdir()
+    good = path.read_bytes()
+    match damage:
+        case "truncated":
+            path.write_bytes(good[:-10])
+        case "flipped":
+            path.write_bytes(good[:-10] + bytes([good[-10] ^ 1]) + good[-9:])
+        case "foreign":
+            path.write_bytes(b"#!/bin/sh\n" * 100)
+        case "empty":
+            path.write_bytes(b"")
+        case "renamed":
+            path.rename(path.with_stem(cache.key(work_for(9))))
+        case "directory":
+            path.unlink()
+            path.mkdir()
+        case "other layers":
+            shorter = Planner(replace(PROFILE, layers=PROFILE.layers[:3]), POLICY)
+            shorter.precompute(6)
+            cache.write(key, msgspec.msgpack.encode(shorter.precomputed()))
+        case _:
+            cache.write(key, b"\xc1 is no msgpack")
+    again = built(tmp_path, build(max_nodes=9 if damage == "renamed" else 6))
+    assert again.cache.refused == 1
+
+
+def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
+    cache = PlanCache(tmp_path)
+    for number in range(NEWEST_KEPT + 3):
+        cache.write(f"{number:03}", b"x")
+        os.utime(tmp_path / f"{number:03}.plan", (number, number))
+    kept = sorted(path.stem for path in tmp_path.iterdir())
+    assert kept == [f"{number:03}" for number in range(3, NEWEST_KEPT + 3)]
+
+
+def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "plans").write_text("a file is in the way")
+    built(tmp_path, build())

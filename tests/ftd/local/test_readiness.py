@@ -1,0 +1,51 @@
+"""Who can take a job, and what is said of who cannot."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from ftd.config.job import load_job_data
+from ftd.errors import PeerError
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.driver import LocalDriver
+from ftd.local.run import imported_modules
+from ftd.observe.run import Run
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_news_that_come_with_the_end_of_the_wait_count(tmp_path: Path) -> None:
+    async def scene(*, news: bool) -> None:
+        driver = LocalDriver(ClusterOptions(), ["a"])
+        driver.cluster = LocalCluster(tmp_path, ClusterOptions())
+        waiting = asyncio.create_task(driver.ready(limit_s=0.0))
+        await asyncio.sleep(0)
+        if news:
+            driver.run.on_event({"event": "TrainerStarted", "node": "a", "details": {"device": 0}})
+            driver.run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
+        await waiting
+
+    asyncio.run(scene(news=True))
+    with pytest.raises(PeerError, match="a was not ready within 0 s"):
+        asyncio.run(scene(news=False))
+
+
+def test_a_node_whose_daemon_was_started_again_is_not_ready_before_all_its_trainers_are_up() -> None:
+    run = Run()
+    run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
+    for device in (0, 1):
+        assert run.missing(["a"], devices=2) == ["a"]
+        run.on_event({"event": "TrainerStarted", "node": "a", "details": {"device": device}})
+    assert run.missing(["a"], devices=2) == []
+    run.on_daemon("a", 7)
+    assert run.missing(["a"], devices=2) == ["a"]
+
+
+def test_a_local_cluster_loads_what_the_job_imports(tmp_path: Path) -> None:
+    text = (ROOT / "examples/mlp.toml").read_text()
+    for code, expected in (("from transformers import AutoModel", ("transformers",)), ("import torch", ())):
+        (tmp_path / "mlp.py").write_text(f"{code}\n")
+        (tmp_path / "mlp.toml").write_text(text)
+        assert imported_modules(load_job_data(tmp_path / "mlp.toml")) == expected
+    assert imported_modules(load_job_data(ROOT / "examples/llama.toml")) == ("transformers",)

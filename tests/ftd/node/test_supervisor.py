@@ -1,0 +1,392 @@
+"""The supervisor with a real zygote and real trainers: what it starts, hears, reports and ends."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pytest
+
+from ftd.node import zygote
+from ftd.node.instructions import prepare_instruction
+from ftd.node.rendezvous import RendezvousServer
+from ftd.node.supervisor import Supervisor, Trainer
+from ftd.processes import alive, tail
+from planner.values import LayerProfile, ModelProfile, Policy
+from runtime.wire import frames
+from statemachine.agent.events import (
+    TrainerFailed,
+    TrainerReported,
+    TrainerUp,
+)
+from statemachine.events import Event
+from statemachine.messages import trainer as protocol
+from statemachine.messages.common import Finished, Prepared, Quiesce, ReplicaDiverged, Resumed, SnapshotFailed
+from statemachine.messages.values import Job
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+LIMIT_S = 60.0
+Kind = TypeVar("Kind", bound=Event)
+
+
+@contextmanager
+def short_directory() -> Iterator[Path]:
+    """pytest's own are too long for a unix socket."""
+    with tempfile.TemporaryDirectory(prefix="ftd-test-") as name:
+        yield Path(name)
+
+
+class Trainers:
+    """A supervisor and everything it said."""
+
+    def __init__(self, directory: Path, devices: int) -> None:
+        self.events: list[Event] = []
+        self._news = asyncio.Event()
+        self.supervisor = Supervisor(
+            devices=devices,
+            directory=directory,
+            feed=self._feed,
+            cause=lambda: "test",
+            environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
+            aside=lambda device, frame: None,
+        )
+
+    def _feed(self, event: Event) -> None:
+        self.events.append(event)
+        self._news.set()
+
+    async def take(self, kind: type[Kind], where: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """The next event of this kind; it is removed."""
+        async with asyncio.timeout(LIMIT_S):
+            while True:
+                for event in self.events:
+                    if isinstance(event, kind) and where(event):
+                        self.events.remove(event)
+                        return event
+                self._news.clear()
+                await self._news.wait()
+
+    async def report(self, kind: type[Any]) -> Any:
+        """The next message of this kind from a trainer; it is removed."""
+        return (await self.take(TrainerReported, lambda event: isinstance(event.report, kind))).report
+
+
+def heard(frame: protocol.Report) -> list[Event]:
+    """What a supervisor makes of a frame of device 1's trainer, process 99."""
+    events: list[Event] = []
+    supervisor = Supervisor(
+        devices=2,
+        directory=Path(),
+        feed=events.append,
+        cause=lambda: "test",
+        environment=lambda device: {},
+        aside=lambda device, frame: None,
+    )
+    trainer = Trainer(device=1, pid=99)
+    trainer.exited.set()
+    supervisor._hear(trainer, frame)
+    return events
+
+
+@pytest.mark.parametrize(
+    ("where", "cause"), [("prepare", "unprepared"), ("restore", "foreign"), ("training", "raised")]
+)
+def test_what_was_raised_where(where: Literal["prepare", "restore", "training"], cause: str) -> None:
+    (failed,) = heard(protocol.Raised(where=where, detail="Traceback"))
+    assert isinstance(failed, TrainerFailed)
+    assert (failed.device, failed.pid, failed.cause_of_failure, failed.detail) == (1, 99, cause, "Traceback")
+
+
+def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
+    layer = LayerProfile(
+        forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
+        activation_bytes=1, output_bytes=1,
+    )  # fmt: skip
+    (failed,) = heard(Prepared(job_id="j", profile=ModelProfile(layers=(layer,), microbatch_rows=1)))
+    assert isinstance(failed, TrainerFailed) and failed.cause_of_failure == "unprepared"
+    assert "layers[0].forward_ms is nan" in failed.detail
+
+
+def test_a_report_is_an_event_as_it_is() -> None:
+    for report in (
+        Prepared(job_id="j", profile=None),
+        SnapshotFailed(generation=3, step=9, detail="no room"),
+        ReplicaDiverged(generation=2, step=50, layer=3, detail="momentum"),
+    ):
+        (event,) = heard(report)
+        assert isinstance(event, TrainerReported)
+        assert (event.cause, event.device, event.report) == ("test", 1, report)
+
+
+def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int = 1) -> None:
+    async def main() -> None:
+        with short_directory() as directory:
+            trainers = Trainers(directory, devices)
+            await trainers.supervisor.start()
+            try:
+                await body(trainers)
+            finally:
+                pids = trainers.supervisor.pids()
+                await trainers.supervisor.close()
+                await gone(pids)
+                assert list(directory.iterdir()) == []
+
+    asyncio.run(main())
+
+
+async def gone(pids: list[int]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while any(alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
+            await asyncio.sleep(0.01)
+
+
+def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: int | str) -> Job:
+    return Job(
+        job_id="job",
+        name="mlp",
+        steps=3,
+        policy=Policy(global_batch=8, microbatch_rows=4),
+        training={
+            "function": function,
+            "path": str(path),
+            "seed": 1,
+            "steps": 3,
+            "global_batch": 8,
+            "microbatch_rows": 4,
+            "precision": "float64",
+            "arguments": arguments,
+        },
+    )
+
+
+@pytest.mark.processes
+def test_trains_alone_and_reports_every_stage_of_it() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        assert trainers.supervisor.pids() == [up.pid] == trainers.supervisor.pids(0)
+        trainers.supervisor.send(0, prepare_instruction(mlp_job(hidden_layers=2), profile=True))
+        prepared = await trainers.report(Prepared)
+        assert prepared.profile is not None
+        layers = len(prepared.profile.layers)
+        trainers.supervisor.send(0, Quiesce(generation=1, mode="abort"))
+        quiesced = await trainers.report(protocol.Quiesced)
+        assert quiesced.committed_step == 0
+        assert quiesced.held == tuple(range(layers))
+        stage = protocol.StageData(first_layer=0, end_layer=layers, ranks=(0,))
+        pipeline = protocol.PipelineData(stages=(stage,), first_microbatch=0, microbatches=2)
+        world = protocol.WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
+        async with RendezvousServer("token") as server:
+            resume = protocol.Resume(
+                generation=1,
+                step=0,
+                vote=None,
+                rank=0,
+                world=world,
+                rendezvous_host="127.0.0.1",
+                rendezvous_port=server.port,
+                token="token",
+            )
+            trainers.supervisor.send(0, resume)
+            assert (await trainers.report(Resumed)).generation == 1
+            assert [(await trainers.report(protocol.Stepped)).step for _ in range(3)] == [1, 2, 3]
+            done = await trainers.report(Finished)
+            assert sorted(done.digests) == list(range(layers))
+        await trainers.report(protocol.Beat)
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> None:
+    async def body(trainers: Trainers) -> None:
+        for device in (0, 1):
+            trainers.supervisor.start_trainer(device)
+        first = {up.device: up.pid for up in [await trainers.take(TrainerUp) for _ in range(2)]}
+        os.kill(first[0], signal.SIGKILL)
+        failed = await trainers.take(TrainerFailed)
+        assert (failed.device, failed.pid, failed.cause_of_failure) == (0, first[0], "exited")
+        assert "SIGKILL" in failed.detail
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        assert up.device == 0
+        assert up.pid != first[0]
+        assert sorted(trainers.supervisor.pids()) == sorted([up.pid, first[1]])
+
+    run_with_trainers(body, devices=2)
+
+
+@pytest.mark.processes
+def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        os.kill(up.pid, signal.SIGSTOP)
+        trainers.supervisor.kill_trainer(0, grace_s=0.0)
+        trainers.supervisor.start_trainer(0)
+        again = await trainers.take(TrainerUp)
+        assert again.pid != up.pid
+        await gone([up.pid])
+        assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
+        os.kill(again.pid, signal.SIGSTOP)
+        trainers.supervisor.kill_trainer(0, grace_s=5.0)  # SIGTERM reaches a stopped process, too.
+        await gone([again.pid])
+        assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
+    script = tmp_path / "spawner.py"
+    script.write_text(
+        "import os, subprocess, sys\n"
+        "def build():\n"
+        "    child = subprocess.Popen(['sleep', '1000'])\n"
+        "    print('a child of', os.environ['FTD_TEST_DEVICE'], file=sys.stderr)\n"
+        "    open(os.path.join(os.path.dirname(__file__), 'pid'), 'w').write(str(child.pid))\n"
+        "    os._exit(7)\n"
+    )
+
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        await trainers.take(TrainerUp)
+        trainers.supervisor.send(0, prepare_instruction(mlp_job("spawner.py:build", tmp_path), profile=False))
+        failed = await trainers.take(TrainerFailed)
+        assert "exited with code 7" in failed.detail
+        assert "a child of 0" in failed.detail
+        await gone([int((tmp_path / "pid").read_text())])
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def build():\n    raise RuntimeError('no such data')\n")
+
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        trainers.supervisor.send(0, prepare_instruction(mlp_job("broken.py:build", tmp_path), profile=False))
+        failed = await trainers.take(TrainerFailed)
+        assert failed.cause_of_failure == "unprepared"
+        assert "no such data" in failed.detail
+        await gone([up.pid])
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        zygote = trainers.supervisor.zygote_pid
+        assert zygote is not None
+        os.kill(zygote, signal.SIGKILL)
+        failed = await trainers.take(TrainerFailed)
+        assert failed.pid == up.pid
+        assert "zygote" in failed.detail
+        trainers.supervisor.start_trainer(0)
+        again = await trainers.take(TrainerUp)
+        assert again.pid != up.pid
+        assert trainers.supervisor.zygote_pid != zygote
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+def test_a_stranger_on_the_socket_is_refused() -> None:
+    async def body(trainers: Trainers) -> None:
+        trainers.supervisor.start_trainer(0)
+        up = await trainers.take(TrainerUp)
+        path = trainers.supervisor.socket_path
+        for greeting in (
+            b"\xff\xff\xff\xff",
+            b"\x00\x00\x00\x01\xc1",
+            frames.encode(protocol.Attached(device=0, pid=up.pid)),
+        ):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(greeting)
+            assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
+            writer.close()
+        assert trainers.supervisor.pids() == [up.pid]
+        assert alive(up.pid)
+
+    run_with_trainers(body)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path) -> None:
+    """A process that only runs a supervisor is ended; the kernel ends zygote and trainer with it."""
+    program = tmp_path / "daemon.py"
+    program.write_text(
+        "import asyncio, pathlib, sys\n"
+        "from ftd.node.supervisor import Supervisor\n"
+        "from statemachine.agent.events import TrainerUp\n"
+        "async def main(directory):\n"
+        "    def feed(event):\n"
+        "        if isinstance(event, TrainerUp):\n"
+        "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
+        "    supervisor = Supervisor(devices=1, directory=directory, feed=feed,\n"
+        "        cause=lambda: 'test', environment=lambda device: {}, aside=print)\n"
+        "    await supervisor.start()\n"
+        "    supervisor.start_trainer(0)\n"
+        "    await asyncio.sleep(1000)\n"
+        "asyncio.run(main(pathlib.Path(sys.argv[1])))\n"
+    )
+
+    async def main() -> None:
+        with short_directory() as directory:
+            daemon = await asyncio.create_subprocess_exec(
+                sys.executable, str(program), str(directory), stdout=asyncio.subprocess.PIPE
+            )
+            try:
+                assert daemon.stdout is not None
+                async with asyncio.timeout(LIMIT_S):  # Log lines may come before.
+                    while not (line := await daemon.stdout.readline()).startswith(b"pids"):
+                        assert line, "the daemon ended"
+                pids = [int(pid) for pid in line.split()[1:]]
+                assert all(alive(pid) for pid in pids)
+                daemon.send_signal(how)
+                await daemon.wait()
+                await gone(pids)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    daemon.kill()
+
+    asyncio.run(main())
+
+
+def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+
+        async def refused(*_: object, **__: object) -> object:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", refused)
+        monkeypatch.setattr(zygote, "_RESTART_DELAYS_S", (0.0,))
+        one = zygote.Zygote(on_notice=lambda _: None, on_end=lambda *end: ends.put_nowait(end))
+        await one.start()
+        for _ in range(2):
+            status, detail = await asyncio.wait_for(ends.get(), LIMIT_S)
+            assert status == 1 and "Resource temporarily unavailable" in detail
+        await one.close()
+
+    asyncio.run(body())
+
+
+def test_the_end_of_a_log_begins_with_a_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tail(log) == ""
+    log.write_text("the first line\nthe second\nthe third\n")
+    assert tail(log, 100) == "the first line\nthe second\nthe third"
+    assert tail(log, 20) == "the third" and tail(log, 4) == "ird"

@@ -1,0 +1,325 @@
+"""The bridge between events and a webhook: real broker, process and HTTP server, which misbehaves."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import paho.mqtt.publish
+import pytest
+
+from ftd.errors import ConfigurationError
+from ftd.observe.bridge.alert import alert_body
+from ftd.observe.bridge.filters import parse_filter
+from ftd.transport.wire.catalogue import SEVERITIES
+from ftd.transport.wire.contract_examples import DETAILS, envelope
+from ftd.transport.wire.public import EventMessage, decode_json
+from tests.helpers.brokers import RunningBroker
+from tests.helpers.commands import ftd_here
+
+Json = dict[str, Any]
+LIMIT_S = 60.0
+PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+
+
+def event(name: str, number: int = 0) -> Json:
+    return {**envelope(name, DETAILS.get(name, {})), "id": f"e-{name}-{number}"}
+
+
+def message(name: str, node: str | None = None) -> EventMessage:
+    return decode_json(json.dumps({**event(name), "node": node}).encode(), EventMessage)  # type: ignore[no-any-return]
+
+
+# --- filters -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "node", "passes"),
+    [
+        ("", "StepCommitted", None, True),
+        ("severity>=warning", "StepCommitted", None, False),
+        ("severity>=warning", "NodeLost", "node-1", True),
+        ("severity >= warning", "ClusterPaused", None, True),
+        ("severity=info,critical", "NodeLost", "node-1", False),
+        ("event=Node*,TrainerLost", "NodeLost", "node-1", True),
+        ("event=Node*,TrainerLost", "ClusterPaused", None, False),
+        ("event=Node* and node!=node-9", "NodeLost", "node-9", False),
+        ("node=node-?", "NodeLost", "node-9", True),
+        ("node=node-?", "ClusterPaused", None, False),
+    ],
+)
+def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
+    assert parse_filter(text).matches(message(name, node)) is passes
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("severity", "'severity' is no term"),
+        ("severity>=warning or x=y", "no term of a filter"),
+        ("colour=red", "'colour' cannot be filtered by; event, node and severity can"),
+        ("severity=loud", "there is no severity 'loud'; there are info, warning, error, critical"),
+        ("event>=NodeLost", ">= goes with severity"),
+        ("severity>=info,error", ">= goes with severity and one word"),
+        ("event=NodeLots", "no event is named 'NodeLots'"),
+    ],
+)
+def test_a_filter_that_is_none_is_refused(text: str, says: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(says)):
+        parse_filter(text)
+
+
+def test_an_alert_has_what_alertmanagers_has() -> None:
+    body = alert_body(message("NodeLost", "node-2"), "lab")
+    [alert] = body["alerts"]
+    assert alert["labels"] == {
+        "alertname": "NodeLost", "severity": "warning", "cluster": "lab", "job": "ftd", "node": "node-2",
+    }  # fmt: skip
+    assert alert["status"] == body["status"] == "firing"
+    assert alert["annotations"]["summary"] == "a sentence for people"
+    assert json.loads(alert["annotations"]["details"])["how"] == "last_will"
+    assert alert["fingerprint"] == "e-NodeLost-0"
+    assert (body["version"], alert["startsAt"]) == ("4", "2026-05-04T12:00:05.003Z")
+    assert SEVERITIES.index("warning") == 1
+    without = msgspec.structs.replace(message("LeaderLost"), generation=None, step=None)
+    [alert] = alert_body(without, "lab")["alerts"]
+    assert not {"generation", "step"} & alert["annotations"].keys(), "what is not known is left out"
+
+
+# --- a webhook, and the bridge as a process ------------------------------------------------------------
+
+
+class Webhook:
+    """Answers as it is told: a status, or ``stall``."""
+
+    def __init__(self) -> None:
+        self.answer: int | str = 200
+        self.taken: list[str] = []
+        """Fingerprints of what it said yes to."""
+        self.attempts = 0
+        self.headers: list[dict[str, str]] = []
+        self.woken = threading.Event()
+        webhook = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                webhook.attempts += 1
+                webhook.headers.append(dict(self.headers))
+                if webhook.answer == "stall":
+                    webhook.woken.wait(LIMIT_S)
+                    return
+                if webhook.answer == 200:
+                    webhook.taken.append(body["alerts"][0]["fingerprint"])
+                self.send_response(int(webhook.answer))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_port}/alerts"
+        self._thread = threading.Thread(target=self.server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self.woken.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    made = Webhook()
+    yield made
+    made.close()
+
+
+class BridgeProcess:
+    def __init__(self, directory: Path, port: int, url: str, *more: str) -> None:
+        self.letters = directory / "dead.jsonl"
+        self.log = directory / "bridge.log"
+        self.port = port
+        command = [
+            "--webhook",
+            url,
+            "--broker",
+            f"mqtt://127.0.0.1:{port}",
+            "--dead-letters",
+            str(self.letters),
+        ]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ftd.cli.main", "bridge", *command, *more],
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            )
+        until(lambda: '"bridging"' in self.log.read_text(), self.log.read_text)
+
+    def tell(self, *events: Json) -> None:
+        paho.mqtt.publish.multiple(
+            [("ftd/v1/ftd/events", json.dumps(one), 1, False) for one in events], "127.0.0.1", self.port
+        )
+
+    def buried(self) -> list[tuple[str, str]]:
+        """Fingerprint and why."""
+        lines = [json.loads(line) for line in self.letters.read_text().splitlines()]
+        return [(line["body"]["alerts"][0]["fingerprint"], line["why"]) for line in lines]
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(LIMIT_S)
+
+
+def until(holds: Callable[[], Any], describe: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, describe()
+        time.sleep(0.05)
+
+
+LATER = re.findall(r"^```sh\n(jq -c .body.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+Start = Callable[..., BridgeProcess]
+
+
+@pytest.fixture
+def start(tmp_path: Path, mosquitto: RunningBroker, webhook: Webhook) -> Iterator[Start]:
+    running: list[BridgeProcess] = []
+
+    def begin(*more: str) -> BridgeProcess:
+        running.append(BridgeProcess(tmp_path, mosquitto.port, webhook.url, *more))
+        return running[-1]
+
+    yield begin
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+
+
+def test_what_the_filter_lets_through_comes_once_and_in_order_however_the_webhook_fails(
+    start: Start, webhook: Webhook, tmp_path: Path
+) -> None:
+    """It is away with 503, it stalls, it comes back: everything arrives."""
+    (tmp_path / "token").write_text("s3cret\n")
+    (tmp_path / "token").chmod(0o600)
+    token = ("--token-file", str(tmp_path / "token"))
+    bridge = start(*token, "--filter", "severity>=warning", "--timeout-s", "0.5")
+    webhook.answer = 503
+    bridge.tell(event("NodeLost", 1), event("StepCommitted", 1), event("NodeLost", 1), event("RolledBack", 1))
+    until(lambda: webhook.attempts >= 2, bridge.log.read_text)
+    webhook.answer = "stall"
+    until(lambda: "no answer within 0.5 s" in bridge.log.read_text(), bridge.log.read_text)
+    webhook.answer = 200
+    bridge.tell(event("ClusterPaused", 1))
+    wanted = ["e-NodeLost-1", "e-RolledBack-1", "e-ClusterPaused-1"]
+    until(lambda: len(webhook.taken) >= 3, bridge.log.read_text)
+    assert webhook.taken == wanted
+    assert webhook.headers[0]["Authorization"] == "Bearer s3cret"
+    assert bridge.end() == 0
+    assert bridge.buried() == []
+
+
+def test_what_is_refused_or_finds_no_room_is_in_the_file(start: Start, webhook: Webhook) -> None:
+    bridge = start("--queue", "1", "--finish-s", "0.2")
+    webhook.answer = 400
+    bridge.tell(event("NodeLost", 1))
+    until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)
+    assert bridge.buried()[0] == ("e-NodeLost-1", "the webhook answered 400; attempts: 1")
+    webhook.answer = "stall"
+    bridge.tell(event("NodeLost", 2))
+    until(lambda: webhook.attempts == 2, bridge.log.read_text)
+    bridge.tell(event("NodeLost", 3), event("NodeLost", 4))
+    until(lambda: len(bridge.buried()) == 2, bridge.log.read_text)
+    assert bridge.buried()[1] == ("e-NodeLost-4", "the queue is full: 1 alerts wait for the webhook")
+    assert bridge.end() == 1
+    stopped = "the bridge was stopped before the webhook took it"
+    assert bridge.buried()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
+
+
+def test_sigterm_lets_the_webhook_take_what_waits(start: Start, webhook: Webhook) -> None:
+    bridge = start("--finish-s", "30", "--give-up-s", "60")
+    webhook.answer = 503
+    bridge.tell(event("NodeLost", 1), event("NodeLost", 2))
+    until(lambda: webhook.attempts >= 1, bridge.log.read_text)
+    bridge.process.send_signal(signal.SIGTERM)
+    webhook.answer = 200
+    assert bridge.process.wait(LIMIT_S) == 0
+    assert webhook.taken == ["e-NodeLost-1", "e-NodeLost-2"]
+
+
+def test_what_is_given_up_is_in_the_file_and_a_broker_that_was_away_is_said(
+    start: Start, webhook: Webhook, mosquitto: RunningBroker
+) -> None:
+    bridge = start("--give-up-s", "0")
+    webhook.answer = 503
+    bridge.tell(event("NodeLost", 1))
+    until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)
+    mosquitto.kill()
+    mosquitto.start()
+    until(lambda: '"gap"' in bridge.log.read_text(), bridge.log.read_text)
+    webhook.answer = 200
+    bridge.tell(event("NodeLost", 2))
+    until(lambda: webhook.taken == ["e-NodeLost-2"], bridge.log.read_text)
+    assert bridge.end() == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is no address of a webhook"),
+        (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is no address of a webhook"),
+        (["--webhook", "http://x", "--filter", "severity=loud"], "there is no severity 'loud'"),
+        (["--webhook", "http://x", "--token-file", "missing"], "--token-file: missing cannot be read"),
+        (["--webhook", "http://x", "--dead-letters", "/proc/none/file"], "--dead-letters"),
+        (["--webhook", "http://x", "--dead-letters", "/dev/null"], "does not answer"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ftd.observe.bridge.daemon.CONNECT_S", 0.5)
+    code, _, err = ftd_here(
+        "bridge", *arguments, "--broker", "mqtt://127.0.0.1:9", patch=monkeypatch, said=capsys
+    )
+    assert code in (2, 3)
+    assert err.startswith("ftd: ") and says in err
+
+
+def test_the_recipe_is_one(start: Start, webhook: Webhook) -> None:
+    """Its filters, as they are written, with this webhook and this broker."""
+    [command] = re.findall(r"^ftd bridge (.*)$", PAGE, re.MULTILINE)
+    filters = re.findall(r"--filter '([^']+)'", command)
+    assert re.sub(r"--filter '[^']+'", "", command).split() == ["--webhook", "http://127.0.0.1:9095/alerts"]
+    bridge = start(*(word for text in filters for word in ("--filter", text)))
+    bridge.tell(event("StepCommitted"), event("RecoveryCompleted"), event("NodeLost"))
+    until(lambda: len(webhook.taken) == 2, bridge.log.read_text)
+    assert webhook.taken == ["e-RecoveryCompleted-0", "e-NodeLost-0"]
+
+
+@pytest.mark.processes
+def test_dead_letters_are_posted_later(webhook: Webhook, tmp_path: Path) -> None:
+    missing = [program for program in ("jq", "curl") if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"{' and '.join(missing)} not installed (tools/install-mosquitto brings jq by apt)")
+    letters = tmp_path / "ftd-dead-letters.jsonl"
+    bodies = [alert_body(message(name), "lab") for name in ("NodeLost", "RolledBack")]
+    letters.write_text("".join(json.dumps({"at": "", "why": "", "body": body}) + "\n" for body in bodies))
+    [command] = LATER
+    command = command.replace("http://127.0.0.1:9095/alerts", webhook.url)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=LIMIT_S, check=True)
+    assert webhook.taken == ["e-NodeLost-0", "e-RolledBack-0"]
+    assert not (tmp_path / "still-dead.jsonl").exists()

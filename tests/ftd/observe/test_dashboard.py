@@ -1,0 +1,563 @@
+"""The dashboard without a browser: what it knows, what it sends, whom it lets in."""
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftd.config.daemon import daemon_config
+from ftd.config.dashboard import DashboardPlace
+from ftd.coordinator.journal import Journal
+from ftd.errors import ConfigurationError
+from ftd.observe.dashboard import feed as feeds
+from ftd.observe.dashboard.assets import PLOTLY
+from ftd.observe.dashboard.dashboard import Dashboard
+from ftd.observe.dashboard.feed import Feed, Gone
+from ftd.observe.dashboard.layout import buckets, what_each_keeps, withstands
+from ftd.observe.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, Model
+from ftd.observe.dashboard.server import DashboardServer
+from ftd.observe.dashboard.trend import Point, Trend
+from ftd.transport.wire.public import EventMessage
+from tests.helpers.crowd_of_nodes import Json, committed, event, pipelines_of, recovery, snapshot_of, state_of
+
+NAMES = ["node-0", "node-1", "node-2", "node-3"]
+TOKEN = "a-token-of-some-length"
+
+
+# --- what it knows ---------------------------------------------------------------------------------
+
+
+def patched(document: Json, delta: Json) -> Json:
+    """What the page does with a delta (``store.js``)."""
+    made = {**document, "nodes": dict(document["nodes"]), "state": document["state"] | delta.get("state", {})}
+    for name, node in delta.get("nodes", {}).items():
+        made["nodes"].pop(name, None)
+        if node is not None:
+            made["nodes"][name] = node
+    first, points = delta.get("trend", (len(document["trend"][1]), []))
+    made["trend"] = [0, [*document["trend"][1][:first], *points]]
+    for part in ("events", "marks", "recoveries"):
+        made[part] = [*document[part], *delta.get(part, [])]
+    for part in ("recovery", "where", "evaluations"):
+        made[part] = delta.get(part, document[part])
+    return made
+
+
+def copied(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("commit"), st.floats(0.1, 3.0)),
+        st.tuples(st.just("evaluate"), st.none()),
+        st.tuples(st.just("lose"), st.sampled_from(NAMES)),
+        st.tuples(st.just("state"), st.sets(st.sampled_from(NAMES))),
+        st.tuples(st.just("back"), st.integers(1, 5)),
+        st.tuples(st.just("snapshot"), st.sampled_from(NAMES)),
+        st.tuples(st.just("take"), st.none()),
+    ),
+    max_size=30,
+)
+
+
+@given(happened=STEPS)
+def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
+    happened: list[tuple[str, Any]],
+) -> None:
+    model = Model()
+    model.trend = Trend(8)
+    model.on_state(state_of(NAMES))
+    model.take()
+    page = copied(model.document())
+    step, at_s, generation = 0, 0.0, 1
+    for what, value in [*happened, ("take", None)]:
+        at_s += 1.0
+        match what:
+            case "commit":
+                step, at_s = step + 1, at_s + value
+                model.on_event(committed(step, at_s, step_s=value), own=True)
+            case "evaluate":
+                model.on_event(event("Evaluated", at_s, step=step, loss=0.5, metrics={}), own=True)
+            case "lose":
+                generation += 1
+                for told in recovery(generation, [value], at_s, step):
+                    model.on_event(told, own=True)
+            case "state":
+                model.on_state(state_of(NAMES, lost=tuple(value)))
+            case "snapshot":
+                model.on_state({**state_of(NAMES), "snapshot": snapshot_of(2, (value,))})
+            case "back":
+                undone = min(step, value)
+                step -= undone
+                model.on_event(
+                    event("RolledBack", at_s, step=step, from_step=step + undone, to_step=step, undone=undone,
+                          tier="memory", sources=[]),
+                    own=True,
+                )  # fmt: skip
+            case "take":
+                page = patched(page, copied(model.take() or {}))
+    now = copied(model.document())
+    assert page == {**now, "oldest": page["oldest"]}
+    assert model.take() is None
+
+
+def test_evaluations_are_kept_until_they_are_undone_or_another_job_begins() -> None:
+    model = Model()
+
+    def evaluate(step: int) -> None:
+        told = event("Evaluated", float(step), step=step, loss=1 / step, metrics={"accuracy": 0.5})
+        model.on_event(told, own=True)
+
+    def steps() -> list[int]:
+        return [one["step"] for one in model.document()["evaluations"]]
+
+    for step in (10, 20, 30):
+        evaluate(step)
+    first = model.document()["evaluations"][0]
+    assert (first["step"], first["loss"], first["metrics"]) == (10, 0.1, {"accuracy": 0.5})
+    model.on_event(event("RolledBack", 31.0, step=20, to_step=20), own=True)
+    assert steps() == [10, 20]
+    for step in range(30, 3000, 10):
+        evaluate(step)
+    assert len(steps()) <= MOST_EVALUATIONS and steps()[-1] == 2990 and steps() == sorted(steps())
+    assert steps()[0] < 500, "thinned out, and not cut off"
+    model.on_event(event("JobSubmitted", 3000.0), own=True)
+    assert steps() == []
+
+
+def test_the_trend_has_tokens_and_the_learning_rate() -> None:
+    trend = Trend(4)
+    for number in range(1, 6):
+        trend.commit(number, float(number), 1.0, 0.5, 32.0, tokens_per_s=1000.0, learning_rate=1 / number)
+    assert sum(point[7] or 0.0 for point in trend.points) == 5 * 500.0
+    assert trend.points[-1][8] == 1 / 5 and len(trend.points) < 5
+
+
+def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
+    model = Model()
+    model.on_state(state_of(NAMES))
+    model.on_event(event("ChaosInjected", 9.9, node="node-2", source="node/node-2", fault="kill"), own=False)
+    told = recovery(2, ["node-2"], 10.0)
+    shown = []
+    for message in told:
+        model.on_event(message, own=True)
+        running = model.running
+        shown.append(None if running is None else [name for name, _, _ in running["phases"]])
+    quiesced = ["detect", "quiesce", "plan"]
+    assert shown == [
+        None,
+        ["detect", "quiesce"],
+        quiesced,
+        [*quiesced, "state"],
+        [*quiesced, "state", "resume"],
+        None,
+    ]
+    (over,) = model.recoveries.done
+    assert over["detect_ms"] == pytest.approx(100)
+    assert over["losses"][0]["said"] == "the broker lost the session of node-2"
+    assert over["decision"] == "because of Quiesced"
+    assert over["failure"] and over["what"] == "lost"
+
+
+def test_a_failure_on_the_way_keeps_the_beginning_and_counts_the_tries() -> None:
+    model = Model()
+    for message in recovery(2, ["node-1"], 10.0)[:3]:
+        model.on_event(message, own=True)
+    for message in recovery(3, ["node-2"], 11.0)[:2]:
+        model.on_event(message, own=True)
+    running = model.running
+    assert running is not None and running["tries"] == 2
+    assert [loss["node"] for loss in running["losses"]] == ["node-1", "node-2"]
+    assert running["phases"][0][1] == model.document()["events"][0]["at"]
+    stale = recovery(2, ["node-1"], 12.0)[3]
+    model.on_event(stale, own=True)
+    assert [name for name, _, _ in running["phases"]] == ["quiesce"]
+
+
+def test_the_events_of_a_recovery_are_one_chapter() -> None:
+    model = Model()
+    told = recovery(2, ["node-2"], 10.0)
+    later = [
+        EventMessage(**{f: getattr(m, f) for f in m.__struct_fields__} | {"cause": f"c-other-{i}"})
+        for i, m in enumerate(told[2:])
+    ]
+    for message in [*told[:2], *later]:
+        model.on_event(message, own=True)
+    assert {e["chapter"] for e in model.document()["events"]} == {"c-2"}
+
+
+def test_what_a_node_says_is_listed_small_and_believed_of_nothing_else() -> None:
+    model = Model()
+    model.on_state(state_of(NAMES))
+    lie = recovery(2, ["node-2"], 1.0)[-1]
+    broken = event("RecoveryCompleted", 1.0, source="node/x", recovery={"nodes": 7}, reason="x" * 100_000)
+    flood = event("TrainerStarted", 1.0, source="node/x", device=0, junk="y" * 100_000)
+    for message in (lie, broken, flood):
+        model.on_event(message, own=False)
+    document = model.document()
+    assert document["recoveries"] == [] and document["marks"] == []
+    assert len(document["events"]) == 3
+    assert len(json.dumps(document["events"])) < 10_000
+
+
+def test_memory_is_bounded_and_older_events_come_in_pages() -> None:
+    model = Model()
+    for number in range(MOST_EVENTS + 50):
+        model.on_event(event("NodeDraining", number, node="node-1", cause=f"c-{number}"), own=True)
+    document = model.document()
+    assert document["oldest"] == 51
+    numbers = [e["n"] for e in document["events"]]
+    assert numbers == list(range(MOST_EVENTS + 51 - FIRST_EVENTS, MOST_EVENTS + 51))
+    page = model.events_before(numbers[0])
+    assert [e["n"] for e in page] == list(range(numbers[0] - PAGE, numbers[0]))
+    assert model.events_before(51) == [] and model.events_before(0) == []
+    assert [e["n"] for e in model.events_before(53)] == [51, 52]
+
+
+@given(
+    steps=st.lists(st.tuples(st.floats(0.01, 10), st.floats(0, 5)), min_size=1, max_size=60),
+    back=st.integers(0, 70),
+)
+def test_merging_and_rollbacks_keep_sums(steps: list[tuple[float, float]], back: int) -> None:
+    trend, at_s = Trend(8), 1000.0
+    for number, (step_s, pause_s) in enumerate(steps, 1):
+        at_s += step_s + pause_s
+        trend.commit(number, at_s, float(number), step_s, 32 / step_s)
+    assert len(trend.points) <= 8
+    whole = sum(p[4] or 0.0 for p in trend.points)
+    assert whole == pytest.approx(sum(s for s, _ in steps))
+    assert sum(p[6] or 0.0 for p in trend.points) == len(steps)
+    assert sum(p[3] or 0.0 for p in trend.points) == pytest.approx(32 * len(steps))
+    trend.roll_back(back)
+    left = sum(p[4] or 0.0 for p in trend.points)
+    assert left <= whole + 1e-9
+    assert back < len(steps) or left == pytest.approx(whole)
+    assert back > 0 or left == pytest.approx(0)
+    assert 0 <= goodput(trend.points) <= 1 + 1e-9
+
+
+def test_steps_that_were_heard_of_all_at_once_took_the_time_since_the_one_before() -> None:
+    trend = Trend()
+    for number in range(1, 11):
+        trend.commit(number, 1000.0 + number, 1.0, 1.0, 32.0)
+    for number in range(11, 31):  # The broker was away for 20 s.
+        trend.commit(number, 1030.5 + number / 1000, 1.0, 1.0, 32.0)
+    trend.commit(31, 1031.5, 1.0, 1.0, 32.0)
+    assert len(trend.points) == 12
+    step, _, _, samples, productive_s, elapsed_s, steps, _, _ = trend.points[10]
+    assert (step, samples, steps) == (30, 640, 20)
+    assert elapsed_s == pytest.approx(20.5, abs=0.1) and productive_s == pytest.approx(20)
+    assert goodput(trend.points) > 0.95
+
+
+def goodput(points: list[Point]) -> float:
+    """What the page says of these points (``figures.js``)."""
+    return sum(p[4] or 0.0 for p in points) / sum(p[5] or 0.0 for p in points)
+
+
+def test_a_loss_that_is_not_finite_is_a_gap() -> None:
+    trend = Trend()
+    trend.commit(1, 1.0, math.nan, 1.0, 32.0)
+    trend.commit(2, 2.0, None, 1.0, None)
+    assert [p[2] for p in trend.points] == [None, None]
+
+
+def test_buckets_say_who_keeps_what_and_what_that_withstands() -> None:
+    pipelines = [*pipelines_of(["a", "b"], 2, 8), *pipelines_of(["c", "d", "e", "f"], 4, 8)]
+    found = buckets(pipelines, "aec", {})
+    assert [(b["first_layer"], b["end_layer"], b["owners"]) for b in found] == [
+        (0, 2, ["a", "c"]),
+        (2, 4, ["a", "d"]),
+        (4, 6, ["b", "e"]),
+        (6, 8, ["b", "f"]),
+    ]
+    assert found[0]["withstands"] == "the loss of any one owner"
+    assert what_each_keeps("arc:2", 4) == "1/4 of it, copies of the next 2 owners'"
+    assert (
+        what_each_keeps("aec2+arc:1", 4)
+        == "1/4 of it, a copy of the next owner's, two parities of the others'"
+    )
+    assert withstands("none", 4, buddy=None) == "no loss"
+    assert withstands("aec+buddy", 1, buddy="b") == "its loss: b keeps a copy"
+    assert withstands("no such thing", 4, buddy=None) == "no loss"
+
+
+def test_where_a_snapshot_is_outlives_the_plan_that_it_was_taken_under() -> None:
+    model = Model()
+    model.on_state({**state_of(NAMES), "snapshot": snapshot_of(4)})
+    before = model.document()["where"]["buckets"]
+    model.on_state({**state_of(NAMES, lost=("node-3",)), "snapshot": snapshot_of(4, ("node-3",))})
+    where = model.document()["where"]
+    assert where["missing"] == ["node-3"] and where["buckets"] == before
+    assert any("node-3" in b["owners"] for b in where["buckets"])
+
+
+def test_a_restarted_coordinator_begins_with_what_its_journal_knows(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.record(event("JobSubmitted", 0.0, name="gpt", steps=9, job="gpt-1"))
+    for step in range(1, 1201):
+        journal.record(committed(step, float(step)))
+    for message in recovery(2, ["node-2"], 1300.0):
+        journal.record(message)
+    rows, stride = journal.sampled_steps(500)
+    assert stride == 3 and [row["step"] for row in rows] == list(range(3, 1201, 3))
+
+    async def scene() -> Json:
+        place = DashboardPlace(host="127.0.0.1", port=0, token=None, named=True)
+        dashboard = Dashboard(place, cluster="t")
+        await dashboard.start(journal, state_of(NAMES))
+        document = dashboard._model.document()
+        await dashboard.close()
+        return document
+
+    document = asyncio.run(scene())
+    journal.close()
+    assert [e["event"] for e in document["events"]][:2] == ["JobSubmitted", "NodeLost"]
+    assert len(document["recoveries"]) == 1 and document["recovery"] is None
+    points = document["trend"][1]
+    assert points[-1][0] == 1200 and sum(p[6] for p in points) == 1200
+    assert goodput(points) == pytest.approx(1.0)
+
+
+# --- what it sends ---------------------------------------------------------------------------------
+
+
+def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(feeds, "MOST_FRAMES", 4)
+    told: list[int] = []
+
+    def take() -> Json | None:
+        return {"n": len(told)} if told else None
+
+    async def scene() -> None:
+        feed = Feed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
+        assert feed.catch_up() == "run-0"
+        quick, slow = feed.follow("run-0"), feed.follow("run-0")
+
+        async def begin(page: AsyncIterator[bytes]) -> bytes:
+            return await anext(page)
+
+        first = [asyncio.ensure_future(begin(page)) for page in (quick, slow)]
+        await asyncio.sleep(0)
+        told.append(1)
+        feed.changed()
+        assert await first[0] == await first[1] == b'id: run-1\ndata: {"n":1,"quiet_s":0.0}\n\n'
+        for _ in range(6):
+            told.append(1)
+            feed.catch_up()
+            assert b"data:" in await anext(quick)
+        with pytest.raises(Gone):
+            await anext(slow)
+        for position in ("run-0", "other-7", "run-99", "", "run-x"):
+            with pytest.raises(Gone):
+                await anext(feed.follow(position))
+        resumed = feed.follow("run-5")
+        assert (await anext(resumed)).count(b"id: ") == 2
+        feed.close()
+        with pytest.raises(StopAsyncIteration):
+            await anext(quick)
+
+    asyncio.run(scene())
+
+
+# --- whom it lets in -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:9650", "10.0.0.1:1", "[::]:9650", "host.example:9650"])
+def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigurationError, match="everybody on the network") as error:
+        daemon_config({"dashboard": {"listen": listen}}, directory=tmp_path)
+    assert error.value.field == "ftd.toml: dashboard.token_file" and error.value.remedy
+    place = daemon_config({"dashboard": {"listen": listen, "token": TOKEN}}, directory=tmp_path).dashboard
+    assert place is not None and place.token == TOKEN
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"listen": "9650"}, "is no host:port"),
+        ({"listen": "127.0.0.1:70000"}, "is no host:port"),
+        ({"listen": "a b:1"}, "is no host:port"),
+        ({"token": "short"}, "at least 16"),
+        ({"token": "with spaces in it, and long"}, "at least 16"),
+        ({"token": TOKEN, "token_file": "t"}, "both"),
+        ({"token_file": "none"}, "cannot be read"),
+    ],
+)
+def test_a_configuration_that_cannot_work_names_the_field(tmp_path: Path, table: Json, words: str) -> None:
+    with pytest.raises(ConfigurationError, match=words) as error:
+        daemon_config({"dashboard": table}, directory=tmp_path)
+    assert str(error.value.field).startswith("ftd.toml: dashboard.")
+
+
+def test_it_is_on_on_loopback_and_can_be_turned_off(tmp_path: Path) -> None:
+    place = daemon_config({}, directory=tmp_path).dashboard
+    assert place is not None and (place.host, place.port, place.named) == ("127.0.0.1", 9650, False)
+    assert daemon_config({"dashboard": {"listen": ""}}, directory=tmp_path).dashboard is None
+
+
+def served(
+    work: Callable[[aiohttp.ClientSession, str], Coroutine[Any, Any, None]],
+    *,
+    token: str | None = TOKEN,
+    silence_s: float = 10.0,
+) -> None:
+    """``work`` with a client and the address of a page that has something to show."""
+
+    async def scene() -> None:
+        model = Model()
+        model.on_state(state_of(NAMES))
+        place = DashboardPlace(host="127.0.0.1", port=0, token=token, named=True)
+        feed = Feed(model.take, "run")
+        server = DashboardServer(place, model, feed, cluster="t", silence_s=silence_s)
+        await server.start()
+        jar = aiohttp.CookieJar(unsafe=True)
+        try:
+            timeout = aiohttp.ClientTimeout(total=60)
+            async with aiohttp.ClientSession(timeout=timeout, cookie_jar=jar) as client:
+                await work(client, f"http://127.0.0.1:{server.port}")
+        finally:
+            await server.close()
+
+    asyncio.run(scene())
+
+
+PATHS = ("/", "/now", "/stream", "/events?before=1", "/page/main.js", f"/{PLOTLY}", "/nothing")
+
+
+def test_nothing_is_shown_without_the_token() -> None:
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        for headers in (
+            {},
+            {"Authorization": TOKEN},
+            {"Authorization": f"Bearer {TOKEN}x"},
+            {"Cookie": f"ftd_0_0={TOKEN}"},
+            {"Authorization": "Bearer \udcff"},
+        ):
+            for path in PATHS:
+                async with client.get(url + path, headers=headers) as answer:
+                    assert answer.status == 401, path
+                    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                    assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
+                    said = await answer.text()
+                    assert "node-0" not in said and ("password" in said) == (path == "/")
+        right = {"Authorization": f"Bearer {TOKEN}"}
+        async with client.get(url + "/now", headers=right) as answer:
+            assert answer.status == 200 and "node-0" in await answer.text()
+        for method in ("POST", "PUT", "DELETE", "HEAD"):
+            async with client.request(method, url + "/now", headers=right) as answer:
+                assert answer.status == 405
+
+    served(work)
+
+
+def test_the_forms_token_becomes_a_cookie_that_is_not_the_token() -> None:
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        for form in ({"token": "wrong"}, {"other": TOKEN}):
+            async with client.post(url + "/login", data=form, allow_redirects=False) as answer:
+                assert answer.status == 303, await answer.text()
+                assert answer.headers["Location"] == "./#wrong" and "Set-Cookie" not in answer.headers
+        async with client.post(url + "/login", json={"token": TOKEN}) as answer:
+            assert answer.status == 415
+        async with client.post(url + "/login", data={"token": "x" * 10_000}) as answer:
+            assert answer.status == 413
+        async with client.post(url + "/login", data={"token": f" {TOKEN}\n"}) as answer:
+            assert answer.status == 200 and "node-tiles" in await answer.text()
+            cookie = answer.history[0].headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie and TOKEN not in cookie
+        async with client.get(url + "/now") as answer:
+            assert answer.status == 200
+
+    served(work)
+
+
+def test_on_loopback_only_requests_to_this_host_are_answered() -> None:
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        port = url.rpartition(":")[2]
+        for host, status in (
+            (f"127.0.0.1:{port}", 200),
+            ("localhost", 200),
+            (f"[::1]:{port}", 200),
+            ("evil.example", 403),
+            (f"127.0.0.1.evil.example:{port}", 403),
+            ("", 403),
+        ):
+            async with client.get(url + "/now", headers={"Host": host}) as answer:
+                assert answer.status == status, host
+
+    served(work, token=None)
+
+
+def test_files_are_compressed_and_kept_by_browsers() -> None:
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        async with client.get(url + "/page/main.js") as answer:
+            assert answer.headers["Content-Encoding"] == "gzip"
+            tag = answer.headers["ETag"]
+            assert answer.content_type == "text/javascript"
+        async with client.get(url + "/page/main.js", headers={"If-None-Match": tag}) as answer:
+            assert answer.status == 304
+        async with client.get(url + f"/{PLOTLY}") as answer:
+            assert "immutable" in answer.headers["Cache-Control"]
+            assert int(answer.headers["Content-Length"]) < 2_000_000
+            assert b"plotly.js" in await answer.read()
+        for path in (
+            "/page/../server.py",
+            "/page/%2e%2e%2fserver.py",
+            "/page/",
+            "/events",
+            "/events?before=x",
+        ):
+            async with client.get(url + path) as answer:
+                assert answer.status in (400, 404), path
+
+    served(work, token=None)
+
+
+def test_silent_strangers_are_cut_off_and_too_many_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 16  # Which are there before the first is cut off.
+    monkeypatch.setattr("ftd.observe.dashboard.server.MOST_CONNECTIONS", most)
+
+    async def work(client: aiohttp.ClientSession, url: str) -> None:
+        port = int(url.rpartition(":")[2])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(most)]
+        with pytest.raises(aiohttp.ClientError):
+            await client.get(url + "/now")
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        async with client.get(url + "/now", headers={"Authorization": f"Bearer {TOKEN}"}) as answer:
+            assert answer.status == 200
+
+    served(work, silence_s=2.0)
+
+
+def test_a_port_that_is_taken_stops_nobody_but_where_it_was_named(tmp_path: Path) -> None:
+    async def scene(named: bool) -> int:
+        blocker = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
+        port = blocker.sockets[0].getsockname()[1]
+        place = DashboardPlace(host="127.0.0.1", port=port, token=None, named=named)
+        model = Model()
+        server = DashboardServer(place, model, Feed(model.take, "run"), cluster="t")
+        try:
+            await server.start()
+            return server.port
+        finally:
+            await server.close()
+            blocker.close()
+
+    assert asyncio.run(scene(named=False)) == 0
+    with pytest.raises(ConfigurationError, match="cannot be served") as error:
+        asyncio.run(scene(named=True))
+    assert error.value.field == "dashboard.listen"

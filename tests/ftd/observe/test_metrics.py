@@ -1,0 +1,506 @@
+"""/metrics: what is counted, who may read it, and that dashboard and alerts use what exists."""
+
+import asyncio
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from ftd.config.daemon import daemon_config
+from ftd.config.metrics import MetricsPlace
+from ftd.errors import ConfigurationError
+from ftd.observe.goodput import Goodput
+from ftd.observe.metrics.cluster import ClusterMetrics
+from ftd.observe.metrics.common import MOST_EVENT_NAMES
+from ftd.observe.metrics.node import NodeMetrics, NodeNow
+from ftd.observe.metrics.server import MOST_CONNECTIONS, MetricsServer
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.wire.public import EventMessage
+from statemachine.agent.events import TrainerReported, TrainerUp
+from statemachine.cluster.machine import ClusterMachine
+from statemachine.effects import EmitEvent, PublishNode, SendSignal
+from statemachine.events import BrokerLost
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.trainer import Snapped, Stepped
+from statemachine.messages.values import NodeState, Vote
+from statemachine.timing import Timing
+
+ROOT = Path(__file__).resolve().parents[3]
+MONITORING = ROOT / "examples" / "monitoring"
+STAMP: dict[str, Any] = {"at": 1.0, "cause": "c"}
+RECOVERY = {
+    "cause": "node_lost",
+    "tier": "live_replica",
+    "total_ms": 250.0,
+    "quiesce_ms": 25.0,
+    "plan_ms": 4.0,
+    "state_ms": 31.0,
+    "resume_ms": 190.0,
+    "recomputed_steps": 1,
+    "bytes_moved": 300,
+}
+
+
+# --- what is counted -----------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cluster(clock: Clock) -> ClusterMetrics:
+    """Of a coordinator that has just started."""
+    machine = ClusterMachine(Timing())
+    return ClusterMetrics(
+        state=machine.public_state,
+        clock=clock,
+        connected=lambda: True,
+        leading=lambda: False,
+        internal_errors=lambda: 2,
+    )
+
+
+def emit(metrics: ClusterMetrics, name: str, step: int | None = None, /, **details: Any) -> None:
+    metrics.emitted(EmitEvent(cause="c", name=name, reason="", step=step, details=details))
+
+
+def commit(metrics: ClusterMetrics, step: int, step_s: float | None = 1.0) -> None:
+    emit(metrics, "StepCommitted", step, skipped=False, step_s=step_s)
+
+
+def value(metrics: ClusterMetrics | NodeMetrics, name: str, **labels: str) -> float | None:
+    return metrics.own.registry.get_sample_value(name, labels)
+
+
+def test_a_coordinator_that_has_just_started_tells_what_is_so(cluster: ClusterMetrics) -> None:
+    assert value(cluster, "ftd_cluster_phase", phase="WAITING") == 1
+    assert value(cluster, "ftd_cluster_phase", phase="RUNNING") == 0
+    assert value(cluster, "ftd_nodes", state="HEALTHY") == 0
+    assert value(cluster, "ftd_broker_connected", component="coordinator") == 1
+    assert value(cluster, "ftd_leading") == 0 and value(cluster, "ftd_takeovers_total") == 0
+    emit(cluster, "LeaderElected", leader="b", term=2, took_s=0.1)
+    assert value(cluster, "ftd_takeovers_total") == 1
+    assert value(cluster, "ftd_internal_errors_total") == 2
+    assert value(cluster, "ftd_snapshot_interval_steps") == 0
+    for absent in ("ftd_loss", "ftd_goodput_ratio", "ftd_snapshot_age_seconds", "ftd_job_steps"):
+        assert value(cluster, absent) is None
+
+
+def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMetrics, clock: Clock) -> None:
+    for step in range(1, 11):
+        clock.now = 100.0 + step
+        commit(cluster, step)
+    assert value(cluster, "ftd_goodput_ratio") == pytest.approx(1.0)
+    assert value(cluster, "ftd_step_seconds_sum") == pytest.approx(10.0)
+    clock.now = 120.0
+    emit(cluster, "NodeLost", how="last_will", detected_at=1.0, incarnation=1)
+    emit(cluster, "RolledBack", 6, from_step=10, to_step=6, undone=4, tier="decoded", sources=[])
+    emit(cluster, "RecoveryCompleted", recovery={**RECOVERY, "tier": "decoded"})
+    assert value(cluster, "ftd_goodput_ratio") == pytest.approx(6 / 20)
+    assert value(cluster, "ftd_undone_steps_total") == 4
+    assert value(cluster, "ftd_undone_seconds_total") == pytest.approx(4.0)
+    assert value(cluster, "ftd_recomputed_steps_total") == 1
+    assert value(cluster, "ftd_nodes_lost_total", how="last_will") == 1
+    assert value(cluster, "ftd_recoveries_total", cause="node_lost", tier="decoded") == 1
+    assert value(cluster, "ftd_recovery_seconds_sum", cause="node_lost") == pytest.approx(0.25)
+    assert value(cluster, "ftd_recovery_seconds_bucket", cause="node_lost", le="0.1") == 0
+    assert value(cluster, "ftd_recovery_seconds_bucket", cause="node_lost", le="0.25") == 1
+    phases = ("quiesce", "plan", "state", "resume")
+    told = sum(value(cluster, "ftd_recovery_phase_seconds_sum", phase=phase) or 0.0 for phase in phases)
+    assert told == pytest.approx(0.25)
+    assert value(cluster, "ftd_recovery_moved_bytes_total") == 300
+
+
+def test_snapshots_checkpoints_and_trouble_are_counted(cluster: ClusterMetrics, clock: Clock) -> None:
+    emit(cluster, "SnapshotCompleted", 5, copy_s=0.2, stall_s=0.003, took_s=0.5)
+    emit(cluster, "SnapshotGivenUp", 6, kept_step=5)
+    emit(cluster, "CheckpointCompleted", 5, took_s=2.0, size_bytes=1, pruned=[])
+    emit(cluster, "CheckpointGivenUp", 5, kept_step=None)
+    emit(cluster, "TrainerLost", device=0, cause="hung", detail="")
+    emit(cluster, "MessageIgnored", why="w", count=1)
+    emit(cluster, "MessageRefused", topic="t", why="w")
+    emit(cluster, "BrokerLost")
+    for name in (
+        "ftd_snapshots_completed_total",
+        "ftd_snapshots_given_up_total",
+        "ftd_checkpoints_written_total",
+        "ftd_checkpoints_given_up_total",
+        "ftd_messages_ignored_total",
+        "ftd_messages_refused_total",
+        "ftd_broker_losses_total",
+        "ftd_snapshot_seconds_count",
+        "ftd_checkpoint_seconds_count",
+    ):
+        assert value(cluster, name) == 1, name
+    assert value(cluster, "ftd_snapshot_stall_seconds_sum") == pytest.approx(0.003)
+    assert value(cluster, "ftd_trainers_lost_total", cause="hung") == 1
+    assert value(cluster, "ftd_events_total", event="BrokerLost") == 1
+
+
+def test_a_job_that_is_over_keeps_its_goodput_and_the_next_has_its_own(
+    cluster: ClusterMetrics, clock: Clock
+) -> None:
+    for step in (1, 2):
+        clock.now += 2.0
+        commit(cluster, step)
+    emit(cluster, "JobFinished", checksum="")
+    clock.now += 100.0
+    assert value(cluster, "ftd_goodput_ratio") == pytest.approx(2 / 3)
+    emit(cluster, "JobSubmitted", name="next", steps=3, job="next-1")
+    assert value(cluster, "ftd_goodput_ratio") is None
+    commit(cluster, 1, None)
+    assert value(cluster, "ftd_goodput_ratio") == 1.0
+    assert value(cluster, "ftd_step_seconds_count") == 2, "a step whose time is not known is not timed"
+
+
+def heard(name: str, **details: Any) -> EventMessage:
+    return EventMessage(
+        event=name,
+        node="n",
+        generation=None,
+        step=None,
+        reason="",
+        at="",
+        monotonic=0.0,
+        cause="",
+        details=details,
+        source="node/n",
+    )
+
+
+def test_what_nodes_say_cannot_fill_the_coordinator(cluster: ClusterMetrics) -> None:
+    cluster.heard(heard("TrainerStarted"))
+    cluster.heard(heard("MessageRefused", held_back=4))
+    for nonsense in (10**30, -1, "7", None, [1]):
+        cluster.heard(heard("ChaosInjected", held_back=nonsense))
+    cluster.heard(heard('Evil"} 1\nftd_step 7'))
+    for number in range(3 * MOST_EVENT_NAMES):
+        cluster.heard(heard("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
+    assert value(cluster, "ftd_events_total", event="TrainerStarted") == 1
+    assert value(cluster, "ftd_events_total", event="MessageRefused") == 5
+    assert value(cluster, "ftd_events_total", event="ChaosInjected") == 5
+    (family,) = (f for f in cluster.own.registry.collect() if f.name == "ftd_events")
+    assert len(family.samples) <= MOST_EVENT_NAMES + 1
+    assert (value(cluster, "ftd_events_total", event="other") or 0) > MOST_EVENT_NAMES
+    assert value(cluster, "ftd_messages_refused_total") == 0, "that is for the node to tell"
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("commit"), st.floats(0.0, 10.0), st.floats(0.0, 10.0)),
+            st.tuples(st.just("back"), st.integers(0, 5), st.floats(0.0, 10.0)),
+        ),
+        max_size=40,
+    )
+)
+def test_goodput_is_the_time_of_the_steps_that_are_left(happened: list[tuple[str, Any, float]]) -> None:
+    """Against a list of the steps that count."""
+    goodput, left, now, began = Goodput(), [], 0.0, None
+    for what, number, passed_s in happened:
+        now += passed_s
+        if what == "commit":
+            began = now - number if began is None else began
+            left.append(number)
+            goodput.commit(len(left), number, now)
+        else:
+            undone_s = sum(left[len(left) - number :]) if 0 < number <= len(left) else 0.0
+            if number <= len(left):
+                del left[len(left) - number :]
+                assert goodput.roll_back(len(left)) == pytest.approx(undone_s, abs=1e-9)
+    ratio = goodput.ratio(now)
+    assert (ratio is None) == (began is None)
+    if began is not None and ratio is not None:
+        assert 0.0 <= ratio <= 1.0
+        if now - began > 1e-6 and sum(left) <= now - began:
+            assert ratio == pytest.approx(sum(left) / (now - began), abs=1e-6)
+
+
+def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
+    now = NodeNow(
+        connected=False,
+        internal_errors=1,
+        trainers=2,
+        sent_bytes=7,
+        unauthorised=3,
+        rendezvous_refused=4,
+        snapshot_limit_bytes=99,
+    )
+    node = NodeMetrics(2, lambda: now)
+    lost = TrainerLost(generation=1, device=1, cause="exited", detail="")
+    for it in (
+        TrainerUp(**STAMP, device=0, pid=1),
+        TrainerUp(**STAMP, device=1, pid=2),
+        TrainerReported(
+            **STAMP,
+            device=1,
+            report=Stepped(
+                generation=1,
+                step=3,
+                vote=Vote(loss=1.0, gradient_norm=1.0, skipped=False),
+                step_s=0.2,
+                bubble_s=0.0,
+                microbatch_ms=50.0,
+            ),
+        ),
+        TrainerReported(
+            **STAMP,
+            device=0,
+            report=Snapped(generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4),
+        ),
+        SendSignal(cause="c", signal=lost),
+        SendSignal(cause="c", signal=lost),  # Said again to a coordinator that was away.
+        TrainerUp(**STAMP, device=1, pid=3),
+        BrokerLost(**STAMP),
+        PublishNode(cause="c", state=NodeState.UNHEALTHY, generation=4, step=3, reason=""),
+    ):
+        node.note(it)
+    node.told(EmitEvent(cause="c", name="MessageRefused", reason=""))
+    assert value(node, "ftd_trainer_restarts_total", device="0") == 0
+    assert value(node, "ftd_trainer_restarts_total", device="1") == 1
+    assert value(node, "ftd_trainer_failures_total", cause="exited") == 1
+    assert value(node, "ftd_trainer_step_seconds_sum", device="1") == pytest.approx(0.2)
+    assert value(node, "ftd_trainer_microbatch_seconds", device="1") == pytest.approx(0.05)
+    assert value(node, "ftd_trainer_snapshot_bytes_total") == 10
+    assert value(node, "ftd_node_state", state="UNHEALTHY") == 1
+    assert value(node, "ftd_node_generation") == 4
+    assert value(node, "ftd_node_sent_bytes_total") == 7
+    assert value(node, "ftd_node_unauthorised_total") == 3
+    assert value(node, "ftd_broker_connected", component="node") == 0
+    assert value(node, "ftd_broker_losses_total") == 1
+    assert value(node, "ftd_messages_refused_total") == 1
+
+
+# --- who may read it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("table", ["node", "coordinator"])
+def test_nothing_is_served_unless_a_port_is_named(tmp_path: Path, table: str) -> None:
+    config = daemon_config({table: {"metrics_host": "0.0.0.0"}}, directory=tmp_path)
+    assert config.node_metrics is None and config.coordinator_metrics is None
+    config = daemon_config({table: {"metrics_port": 9640, "metrics_host": "::1"}}, directory=tmp_path)
+    places = [p for p in (config.node_metrics, config.coordinator_metrics) if p is not None]
+    assert [(p.host, p.port, p.token) for p in places] == [("::1", 9640, None)]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "host.example", "", "127.0.0.1.example"])
+def test_beyond_loopback_only_with_a_token(tmp_path: Path, host: str) -> None:
+    table = {"metrics_port": 9640, "metrics_host": host}
+    with pytest.raises(ConfigurationError, match="bearer token") as error:
+        daemon_config({"node": table}, directory=tmp_path)
+    assert error.value.field == "ftd.toml: node.metrics_token_file"
+    token = tmp_path / "token"
+    token.write_text("s3cret-token==\n")
+    token.chmod(0o600)
+    place = daemon_config({"node": {**table, "metrics_token_file": "token"}}, directory=tmp_path).node_metrics
+    assert place is not None and place.token == "s3cret-token=="
+
+
+@pytest.mark.parametrize(
+    ("table", "content", "mode", "words"),
+    [
+        ({"metrics_port": 70000}, "t", 0o600, "is no port"),
+        ({"metrics_port": -1}, "t", 0o600, "is no port"),
+        ({"metrics_port": 9640, "metrics_token_file": "none"}, "t", 0o600, "cannot be read"),
+        ({"metrics_port": 9640, "metrics_token_file": "token"}, "t", 0o644, "by everybody"),
+        ({"metrics_port": 9640, "metrics_token_file": "token"}, "", 0o600, "is empty"),
+        ({"metrics_port": 9640, "metrics_token_file": "token"}, "two words", 0o600, "characters"),
+        ({"metrics_port": 9640, "metrics_token_file": "token"}, "schlüssel", 0o600, "characters"),
+    ],
+)
+def test_a_configuration_that_cannot_work_names_the_field(
+    tmp_path: Path, table: dict[str, Any], content: str, mode: int, words: str
+) -> None:
+    (tmp_path / "token").write_text(content)
+    (tmp_path / "token").chmod(mode)
+    with pytest.raises(ConfigurationError, match=words) as error:
+        daemon_config({"coordinator": table}, directory=tmp_path)
+    assert str(error.value.field).startswith("ftd.toml: coordinator.metrics_")
+
+
+def served(
+    work: Callable[[aiohttp.ClientSession, str, MetricsServer], Coroutine[Any, Any, None]],
+    token: str | None = "sesame",
+    **options: float,
+) -> None:
+    """``work`` with a client, the address and a server that has one metric."""
+    registry = CollectorRegistry()
+    Gauge("ftd_one", "One.", registry=registry).set(1)
+    place = MetricsPlace(host="127.0.0.1", port=free_port(), token=token, field="node.metrics_port")
+
+    async def scene() -> None:
+        server = MetricsServer(place, registry, **options)
+        await server.start()
+        try:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60)) as client:
+                await work(client, f"http://127.0.0.1:{place.port}", server)
+        finally:
+            await server.close()
+
+    asyncio.run(scene())
+
+
+def test_only_the_token_opens_and_only_get_is_answered() -> None:
+    async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
+        right = {"Authorization": "Bearer sesame"}
+        for headers in ({}, {"Authorization": "sesame"}, {"Authorization": "Bearer sesam"}, {"X": "y"}):
+            for path in ("/metrics", "/", "/nothing"):
+                async with client.get(url + path, headers=headers) as answer:
+                    assert answer.status == 401, path
+                    assert answer.headers["WWW-Authenticate"] == "Bearer"
+        for method, path, status in (
+            ("GET", "/metrics", 200),
+            ("GET", "/", 404),
+            ("POST", "/metrics", 405),
+            ("HEAD", "/metrics", 405),
+            ("DELETE", "/metrics", 405),
+        ):
+            async with client.request(method, url + path, headers=right) as answer:
+                assert answer.status == status, (method, path)
+                assert answer.headers["Connection"] == "close"
+        await asyncio.sleep(0.11)  # What was rendered before is given for so long.
+        async with client.get(url + "/metrics", headers=right) as answer:
+            told = {s.name: s.value for f in parse_text(await answer.text()) for s in f.samples}
+        assert told["ftd_one"] == 1 and told["ftd_metrics_unauthorised_total"] == 12
+
+    served(work)
+
+
+def test_both_formats_are_what_they_say() -> None:
+    async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
+        for accept, parse, kind in (
+            ("*/*", parse_text, "text/plain"),
+            ("application/openmetrics-text;version=1.0.0,text/plain;q=0.5", parse_openmetrics, "openmetrics"),
+            ("application/openmetrics-text;version=nonsense", parse_openmetrics, "openmetrics"),
+        ):
+            async with client.get(url + "/metrics", headers={"Accept": accept}) as answer:
+                assert answer.status == 200 and kind in answer.headers["Content-Type"]
+                names = {family.name for family in parse(await answer.text())}
+                assert {"ftd_one"} <= names
+
+    served(work, token=None)
+
+
+def test_strangers_cannot_keep_it_from_answering() -> None:
+    """They take all connections and say nothing, or too much: they are cut off, and it answers again."""
+
+    async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
+        port = int(url.rpartition(":")[2])
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS)]
+        with pytest.raises(aiohttp.ClientError):
+            await client.get(url + "/metrics")
+        for reader, writer in idle:
+            assert await asyncio.wait_for(reader.read(), 60) == b""
+            writer.close()
+        async with client.get(url + "/metrics", headers={"Authorization": "Bearer sesame"}) as answer:
+            assert answer.status == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * 100_000 + b"\r\n\r\n")
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+
+    served(work, lifetime_s=2.5)
+
+
+def test_a_port_that_is_taken_is_a_clear_error() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        place = MetricsPlace(
+            host="127.0.0.1", port=taken.getsockname()[1], token=None, field="node.metrics_port"
+        )
+        with pytest.raises(ConfigurationError, match="metrics cannot be served") as error:
+            asyncio.run(MetricsServer(place, CollectorRegistry()).start())
+    assert error.value.field == "node.metrics_port"
+
+
+def test_the_configuration_in_the_documentation_is_accepted(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
+    config = daemon_config(tomllib.loads(block), directory=tmp_path)
+    places = (config.coordinator_metrics, config.node_metrics)
+    assert [place and place.port for place in places] == [9640, 9641]
+
+
+# --- dashboard and alerts ------------------------------------------------------------------------
+
+
+def documented() -> dict[str, tuple[str, str]]:
+    """Name → type and labels, as docs/metrics.md has them."""
+    rows = re.findall(
+        r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+    )
+    return {name: (kind, labels.strip()) for name, kind, labels in rows}
+
+
+def expressions(of: Any) -> list[str]:
+    if isinstance(of, dict):
+        own = [of["expr"]] if "expr" in of else []
+        return own + [e for inner in of.values() for e in expressions(inner)]
+    return [e for inner in of for e in expressions(inner)] if isinstance(of, list) else []
+
+
+def test_dashboard_and_alerts_use_what_exists() -> None:
+    known = documented()
+    series = set(known)
+    for name, (kind, _) in known.items():
+        if kind == "histogram":
+            series |= {f"{name}_{part}" for part in ("bucket", "sum", "count")}
+    dashboard = expressions(json.loads((MONITORING / "grafana.json").read_text()))
+    alerts = re.findall(r"expr: (.*)", (MONITORING / "alerts.yml").read_text())
+    assert len(dashboard) > 30 and len(alerts) > 10
+    for expression in (*dashboard, *alerts):
+        used = set(re.findall(r"\bftd_\w+", expression))
+        assert used - series == set(), expression
+        labels = set(re.findall(r"(\w+)=~?\"|(\w+)!=\"", expression))
+        allowed = {"instance", "job"} | {
+            label for name in used for label in re.findall(r"`(\w+)`", known.get(name, ("", ""))[1])
+        }
+        assert {a or b for a, b in labels} <= allowed, expression
+
+
+def test_every_alert_is_documented() -> None:
+    rules = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yml").read_text())
+    rows = re.findall(r"^\| `(Ftd\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    assert rules == rows
+
+
+def promtool(*arguments: str) -> None:
+    found = shutil.which("promtool") or shutil.which("promtool", path=str(Path(sys.executable).parent))
+    if found is None:
+        pytest.skip("promtool is not installed (tools/install-promtool brings it where apt has it)")
+    done = subprocess.run([found, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.processes
+def test_promtool_finds_the_rules_sound() -> None:
+    promtool("check", "rules", str(MONITORING / "alerts.yml"))
+    promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
+
+
+@pytest.mark.processes
+def test_the_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool("test", "rules", str(Path(__file__).with_name("alerts_test.yml")))

@@ -1,0 +1,289 @@
+"""The writer's process: every step once, whoever is killed, deposed, rolled back or out of room."""
+
+import fcntl
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from ftd.observe.tracking.protocol import Failed, Missing, Restored, Skipped
+from ftd.observe.tracking.writer import INCOMPLETE
+from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
+from tests.helpers.tracking_logs import (
+    JOB,
+    Keeper,
+    WriterProcess,
+    WriterThread,
+    details_of,
+    event,
+    logged_steps,
+    plotted,
+    steps_of,
+    until,
+)
+from tests.helpers.wandb_files import offline_history
+
+
+@pytest.fixture
+def keeper(tmp_path: Path) -> Iterator[Keeper]:
+    keeper = Keeper(tmp_path / "coordinator")
+    yield keeper
+    keeper.journal.close()
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> LoggingPolicy:
+    return LoggingPolicy(directory=str(tmp_path / "logs"), tensorboard=str(tmp_path / "logs"))
+
+
+def logs(policy: LoggingPolicy) -> Path:
+    return Path(policy.directory)
+
+
+def upto(last: int) -> list[int]:
+    return list(range(1, last + 1))
+
+
+def all_once(policy: LoggingPolicy, last: int) -> None:
+    """In the record, and in the event files for every number that is plotted."""
+    assert logged_steps(logs(policy)) == upto(last)
+    shown = plotted(logs(policy))
+    for tag in ("train/loss", "train/learning_rate", "train/gradient_norm", "train/samples_per_s"):
+        assert steps_of(shown[tag]) == upto(last)
+
+
+def test_steps_are_logged_while_they_are_committed_and_the_rest_at_the_end(
+    keeper: Keeper, policy: LoggingPolicy
+) -> None:
+    keeper.commit(1, 5)
+    writer = WriterThread(keeper, policy)
+    until(lambda: logged_steps(logs(policy)) == upto(5), "what was there is logged")
+    keeper.commit(6, 9)
+    keeper.evaluated(9)
+    until(lambda: logged_steps(logs(policy)) == upto(9), "what came is logged")
+    keeper.commit(10, 5000)
+    assert writer.end("FINISHED") == 0
+    all_once(policy, 5000)
+    assert plotted(logs(policy))["evaluation/loss"] == [(9, 3.0)]
+    assert writer.said == []
+
+
+@pytest.mark.processes
+def test_a_job_goes_to_all_sinks_at_once(keeper: Keeper, policy: LoggingPolicy, tmp_path: Path) -> None:
+    policy = LoggingPolicy(
+        directory=policy.directory,
+        tensorboard=policy.tensorboard,
+        wandb=WandbPolicy(project="p", mode="offline"),
+        mlflow=MlflowPolicy(tracking_uri=str(tmp_path / "mlruns"), experiment="x"),
+    )
+    keeper.commit(1, 20)
+    assert WriterProcess(keeper, policy).end("FINISHED") == 0
+    all_once(policy, 20)
+    assert [step for step, _ in offline_history(logs(policy) / JOB, JOB)] == upto(20)
+    [loss] = (tmp_path / "mlruns").glob("*/*/metrics/train/loss")
+    assert [int(line.split()[2]) for line in loss.read_text().splitlines()] == upto(20)
+
+
+@pytest.mark.processes
+def test_whenever_a_writer_is_killed_the_next_one_goes_on(keeper: Keeper, policy: LoggingPolicy) -> None:
+    last = 0
+    for term in range(1, 4):
+        writer = WriterProcess(keeper, policy, term=term)
+        for _ in range(40):
+            last += 1
+            keeper.commit(last, last)
+            time.sleep(0.02 * term)
+        writer.kill()
+    assert WriterProcess(keeper, policy, term=4).end() == 0
+    all_once(policy, last)
+
+
+@pytest.mark.processes
+def test_the_writer_of_a_later_leader_takes_over_from_one_that_is_still_there(
+    keeper: Keeper, policy: LoggingPolicy, tmp_path: Path
+) -> None:
+    """The first leader hangs, is deposed and then writes no more, though its journal has more."""
+    other = Keeper(tmp_path / "standby")
+    keeper.commit(1, 50)
+    first = WriterProcess(keeper, policy, term=1)
+    until(lambda: len(logged_steps(logs(policy))) == 50, "the first writes")
+    other.commit(1, 60)
+    second = WriterProcess(other, policy, term=2)
+    assert first.left() == 0
+    keeper.commit(51, 90, shift=5.0)
+    until(lambda: len(logged_steps(logs(policy))) == 60, "the second writes")
+    assert WriterProcess(keeper, policy, term=1).left() == 0, "one that comes late leaves at once"
+    other.commit(61, 70)
+    assert second.end() == 0
+    all_once(policy, 70)
+    assert plotted(logs(policy))["train/loss"][60][1] == pytest.approx(1 / 61)
+    other.journal.close()
+
+
+@pytest.mark.processes
+def test_a_writer_that_is_stopped_is_waited_for_and_adds_nothing_when_it_wakes_up(
+    keeper: Keeper, policy: LoggingPolicy
+) -> None:
+    keeper.commit(1, 10)
+    first = WriterProcess(keeper, policy, term=1)
+    until(lambda: len(logged_steps(logs(policy))) == 10, "the first writes")
+    first.process.send_signal(signal.SIGSTOP)
+    keeper.commit(11, 20)
+    second = WriterProcess(keeper, policy, term=2)
+    until(lambda: json.loads((logs(policy) / JOB / "writer.json").read_text())["term"] == 2, "it is there")
+    time.sleep(1.5)
+    assert logged_steps(logs(policy)) == upto(10), "who holds the lock might write"
+    first.process.send_signal(signal.SIGCONT)
+    assert first.left() == 0
+    until(lambda: len(logged_steps(logs(policy))) == 20, "the second writes")
+    assert second.end() == 0
+    all_once(policy, 20)
+
+
+def test_a_writer_that_comes_at_the_end_of_a_job_waits_for_the_one_before_it(
+    keeper: Keeper, policy: LoggingPolicy
+) -> None:
+    """A leader took over right before the end, and the writer of the one before it is still there."""
+    keeper.commit(1, 10)
+    place = Path(policy.directory) / JOB
+    place.mkdir(parents=True)
+    with (place / "writer.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        writer = WriterThread(keeper, policy, term=2)
+        writer.finish("FINISHED")
+        until((place / "writer.json").exists, "it is there")
+        assert logged_steps(logs(policy)) == []
+    assert writer.ended() == 0
+    all_once(policy, 10)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("again", [False, True], ids=["at work", "begun again"])
+def test_what_a_rollback_undid_is_superseded(keeper: Keeper, policy: LoggingPolicy, again: bool) -> None:
+    keeper.commit(1, 30)
+    keeper.evaluated(20)
+    keeper.evaluated(30)
+    writer = WriterProcess(keeper, policy)
+    until(lambda: len(logged_steps(logs(policy))) == 30, "what came before it is logged")
+    if again:
+        writer.kill()
+    keeper.roll_back(15)
+    keeper.commit(16, 22, generation=2)
+    keeper.commit(23, 40, generation=2, shift=5.0)
+    keeper.evaluated(20)
+    keeper.evaluated(30, 4.0)
+    if again:
+        writer = WriterProcess(keeper, policy, term=2)
+    assert writer.end() == 0
+    shown = plotted(logs(policy))
+    assert steps_of(shown["train/loss"]) == upto(40)
+    losses = [1 / step + (5.0 if step > 22 else 0.0) for step in upto(40)]
+    assert [value for _, value in shown["train/loss"]] == pytest.approx(losses)
+    assert shown["evaluation/loss"] == [(20, 3.0), (30, 4.0)]
+    lines = [msgspec.json.decode(line) for line in (logs(policy) / JOB / "steps.jsonl").open("rb")]
+    assert [line["step"] for line in lines if line["kind"] == "superseded"] == [23], "equal steps stay"
+
+
+def test_another_evaluation_of_the_same_step_takes_the_place_of_the_first(
+    keeper: Keeper, policy: LoggingPolicy
+) -> None:
+    keeper.commit(1, 10)
+    keeper.evaluated(5)
+    writer = WriterThread(keeper, policy)
+    until(lambda: len(logged_steps(logs(policy))) == 10, "the first is logged")
+    keeper.evaluated(5, 4.0)
+    assert writer.end() == 0
+    shown = plotted(logs(policy))
+    assert (shown["evaluation/loss"], steps_of(shown["train/loss"])) == ([(5, 4.0)], upto(10))
+
+
+@pytest.mark.processes
+def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_there_is_room(
+    keeper: Keeper, policy: LoggingPolicy
+) -> None:
+    keeper.commit(1, 3)
+    writer = WriterProcess(keeper, policy, file_bytes=3000)
+    until(lambda: len(logged_steps(logs(policy))) == 3, "there is room for some")
+    keeper.commit(4, 100)
+    until(writer.hear, "it is reported")
+    time.sleep(2.0)
+    keeper.commit(101, 110)
+    assert [type(said) for said in writer.hear()] == [Failed]
+    [failed] = writer.said
+    assert isinstance(failed, Failed) and failed.sink == "record" and "No space left" in failed.detail
+    writer.give_room()
+    until(lambda: len(logged_steps(logs(policy))) == 110, "what waited is logged")
+    assert writer.end() == 0
+    assert writer.said == [failed, Restored(sink="record")]
+    all_once(policy, 110)
+
+
+def test_a_sink_that_cannot_be_written_keeps_no_other_one(
+    keeper: Keeper, policy: LoggingPolicy, tmp_path: Path
+) -> None:
+    place = tmp_path / "boards"
+    place.write_text("a file where a directory should be")
+    policy = LoggingPolicy(directory=policy.directory, tensorboard=str(place))
+    keeper.commit(1, 10)
+    writer = WriterThread(keeper, policy)
+    until(lambda: logged_steps(logs(policy)) == upto(10) and writer.said, "the record is written")
+    [failed] = writer.said
+    assert isinstance(failed, Failed) and failed.sink == "tensorboard"
+    place.unlink()
+    until(lambda: Restored(sink="tensorboard") in writer.said, "it works again")
+    assert writer.end() == 0
+    assert steps_of(plotted(place)["train/loss"]) == upto(10)
+
+
+def test_the_place_that_cannot_be_made_is_reported(keeper: Keeper, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    keeper.commit(1, 2)
+    writer = WriterThread(keeper, LoggingPolicy(directory=str(tmp_path / "file" / "logs")))
+    until(lambda: writer.said, "it is reported")
+    assert writer.end() == INCOMPLETE
+    assert [said.sink for said in writer.said if isinstance(said, Failed)] == ["record"]
+
+
+def test_steps_that_no_journal_has_are_named_and_left_out(
+    keeper: Keeper, policy: LoggingPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftd.observe.tracking.writer.ASK_S", 0.1)
+    monkeypatch.setattr("ftd.observe.tracking.writer.GAP_S", 1.0)
+    keeper.commit(1, 3)
+    for step in (6, 7):
+        keeper.journal.record(event("StepCommitted", step, **details_of(step)))
+    keeper.journal.flush()
+    writer = WriterThread(keeper, policy)
+    until(lambda: logged_steps(logs(policy)) == [1, 2, 3, 6, 7], "it goes on")
+    assert writer.end() == 0
+    asked = Missing(first=4, last=5)
+    assert writer.said[0] == asked and writer.said[-1] == Skipped(first=4, last=5)
+    assert set(map(str, writer.said[:-1])) == {str(asked)}
+
+
+def test_steps_that_come_late_are_waited_for(keeper: Keeper, policy: LoggingPolicy) -> None:
+    keeper.commit(1, 3)
+    keeper.commit(5, 6)
+    writer = WriterThread(keeper, policy)
+    until(lambda: writer.said and logged_steps(logs(policy)) == [1, 2, 3], "it waits")
+    keeper.commit(4, 4)
+    until(lambda: logged_steps(logs(policy)) == upto(6), "it goes on")
+    assert writer.end() == 0
+    assert set(map(type, writer.said)) == {Missing}
+
+
+def test_a_damaged_journal_or_none_is_reported_and_ends_nothing(
+    policy: LoggingPolicy, tmp_path: Path
+) -> None:
+    keeper = Keeper(tmp_path / "coordinator")
+    keeper.journal.close()
+    keeper.journal.path.unlink()
+    writer = WriterThread(keeper, policy)
+    until(lambda: writer.said, "it is reported")
+    assert writer.end() == INCOMPLETE
+    [failed] = writer.said
+    assert isinstance(failed, Failed) and "journal cannot be read" in failed.detail

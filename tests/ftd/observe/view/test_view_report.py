@@ -1,0 +1,366 @@
+"""The report: faults matched to recoveries, phases, what is measured from where."""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ftd.observe.run import Run
+from ftd.observe.view.document import SCHEMA_VERSION, Report, ReportError
+from ftd.observe.view.pages.report_page import report_page
+from ftd.observe.view.rates import counts_tokens, learning_rates, throughput
+from ftd.observe.view.report import build_report
+from ftd.observe.view.schema import schema_of
+from ftd.observe.view.summary import render_summary
+
+Json = dict[str, Any]
+Make = Callable[..., Json]
+DOCS = Path(__file__).parents[4] / "docs"
+
+
+def built(events: Sequence[Json], state: Json | None = None) -> Report:
+    run = Run()
+    if state is not None:
+        run.on_state(state)
+    for event in events:
+        run.on_event(event)
+    return build_report(run)
+
+
+def test_a_kill_is_measured_from_the_fault(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    killed = report.recoveries[0]
+    assert (killed.cause, killed.node, killed.detected_how) == ("node_lost", "node-2", "last_will")
+    assert killed.measured_from == "fault"
+    assert killed.detected_ms == pytest.approx(3.0)
+    assert killed.total_ms == pytest.approx(3.0 + 250.0)
+    phases = [killed.quiesce_ms, killed.plan_ms, killed.state_ms, killed.resume_ms]
+    assert phases == [25.0, 4.0, 31.0, 190.0]
+    assert (killed.rolled_back_steps, killed.recomputed_steps) == (0, 1)
+    assert (killed.tier, killed.bytes_moved, killed.decision) == ("live_replica", 3 << 20, "redo")
+    assert [len(p.stages) for p in killed.pipelines_before] == [2, 2]
+    assert [len(p.stages) for p in killed.pipelines_after] == [2, 1]
+    assert killed.pipelines_after[1].stages[0].devices == ("node-3/0",)
+    assert killed.commit_gap_ms == pytest.approx((1005.253 - (1000.33 + 4.0)) * 1000)
+
+
+def test_a_join_is_measured_from_its_detection(run_events: list[Json]) -> None:
+    joined = built(run_events).recoveries[1]
+    assert (joined.cause, joined.node) == ("node_joined", "node-4")
+    assert (joined.measured_from, joined.detected_ms, joined.total_ms) == ("detection", None, 235.0)
+
+
+def test_the_start_is_no_recovery(run_events: list[Json]) -> None:
+    report = built(run_events)
+    assert report.start is not None
+    assert report.start.generation == 1
+    assert [r.generation for r in report.recoveries] == [2, 3]
+
+
+def test_steps_job_and_end(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    assert [s.step for s in report.steps] == list(range(1, 121))
+    assert report.steps[59].loss == pytest.approx(5.5 * 0.985**60 + 1.2)
+    assert (report.job.name, report.job.steps, report.job.global_batch) == ("gpt", 120, 32)
+    assert report.outcome == "finished"
+    assert report.final.step == 120
+    assert report.final.checksum == "ab" * 32
+    assert report.duration_s == pytest.approx(15.0)
+
+
+def test_steps_that_updated_nothing(run_events: list[Json], event: Make) -> None:
+    assert "skipped" not in page(built(run_events))
+    nothing = {"loss": None, "gradient_norm": None, "skipped": True, "step_s": 0.1, "samples_per_s": None}
+    only = [event("StepCommitted", 1001.0 + n, step=n, details=nothing) for n in (1, 2)]
+    assert "2 of 2 skipped: gradients were not finite (steps 1 to 2)" in page(built(only))
+    assert "no loss was a finite number" in page(built(only))
+
+
+def test_evaluations_on_held_out_data(run_events: list[Json], event: Make) -> None:
+    def evaluated(at: float, step: int, generation: int, loss: float) -> Json:
+        details = {"loss": loss, "weight": 37.0, "metrics": {"accuracy": 0.25}, "took_s": 1.5}
+        return event("Evaluated", at, step=step, generation=generation, details=details)
+
+    # The second is made again after a rollback: the newest counts.
+    told = [evaluated(1001.0, 5, 1, 0.5), evaluated(1002.0, 10, 1, 0.4), evaluated(1003.0, 10, 2, 0.45)]
+    report = built([*run_events, *told, told[1]])
+    assert [(e.step, e.loss, e.generation) for e in report.evaluations] == [(5, 0.5, 1), (10, 0.45, 2)]
+    last = report.evaluations[-1]
+    assert (last.weight, last.metrics, last.took_s) == (37.0, {"accuracy": 0.25}, 1.5)
+    assert "2 evaluations, the last after step 10" in page(report)
+
+
+def test_what_a_rollback_undid_and_nobody_did_again_is_not_there(event: Make, recovery: Make) -> None:
+    events = [
+        e for e in rolled_back_run(event, recovery) if (e["generation"], e["event"]) != (2, "StepCommitted")
+    ]
+    told = [
+        event("Evaluated", 11.0 + step / 100, step=step, generation=1, details={"loss": 1.0})
+        for step in (5, 10)
+    ]
+    report = built([*events, *told])
+    assert [step.step for step in report.steps] == list(range(1, 8))
+    assert [evaluation.step for evaluation in report.evaluations] == [5]
+    assert report.final.step == 7
+
+
+def test_speed_is_told_in_tokens_where_the_loss_has_some(run_events: list[Json], event: Make) -> None:
+    """A batch of 32 rows with 4096 tokens that count, at a learning rate that falls."""
+    submitted = event("JobSubmitted", 999.0, details={"name": "gpt", "steps": 120, "global_batch": 32})
+    rows = built([submitted, *run_events])
+    assert not counts_tokens(rows) and "320 samples/s" in page(rows) and not learning_rates(rows)
+    events = [
+        {**e, "details": {**e["details"], "weight": 4096.0, "learning_rate": 1 / e["step"]}}
+        if e["event"] == "StepCommitted"
+        else e
+        for e in run_events
+    ]
+    report = built([submitted, *events])
+    assert counts_tokens(report)
+    last = report.steps[-1]
+    assert (last.learning_rate, last.weight) == (1 / 120, 4096.0)
+    assert "median step 100 ms, 40,960 tokens/s, learning rate 0.00833" in page(report)
+    fastest = max(value for _, value in throughput(report))
+    assert fastest == pytest.approx(40960.0, rel=0.5)
+    assert [value for _, value in learning_rates(report)][:2] == [1.0, 0.5]
+    for said in ("40,960", "tokens/s", "0.00833", "learning rate"):
+        assert said in report_page(report)
+
+
+def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:
+    assert "snapshots" not in page(built(run_events))
+    events = [
+        event("SnapshotCompleted", 1003.0, step=5, details={"protection": "arc:1", "size_bytes": 900}),
+        event("SnapshotCompleted", 1004.0, step=10, details={"protection": "aec", "size_bytes": 4 << 20}),
+        event("CheckpointStarted", 1004.1, step=10, details={"url": "/checkpoints/gpt"}),
+        event("CheckpointGivenUp", 1004.2, step=10, reason="n1: the disk is full"),
+    ]
+    report = built([*run_events, *events, *events])
+    kept = report.snapshots
+    assert (kept.completed, kept.newest_step, kept.how, kept.size_bytes) == (2, 10, "aec", 4 << 20)
+    assert (report.checkpoints.completed, report.checkpoints.given_up) == (0, 1)
+    text = page(report)
+    assert "2 in the nodes' memory, the newest of step 10 (aec, 4.0 MiB)" in text
+    assert "none; 1 given up, the last: n1: the disk is full" in text
+    events.append(event("CheckpointCompleted", 1005.0, step=20, details={"size_bytes": 1024}))
+    text = page(built([*run_events, *events]))
+    assert "1 in /checkpoints/gpt, the newest of step 20 (1.0 KiB); 1 given up" in text
+    assert Report.from_json(json.loads(report.to_bytes())) == report
+
+
+def test_a_second_delivery_changes_nothing(run_events: list[Json]) -> None:
+    once = built(run_events)
+    assert built(run_events + run_events[::-1]) == once
+
+
+def test_the_fault_may_be_told_after_its_recovery(run_events: list[Json]) -> None:
+    late = sorted(run_events, key=lambda e: e["event"] == "ChaosInjected")
+    assert late[-1]["event"] == "ChaosInjected"
+    report = built(late)
+    assert report.recoveries[0].detected_ms == pytest.approx(3.0)
+    (fault,) = report.faults
+    assert fault.generations == (2,)
+    assert (fault.fault, fault.target, fault.device) == ("kill", "node", None)
+
+
+def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
+    told = recovery("node_lost", 2, 7, nodes=["a", "b"], detected_at=10.004, total_ms=200.0)
+    report = built(
+        [
+            event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
+            event("ChaosInjected", 10.1, node="b", details={"fault": "stop", "at": 10.1}),
+            event("NodeLost", 10.004, node="a", details={"how": "last_will", "detected_at": 10.004}),
+            event("NodeLost", 10.15, node="b", details={"how": "silence", "detected_at": 10.15}),
+            event("RecoveryCompleted", 10.21, details={"recovery": told}),
+        ]
+    )
+    (only,) = report.recoveries
+    assert only.nodes == ("a", "b")
+    assert only.detected_ms == pytest.approx(4.0)
+    assert only.total_ms == pytest.approx(204.0)
+    first, second = report.faults
+    assert (first.fault, first.detected_how, first.detected_ms) == ("kill", "last_will", pytest.approx(4.0))
+    assert (second.fault, second.detected_how) == ("stop", "silence")
+    assert second.detected_ms == pytest.approx(50.0)
+    assert second.total_ms == pytest.approx(104.0)
+    assert first.generations == second.generations == (2,)
+
+
+def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
+    told = {"nodes": ["a"], "detected_how": None}
+    lost = recovery("trainer_lost", 2, 7, detected_at=10.02, total_ms=180.0, **told)
+    back = recovery("node_returned", 3, 12, detected_at=10.9, total_ms=90.0, **told)
+    report = built(
+        [
+            event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
+            event("TrainerLost", 10.02, node="a", details={"device": 0, "cause": "exited", "detail": "-9"}),
+            event("RecoveryCompleted", 10.2, details={"recovery": lost}),
+            event("RecoveryCompleted", 10.99, details={"recovery": back}),
+        ]
+    )
+    first, second = report.recoveries
+    assert (first.measured_from, first.total_ms) == ("fault", pytest.approx(200.0))
+    assert (second.measured_from, second.total_ms) == ("detection", 90.0)
+    (fault,) = report.faults
+    assert (fault.generations, fault.detected_how) == ((2, 3), "exited")
+    assert (first.detected_how, second.detected_how) == ("exited", "prepared")
+
+
+def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) -> None:
+    events = []
+    for number, at in ((2, 10.0), (3, 20.0)):
+        told = recovery("node_lost", number, number, nodes=["a"], detected_at=at + 0.01, total_ms=100.0)
+        events += [
+            event("ChaosInjected", at, node="a", details={"fault": "kill", "at": at}),
+            event("RecoveryCompleted", at + 0.11, details={"recovery": told}),
+        ]
+    report = built(events)
+    assert [f.generations for f in report.faults] == [(2,), (3,)]
+    assert [r.detected_ms for r in report.recoveries] == [pytest.approx(10.0), pytest.approx(10.0)]
+
+
+def test_a_fault_during_a_recovery_does_not_date_it_back(event: Make, recovery: Make) -> None:
+    """The first failure was nobody's doing: the second, injected one must not become the beginning."""
+    told = recovery(
+        "node_lost", 3, 7, nodes=["a", "b"], detected_at=10.0, total_ms=400.0, generations_tried=2
+    )
+    report = built(
+        [
+            event("NodeLost", 10.0, node="a", details={"how": "last_will", "detected_at": 10.0}),
+            event("ChaosInjected", 10.1, node="b", details={"fault": "kill", "at": 10.1}),
+            event("RecoveryCompleted", 10.4, details={"recovery": told}),
+        ]
+    )
+    (only,) = report.recoveries
+    assert (only.measured_from, only.total_ms, only.detected_ms) == ("detection", 400.0, None)
+    assert report.faults[0].total_ms == pytest.approx(300.0)
+
+
+def test_a_fault_of_another_node_or_a_later_one_is_not_matched(event: Make, recovery: Make) -> None:
+    told = recovery("node_lost", 2, 7, nodes=["a"], detected_at=10.0, total_ms=100.0)
+    report = built(
+        [
+            event("ChaosInjected", 9.9, node="b", details={"fault": "kill", "at": 9.9}),
+            event("RecoveryCompleted", 10.1, details={"recovery": told}),
+            event("ChaosInjected", 10.5, node="a", details={"fault": "kill", "at": 10.5}),
+        ]
+    )
+    assert report.recoveries[0].measured_from == "detection"
+    assert [f.generations for f in report.faults] == [(), ()]
+    assert [f.total_ms for f in report.faults] == [None, None]
+
+
+def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
+    run = Run()
+    run.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
+    details = {"needed": 2, "present": 1}
+    run.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
+    for pid in (11, 12, 11):  # the first is delivered again after the second
+        details = {"device": 0, "pid": pid, "daemon_pid": 10}
+        run.on_event(event("TrainerStarted", 6.0, node="a", details=details))
+    report = build_report(run)
+    assert report.outcome == "unfinished"
+    assert report.steps[0].loss is None and report.steps[0].skipped
+    assert (report.pauses[0].at_s, report.pauses[0].needed) == (2.5, 2)
+    assert report.processes["a"].daemon == (10,)
+    assert report.processes["a"].trainers == {"0": (11, 12)}
+    assert json.loads(report.to_bytes())["steps"][0]["loss"] is None
+
+
+def test_nothing_counts_after_the_end(run_events: list[Json], event: Make) -> None:
+    details = {"device": 0, "pid": 99, "daemon_pid": 10}
+    report = built([*run_events, event("TrainerStarted", 1016.0, node="node-0", details=details)])
+    assert report.processes == {}
+    assert report.duration_s == pytest.approx(15.0)
+
+
+def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> None:
+    report = built(run_events, state)
+    document = json.loads(report.to_bytes())
+    assert document["schema"] == SCHEMA_VERSION
+    assert Report.from_json(document) == report
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"schema": 2}, "schema is 2"),
+        ({"duration_s": "long"}, "duration_s"),
+        ({"steps": [{"step": 1}]}, "missing required field"),
+        ({"outcome": "perhaps"}, "outcome"),
+    ],
+)
+def test_a_wrong_document_is_refused_by_name(run_events: list[Json], change: Json, complaint: str) -> None:
+    document = json.loads(built(run_events).to_bytes()) | change
+    with pytest.raises(ReportError, match=complaint):
+        Report.from_json(document)
+
+
+def test_a_document_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ReportError, match="schema is None"):
+        Report.from_json([])
+
+
+def test_the_schema_in_the_documentation_is_this_one() -> None:
+    assert (DOCS / "report.schema.json").read_bytes() == schema_of(Report)
+
+
+def test_every_field_is_explained_in_the_documentation() -> None:
+    text = (DOCS / "report.md").read_text()
+    definitions = json.loads(schema_of(Report))["$defs"]
+    missing = [
+        f"{name}.{field}"
+        for name, d in definitions.items()
+        for field in d["properties"]
+        if f"`{field}`" not in text
+    ]
+    assert not missing
+
+
+def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
+    """All trainers of both nodes die at step 11; everybody goes back to the snapshot of step 7."""
+    told = recovery(
+        "resumed", 2, 7, nodes=["a", "b"], detected_how=None, detected_at=14.0, total_ms=300.0
+    ) | {"rolled_back_steps": 4, "tier": "memory", "recomputed_steps": 1}
+    first = [
+        event("StepCommitted", 10 + step / 10, step=step, generation=1, details={"loss": 1.0})
+        for step in range(1, 12)
+    ]
+    again = [
+        event("StepCommitted", 14 + step / 10, step=step, generation=2, details={"loss": 0.5})
+        for step in range(8, 14)
+    ]
+    return [
+        *first,
+        event("ChaosInjected", 11.2, node="a", details={"fault": "kill", "at": 11.2}),
+        event("ChaosInjected", 11.2, node="b", details={"fault": "kill", "at": 11.2}),
+        event("TrainerLost", 11.22, node="a", details={"device": 0, "cause": "exited", "detail": "-9"}),
+        event("TrainerLost", 11.25, node="b", details={"device": 0, "cause": "exited", "detail": "-9"}),
+        event("ClusterPaused", 11.3, reason="no node is ready", details={"needed": 1, "present": 0}),
+        event("RolledBack", 14.1, step=7, generation=2, details={"from_step": 11, "to_step": 7, "undone": 4}),
+        *again,
+        event("RecoveryCompleted", 14.9, details={"recovery": told}),
+    ]
+
+
+def test_a_rollback_is_a_failure_with_its_tier_and_the_steps_undone(event: Make, recovery: Make) -> None:
+    report = built(rolled_back_run(event, recovery))
+    assert [fault.generations for fault in report.faults] == [(2,), (2,)]
+    (only,) = report.recoveries
+    assert (only.rolled_back_steps, only.tier) == (4, "memory")
+    assert only.detected_ms == pytest.approx(20.0) and only.total_ms == pytest.approx(3100.0)
+    assert [s.loss for s in report.steps] == [1.0] * 7 + [0.5] * 6
+    text = page(report)
+    assert "1 failure, 0 other changes" in text and "4 lost" in text
+    assert "back to step 7 by a snapshot in the nodes' memory; 4 committed steps undone" in text
+    assert "no recovery followed" not in text
+
+
+def page(report: Report) -> str:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(render_summary(report))
+    return console.export_text()

@@ -1,0 +1,293 @@
+"""The contract for other tools: made of the models, it agrees with the documentation and does not break."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from ftd.cli.main import app
+from ftd.transport.wire import checking
+from ftd.transport.wire.catalogue import EVENTS, SEVERITIES, severity_of
+from ftd.transport.wire.compatibility import broken
+from ftd.transport.wire.contract import encoded
+from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES
+from ftd.transport.wire.contract_file import FILE, shipped
+from ftd.transport.wire.event_details import Details
+from ftd.transport.wire.public import (
+    AnyRequest,
+    ChaosRequest,
+    EventMessage,
+    TraceRequest,
+    decode_json,
+    event_message,
+)
+from statemachine.effects import EmitEvent
+from tests.helpers.contract_schemas import document, problem_of, validator
+
+Json = dict[str, Any]
+RELEASED = Path(__file__).with_name("contract-1.0.0.json")
+PAGE = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")
+WRITE = "python -m ftd.transport.wire.contract writes ftd/transport/wire/asyncapi.json anew"
+
+
+def test_what_is_shipped_is_made_of_the_models() -> None:
+    assert shipped() == encoded(), WRITE
+
+
+def test_the_command_prints_it(tmp_path: Path) -> None:
+    printed = CliRunner().invoke(app, ["contract"])
+    assert printed.exit_code == 0
+    assert printed.output.encode() == FILE.read_bytes()
+    kept = tmp_path / "kept.json"
+    kept.write_text(printed.output)
+    assert CliRunner().invoke(app, ["contract", "--against", str(kept)]).exit_code == 0
+
+
+GIVEN_UP = {
+    # A job of that version says dtype in its training table, too, which is refused as well: precision and
+    # activation_checkpointing took the places of the two.
+    "SubmitRequest.job.policy.checkpoint_activations is gone: requests that have it are refused",
+}
+"""What of the released contract clients can do no longer, on purpose."""
+
+
+def test_nothing_of_the_released_contract_is_broken() -> None:
+    problems = broken(msgspec.json.decode(RELEASED.read_bytes()), document())
+    assert set(problems) == GIVEN_UP, "this breaks subscribers; keep it, or begin ftd/v2 beside it"
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_every_event_has_an_example_that_its_schema_accepts(name: str) -> None:
+    message = document()["components"]["messages"][name]
+    for example in message["examples"]:
+        payload = msgspec.json.encode(example["payload"])
+        assert problem_of("ftd/v1/lab/events", payload) is None
+        assert checking.problem_of_details(name, msgspec.json.encode(DETAILS.get(name, {}))) is None
+        assert decode_json(payload, EventMessage).event == name
+
+
+def test_the_other_messages_have_examples_that_we_understand() -> None:
+    for name, example in EXAMPLES.items():
+        validator(name)(example)
+        if name.endswith("Request"):
+            into: Any = {"ChaosRequest": ChaosRequest, "TraceRequest": TraceRequest}.get(name, AnyRequest)
+            decode_json(msgspec.json.encode(example), into)
+    assert checking.problem_of_state(msgspec.json.encode(EXAMPLES["ClusterState"])) is None
+
+
+def test_a_schema_refuses_what_is_no_such_message() -> None:
+    example = copy.deepcopy(document()["components"]["messages"]["NodeLost"]["examples"][0]["payload"])
+    example["details"]["how"] = 3
+    assert "how" in str(problem_of("ftd/v1/lab/events", msgspec.json.encode(example)))
+    assert "Nothing" in str(problem_of("ftd/v1/lab/events", b'{"event": "Nothing"}'))
+    assert problem_of("ftd/v1/lab/else", b"{}") is not None
+
+
+def every_reference(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        found = [value["$ref"]] if isinstance(value.get("$ref"), str) else []
+        return found + [one for below in value.values() for one in every_reference(below)]
+    return [one for below in value for one in every_reference(below)] if isinstance(value, list) else []
+
+
+def test_every_reference_leads_somewhere() -> None:
+    references = every_reference(document())
+    assert len(references) > 100
+    for reference in set(references):
+        at: Any = document()
+        for level in reference.removeprefix("#/").split("/"):
+            at = at[level]
+
+
+def test_descriptions_come_from_the_models() -> None:
+    schemas = document()["components"]["schemas"]
+    assert (
+        "Below 1 while it is a straggler." in schemas["NodeOfCluster"]["properties"]["speed"]["description"]
+    )
+    assert schemas["StragglerRecovered"]["properties"]["speed"]["description"].startswith("0.25")
+    assert "additionalProperties" not in schemas["NodeLost"]
+    assert schemas["StopRequest"]["additionalProperties"] is False
+
+
+# --- agreement with docs/events.md -------------------------------------------------------------------
+
+
+def documented() -> dict[str, list[str]]:
+    rows = re.findall(r"^\| `([A-Z]\w+)` \|(.*)\|$", PAGE, re.MULTILINE)
+    return {name: [cell.strip() for cell in row.split(" | ")] for name, row in rows}
+
+
+def test_the_page_has_the_same_events_with_the_same_severities() -> None:
+    page = {name: cells[0] for name, cells in documented().items()}
+    assert page == {name: severity_of(name) for name in EVENTS}
+    assert set(page.values()) == set(SEVERITIES)
+
+
+def fields(kind: type[Details]) -> list[str]:
+    return [f.name for f in msgspec.structs.fields(kind) if f.name != "held_back"]
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_the_page_has_every_field(name: str) -> None:
+    said = documented()[name][-1]
+    if "the same" in said or "as `RolledBack`" in said:
+        return
+    assert [field for field in fields(EVENTS[name]) if f"`{field}`" not in said] == []
+
+
+# --- the edge ------------------------------------------------------------------------------------------
+
+
+def event(name: str, **details: Any) -> EventMessage:
+    effect = EmitEvent(cause="c-1", name=name, reason="r", node="n", details=details)
+    return event_message(effect, monotonic=1.0)
+
+
+def test_an_event_has_an_id_of_its_own_and_the_severity_of_its_name() -> None:
+    first, second = event("ClusterPaused"), event("ClusterPaused")
+    assert first.id != second.id
+    assert first.severity == "critical"
+    assert event("SomethingNew").severity == "warning"
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        (event("NodeFenced", incarnation="x"), "incarnation"),
+        (event("NodeFenced", incarnation=1, colour="red"), "colour"),
+        (event("NodeFenced"), "incarnation"),
+        (event("SomethingNew"), "SomethingNew"),
+    ],
+)
+def test_a_mismatch_is_told_and_published_all_the_same(
+    message: EventMessage, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(AssertionError, match=says):
+        checking.encode_event(message)
+    told: list[str] = []
+    monkeypatch.setattr(checking, "on_mismatch", told.append)
+    assert decode_json(checking.encode_event(message), EventMessage) == message
+    assert len(told) == 1
+
+
+def test_a_state_that_is_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AssertionError, match="step"):
+        checking.encode_state({**EXAMPLES["ClusterState"], "step": "ten"})
+    told: list[str] = []
+    monkeypatch.setattr(checking, "on_mismatch", told.append)
+    assert b'"ten"' in checking.encode_state({**EXAMPLES["ClusterState"], "step": "ten"})
+    assert len(told) == 1
+
+
+# --- compatibility -------------------------------------------------------------------------------------
+
+
+def schema(contract: Json, name: str) -> Json:
+    return dict.__getitem__(contract["components"]["schemas"], name)  # type: ignore[no-any-return]
+
+
+def no_events(c: Json) -> None:
+    del c["channels"]["events"]
+
+
+def no_node_lost(c: Json) -> None:
+    del c["channels"]["events"]["messages"]["NodeLost"]
+
+
+def no_how(c: Json) -> None:
+    del schema(c, "NodeLost")["properties"]["how"]
+
+
+def how_is_a_number(c: Json) -> None:
+    schema(c, "NodeLost")["properties"]["how"] = {"type": "integer"}
+
+
+def step_may_be_null(c: Json) -> None:
+    schema(c, "ClusterState")["properties"]["step"] = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+
+
+def how_may_be_missing(c: Json) -> None:
+    schema(c, "NodeLost")["required"].remove("how")
+
+
+def never_silence(c: Json) -> None:
+    schema(c, "NodeLost")["properties"]["how"]["enum"].remove("silence")
+
+
+def tame_severity(c: Json) -> None:
+    payload = c["components"]["messages"]["ClusterPaused"]["payload"]
+    payload["allOf"][1]["properties"]["severity"]["const"] = "info"
+
+
+def no_snapshot_bytes(c: Json) -> None:
+    del schema(c, "SnapshotState")["properties"]["size_bytes"]
+
+
+def no_devices_of_a_stage(c: Json) -> None:
+    del schema(c, "StageData")["properties"]["devices"]
+
+
+def no_node_speed(c: Json) -> None:
+    del schema(c, "NodeOfCluster")["properties"]["speed"]
+
+
+def drain_needs_a_reason(c: Json) -> None:
+    drain = schema(c, "DrainRequest")
+    drain["properties"]["why"] = {"type": "string"}
+    drain["required"].append("why")
+
+
+def drain_without_node(c: Json) -> None:
+    del schema(c, "DrainRequest")["properties"]["node"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (no_events, "the topic ftd/v1/{cluster}/events is gone: whoever subscribes to it hears nothing"),
+        (no_node_lost, "NodeLost on ftd/v1/{cluster}/events is gone"),
+        (no_how, "NodeLost.details.how is gone: subscribers that read it find nothing"),
+        (how_is_a_number, "NodeLost.details.how was string and may now be integer"),
+        (step_may_be_null, "ClusterState.step was integer and may now be null"),
+        (how_may_be_missing, "NodeLost.details.how may now be missing"),
+        (never_silence, "NodeLost.details.how is never 'silence' any more"),
+        (tame_severity, "ClusterPaused.severity is never 'critical' any more"),
+        (no_snapshot_bytes, "ClusterState.snapshot.size_bytes is gone"),
+        (no_devices_of_a_stage, "PlanChosen.details.pipelines[].stages[].devices is gone"),
+        (no_node_speed, "ClusterState.nodes[].speed is gone"),
+        (drain_needs_a_reason, "DrainRequest.why must now be given: requests without it are refused"),
+        (drain_without_node, "DrainRequest.node is gone: requests that have it are refused"),
+    ],
+)
+def test_what_breaks_a_subscriber_is_said(change: Callable[[Json], None], says: str) -> None:
+    changed = copy.deepcopy(document())
+    change(changed)
+    problems = broken(document(), changed)
+    assert [problem for problem in problems if problem.startswith(says)], problems
+
+
+def test_additions_break_nobody() -> None:
+    """Seen from the other side: taking away again what was added is what breaks."""
+    earlier = copy.deepcopy(document())
+    for change in (no_node_lost, no_snapshot_bytes, no_devices_of_a_stage, no_node_speed):
+        change(earlier)
+    schema(earlier, "EventMessage")["properties"].pop("id")
+    assert broken(earlier, document()) == []
+    assert broken(document(), document()) == []
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"asyncapi": "2.6.0"}', '{"asyncapi": "3.0.0"}'])
+def test_a_file_that_is_no_contract_is_refused(tmp_path: Path, text: str) -> None:
+    from ftd.errors import ConfigurationError
+    from ftd.transport.wire.contract_file import read_contract
+
+    (tmp_path / "kept.json").write_text(text)
+    with pytest.raises(ConfigurationError, match="is no contract of ftd"):
+        read_contract(tmp_path / "kept.json")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        read_contract(tmp_path / "missing.json")

@@ -1,0 +1,612 @@
+"""The MQTT session against both brokers: order, wills, retained state, outages, goodbyes."""
+
+import asyncio
+import gc
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import paho.mqtt.client
+import pytest
+import trustme
+import uvloop
+
+from ftd.errors import Unreachable
+from ftd.transport.address import BrokerAddress, Tls
+from ftd.transport.mqtt.embedded import embedded_command
+from ftd.transport.mqtt.mosquitto import free_port
+from ftd.transport.mqtt.session import MAX_SENDING, MqttSession, Will
+from ftd.transport.mqtt.shortcut import Shortcut
+from tests.helpers.brokers import RunningBroker
+
+PATIENCE_S = 60.0
+
+
+class Listener:
+    """A session that keeps what it hears, and runs for as long as the block around it."""
+
+    def __init__(self, address: BrokerAddress, name: str, *topics: str, will: Will | None = None) -> None:
+        self.heard: asyncio.Queue[tuple[str, bytes, bool]] = asyncio.Queue()
+        self.ups = 0
+        self.downs = 0
+        self.session = MqttSession(
+            address,
+            client_id=name,
+            subscriptions=topics,
+            will=will,
+            on_message=lambda *message: self.heard.put_nowait(message),
+            on_connected=self._up,
+            on_lost=self._down,
+        )
+
+    def _up(self) -> None:
+        self.ups += 1
+
+    def _down(self) -> None:
+        self.downs += 1
+
+    async def __aenter__(self) -> "Listener":
+        self.task = asyncio.create_task(self.session.run())
+        await self.session.wait_connected(PATIENCE_S)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+    async def next(self) -> tuple[str, bytes, bool]:
+        return await asyncio.wait_for(self.heard.get(), PATIENCE_S)
+
+    async def silent(self) -> bool:
+        await asyncio.sleep(0.2)
+        return self.heard.empty()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        await asyncio.sleep(0.01)
+
+
+def test_messages_arrive_once_and_in_order(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with (
+            Listener(broker.address, "a", "t/#") as a,
+            Listener(broker.address, "b") as b,
+        ):
+            for index in range(500):
+                b.session.publish("t/x", str(index).encode())
+            got = [await a.next() for _ in range(500)]
+            assert got == [("t/x", str(index).encode(), False) for index in range(500)]
+            assert await a.silent()
+
+    uvloop.run(scene())
+
+
+def test_retained_state_is_there_for_whoever_comes_later(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "b") as b:
+            b.session.publish("s/one", b"1", retain=True)
+            b.session.publish("s/two", b"2", retain=True)
+            b.session.publish("s/one", b"3", retain=True)
+            b.session.publish("s/gone", b"4", retain=True)
+            b.session.publish("s/gone", b"", retain=True)
+            await b.session.flush()
+        async with Listener(broker.address, "a", "s/+") as a:
+            got = sorted([await a.next(), await a.next()])
+            assert got == [("s/one", b"3", True), ("s/two", b"2", True)]
+            assert await a.silent()
+
+    asyncio.run(scene())
+
+
+def test_a_broken_connection_sends_the_will_and_a_goodbye_does_not(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "w/#") as a:
+            async with Listener(broker.address, "b", will=Will(topic="w/b", payload=b"dead")) as b:
+                b.session.interrupt()
+                assert await a.next() == ("w/b", b"dead", False)
+                await until(lambda: b.ups == 2)
+                assert b.downs == 1
+            assert await a.silent()
+            async with Listener(broker.address, "late", "w/#") as late:
+                assert await late.next() == ("w/b", b"dead", True)
+
+    uvloop.run(scene())
+
+
+def test_a_goodbye_lasts_until_the_broker_has_read_it(
+    mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it would still send to a closed socket breaks the connection for it: it would tell the will."""
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "w/#") as a:
+            async with Listener(mosquitto.address, "b", "w/#", will=Will(topic="w/b", payload=b"dead")) as b:
+                assert mosquitto.process is not None
+                mosquitto.process.send_signal(signal.SIGSTOP)
+                try:
+                    b.session.publish("w/b", b"bye", retain=True)
+                    await b.session.flush(0.1)
+                    b.task.cancel()
+                    await asyncio.sleep(0.1)
+                finally:
+                    mosquitto.process.send_signal(signal.SIGCONT)
+                await asyncio.wait([b.task], timeout=PATIENCE_S)  # A second cancellation would not wait.
+            assert await a.next() == ("w/b", b"bye", False)
+            assert await a.silent(), a.heard
+            async with Listener(mosquitto.address, "late", "w/#") as late:
+                assert await late.next() == ("w/b", b"bye", True)
+
+    uvloop.run(scene())
+
+
+def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
+    message = b"\x32\x06\x00\x01t\x00\x01x"
+
+    async def scene() -> None:
+        left, close = asyncio.Event(), asyncio.Event()
+        said: list[bytes] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1000)
+            writer.write(b"\x20\x02\x00\x00")
+            while not (await reader.read(1000)).endswith(b"\xe0\x00"):
+                pass
+            left.set()
+            writer.write(message * 1000)
+            await close.wait()
+            writer.close()
+            said.append(await reader.read())
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        address = BrokerAddress(host="127.0.0.1", port=server.sockets[0].getsockname()[1])
+        async with Listener(address, "a") as a:
+            a.task.cancel()
+            await asyncio.wait_for(left.wait(), PATIENCE_S)
+            a.session.publish("t", b"too late", keep=True)
+            await asyncio.sleep(0.1)
+            assert not a.task.done() and a.heard.empty()
+            close.set()
+            await asyncio.wait([a.task], timeout=PATIENCE_S)
+            assert a.task.cancelled()
+        await until(lambda: bool(said))
+        assert b"too late" not in said[0]
+        server.close()
+
+    uvloop.run(scene())
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_broker_that_reads_no_goodbye_keeps_nobody(
+    closes: bool, mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind more than the kernel takes: the session ends all the same, and does not begin again. Not when
+    aiomqtt has another word for that end, either: it has, where the socket does not close."""
+    monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", 0.1)
+    if not closes:
+        monkeypatch.setattr("ftd.transport.mqtt.shortcut.Shortcut.cut", lambda shortcut: None)
+        monkeypatch.setattr("ftd.transport.mqtt.session.CONNECT_S", 1.0)
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "b") as b:
+            assert mosquitto.process is not None
+            mosquitto.process.send_signal(signal.SIGSTOP)
+            try:
+                for _ in range(40):
+                    b.session.publish("t", bytes(400_000))
+                b.task.cancel()
+                await asyncio.wait([b.task], timeout=PATIENCE_S)
+                assert b.task.cancelled()
+            finally:
+                mosquitto.process.send_signal(signal.SIGCONT)
+
+    uvloop.run(scene())
+
+
+def test_an_interrupted_session_stays_away_for_as_long_as_asked(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "b") as b:
+            b.session.interrupt(0.5)
+            begun = time.monotonic()
+            await until(lambda: b.downs == 1)
+            await until(lambda: b.ups == 2)
+            assert time.monotonic() - begun >= 0.45
+
+    asyncio.run(scene())
+
+
+def test_after_a_restart_of_the_broker_the_subscriptions_are_back(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with (
+            Listener(broker.address, "a", "t/#") as a,
+            Listener(broker.address, "b") as b,
+        ):
+            broker.kill()
+            await until(lambda: a.downs == 1 and b.downs == 1)
+            assert not a.session.connected
+            b.session.publish("t/dropped", b"")
+            b.session.publish("t/kept", b"1", keep=True)
+            b.session.publish("t/kept", b"2", keep=True)
+            await asyncio.to_thread(broker.start)
+            await until(lambda: a.ups == 2)
+            await until(lambda: b.ups == 2)
+            b.session.publish("t/now", b"", keep=True)
+            got: list[tuple[str, bytes, bool]] = []
+            while not got or got[-1][0] != "t/now":
+                got.append(await a.next())
+            # Whether a is back before b's kept messages go out is the broker's luck; never in another order.
+            kept = [payload for topic, payload, _ in got if topic == "t/kept"]
+            assert kept in ([b"1", b"2"], [b"2"], [])
+            assert "t/dropped" not in [topic for topic, _, _ in got]
+
+    asyncio.run(scene())
+
+
+def test_kept_messages_reach_a_listener_that_never_left(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
+            b.session.interrupt(0.2)
+            await until(lambda: b.downs == 1)
+            for index in range(3):
+                b.session.publish("t", str(index).encode(), keep=True)
+            b.session.publish("t", b"dropped")
+            assert [(await a.next())[1] for _ in range(3)] == [b"0", b"1", b"2"]
+            assert await a.silent()
+
+    asyncio.run(scene())
+
+
+def test_what_was_under_way_when_the_connection_broke_comes_in_order(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
+            for index in range(300):
+                b.session.publish("t", str(index).encode(), keep=True)
+            await asyncio.sleep(0)
+            b.session.interrupt(0.1)
+            got: list[int] = []
+            while 299 not in got or not await a.silent():
+                got.append(int((await a.next())[1]))
+            assert sorted(set(got)) == list(range(300))
+            # Twice is allowed, once for all that was not acknowledged.
+            assert sum(later <= earlier for earlier, later in pairwise(got)) <= 1
+
+    asyncio.run(scene())
+
+
+def test_nothing_is_handed_on_before_the_session_is_up(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "b") as b:
+            for index in range(20):
+                b.session.publish(f"t/{index}", b"x", retain=True)
+            await b.session.flush()
+        told: list[str] = []
+        session = MqttSession(
+            broker.address,
+            client_id="a",
+            subscriptions=["t/#"],
+            on_message=lambda topic, *_: told.append(topic),
+            on_connected=lambda: told.append("up"),
+        )
+        task = asyncio.create_task(session.run())
+        await until(lambda: len(told) == 21)
+        assert told[0] == "up"
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_a_callback_that_raises_does_not_cost_the_connection(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        heard: list[bytes] = []
+
+        def on_message(_topic: str, payload: bytes, _retained: bool) -> None:
+            heard.append(payload)
+            raise RuntimeError("a bug of ours")
+
+        session = MqttSession(broker.address, client_id="a", subscriptions=["t"], on_message=on_message)
+        task = asyncio.create_task(session.run())
+        await session.wait_connected(PATIENCE_S)
+        session.publish("t", b"1")
+        session.publish("t", b"2")
+        await until(lambda: heard == [b"1", b"2"])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a") as a:
+            assert a.session._shortcut is not None
+            connection: Any = a.session._shortcut.inner
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+    asyncio.run(scene())
+
+
+def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBroker) -> None:
+    """Small and large messages in one go; nothing waits for the next packet to come."""
+
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
+            payloads = [b"%d " % index * (1 if index % 7 else 9000) for index in range(60)]
+            for payload in payloads:
+                b.session.publish("t/x", payload)
+            assert [(await a.next())[1] for _ in payloads] == payloads
+
+    uvloop.run(scene())
+
+
+def test_what_is_not_acknowledged_comes_all_the_same(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        heard: list[bytes] = []
+        session = MqttSession(
+            broker.address,
+            client_id="a",
+            unacknowledged=("t",),
+            on_message=lambda _, payload, __: heard.append(payload),
+        )
+        task = asyncio.create_task(session.run())
+        await session.wait_connected(PATIENCE_S)
+        async with Listener(broker.address, "b") as b:
+            said = [b"%d" % index for index in range(1500)]
+            for payload in said:
+                b.session.publish("t", payload)
+            await until(lambda: len(heard) >= len(said))
+        assert heard == said
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
+    """A thousand heartbeats a second would have the collector look through everything again and again."""
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
+            gc.collect()
+            gc.disable()
+            try:
+                for _ in range(500):
+                    b.session.publish("t", b"x")
+                for _ in range(500):
+                    await a.next()
+                assert gc.collect() < 500
+            finally:
+                gc.enable()
+
+    asyncio.run(scene())
+
+
+def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should a version of it keep its socket elsewhere, nobody is deaf without a word."""
+    pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
+    made_for = next(line for line in pinned if line.startswith("paho-mqtt=="))
+    sockets = paho.mqtt.client.Client.socket
+
+    def elsewhere(client: paho.mqtt.client.Client) -> Any:
+        sock = sockets(client)
+        return sock.inner if isinstance(sock, Shortcut) else sock
+
+    async def scene() -> None:
+        session = MqttSession(broker.address, client_id="a", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until(lambda: f"pip install {made_for}" in session.problem)
+        assert not session.connected
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    monkeypatch.setattr(paho.mqtt.client.Client, "socket", elsewhere)
+    asyncio.run(scene())
+
+
+def test_messages_go_past_paho(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one does not, it takes many times as long, and nothing else tells."""
+    for way in ("publish", "_handle_publish", "_handle_pubackcomp"):
+        monkeypatch.setattr(paho.mqtt.client.Client, way, lambda *_, **__: pytest.fail("through paho"))
+
+    async def scene() -> None:
+        taken: list[float] = []
+        async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
+            b.session._on_acknowledged = taken.append
+            for index in range(20):
+                b.session.publish("t", str(index).encode(), qos=index % 2)
+            assert [int((await a.next())[1]) for _ in range(20)] == list(range(20))
+            await until(lambda: len(taken) == 10)
+
+    asyncio.run(scene())
+
+
+def test_what_no_broker_takes_costs_itself_alone(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t/#") as a:
+            for topic in ("", "t/+", "t/#", "t/\0", "t" * 70_000):
+                a.session.publish(topic, b"never", keep=True)
+            a.session.publish("t/x", b"goes on")
+            assert await a.next() == ("t/x", b"goes on", False)
+            await a.session.flush(PATIENCE_S)
+
+    asyncio.run(scene())
+
+
+def test_more_than_may_wait_for_acknowledgements_is_sent_in_order(broker: RunningBroker) -> None:
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
+            for index in range(2 * MAX_SENDING + 10):
+                b.session.publish("t", str(index).encode(), qos=index % 3 != 0)
+            assert len(b.session._sending) == MAX_SENDING
+            got = [int((await a.next())[1]) for _ in range(2 * MAX_SENDING + 10)]
+            assert got == list(range(2 * MAX_SENDING + 10))
+            await b.session.flush(PATIENCE_S)
+            assert not b.session._sending
+
+    asyncio.run(scene())
+
+
+def test_a_broker_that_does_not_read_is_waited_for(mosquitto: RunningBroker) -> None:
+    """More than the kernel takes: it comes when the broker reads again, and the session lives on."""
+
+    async def scene() -> None:
+        async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
+            assert mosquitto.process is not None
+            mosquitto.process.send_signal(signal.SIGSTOP)
+            try:
+                for index in range(40):
+                    b.session.publish("t", b"%02d" % index + bytes(400_000))
+                await asyncio.sleep(0.05)
+            finally:
+                mosquitto.process.send_signal(signal.SIGCONT)
+            assert [int((await a.next())[1][:2]) for _ in range(40)] == list(range(40))
+            assert (a.downs, b.downs) == (0, 0)
+
+    uvloop.run(scene())
+
+
+def test_nobody_there_is_a_clear_error() -> None:
+    async def scene() -> None:
+        address = BrokerAddress(host="127.0.0.1", port=free_port())
+        session = MqttSession(address, client_id="a", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until(lambda: "refused" in session.problem)
+        with pytest.raises(Unreachable, match=rf"{address.url}.*refused.*is it running"):
+            await session.wait_connected(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_a_certificate_that_is_away_for_a_moment_does_not_end_a_session(tmp_path: Path) -> None:
+    """It is read anew for each connection, and may be half of a renewed pair just then."""
+    authority = tmp_path / "ca.pem"
+
+    async def body() -> None:
+        address = BrokerAddress(host="127.0.0.1", port=free_port(), tls=Tls(ca_file=authority))
+        session = MqttSession(address, client_id="renewing", on_message=lambda *_: None)
+        task = asyncio.create_task(session.run())
+        await until(lambda: "ca.pem cannot be used" in session.problem)
+        trustme.CA().cert_pem.write_to_path(authority)
+        await until(lambda: "refused" in session.problem)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(body())
+
+
+def test_something_that_is_no_broker_is_survived() -> None:
+    async def scene() -> None:
+        async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
+            writer.close()
+
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        session = MqttSession(
+            BrokerAddress(host="127.0.0.1", port=port), client_id="a", on_message=lambda *_: None
+        )
+        task = asyncio.create_task(session.run())
+        with pytest.raises(Unreachable):
+            await session.wait_connected(0.5)
+        assert not task.done()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        server.close()
+
+    asyncio.run(scene())
+
+
+# --- what amqtt gets wrong by itself (ftd.transport.mqtt.embedded) -------------------------------------------
+
+
+def test_embedded_sends_nobody_retained_messages_of_others(
+    start_broker: Callable[[str], RunningBroker],
+) -> None:
+    broker = start_broker("embedded")
+
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "s/#") as a:
+            a.session.publish("s/x", b"1", retain=True)
+            await a.next()
+            async with Listener(broker.address, "b", "other") as b:
+                assert await b.silent()
+
+    asyncio.run(scene())
+
+
+def test_embedded_ends_the_old_connection_of_an_id(
+    start_broker: Callable[[str], RunningBroker],
+) -> None:
+    broker = start_broker("embedded")
+
+    async def scene() -> None:
+        async with (
+            Listener(broker.address, "watcher", "w/#") as watcher,
+            Listener(broker.address, "twin", "t", will=Will(topic="w/1", payload=b"first is gone")) as first,
+        ):
+            first.session._silent_until = asyncio.get_running_loop().time() + 60
+            async with Listener(broker.address, "twin", "t") as second:
+                assert (await watcher.next())[1] == b"first is gone"
+                await until(lambda: first.downs == 1)
+                second.session.publish("t", b"still here")
+                assert (await second.next())[1] == b"still here"
+
+    asyncio.run(scene())
+
+
+def test_embedded_declares_a_frozen_client_dead(start_broker: Callable[[str], RunningBroker]) -> None:
+    broker = start_broker("embedded")
+
+    async def scene() -> None:
+        async with Listener(broker.address, "watcher", "w/#") as watcher:
+            # A CONNECT packet by hand, keep-alive 1 s, will "w/x" = "frozen"; then silence.
+            variable = b"\x00\x04MQTT\x04" + bytes([0b00000110]) + (1).to_bytes(2, "big")
+            parts = [b"x", b"w/x", b"frozen"]
+            body = variable + b"".join(len(part).to_bytes(2, "big") + part for part in parts)
+            reader, writer = await asyncio.open_connection("127.0.0.1", broker.port)
+            writer.write(bytes([0x10, len(body)]) + body)
+            assert (await reader.readexactly(4))[3] == 0
+            assert await watcher.next() == ("w/x", b"frozen", False)
+            writer.close()
+
+    asyncio.run(scene())
+
+
+def test_embedded_loses_nothing_while_others_subscribe(start_broker: Callable[[str], RunningBroker]) -> None:
+    broker = start_broker("embedded")
+
+    async def scene() -> None:
+        async with Listener(broker.address, "a", "t") as a, Listener(broker.address, "b") as b:
+            for index in range(20):
+                b.session.publish("t", str(index).encode())
+                async with Listener(broker.address, f"c{index}", f"own/{index}", "t"):
+                    b.session.publish("t", b"-")
+            got = [(await a.next())[1] for _ in range(40)]
+            assert [item for item in got if item != b"-"] == [str(index).encode() for index in range(20)]
+
+    asyncio.run(scene())
+
+
+def test_a_port_in_use_is_said(start_broker: Callable[[str], RunningBroker]) -> None:
+    broker = start_broker("embedded")
+    done = subprocess.run(
+        embedded_command(Path("/nonexistent/ready"), broker.port),
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 2
+    assert f"cannot listen on 127.0.0.1:{broker.port}" in done.stderr

@@ -1,0 +1,221 @@
+"""Engines of several ranks in one process, a thread each, over real gloo: any phase of a step can be hit."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import torch
+
+from runtime.engine.engine import Engine, StepResult
+from runtime.groups.backends import make_communicator
+from runtime.groups.communicator import Aborted, Communicator
+from runtime.groups.store import Rendezvous
+from runtime.watch.pace import Pace
+from statemachine.messages import trainer as p
+from statemachine.messages.values import Evaluation, Vote
+from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
+from tests.helpers.zero import Pipelines, held_of
+
+CPU = torch.device("cpu")
+
+
+class Fleet:
+    """``engines`` are those that live, in the order of their ranks once ``enter`` was called."""
+
+    def __init__(self, job: p.TrainingData, count: int, protection: str = "aor") -> None:
+        self.job = job
+        self.protection = protection
+        self.engines: list[Engine] = []
+        self.pipelines: Pipelines = ()
+        self.generation = 0
+        self.votes: dict[int, Vote] = {}
+        """By step."""
+        self.restore = ""
+        """Directory that the next ``enter`` takes whole layers from, at ``restore_step``."""
+        self.restore_step = 0
+        self.evaluated = 0
+        """The newest step whose evaluation is known, for the next ``enter``."""
+        self.evaluations: dict[int, Evaluation] = {}
+        """By the step whose state was evaluated."""
+        self.parked: dict[int, tuple[int, ...]] = {}
+        self.dropped: dict[int, tuple[int, ...]] = {}
+        """By rank of the next ``enter``: layers that it parks and drops."""
+        self.nodes: tuple[str, ...] = ()
+        """Of each rank, for the next ``enter``; empty: no snapshots are taken."""
+        self._communicators: dict[Engine, Communicator] = {}
+        self._server = ServerThread()
+        self._pool = ThreadPoolExecutor(16)
+        self.join(count)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return {step: vote.loss for step, vote in self.votes.items()}
+
+    def join(self, count: int) -> list[Engine]:
+        with torch.random.fork_rng(devices=[]):
+            new = [Engine(self.job, CPU, Pace()) for _ in range(count)]
+        self.engines += new
+        return new
+
+    def enter(self, engines: Sequence[Engine], pipelines: Pipelines) -> int:
+        """All of these go on under a new plan; the others are gone. Returns the step that they go on from."""
+        reports = [report_of(engine) for engine in engines]
+        best = max(reports, key=lambda report: report.committed_step)
+        if self.restore:
+            vote = Vote(loss=0.0, gradient_norm=0.0)
+            best = msgspec.structs.replace(best, committed_step=self.restore_step, vote=vote)
+        ranks = {engine: rank for rank, engine in enumerate(self.engines)}
+        held: list[p.PartData] = []
+        transfers: tuple[p.TransferData, ...] = ()
+        if engines[0].sharding is not None:
+            held = [
+                part
+                for rank, (engine, report) in enumerate(zip(engines, reports, strict=True))
+                for part in held_of(
+                    report,
+                    rank,
+                    best.committed_step,
+                    self.pipelines,
+                    ranks[engine],
+                    zero1=self.job.zero1,
+                )
+            ]
+        elif not self.restore:
+            transfers = whole_layers(engines, best.committed_step, pipelines)
+        self.generation += 1
+        self.engines, self.pipelines = list(engines), pipelines
+        world = p.WorldData(
+            pipelines=pipelines,
+            transfers=transfers,
+            hosts=("127.0.0.1",) * len(engines),
+            held_parts=tuple(held),
+        )
+        self.abort()
+        before = list(self._communicators.values())
+        self.each(lambda rank, engine: self._enter(rank, engine, world, best.committed_step, best.vote))
+        for communicator in before:
+            communicator.close()
+        if best.vote is not None:
+            self.votes[best.committed_step] = best.vote
+        return best.committed_step
+
+    def _enter(self, rank: int, engine: Engine, world: p.WorldData, step: int, vote: Vote | None) -> None:
+        rendezvous = Rendezvous(
+            host="127.0.0.1", port=self._server.port, token=TOKEN, generation=self.generation
+        )
+        communicator = make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime)
+        self._communicators[engine] = communicator
+        resume = p.Resume(
+            generation=self.generation,
+            step=step,
+            vote=vote,
+            rank=rank,
+            world=world,
+            rendezvous_host="",
+            rendezvous_port=0,
+            token=TOKEN,
+            nodes=self.nodes,
+            protection=self.protection,
+            restore=self.restore,
+            evaluated=self.evaluated,
+            parked=self.parked.get(rank, ()),
+            dropped=self.dropped.get(rank, ()),
+        )
+        engine.settle(step, vote)
+        if self.restore:
+            engine.restore(Path(self.restore), resume)
+        engine.enter(resume, communicator)
+        engine.call_missed_hook()
+
+    def steps(self, count: int) -> list[StepResult]:
+        """All make so many steps; the last results."""
+        results: list[StepResult] = []
+        for _ in range(count):
+            if self.engines[0].evaluation_due:
+                self.evaluate()
+            results = self.each(lambda rank, engine: engine.step(lambda: False))
+            self.votes[self.engines[0].committed_step] = results[0].vote
+            for engine, result in zip(self.engines, results, strict=True):
+                engine.call_hook(result.step_s)
+        return results
+
+    def evaluate(self, stop_wanted: Callable[[], bool] = lambda: False) -> bool:
+        """All evaluate the state that is committed; returns whether somebody wanted to stop."""
+        stops = self.each(lambda rank, engine: engine.evaluate(stop_wanted))
+        result = self.engines[0].evaluation
+        assert all(engine.evaluation == result for engine in self.engines), "all ranks know the same"
+        assert len(set(stops)) == 1
+        if result is not None:
+            self.evaluations[self.engines[0].committed_step] = result
+        return bool(stops[0])
+
+    def broken_step(self) -> None:
+        """A step in which somebody calls ``abort``; nobody finishes it."""
+
+        def run(rank: int, engine: Engine) -> bool:
+            try:
+                engine.step(lambda: False)
+            except Aborted:
+                return True
+            return False
+
+        assert all(self.each(run))
+
+    def abort(self) -> None:
+        for communicator in self._communicators.values():
+            communicator.abort()
+
+    def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
+        futures = [self._pool.submit(run, rank, engine) for rank, engine in enumerate(self.engines)]
+        return [future.result(PATIENCE_S) for future in futures]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.abort()
+        for engine, communicator in self._communicators.items():
+            if engine.sharding is not None:
+                engine.sharding.forget()
+            communicator.close()
+        self._pool.shutdown()
+        self._server.close()
+
+
+def whole_layers(engines: Sequence[Engine], step: int, pipelines: Pipelines) -> tuple[p.TransferData, ...]:
+    """Whom every rank gets the layers from that it is to have and does not hold at ``step``."""
+    held: list[set[int]] = []
+    for engine in engines:
+        if engine.committed_step == step:
+            held.append(set(engine.complete))
+        else:
+            held.append(set(engine.owned) if engine.ready_step == step else set())
+    wanted = {
+        rank: range(stage.first_layer, stage.end_layer)
+        for pipeline in pipelines
+        for stage in pipeline.stages
+        for rank in stage.ranks
+    }
+    return tuple(
+        p.TransferData(layer=layer, source=next(s for s, has in enumerate(held) if layer in has), target=rank)
+        for rank, layers in sorted(wanted.items())
+        for layer in layers
+        if layer not in held[rank]
+    )
+
+
+def report_of(engine: Engine) -> p.Quiesced:
+    return p.Quiesced(
+        generation=0,
+        committed_step=engine.committed_step,
+        ready_step=engine.ready_step,
+        vote=engine.vote,
+        held=tuple(sorted(engine.complete)),
+        parts=() if engine.sharding is None else engine.sharding.parts(),
+        evaluation=engine.evaluation,
+    )

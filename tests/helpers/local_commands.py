@@ -1,0 +1,19 @@
+"""Commands of ``ftd`` as processes, in an environment of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.playground import LIMIT_S
+
+FTD = [sys.executable, "-P", "-m", "ftd.cli.main"]
+
+
+def ftd(*arguments: object, home: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [*FTD, *map(str, arguments)]
+    return subprocess.run(command, env=home, capture_output=True, text=True, timeout=2 * LIMIT_S, check=False)
+
+
+def leftovers(home: dict[str, str]) -> list[str]:
+    """Files that a cluster made and did not remove."""
+    return [path.name for path in Path(home["TMPDIR"]).rglob("*") if path.name != "ftd"]

@@ -1,0 +1,38 @@
+"""One rank of a world over NCCL, on a GPU of its own: prints what every operation gave, as JSON.
+
+python -m tests.helpers.nccl_rank PORT RANK SIZE
+"""
+
+import json
+import sys
+
+import torch
+
+from runtime.groups.nccl import NcclCommunicator
+from runtime.groups.store import Rendezvous
+from tests.helpers.gpu_support import CudaComputing
+from tests.helpers.harness import TOKEN
+from tests.helpers.staged import talk
+
+
+def main() -> None:
+    port, rank, size = map(int, sys.argv[1:])
+    where = Rendezvous(host="127.0.0.1", port=port, token=TOKEN, generation=1)
+    runtime = CudaComputing(rank)
+    runtime.adopt()
+    world = tuple(range(size))
+    with runtime.computing(), NcclCommunicator(where, rank, size, runtime.device) as one:
+        if size == 1:
+            one.form([])
+            ones = torch.ones(4)
+            one._groups["state"].allreduce([ones]).wait()
+            print(json.dumps([runtime.values(ones)]))
+            return
+        pairs = {tuple(sorted((rank, (rank + 1) % size))) for rank in world}
+        one.form([], [("activation", first, second) for first, second in pairs])
+        print(json.dumps(talk(one, runtime)))
+        one.settle(one.all_reduce(torch.zeros(1), world))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""Parts of a layer's state, as devices keep them."""
+
+from typing import Any
+
+import numpy as np
+
+from storage.partimage import (
+    Bytes,
+    PartOfLayer,
+    Run,
+    Tensor,
+    WholeLayer,
+    padded,
+)
+
+SCHEDULE: dict[str, Any] = {"groups": [{"lr": 0.1}]}
+
+
+def layer_of(counts: list[int]) -> WholeLayer:
+    """Parameters ``w0``, ``w1``, … of so many elements, and a buffer of three in the middle."""
+    tensors = [
+        Tensor(name=f"w{n}", role="parameter", dtype="float32", shape=(count,), on_host=True)
+        for n, count in enumerate(counts)
+    ]
+    buffer = Tensor(name="mean", role="buffer", dtype="float32", shape=(3,), on_host=True)
+    tensors.insert(1, buffer)
+    data = np.arange(3, dtype=np.float32).tobytes()
+    return WholeLayer(
+        layer=7, tensors=tuple(tensors), schedule=SCHEDULE, buffers=data.ljust(padded(len(data)), b"\0")
+    )
+
+
+def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLayer, Bytes]:
+    """Values, a moment of each (1000 more), and a step of each parameter that it has."""
+    runs: list[Run] = []
+    pieces: list[bytes] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    total, begin = sum(counts), 0
+    low, high = total * start // of, total * end // of
+
+    def add(name: str, key: str, values: np.ndarray, start: int, count: int | None) -> None:
+        data = values.astype(np.float32).tobytes()
+        runs.append(
+            Run(
+                name=name,
+                role="optimizer" if key else "parameter",
+                key=key,
+                dtype="float32",
+                on_host=True,
+                start=start,
+                count=count,
+                offset=sum(map(len, pieces)),
+                size_bytes=len(data),
+            )
+        )
+        pieces.append(data.ljust(padded(len(data)), b"\0"))
+
+    for number, count in enumerate(counts):
+        first, last = max(low, begin) - begin, min(high, begin + count) - begin
+        if first < last:
+            name, values = f"w{number}", np.arange(begin + first, begin + last)
+            add(name, "", values, first, last - first)
+            add(name, "exp_avg", values + 1000, first, last - first)
+            add(name, "step", np.array([5.0]), 0, None)
+            scalars[name] = {"seen": 5}
+        begin += count
+    data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
+    told = PartOfLayer(layer=7, offset=0, size_bytes=len(data), runs=tuple(runs), scalars=scalars)
+    return told, data

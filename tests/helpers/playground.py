@@ -1,0 +1,485 @@
+"""Real clusters for tests: mosquitto, coordinator, node daemons and trainers as processes on this machine.
+
+The cluster lives on an event loop in a thread of its own, so that plain tests can use one cluster after
+another: starting a node costs seconds of importing torch, so tests share a cluster and put it in order.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from ftd.config.job import load_job_data
+from ftd.errors import FtdError
+from ftd.faults.chaos.conductor import Conductor
+from ftd.faults.chaos.scenario import parse_scenario
+from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.values import Fault
+from ftd.local.cluster import ClusterOptions, LocalCluster
+from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.inject import LocalInjector
+from ftd.transport.address import ClusterAddress
+from ftd.transport.client import ClusterClient
+from ftd.transport.wire.public import DrainRequest, JobData, StopRequest, SubmitRequest
+from statemachine.messages.trainer import TrainingData
+from tests.helpers.contract_witness import ContractWitness
+
+LIMIT_S = 200.0
+RELATIVE = 1e-9
+"""Largest relative error of a loss."""
+DEVICE = os.environ.get("FTD_TEST_DEVICE", "cpu")
+"""What trainers compute on; with ``cuda`` all of them share the host's GPUs (``make gpu-test``)."""
+SILENCE_S = 3.0
+"""Twice the usual: on a busy machine whoever is alive may be kept waiting."""
+HALF_A_REPLICA_MIB = {1: 0.3, 2: 0.19}
+"""Devices of a node → memory of each, with which two nodes hold the test job's six layers, and one does not."""
+HOME = ("node-0", "node-1", "node-2", "node-3")
+Json = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Run:
+    """One job and what became known of it."""
+
+    job: JobData
+    events: list[Json] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss of each committed step."""
+        return {e["step"]: e["details"]["loss"] for e in self.named("StepCommitted")}
+
+    @property
+    def recoveries(self) -> list[Json]:
+        return [e["details"]["recovery"] for e in self.named("RecoveryCompleted")]
+
+    def named(self, name: str, node: str | None = None) -> list[Json]:
+        return [e for e in self.events if e["event"] == name and node in (None, e["node"])]
+
+    def recovery(self, cause: str) -> Json:
+        found = [r for r in self.recoveries if r["cause"] == cause]
+        assert found, f"no recovery from {cause}: {[r['cause'] for r in self.recoveries]}"
+        return found[-1]
+
+
+class Playground:
+    """A cluster and a client of it, driven from a plain thread."""
+
+    def __init__(self, directory: Path, options: ClusterOptions) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="playground")
+        self._thread.start()
+        self.state: Json = {}
+        self.run: Run | None = None
+        self.pids: dict[tuple[str, int], int] = {}
+        """(node, device) → process of its present trainer."""
+        self._news = asyncio.Condition()
+        self.cluster = self.on_loop(self._make(directory, options))
+
+    async def _make(self, directory: Path, options: ClusterOptions) -> LocalCluster:
+        return LocalCluster(directory, options)
+
+    def on_loop(self, work: Coroutine[Any, Any, T], limit_s: float = LIMIT_S) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit_s)
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self.on_loop(self._open())
+
+    async def _open(self) -> None:
+        await self.cluster.start_broker()
+        await self.cluster.start_coordinators()
+        address = ClusterAddress(broker=self.cluster.broker, cluster=self.cluster.options.cluster)
+        self.client = ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
+        await self.client.__aenter__()
+        self._injector = LocalInjector(
+            self.client, self.cluster, lambda _name, _pid: None, layout=lambda: layout_of(self.state)
+        )
+        self._failures: list[str] = []
+        self._conductor: Conductor | None = None
+        self._following = asyncio.ensure_future(self._follow())
+        self.witness = ContractWitness(self.cluster.broker, self.cluster.options.cluster)
+        self._witnessing = asyncio.ensure_future(self.witness.session.run())
+
+    def close(self) -> None:
+        async def end() -> None:
+            for task in (self._following, self._witnessing):
+                task.cancel()
+            await asyncio.gather(self._following, self._witnessing, return_exceptions=True)
+            await self.client.__aexit__()
+            await self.cluster.end()
+
+        self.on_loop(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+    async def _follow(self) -> None:
+        async for event in self.client.events():
+            if event["event"] == "TrainerStarted":
+                self.pids[event["node"], event["details"]["device"]] = event["details"]["pid"]
+            if self.run is not None:
+                self.run.events.append(event)
+            if self._conductor is not None:
+                self._conductor.on_event(event)
+            await self._tell()
+
+    def _on_state(self, state: Json) -> None:
+        self.state = state
+        self._loop.create_task(self._tell())
+
+    def _on_node(self, node: str, state: str) -> None:
+        if self._conductor is not None:
+            self._conductor.on_node(node, state)
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    # --- waiting -----------------------------------------------------------------------------------
+
+    def until(self, holds: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until ``holds()``; looked at whenever there is news, and twice a second."""
+
+        async def wait() -> None:
+            deadline = time.monotonic() + limit_s
+            while not holds():
+                if time.monotonic() > deadline:
+                    raise AssertionError(f"not within {limit_s:g} s: {what}\n{self.describe()}")
+                async with self._news:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._news.wait(), 0.5)
+
+        self.on_loop(wait(), limit_s + 10)
+
+    def until_event(self, name: str, node: str | None = None, times: int = 1) -> Json:
+        """The ``times``-th event of this name since the job was submitted."""
+        run = self._current
+        self.until(lambda: len(run.named(name, node)) >= times, f"{name} {node or ''} × {times}")
+        return run.named(name, node)[times - 1]
+
+    def until_recovery(self, cause: str) -> Json:
+        """The first recovery from this cause."""
+        run = self._current
+        self.until(lambda: any(r["cause"] == cause for r in run.recoveries), f"recovery from {cause}")
+        return run.recovery(cause)
+
+    def until_step(self, step: int) -> None:
+        run = self._current
+        self.until(lambda: max(run.losses, default=0) >= step, f"step {step}")
+
+    @property
+    def devices(self) -> int:
+        """Devices of each node that is not said to have others."""
+        return self.cluster.options.devices_per_node
+
+    @property
+    def healthy(self) -> set[str]:
+        """Nodes that are here, if all that are here are healthy."""
+        here = {
+            n: node["state"] for n, node in self.state.get("nodes", {}).items() if node["state"] != "OFFLINE"
+        }
+        return set(here) if set(here.values()) <= {"HEALTHY"} else set()
+
+    @property
+    def snapshot_directory(self) -> Path:
+        """Where all nodes keep their snapshots."""
+        return shared_memory(self.cluster.directory)
+
+    def further(self, steps: int = 5) -> None:
+        """Training must go on."""
+        self.until_step(max(self._current.losses, default=0) + steps)
+
+    def until_planned(self, nodes: Sequence[str]) -> None:
+        """Wait until all these nodes, and no others, are in the plan that trains."""
+        self.until(
+            lambda: (
+                self.state.get("phase") == "RUNNING"
+                and {name for name, node in self.state["nodes"].items() if node["in_plan"]} == set(nodes)
+            ),
+            f"{', '.join(nodes)} train",
+        )
+
+    def until_phase(self, phase: str) -> None:
+        self.until(lambda: self.state.get("phase") == phase, f"phase {phase}")
+
+    @property
+    def _current(self) -> Run:
+        assert self.run is not None
+        return self.run
+
+    def describe(self) -> str:
+        """What is known, for the message of a test that fails."""
+        events = [] if self.run is None else self.run.events
+        lines = [
+            f"{e['monotonic']:.3f} {e['event']} {e['node'] or ''} g{e['generation']} step {e['step']} "
+            f"{e['reason'][:300]}"
+            for e in events
+            if e["event"] != "StepCommitted"
+        ]
+        nodes = {name: node["state"] for name, node in self.state.get("nodes", {}).items()}
+        head = f"phase {self.state.get('phase')} waiting for {self.state.get('waiting_for')!r} nodes {nodes}"
+        logs = "\n".join(f"--- {name}\n{text}" for name, text in self.cluster.fleet.tails(1500).items())
+        return "\n".join([head, *lines[-60:], logs])
+
+    # --- acting ------------------------------------------------------------------------------------
+
+    def submit(self, job: JobData) -> Run:
+        """Submit, and wait for the first committed step."""
+        run = self.offer(job)
+        self.until_step(1)
+        return run
+
+    def offer(self, job: JobData) -> Run:
+        """Submit; it need not come to a step."""
+        self.run = Run(job)
+        envelope = self.client.envelope()
+        request = SubmitRequest(request=envelope["request"], reply=envelope["reply"], job=job)
+        self.on_loop(self.client.request(request))
+        return self.run
+
+    def finish(self) -> Run:
+        """Wait for the job's end, which must be good."""
+        self.until(
+            lambda: self._current.named("JobFinished") or self._current.named("JobFailed"), "the job's end"
+        )
+        assert self._current.named("JobFinished"), self.describe()
+        return self._leave()
+
+    def stop_job(self) -> Run:
+        """End the job here."""
+        envelope = self.client.envelope()
+        name = self._current.job.name
+        request = StopRequest(request=envelope["request"], reply=envelope["reply"], job=name)
+        self.on_loop(self.client.request(request))
+        self.until_event("JobStopped")
+        return self._leave()
+
+    def _leave(self) -> Run:
+        # The state comes a moment behind the events.
+        self.until(lambda: self.state.get("phase") in ("FINISHED", "FAILED"), "the state tells of the end")
+        run = self._current
+        self._conductor = None
+        assert self._failures == []
+        return run
+
+    def drain(self, node: str) -> None:
+        envelope = self.client.envelope()
+        request = DrainRequest(request=envelope["request"], reply=envelope["reply"], node=node)
+        self.on_loop(self.client.request(request))
+
+    def inject(self, **fault: Any) -> None:
+        """A fault now: the fields of a scenario's ``[[fault]]`` without a trigger."""
+        [parsed] = parse_scenario({"fault": [{"after_s": 0, **fault}]}, "test").faults
+        self.on_loop(self._injector.inject(parsed))
+
+    def kill_later(self, pid: int, after_s: float) -> None:
+        """SIGKILL a process when the broker that would carry the order is away."""
+        self._loop.call_soon_threadsafe(self._loop.call_later, after_s, os.kill, pid, signal.SIGKILL)
+
+    def publish(self, topic: str, payload: bytes) -> None:
+        self.witness.excuse(topic, payload)
+
+        async def send() -> None:
+            self.client.publish(topic, payload)
+
+        self.on_loop(send())
+
+    def fill_gaps(self) -> None:
+        """Events that the broker's outage swallowed, from the coordinator's journal."""
+        run = self._current
+        since = run.events[0]["monotonic"]
+
+        async def fetch() -> None:
+            known = {(e["event"], e["cause"], e["monotonic"]) for e in run.events if "cause" in e}
+            for event in await self.client.history():
+                identity = (event["event"], event["cause"], event["monotonic"])
+                if event["monotonic"] >= since and identity not in known:
+                    run.events.append(event)
+            for row in await self.client.history(what="steps"):
+                if row["job"] == self.state["job"]["id"] and row["step"] not in run.losses:
+                    run.events.append({**row, "event": "StepCommitted", "node": None})
+
+        self.on_loop(fetch())
+
+    def until_journaled(self, holds: Callable[[], Any], what: str) -> None:
+        """What is told while the broker, or the way to it, is away: the journal has it in any case."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"not in the journal: {what}\n{self.describe()}"
+            with contextlib.suppress(FtdError):  # Nobody answers while the broker is away.
+                self.fill_gaps()
+
+    def play(self, *faults: Json) -> None:
+        """From here on: faults with their triggers."""
+
+        async def begin() -> None:
+            scenario = parse_scenario({"fault": list(faults)}, "test")
+            self._conductor = Conductor(scenario, inject=self._injector.inject, on_failure=self._failed)
+            self._conductor.begin()
+
+        self.on_loop(begin())
+
+    def _failed(self, fault: Fault, error: FtdError) -> None:
+        self._failures.append(f"{fault}: {error}")
+
+    # --- order ---------------------------------------------------------------------------------------
+
+    def tidy(self) -> None:
+        """Whatever a test left: no job, and the home nodes up with idle trainers, no others."""
+        self._conductor = None
+        self._failures.clear()
+        with contextlib.suppress(FtdError):
+            if self.state.get("job") and self.state["phase"] not in ("FINISHED", "FAILED"):
+                self.stop_job()
+        self.run = None
+        for name in self.cluster.central:
+            assert self.cluster.fleet.running(name), f"{name} is gone\n{self.describe()}"
+        strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.fleet.running(n)]
+        self.on_loop(self.cluster.fleet.terminate(strangers, grace_s=10.0))
+        for name in HOME:
+            if not self.cluster.fleet.running(name):
+                for device in range(self.devices):
+                    self.pids.pop((name, device), None)
+                self.on_loop(self.cluster.start_node(name))
+        self.until(self._in_order, "home nodes healthy, others gone")
+
+    def _in_order(self) -> bool:
+        warm = all((name, device) in self.pids for name in HOME for device in range(self.devices))
+        return warm and self.healthy == set(HOME)
+
+    def contract_is_kept(self) -> None:
+        """Whatever was said so far is as the contract for other tools has it."""
+        problems = self.witness.problems()
+        assert problems == [], "\n".join(problems[:20])
+
+
+def nodes_of(pipelines: list[Json]) -> list[int]:
+    """Return how many nodes each of the pipelines has, ascending."""
+    found = [{d.rpartition("/")[0] for stage in p["stages"] for d in stage["devices"]} for p in pipelines]
+    return sorted(map(len, found))
+
+
+@contextlib.contextmanager
+def playground(nodes: int = len(HOME), **options: Any) -> Iterator[Playground]:
+    """A cluster with its home nodes on their way up; gone at the end, however the test ends."""
+    with private_directory() as directory:
+        timing = {"silence_s": SILENCE_S, **options.pop("timing", {})}
+        ground = Playground(directory, ClusterOptions(**{"broker": "mosquitto", "timing": timing, **options}))
+        try:
+            ground.open()
+            for name in HOME[:nodes]:
+                ground.on_loop(ground.cluster.start_node(name))
+            yield ground
+        finally:
+            ground.close()
+
+
+JOB = """
+name = "tiny"
+steps = {steps}
+[training]
+function = "{here}/tiny.py:build"
+global_batch = 16
+microbatch = 2
+seed = 3
+precision = "float64"
+clip_gradient_norm = 0.5
+device = "{device}"
+[training.arguments]
+delay_s = {delay_s}
+{arguments}
+[tolerance]
+failures = {failures}
+minimum = "{minimum}"
+[planner]
+within_node = "{within_node}"
+{memory}
+{profile}
+{tables}
+"""
+
+
+def write_job(
+    directory: Path,
+    *,
+    steps: int = 100_000,
+    delay_s: float = 0.002,
+    devices: int = 2,
+    two_node_replicas: bool = False,
+    within_node: str = "auto",
+    failures: int = 1,
+    minimum: str = "one_replica",
+    arguments: str = "",
+    tables: str = "",
+) -> Path:
+    """Write the test job to a file.
+
+    :param delay_s: of each layer. A node that starts imports torch, which takes long while steps need all
+        processors: jobs that wait for one give it time.
+    :param within_node: how devices of a stage share its work; other than with "auto", every stage has two devices.
+    :param two_node_replicas: a copy of the model fits no node with so many ``devices``, and fits two of them.
+    """
+    text = JOB.format(
+        steps=steps,
+        here=Path(__file__).parent,
+        device=DEVICE,
+        delay_s=delay_s,
+        arguments=f"{arguments}\nsplit = true" if within_node == "tensor" else arguments,
+        tables=tables,
+        failures=failures,
+        minimum=minimum,
+        memory=f"device_memory_mib = {HALF_A_REPLICA_MIB[devices]}" if two_node_replicas else "",
+        profile=f'profile = "{write_pairs(directory, within_node)}"' if within_node != "auto" else "",
+        within_node=within_node,
+    )
+    path = directory / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def write_pairs(directory: Path, within_node: str) -> Path:
+    """Write a profile of the test job in which every stage has two devices."""
+    size = (48 * 48 + 48) * 8
+    layer = {
+        "forward_ms": 3.0,
+        "backward_ms": 1.0,
+        "parameter_bytes": size,
+        "gradient_bytes": size,
+        "optimizer_bytes": 2 * size,
+        "activation_bytes": 4096,
+        "output_bytes": 2 * 48 * 8,
+    }
+    split = {
+        "parameter_bytes": size,
+        "column_bytes": 0,
+        "activation_bytes": 0,
+        "forward_bytes": 2 * 48 * 8,
+        "forward_exchanges": 1,
+        "backward_bytes": 2 * 48 * 8,
+        "backward_exchanges": 1,
+    }
+    inner = {**layer, "tensor": split} if within_node == "tensor" else layer
+    layers = [layer, *[inner] * 4, layer]
+    document = {"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": layers, "stage_devices": [2]}
+    path = directory / "pairs.json"
+    path.write_bytes(msgspec.json.encode(document))
+    return path
+
+
+def tiny_job(directory: Path, **options: Any) -> JobData:
+    """The same as a client submits it."""
+    return load_job_data(write_job(directory, **options))
+
+
+def training_data(job: JobData) -> TrainingData:
+    return msgspec.convert(job.training, TrainingData)

@@ -1,0 +1,55 @@
+"""Moments of a step at which a test kills a trainer."""
+
+import time
+from collections.abc import Callable
+
+from runtime.engine.engine import Engine
+from runtime.groups.communicator import Aborted
+from tests.helpers.fleet import Fleet
+
+
+def in_compute(fleet: Fleet, victim: Engine) -> None:
+    """Before it has computed anything."""
+    victim.step = die(fleet)  # type: ignore[method-assign]
+
+
+def in_vote(fleet: Fleet, victim: Engine) -> None:
+    """The others have complete gradients and wait for its ballot."""
+    victim._ask = die(fleet)  # type: ignore[method-assign]
+
+
+def behind_vote(fleet: Fleet, victim: Engine) -> None:
+    """It and all others have committed; one of these but learns of it from the coordinator."""
+    late = fleet.engines[0]
+    ask = late._ask
+
+    def asked(*arguments: object) -> object:
+        ask(*arguments)  # type: ignore[arg-type]
+        raise Aborted
+
+    late._ask = asked  # type: ignore[method-assign,assignment]
+    in_gather(fleet, victim)
+
+
+def in_gather(fleet: Fleet, victim: Engine) -> None:
+    """Its own part is updated, and nobody has got it; somebody who lives on has passed the vote, too."""
+    assert victim.sharding is not None
+    death = die(fleet)
+
+    def died(*_: object) -> None:
+        others = [engine for engine in fleet.engines if engine is not victim]
+        deadline = time.monotonic() + 30.0
+        while all(engine.committed_step < victim.committed_step for engine in others):
+            assert time.monotonic() < deadline, "nobody else committed the step"
+            time.sleep(0.001)
+        death()
+
+    victim.sharding.gather = died  # type: ignore[method-assign]
+
+
+def die(fleet: Fleet) -> Callable[..., None]:
+    def died(*_: object) -> None:
+        fleet.abort()
+        raise Aborted
+
+    return died
