@@ -18,6 +18,7 @@ from statemachine.effects import (
 )
 from statemachine.events import (
     BrokerConnected,
+    BrokerLost,
     DrainRequested,
     JobSubmitted,
     NodeVanished,
@@ -775,3 +776,32 @@ def test_the_planner_is_told_of_parts_where_trainers_have_layers_in_parts(
     devices = [Device(node=f"node-{number}", index=0) for number in range(2)]
     expected = dict.fromkeys(devices, parts) if zero1 or in_parts else None
     assert s.one(ComputePlan).situation.parts == expected
+
+
+# --- suspicions ----------------------------------------------------------------------------------
+
+
+def test_a_suspicion_waits_while_the_broker_is_away() -> None:
+    s = Recovering()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.feed(BrokerLost)
+    s.fire("suspicion", 3.0)
+    assert s.timers() == {"suspicion": 3.0} and not s.commands()
+    s.feed(BrokerConnected)
+    s.fire("suspicion", 3.0)
+    assert set(s.modes().values()) == {"abort"}
+
+
+def test_a_suspicion_ends_when_the_group_was_seen_to_go_on_twice() -> None:
+    s = Recovering()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.stepped("node-0", 1, 2, 3)
+    s.fire("suspicion", 3.0)
+    assert s.timers() == {"suspicion": 3.0} and not s.commands()
+    s.stepped("node-0", 1, 4, 5)
+    s.fire("suspicion", 3.0)
+    assert not s.timers() and not s.commands()
+    s.say("node-0", PeerSuspected(generation=1, detail="reset"))
+    s.stepped("node-0", 1, 6)
+    s.fire("suspicion", 3.0)
+    assert set(s.modes().values()) == {"abort"}, "one step more proves nothing"
