@@ -100,7 +100,8 @@ def test_a_node_that_was_cut_off_comes_back_as_somebody_new(
     ground.until_step(8)
     stale = ground.pids["node-2", 0]
     incarnation = ground.state["nodes"]["node-2"]["incarnation"]
-    ground.inject(do="disconnect", node="node-2", for_s=2.0)
+    # Long enough that the others have resumed without it, on a busy machine too.
+    ground.inject(do="disconnect", node="node-2", for_s=6.0)
     assert ground.until_recovery("node_lost")["nodes"] == ["node-2"]
     ground.until_recovery("node_joined")
     ground.further()
