@@ -20,7 +20,7 @@ from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_p
 HERE = Path(__file__).parents[2] / "examples" / "kubernetes"
 BIN = Path(sys.executable).parent
 HOSTS = ("host-a", "host-b")
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")} | {
     "PATH": f"{BIN}:{os.environ['PATH']}"
 }
