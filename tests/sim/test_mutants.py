@@ -18,11 +18,12 @@ from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import FollowerSession, Leadership, Restored, Takeover
 from ftd.driver import Driver
-from ftd.faults.sim import damage, faults, plans, run
+from ftd.faults.sim import faults, plans, run
 from ftd.faults.sim.coordinator import SimCoordinator
-from ftd.faults.sim.disk import fill_disk, power_cut
+from ftd.faults.sim.faults import fill_disk, power_cut
 from ftd.faults.sim.network import TOPICS, Network
-from ftd.faults.sim.run import Leaning, Simulation, run_seed
+from ftd.faults.sim.run import run_seed
+from ftd.faults.sim.simulation import Leaning, Simulation
 from ftd.faults.sim.trainers import SimTrainer
 from ftd.transport.wire.checking import encode_event
 from ftd.transport.wire.coordinators import JournalCopy
@@ -709,7 +710,7 @@ def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatc
 
 def test_a_damaged_part_that_is_asked_for_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
-    strikes = tuple(("SnapshotCompleted", f, 0) for f in (damage.damage_shards, faults.fail_all_trainers))
+    strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.damage_shards, faults.fail_all_trainers))
     found("no progress after the healing", leaning=Leaning(protection="none", zero1=False, strikes=strikes))
 
 
@@ -718,5 +719,5 @@ def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.Mo
     monkeypatch.setattr(
         snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
     )
-    strikes = (("SnapshotCompleted", damage.damage_shard, 1),)
+    strikes = (("SnapshotCompleted", faults.damage_shard, 1),)
     found("others hold what it takes", leaning=Leaning(protection="aec", zero1=False, strikes=strikes))

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.faults.sim import run
-from ftd.faults.sim.bugs import WORDS, raise_everywhere
 from ftd.faults.sim.drawing import RARER
-from ftd.faults.sim.faults import Fault
-from ftd.faults.sim.run import SHAPES, Leaning, Simulation, run_seed
+from ftd.faults.sim.faults import raise_everywhere
+from ftd.faults.sim.invariants import WRONG_CODE
+from ftd.faults.sim.run import Run, run_seed
+from ftd.faults.sim.simulation import SHAPES, Fault, Leaning
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
@@ -65,7 +66,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     for seed in range(5 * SEEDS):
         if seed >= SEEDS and tiers == TIERS:
             break  # Whether a seed comes to one of the rare ones changes with all that is drawn.
-        simulation = Simulation(seed)
+        simulation = Run(seed)
         shapes.add(simulation.shape)
 
         def seen(event: EmitEvent, check=simulation.invariants.public_event) -> None:  # type: ignore[no-untyped-def]
@@ -114,7 +115,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
 def test_the_rarer_faults_strike() -> None:
     struck: Counter[str] = Counter()
     for seed in range(SEEDS):
-        simulation = Simulation(seed, leaning=Leaning(rarer=True))
+        simulation = Run(seed, leaning=Leaning(rarer=True))
 
         def strike(fault: Fault, real: Callable[[Fault], None] = simulation.strike) -> None:
             struck[fault.__name__] += 1
@@ -183,9 +184,9 @@ def test_wrong_code_fails_the_job_and_nothing_else_is_taken_for_it() -> None:
     """Whatever else strikes, and whoever leads; the other jobs of these seeds end as ever."""
     failed = 0
     for seed in range(30):
-        simulation = Simulation(seed, leaning=Leaning(strikes=(("StepCommitted", raise_everywhere, 4),)))
+        simulation = Run(seed, leaning=Leaning(strikes=(("StepCommitted", raise_everywhere, 4),)))
         said: list[str] = []
         simulation.invariants.on_failure = said.append
         simulation.finish()
-        failed += any(WORDS in reason for reason in said)
+        failed += any(WRONG_CODE in reason for reason in said)
     assert failed > 5

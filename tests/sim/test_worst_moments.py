@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from ftd.faults.sim import faults
-from ftd.faults.sim.disk import power_cut
-from ftd.faults.sim.run import Leaning, Simulation, run_seed
+from ftd.faults.sim.faults import power_cut
+from ftd.faults.sim.run import run_seed
+from ftd.faults.sim.simulation import Leaning, Simulation, protections
 
 SEEDS = 5
 Fault = Callable[[Simulation], None]
@@ -44,7 +45,7 @@ def suspended(sim: Simulation) -> None:
 
 
 def other_protection(sim: Simulation) -> None:
-    scheme = sim.world.rng.choice(faults.protections(sharded=sim.policy.zero1))
+    scheme = sim.world.rng.choice(protections(sharded=sim.policy.zero1))
     sim.coordinator.ask_snapshots(protection=scheme)
 
 

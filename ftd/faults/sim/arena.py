@@ -1,15 +1,12 @@
-"""What a host's memory keeps of snapshots, whoever of its processes dies; and restoring from it."""
+"""What a host's memory keeps of snapshots, whoever of its processes dies; and what it takes to restore from it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+from ftd.faults.sim.truth import Truth
 from statemachine.cluster.snapshots.buddies import copy_of
-from statemachine.messages.values import HeldSnapshot, Restore, SnapshotGroup
+from statemachine.messages.cluster import Persist
+from statemachine.messages.values import HeldSnapshot, SnapshotGroup
 from storage.codes import make_code, recipe
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
-    from ftd.faults.sim.node import SimNode
 
 
 @dataclass(slots=True, kw_only=True)
@@ -39,7 +36,7 @@ class SimArena:
     """All devices of one host: three slots each, as in ``storage.arena``, one of them for the kept one."""
 
     node: str
-    invariants: "Invariants"
+    truth: Truth
     kept: dict[int, int] = field(default_factory=dict)
     """Per device: the step that its living trainer was told to keep."""
     pinned: dict[int, int] = field(default_factory=dict)
@@ -50,6 +47,8 @@ class SimArena:
     """The step that this daemon was told to keep; 0: not yet."""
     copies: dict[str, list[Copy]] = field(default_factory=dict)
     """Per owner, the newest last."""
+    persisting: Persist | None = None
+    """The order that the daemon writes a part of a checkpoint by, out of this memory."""
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
         """Find a slot to write into: what is not kept goes, but for the newest."""
@@ -65,7 +64,7 @@ class SimArena:
     def commit(self, device: int, shard: Shard) -> None:
         self.slots.setdefault(device, []).append(shard)
         if self.holds(shard.key):
-            self.invariants.written(self.node, shard.key)
+            self.truth.written(self.node, shard.key)
 
     def keep(self, device: int, step: int, pinned: int) -> None:
         self.kept[device], self.pinned[device] = step, pinned
@@ -80,7 +79,7 @@ class SimArena:
                 self._drop(device, shard)
 
     def _drop(self, device: int, shard: Shard) -> None:
-        self.invariants.drops(self.node, shard.key)
+        self.truth.drops(self.node, shard.key, self.persisting)
         self.slots[device].remove(shard)
 
     # --- for others ------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ class SimArena:
             if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
                 self._drop_copy(old)
         here.append(copy)
-        self.invariants.received(self.node, copy.key)
+        self.truth.received(self.node, copy.key)
 
     def keep_copies(self, step: int) -> None:
         self.kept_copies = step
@@ -104,7 +103,7 @@ class SimArena:
                 self._drop_copy(copy)
 
     def _drop_copy(self, copy: Copy) -> None:
-        self.invariants.drops_copy(self.node, copy.key)
+        self.truth.drops_copy(self.node, copy.key)
         self.copies[copy.key.owner].remove(copy)
 
     def copy(self, key: HeldSnapshot, owner: str) -> Copy | None:
@@ -150,7 +149,7 @@ class SimArena:
         return {n: v for shard in self.parts(key).values() for n, v in shard.layers.items()}
 
 
-def _of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
+def of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
     return {layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers}
 
 
@@ -163,26 +162,3 @@ def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
     if group.whole:
         return everybody
     return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
-
-
-def restored(restore: Restore, layers: set[int], reader: "SimNode") -> tuple[dict[int, int], tuple[str, ...]]:
-    """Version of each of these layers, as put together now; or the nodes whose shards cannot be had."""
-    nodes, invariants = reader.invariants.nodes, reader.invariants
-    key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
-    found: dict[int, int] = {}
-    for group in restore.groups:
-        wanted = layers & set(range(group.first_layer, group.end_layer))
-        if not wanted:
-            continue
-        able = {name for name in restore.sources if nodes[name].serves(reader)}
-        there = {name for name in able if nodes[name].arena.sound(key)}
-        copy = nodes[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
-        if lacking(group, there, {group.owners[0]} if copy is not None else set()):
-            asked = {*group.owners, group.buddy} & set(restore.sources)
-            return {}, tuple(sorted(asked - there if copy is None else asked))
-        held = [nodes[name].arena.layers(key) for name in group.owners if name in there]
-        held += [copy.layers] if copy is not None else []
-        shards = [_of_group(layers, group) for layers in held]
-        invariants.restores(restore, group, shards)
-        found.update({layer: shards[0][layer] for layer in wanted})
-    return found, ()

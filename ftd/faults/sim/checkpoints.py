@@ -24,9 +24,7 @@ EXPORT_S = 0.5
 class SimCheckpoints:
     """One process's (``ftd.coordinator.ports.CheckpointPlaces``)."""
 
-    def __init__(
-        self, world: World, place: Callable[[], SimPlace], loop: ProcessLoop, feed: Feed, driver: Driver
-    ) -> None:
+    def __init__(self, world: World, place: SimPlace, loop: ProcessLoop, feed: Feed, driver: Driver) -> None:
         self._world, self._place, self._loop, self._feed, self._now = world, place, loop, feed, driver.now
 
     def commit(self, effect: CommitCheckpoint) -> None:
@@ -43,11 +41,11 @@ class SimCheckpoints:
 
     def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
         """Simulated users look it up themselves."""
-        self._loop.call_soon(then, self._place().newest(), "")
+        self._loop.call_soon(then, self._place.newest(), "")
 
     def _commit(self, effect: CommitCheckpoint) -> None:
         """A coordinator that dies has committed or has not, and mostly does not hear of it."""
-        world, place = self._world, self._place()
+        world, place = self._world, self._place
         if place.hangs_s:
             self._loop.call_later(place.hangs_s, self._commit, effect)
             return
@@ -62,7 +60,7 @@ class SimCheckpoints:
         )
 
     def _abandon(self, effect: AbandonCheckpoint) -> None:
-        place = self._place()
+        place = self._place
         if place.hangs_s:
             self._loop.call_later(place.hangs_s + 0.1, self._abandon, effect)  # Behind the commit that hangs.
         else:
@@ -70,7 +68,7 @@ class SimCheckpoints:
 
     def _export(self, effect: ExportCheckpoint) -> None:
         """What a coordinator exports that dies is exported by the next one."""
-        job, place = effect.job, self._place()
+        job, place = effect.job, self._place
         at: dict[str, Any] = {"at": self._now(), "cause": effect.cause}
         step = effect.step
         if place.closed or step not in place.kept:
@@ -84,7 +82,7 @@ class SimCheckpoints:
         )
 
     def _find(self, effect: FindCheckpoint) -> None:
-        place, now = self._place(), self._now()
+        place, now = self._place, self._now()
         if place.hangs_s:
             self._loop.call_later(place.hangs_s, self._find, effect)
         else:

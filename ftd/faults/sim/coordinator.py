@@ -3,25 +3,22 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import msgspec
+from typing import Any
 
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.ports import Ports, Program
 from ftd.errors import JournalError
 from ftd.faults.sim.checkpoints import SimCheckpoints
 from ftd.faults.sim.disk import SimDisk
-from ftd.faults.sim.forgotten import forgets
-from ftd.faults.sim.losses import Written
-from ftd.faults.sim.network import COMMAND, EVENTS, JOURNAL, TOPICS, Connection, Network
+from ftd.faults.sim.invariants import Invariants
+from ftd.faults.sim.journals import journal_of
+from ftd.faults.sim.network import JOURNAL, TOPICS, Network
 from ftd.faults.sim.planning import SimPlanning
 from ftd.faults.sim.process import ProcessLoop, SimClock
 from ftd.faults.sim.session import SimTransport
-from ftd.faults.sim.succession import begins
+from ftd.faults.sim.truth import Written
 from ftd.faults.sim.world import World
-from ftd.transport.wire.codec import decode_to_node, decode_to_nodes
-from ftd.transport.wire.coordinators import JournalCopy, decode_copy, unpack
+from ftd.transport.wire.coordinators import JournalCopy, decode_copy
 from ftd.transport.wire.public import EventMessage, decode_json
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
@@ -30,9 +27,6 @@ from statemachine.effects import Effect, EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader, Peer
 from statemachine.events import DrainRequested, Event, JobSubmitted, SnapshotRequested, StopRequested
 from statemachine.messages.values import Checkpoint, Job
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
 
 STATE_PERIOD_S = 1.0
 """Least time between two publications of the cluster's state, which nobody but a standby reads here."""
@@ -45,7 +39,7 @@ class SimCoordinator:
         self,
         world: World,
         network: Network,
-        invariants: "Invariants",
+        invariants: Invariants,
         name: str,
         *,
         state_period_s: float = STATE_PERIOD_S,
@@ -68,6 +62,8 @@ class SimCoordinator:
         """Effects until it is killed in the middle of carrying them out."""
         self.thinks_s = 0.0
         """So much longer a plan may take, at most."""
+        self.on_begin: Callable[[tuple[int, int], Written], None] = lambda position, view: None
+        """Called when it begins to lead, with the position of the journal that it begins from, and what that says."""
         self.on_event: Callable[[EmitEvent], None] | None = None
         """Called with each public event that is news."""
         self.on_state: Callable[[dict[str, Any]], None] | None = None
@@ -209,8 +205,7 @@ class SimCoordinator:
 
     def saw(self, payload: bytes) -> None:
         """A journal arrives at its follower session."""
-        several = any(one.edition for one in self.invariants.coordinators)
-        if payload and several and not self.leading:
+        if payload and not self.leading:
             copy = decode_copy(payload)
             if not self.reads(copy):
                 self.unreadable = copy
@@ -298,9 +293,9 @@ class _Process(Coordinator):
             clock=of.clock,
             transport=SimTransport(loop, of.network, of.name, note=of.note, saw=of.saw),
             disk=of.disk,
-            planning=lambda feed, driver, _: SimPlanning(of, loop, feed, driver),
+            planning=lambda feed, driver, _: SimPlanning(of.world, lambda: of.thinks_s, loop, feed, driver),
             checkpoints=lambda feed, driver: SimCheckpoints(
-                of.world, lambda: of.invariants.place, loop, feed, driver
+                of.world, of.invariants.place, loop, feed, driver
             ),
             observer=_Observer(of),
         )
@@ -320,7 +315,7 @@ class _Process(Coordinator):
         of = self._of
         connection = of.network.leader
         if connection is not None and connection.host == of.name and self._loop.alive:
-            of.check(lambda: begins(of.invariants, of.network, of, position, Written(self.machine)))
+            of.check(lambda: of.on_begin(position, Written(self.machine)))
             of.check(lambda: of.invariants.coordinator_starts(self.machine))
 
     def _carried_out(self) -> None:
@@ -329,74 +324,6 @@ class _Process(Coordinator):
         if self._loop.alive and of.heard:
             # What a coordinator knew that died before it journaled it, or was deposed, was never known.
             of.check(lambda: of.invariants.coordinator_stepped(self.machine))
-
-
-def journal_of(kept: bytes) -> dict[str, Any]:
-    """Return a durable state, as plain values."""
-    state: dict[str, Any] = msgspec.msgpack.decode(unpack(kept))
-    return state
-
-
-class AtBroker:
-    """Checks everything that coordinators publish once the broker has it."""
-
-    def __init__(
-        self, network: Network, invariants: "Invariants", coordinators: Sequence[SimCoordinator]
-    ) -> None:
-        self._network, self._invariants = network, invariants
-        self._coordinators = {one.name: one for one in coordinators}
-        self._journal: dict[str, Any] | None = None
-        self._payload: bytes | None = None
-        network.at_broker = self._published
-
-    @property
-    def journal(self) -> dict[str, Any] | None:
-        """The journal that the broker retains, as plain values."""
-        payload = self._network.retained.get(JOURNAL)
-        if payload is not self._payload:
-            self._payload = payload
-            self._journal = journal_of(decode_copy(payload).state) if payload else None
-        return self._journal
-
-    def _published(self, connection: Connection, topic: str, payload: bytes, note: Any) -> None:
-        self._coordinators[connection.host].check(lambda: self._look(connection, topic, payload, note))
-
-    def _look(self, connection: Connection, topic: str, payload: bytes, note: Any) -> None:
-        truth = self._invariants
-        if topic == JOURNAL:
-            if not payload:
-                return
-            copy = decode_copy(payload)
-            self._payload, self._journal = payload, journal_of(copy.state)
-            if copy.position > truth.replicated:
-                truth.replicated, truth.replicated_by = copy.position, connection.host
-            truth.persisted(note)
-            truth.telling.decided(self._journal[OUTBOX])
-        elif topic == COMMAND:
-            truth.commands(decode_to_nodes(payload).command, self.journal)
-        elif topic == EVENTS:
-            message = decode_json(payload, EventMessage)
-            if truth.telling.is_news(message):
-                self._event(self._coordinators[connection.host], message)
-        elif (node := TOPICS.node_of(topic)) is not None:
-            if topic == TOPICS.node_command(node):
-                truth.commands(decode_to_node(payload).command, self.journal)
-            elif topic == TOPICS.node_state(node) and not payload:
-                forgets(truth, self.journal, node)
-
-    def _event(self, of: SimCoordinator, message: EventMessage) -> None:
-        event = EmitEvent(
-            cause=message.cause,
-            name=message.event,
-            reason=message.reason,
-            node=message.node,
-            generation=message.generation,
-            step=message.step,
-            details=message.details,
-        )
-        self._invariants.public_event(event)
-        if of.on_event is not None:
-            of.on_event(event)
 
 
 def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:

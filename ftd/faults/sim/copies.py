@@ -1,23 +1,22 @@
 """A simulated daemon's orders about snapshots: its own part sent to its buddy, what it keeps, what may go."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ftd.faults.sim.arena import Copy
-from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed
+from ftd.faults.sim.host import SimHost
+from ftd.faults.sim.scrubber import SimScrubber
+from statemachine.agent.events import CopyCommitted, CopyFailed
 from statemachine.cluster.snapshots.buddies import copy_of
 from statemachine.effects import KeepCopies, RemoveSnapshots, SendCopy
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import HeldSnapshot
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-
 
 class SimCopies:
     """One daemon's."""
 
-    def __init__(self, node: "SimNode") -> None:
-        self._node = node
+    def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
+        self._node, self._scrubber = node, scrubber
         self.sends_s = 0.0
         """So much longer a copy may take, at most."""
 
@@ -32,16 +31,11 @@ class SimCopies:
             case KeepCopies():
                 node.arena.keep_copies(effect.order.step)
                 if effect.order.restore is not None:
-                    node.scrubber.watch(effect.order.restore)
-                self.tell()
+                    self._scrubber.watch(effect.order.restore)
+                node.tell_copies()
             case RemoveSnapshots():
                 node.arena.remove(effect.job_id)
-                node.scrubber.kept = None
-
-    def tell(self) -> None:
-        """The agent, what is kept for others."""
-        node = self._node
-        node.feed(CopiesHeld(at=node.world.now, cause="arena", snapshots=node.arena.copy_keys()))
+                self._scrubber.kept = None
 
     def _send(self, effect: SendCopy, life: int) -> None:
         """The daemon's word follows the buddy's, and may come to nothing in between."""
@@ -49,7 +43,7 @@ class SimCopies:
         if node.life != life:
             return
         key = HeldSnapshot(job_id=effect.job_id, step=effect.step, generation=effect.generation)
-        buddy = node.invariants.nodes[effect.buddy.node]
+        buddy = node.hosts[effect.buddy.node]
         reached = buddy.up and not buddy.frozen and node.reaches(buddy)
         said: dict[str, Any] = {"cause": effect.cause, "generation": effect.generation, "step": effect.step}
         if not reached or not node.arena.sound(key) or world.chance(node.pace.full):
@@ -59,7 +53,7 @@ class SimCopies:
             node.feed(CopyFailed(at=world.now, cause=effect.cause, failure=failure))
             return
         buddy.arena.receive(Copy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
-        buddy.copies.tell()
+        buddy.tell_copies()
         world.at(world.between(0.0, 0.1), self._sent, said, life)
 
     def _sent(self, said: dict[str, Any], life: int) -> None:

@@ -4,11 +4,9 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.run import Simulation
-    from ftd.faults.sim.world import World
+from ftd.faults.sim.world import World
 
 _WRITES = ("INSERT", "BEGIN", "DELETE", "COMMIT")
 
@@ -19,7 +17,7 @@ Content = tuple[bytes | None, dict[str, str]]
 class SimDisk:
     """A disk, and its host's starts (``ftd.coordinator.ports.Disk``)."""
 
-    def __init__(self, world: "World", name: str) -> None:
+    def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.full_until = 0.0
         """Nothing can be written before this."""
@@ -132,19 +130,3 @@ class _Connection:
 
     def close(self) -> None:
         return
-
-
-def fill_disk(sim: "Simulation") -> None:
-    """A coordinator that cannot write its journal ends, and again when it is started."""
-    coordinator, for_s = sim.world.rng.choice(sim.coordinators), sim.world.between(0.5, 8.0)
-    sim.log(f"the disk of {coordinator.name} is full for {for_s:.2f} s")
-    coordinator.disk.full_until = sim.world.now + for_s
-
-
-def power_cut(sim: "Simulation") -> None:
-    """The broker's host and the leader's are one, and without power for a moment."""
-    sim.network.stop_broker(sim.world.between(0.1, 3.0))
-    leader = sim.coordinator
-    leader.crash()
-    leader.lose_power()
-    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)

@@ -6,12 +6,9 @@ stays as it is.
 
 from collections.abc import Callable
 from random import Random
-from typing import TYPE_CHECKING
 
-from ftd.faults.sim import damage, hosts, upgrades
-from ftd.faults.sim.disk import fill_disk
+from ftd.faults.sim import hosts, upgrades
 from ftd.faults.sim.faults import (
-    Fault,
     add_node,
     ask_again,
     break_connection,
@@ -24,9 +21,12 @@ from ftd.faults.sim.faults import (
     cut_node,
     cut_several,
     damage_checkpoint,
+    damage_shard,
+    damage_shards,
     drain_node,
     exit_trainer,
     fail_all_trainers,
+    fill_disk,
     freeze_coordinator,
     freeze_daemon,
     hang_place,
@@ -45,6 +45,7 @@ from ftd.faults.sim.faults import (
     terminate_node,
     unbuildable,
 )
+from ftd.faults.sim.simulation import Fault, Simulation, Strike
 from ftd.faults.sim.slowness import (
     pause_host,
     pause_trainer,
@@ -57,17 +58,11 @@ from ftd.faults.sim.slowness import (
 )
 from statemachine.effects import EmitEvent
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.run import Simulation
-
 PHASES = (
     "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
     "SnapshotCompleted", "SnapshotGivenUp",
 )  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
-
-Strike = tuple[str, Fault, int]
-"""Shortly behind an event of this name, so many of which are passed over."""
 
 FAULTS: tuple[tuple[int, Fault], ...] = (
     (6, crash_node),
@@ -109,7 +104,7 @@ _DURING_A_ROLLBACK: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
-def _draw_rollback(sim: "Simulation") -> list[Strike]:
+def _draw_rollback(sim: Simulation) -> list[Strike]:
     """Enough dies behind a snapshot that it is needed, and more while it is read."""
     rng = sim.world.rng
     if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
@@ -121,7 +116,7 @@ def _draw_rollback(sim: "Simulation") -> list[Strike]:
     return drawn
 
 
-def _draw_going_back(sim: "Simulation") -> list[Strike]:
+def _draw_going_back(sim: Simulation) -> list[Strike]:
     """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
     rng = sim.world.rng
     if not sim.checkpoint.url or not sim.world.chance(0.7):
@@ -136,7 +131,7 @@ def _draw_going_back(sim: "Simulation") -> list[Strike]:
     return drawn
 
 
-def _draw_place(sim: "Simulation") -> list[Strike]:
+def _draw_place(sim: Simulation) -> list[Strike]:
     """The place itself fails, while something is written there or is to be read."""
     rng = Random(f"place {sim.world.seed}")
     if not sim.checkpoint.url or rng.random() < 0.4:
@@ -148,7 +143,17 @@ def _draw_place(sim: "Simulation") -> list[Strike]:
     ]
 
 
-def apart(sim: "Simulation", what: str, likely: float, leaning: bool | None) -> Random | None:
+def _draw_damage(sim: Simulation) -> list[Strike]:
+    """Behind a snapshot, or when everybody is about to go back to it."""
+    rng = Random(f"damage {sim.world.seed}")  # of its own, so that the other draws are as they were
+    if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
+        return []
+    moments = ("SnapshotCompleted", "SnapshotCompleted", "GenerationStarted", "Quiesced", "RolledBack")
+    faults = (damage_shard, damage_shard, damage_shards)
+    return [(rng.choice(moments), rng.choice(faults), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
+
+
+def apart(sim: Simulation, what: str, likely: float, leaning: bool | None) -> Random | None:
     """The source of what happens in some seeds only, or in all that lean to it; ``None``: not in this one."""
     rng = Random(f"{sim.world.seed} {what}")
     wanted = rng.random() < likely if leaning is None else leaning
@@ -156,11 +161,11 @@ def apart(sim: "Simulation", what: str, likely: float, leaning: bool | None) -> 
 
 
 def _draw_hosts(
-    sim: "Simulation",
+    sim: Simulation,
     rng: Random | None,
     most: int,
     until_s: float,
-    strike: Callable[["Simulation", float, float], None],
+    strike: Callable[[Simulation, float, float], None],
     longest_s: float,
 ) -> None:
     """Up to ``most`` of them go, each for so long at most."""
@@ -174,7 +179,7 @@ def _some(rng: Random, least: int, most: int) -> list[Fault]:
     return rng.choices(kinds, weights, k=rng.randrange(least, most))
 
 
-def draw(sim: "Simulation", until_s: float) -> None:
+def draw(sim: Simulation, until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng, leaning = sim.world.rng, sim.leaning
     for fault in _some(rng, 1, 6):
@@ -185,7 +190,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
     if sim.world.chance(0.3):
         pending.append((rng.choice(("GenerationStarted", "Quiesced")), switch_protection, rng.randrange(3)))
     commits = [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 4)]
-    pending += _draw_place(sim) + damage.draw(sim)
+    pending += _draw_place(sim) + _draw_damage(sim)
     more, instants = _draw_rarer(sim, until_s)
     _react(sim, [*pending, *leaning.strikes, *more])
     _at_commits(sim, [*commits, *leaning.at_commits], instants)
@@ -194,7 +199,7 @@ def draw(sim: "Simulation", until_s: float) -> None:
     _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, hosts.lose_power, 8.0)
 
 
-def _draw_rarer(sim: "Simulation", until_s: float) -> tuple[list[Strike], list[tuple[int, Fault]]]:
+def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[Strike], list[tuple[int, Fault]]]:
     """Behind which events, and in the instant of which commits; some in the same instant as another one."""
     rng = apart(sim, "rarer", 0.4, sim.leaning.rarer)
     if rng is None:
@@ -211,7 +216,7 @@ def _draw_rarer(sim: "Simulation", until_s: float) -> tuple[list[Strike], list[t
     return more, [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 3)]
 
 
-def _react(sim: "Simulation", pending: list[Strike]) -> None:
+def _react(sim: Simulation, pending: list[Strike]) -> None:
     def react(event: EmitEvent) -> None:
         for index, (name, fault, skip) in enumerate(pending):
             if name == event.name and skip > 0:
@@ -226,9 +231,7 @@ def _react(sim: "Simulation", pending: list[Strike]) -> None:
         coordinator.on_event = react
 
 
-def _at_commits(
-    sim: "Simulation", commits: list[tuple[int, Fault]], instants: list[tuple[int, Fault]]
-) -> None:
+def _at_commits(sim: Simulation, commits: list[tuple[int, Fault]], instants: list[tuple[int, Fault]]) -> None:
     """Shortly behind a commit; or in the very instant, before whoever committed can say so."""
     count = 0
 

@@ -1,18 +1,15 @@
 """Every evaluation that is due is reported once, with a result that a group of that state really had."""
 
-from typing import TYPE_CHECKING
-
+from ftd.faults.sim.telling import Telling
+from ftd.faults.sim.truth import Truth
 from statemachine.effects import EmitEvent
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
 
 
 class EvaluationTruth:
     """What the world was told of the present job's evaluations."""
 
-    def __init__(self, truth: "Invariants") -> None:
-        self._truth = truth
+    def __init__(self, truth: Truth, telling: Telling) -> None:
+        self._truth, self._telling = truth, telling
         self.every_steps = 0
         """Of all jobs of this world; 0: they evaluate nothing."""
         self.steps = 0
@@ -36,10 +33,10 @@ class EvaluationTruth:
         assert step is not None
         if not self._due(step):
             truth.broken(f"step {step} was evaluated, and that was not due")
-        if self._told.get(step) == truth.telling.losses:
+        if self._told.get(step) == self._telling.losses:
             truth.broken(f"Evaluated {step} came twice")
         self.recalled(event)
-        self._told[step] = truth.telling.losses
+        self._told[step] = self._telling.losses
 
     def recalled(self, event: EmitEvent) -> None:
         """A result was reported, or a node remembers it."""
@@ -54,13 +51,13 @@ class EvaluationTruth:
     def step_told(self, step: int) -> None:
         """``StepCommitted`` was reported: nobody commits a step before the evaluation that is due is done."""
         before, truth = step - 1, self._truth
-        seen = truth.told_after.get(before) == truth.telling.losses
+        seen = truth.told_after.get(before) == self._telling.losses
         if seen and self._due(before) and before not in self._told:
             truth.broken(f"StepCommitted {step} came, and Evaluated {before} did not")
 
     def finished(self) -> None:
         """``JobFinished`` was reported."""
-        seen = self._truth.told_after.get(self.steps) == self._truth.telling.losses
+        seen = self._truth.told_after.get(self.steps) == self._telling.losses
         if seen and self._due(self.steps) and self.steps not in self._told:
             self._truth.broken(f"the job is finished, and Evaluated {self.steps} did not come")
 

@@ -1,34 +1,21 @@
 """What can go wrong with nodes, trainers, links, the broker and coordinators, and what users may want."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
+from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.network import Line
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-    from ftd.faults.sim.run import Simulation
-
-Fault = Callable[["Simulation"], None]
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.simulation import Simulation, protections
 
 
-def protections(*, sharded: bool) -> tuple[str, ...]:
-    """What snapshots may be protected with, ``sharded`` by ZeRO-1 or not."""
-    if sharded:
-        return ("none", "aor", "aor", "arc:1+aor")
-    return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
-
-
-def live_nodes(sim: "Simulation") -> list["SimNode"]:
+def live_nodes(sim: Simulation) -> list[SimNode]:
     return [node for node in sim.nodes.values() if node.up]
 
 
-def some_node(sim: "Simulation") -> "SimNode | None":
+def some_node(sim: Simulation) -> SimNode | None:
     live = live_nodes(sim)
     return sim.world.rng.choice(live) if live else None
 
 
-def crash_node(sim: "Simulation") -> None:
+def crash_node(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None:
         host = sim.world.chance(0.6)
@@ -38,7 +25,7 @@ def crash_node(sim: "Simulation") -> None:
             sim.world.at(sim.world.between(0.05, 8.0), sim.revive, node)
 
 
-def crash_two(sim: "Simulation") -> None:
+def crash_two(sim: Simulation) -> None:
     crash_node(sim)
     if sim.world.chance(0.5):
         crash_node(sim)
@@ -46,15 +33,15 @@ def crash_two(sim: "Simulation") -> None:
         sim.world.at(sim.world.between(0.0, 0.05), crash_node, sim)
 
 
-def exit_trainer(sim: "Simulation") -> None:
+def exit_trainer(sim: Simulation) -> None:
     _fail_trainer(sim, "exited")
 
 
-def raise_in_trainer(sim: "Simulation") -> None:
+def raise_in_trainer(sim: Simulation) -> None:
     _fail_trainer(sim, "raised")
 
 
-def _fail_trainer(sim: "Simulation", cause: str) -> None:
+def _fail_trainer(sim: Simulation, cause: str) -> None:
     node = some_node(sim)
     if node is not None:
         device = sim.world.rng.randrange(node.devices)
@@ -62,7 +49,7 @@ def _fail_trainer(sim: "Simulation", cause: str) -> None:
         node.fail_trainer(device, "raised" if cause == "raised" else "exited")
 
 
-def fail_all_trainers(sim: "Simulation") -> None:
+def fail_all_trainers(sim: Simulation) -> None:
     """Something that strikes every process at once: a driver, a bug at one step."""
     spared = some_node(sim) if sim.world.chance(0.5) else None
     sim.log(f"all trainers exit{f', but for those of {spared.name}' if spared is not None else ''}")
@@ -73,7 +60,7 @@ def fail_all_trainers(sim: "Simulation") -> None:
             node.fail_trainer(device, "exited")
 
 
-def hang_trainer(sim: "Simulation") -> None:
+def hang_trainer(sim: Simulation) -> None:
     node = some_node(sim)
     if node is None or not node.trainers:
         return
@@ -85,14 +72,14 @@ def hang_trainer(sim: "Simulation") -> None:
     sim.log(f"trainer {node.name}/{trainer.device} {'frozen' if trainer.frozen else 'asleep'}")
 
 
-def cut_node(sim: "Simulation") -> None:
+def cut_node(sim: Simulation) -> None:
     """The host is cut off: from the broker, and mostly from the other hosts."""
     node = some_node(sim)
     if node is not None:
         _cut(sim, node, sim.world.between(0.1, 12.0))
 
 
-def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
+def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
     sim.log(f"cut {node.name} for {for_s:.2f} s")
     sim.network.cut(node.name, for_s)
     if sim.world.chance(0.7) and not node.data_cut:
@@ -103,7 +90,7 @@ def _cut(sim: "Simulation", node: "SimNode", for_s: float) -> None:
         sim.world.at(for_s, sim.reconnect_data, node)
 
 
-def break_connection(sim: "Simulation") -> None:
+def break_connection(sim: Simulation) -> None:
     """Two trainers lose their connection, and nothing else happens."""
     node = some_node(sim)
     groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
@@ -112,7 +99,7 @@ def break_connection(sim: "Simulation") -> None:
         groups[0].break_connection()
 
 
-def cut_several(sim: "Simulation") -> None:
+def cut_several(sim: Simulation) -> None:
     """A switch fails: some or all nodes lose the broker at once."""
     for_s = sim.world.between(0.1, 12.0)
     live = live_nodes(sim)
@@ -120,26 +107,26 @@ def cut_several(sim: "Simulation") -> None:
         _cut(sim, node, for_s)
 
 
-def reset_session(sim: "Simulation") -> None:
+def reset_session(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None and sim.network.is_connected(node.name):
         sim.log(f"reset the session of {node.name}")
         sim.network.drop(node.name)
 
 
-def reset_coordinator(sim: "Simulation") -> None:
+def reset_coordinator(sim: Simulation) -> None:
     if sim.network.leader is not None:
         sim.log("reset the leader's session")
         sim.network.end_leader()
 
 
-def cut_coordinator(sim: "Simulation") -> None:
+def cut_coordinator(sim: Simulation) -> None:
     for_s = sim.world.between(0.1, 10.0)
     sim.log(f"cut {sim.coordinator.name} for {for_s:.2f} s")
     sim.network.cut(sim.coordinator.name, for_s)
 
 
-def crash_coordinator(sim: "Simulation") -> None:
+def crash_coordinator(sim: Simulation) -> None:
     if not sim.coordinator.up:
         return
     coordinator = sim.coordinator
@@ -152,13 +139,13 @@ def crash_coordinator(sim: "Simulation") -> None:
         sim.coordinator.crash_after = sim.world.rng.randrange(40)
 
 
-def freeze_coordinator(sim: "Simulation") -> None:
+def freeze_coordinator(sim: Simulation) -> None:
     for_s = sim.world.between(0.5, 8.0)
     sim.log(f"freeze {sim.coordinator.name} for {for_s:.2f} s")
     sim.coordinator.freeze(for_s)
 
 
-def freeze_daemon(sim: "Simulation") -> None:
+def freeze_daemon(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None:
         for_s = sim.world.between(0.5, 8.0)
@@ -166,20 +153,20 @@ def freeze_daemon(sim: "Simulation") -> None:
         node.freeze(for_s)
 
 
-def restart_broker(sim: "Simulation") -> None:
+def restart_broker(sim: Simulation) -> None:
     for_s = sim.world.between(0.1, 6.0)
     sim.log(f"the broker is down for {for_s:.2f} s")
     sim.network.stop_broker(for_s)
 
 
-def drain_node(sim: "Simulation") -> None:
+def drain_node(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None:
         sim.log(f"drain {node.name}")
         sim.coordinator.drain(node.name)
 
 
-def terminate_node(sim: "Simulation") -> None:
+def terminate_node(sim: Simulation) -> None:
     node = some_node(sim)
     if node is not None:
         sim.log(f"terminate {node.name}")
@@ -187,7 +174,7 @@ def terminate_node(sim: "Simulation") -> None:
         sim.world.at(sim.world.between(1.0, 15.0), sim.revive, node)
 
 
-def unbuildable(sim: "Simulation") -> None:
+def unbuildable(sim: Simulation) -> None:
     """The next trainers of a node cannot build the job (a file is missing there, for a while)."""
     node = some_node(sim)
     if node is not None:
@@ -195,11 +182,11 @@ def unbuildable(sim: "Simulation") -> None:
         sim.log(f"{node.unbuildable} builds fail on {node.name}")
 
 
-def add_node(sim: "Simulation") -> None:
+def add_node(sim: Simulation) -> None:
     sim.add_node()
 
 
-def lose_all_memory(sim: "Simulation") -> None:
+def lose_all_memory(sim: Simulation) -> None:
     """The whole cluster goes down and comes back: only what is on a disk is left."""
     sim.log("all hosts crash, their memory is gone")
     for node in list(sim.nodes.values()):
@@ -207,7 +194,7 @@ def lose_all_memory(sim: "Simulation") -> None:
         sim.world.at(sim.world.between(0.05, 6.0), sim.revive, node)
 
 
-def damage_checkpoint(sim: "Simulation") -> None:
+def damage_checkpoint(sim: Simulation) -> None:
     """A byte of the newest checkpoint is not what was written."""
     if sim.place.kept:
         step = max(sim.place.kept)
@@ -215,20 +202,20 @@ def damage_checkpoint(sim: "Simulation") -> None:
         sim.place.kept[step].damaged = True
 
 
-def close_place(sim: "Simulation") -> None:
+def close_place(sim: Simulation) -> None:
     """Nobody can read or write checkpoints: a mount is gone."""
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
     sim.place.closed_until = sim.world.now + for_s
 
 
-def hang_place(sim: "Simulation") -> None:
+def hang_place(sim: Simulation) -> None:
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
     sim.place.hung_until = sim.world.now + for_s
 
 
-def restart_node(sim: "Simulation") -> None:
+def restart_node(sim: Simulation) -> None:
     """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
     node = some_node(sim)
     if node is not None:
@@ -237,13 +224,13 @@ def restart_node(sim: "Simulation") -> None:
         sim.world.at(sim.world.between(0.001, 0.1), sim.revive, node)
 
 
-def stop_job(sim: "Simulation") -> None:
+def stop_job(sim: Simulation) -> None:
     if sim.job is not None and sim.world.chance(0.3):
         sim.log("stop the job")
         sim.coordinator.stop(sim.job.job_id)
 
 
-def switch_protection(sim: "Simulation") -> None:
+def switch_protection(sim: Simulation) -> None:
     """A user wants another one; or changes their mind at once."""
     schemes = ("auto", *protections(sharded=sim.policy.zero1))
     for scheme in sim.world.rng.choices(schemes, k=sim.world.rng.choice((1, 1, 2))):
@@ -251,13 +238,13 @@ def switch_protection(sim: "Simulation") -> None:
         sim.coordinator.ask_snapshots(protection=scheme)
 
 
-def change_interval(sim: "Simulation") -> None:
+def change_interval(sim: Simulation) -> None:
     every = sim.world.rng.choice(("auto", 0, 1, 2, 4))
     sim.log(f"snapshots every {every}")
     sim.coordinator.ask_snapshots(every_steps=every, now=sim.world.chance(0.3))
 
 
-def lossy_line(sim: "Simulation") -> None:
+def lossy_line(sim: Simulation) -> None:
     """Of the messages from and to a node some are lost, come twice, or late."""
     node, world = some_node(sim), sim.world
     if node is None or node.name in sim.network.lines:
@@ -269,11 +256,11 @@ def lossy_line(sim: "Simulation") -> None:
     world.at(for_s, _mend, sim, node.name)
 
 
-def _mend(sim: "Simulation", name: str) -> None:
+def _mend(sim: Simulation, name: str) -> None:
     sim.network.lines.pop(name, None)
 
 
-def part_two(sim: "Simulation") -> None:
+def part_two(sim: Simulation) -> None:
     """Two hosts do not reach each other, and the broker and all others do."""
     there = live_nodes(sim)
     if len(there) < 2:
@@ -289,7 +276,7 @@ def part_two(sim: "Simulation") -> None:
             group.break_connection()
 
 
-def restore_broker(sim: "Simulation") -> None:
+def restore_broker(sim: Simulation) -> None:
     """It persists what it retains, from time to time; what it comes back with is of then, or of just now."""
     ago_s, for_s = sim.world.rng.choice((0.0, sim.world.between(0.1, 6.0))), sim.world.between(0.1, 6.0)
 
@@ -306,9 +293,57 @@ def restore_broker(sim: "Simulation") -> None:
         stop(dict(sim.network.retained))
 
 
-def ask_again(sim: "Simulation") -> None:
+def ask_again(sim: Simulation) -> None:
     """Whoever got no answer repeats what was asked for."""
     leader = sim.coordinator
     if sim.job is not None and leader.machine.job_id == sim.job.job_id:
         sim.log("submit the job again")
         leader.submit(sim.job, None)
+
+
+def damage_shard(sim: Simulation) -> None:
+    """A bit of what one node keeps of the newest complete snapshot is not what was written."""
+    _damage(sim, 1)
+
+
+def damage_shards(sim: Simulation) -> None:
+    """Of several nodes: beyond what some protections withstand."""
+    _damage(sim, 3)
+
+
+def _damage(sim: Simulation, count: int) -> None:
+    newest = sim.invariants.newest
+    if newest is None:
+        return
+    key = sim.invariants.key_of(newest)
+    holders = [node for node in sim.nodes.values() if node.arena.holds(key)]
+    for node in sim.world.rng.sample(holders, min(count, len(holders))):
+        sim.log(f"damage {node.name}'s part of the snapshot of step {key.step}")
+        for shard in node.arena.parts(key).values():
+            shard.damaged = True
+
+
+def fill_disk(sim: Simulation) -> None:
+    """A coordinator that cannot write its journal ends, and again when it is started."""
+    coordinator, for_s = sim.world.rng.choice(sim.coordinators), sim.world.between(0.5, 8.0)
+    sim.log(f"the disk of {coordinator.name} is full for {for_s:.2f} s")
+    coordinator.disk.full_until = sim.world.now + for_s
+
+
+def power_cut(sim: Simulation) -> None:
+    """The broker's host and the leader's are one, and without power for a moment."""
+    sim.network.stop_broker(sim.world.between(0.1, 3.0))
+    leader = sim.coordinator
+    leader.crash()
+    leader.lose_power()
+    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)
+
+
+def raise_everywhere(sim: Simulation) -> None:
+    """The job's code is wrong in the step under way, wherever that is computed; whoever is stopped before does not
+    come to it."""
+    sim.invariants.wrong_code = True
+    for node in sim.nodes.values():
+        for device in list(node.trainers):
+            if sim.world.chance(0.8):
+                node.fail_trainer(device, "raised", WRONG_CODE)

@@ -5,16 +5,12 @@ Nobody closes the connections of a host without power, so the broker publishes i
 keep-alive is over. By then it may be back, under a new incarnation, or be forgotten.
 """
 
-from typing import TYPE_CHECKING
-
 from ftd.faults.sim.network import KEEP_ALIVE_S
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-    from ftd.faults.sim.run import Simulation
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.simulation import Simulation
 
 
-def replace_host(sim: "Simulation", which: float, after_s: float) -> None:
+def replace_host(sim: Simulation, which: float, after_s: float) -> None:
     """It is gone for good; ``after_s`` another one comes."""
     there = [node for node in sim.nodes.values() if node.gone_at is None]
     if sim.healed or not there:
@@ -26,7 +22,7 @@ def replace_host(sim: "Simulation", which: float, after_s: float) -> None:
     sim.world.at(after_s, sim.add_node)
 
 
-def lose_power(sim: "Simulation", which: float, back_s: float) -> None:
+def lose_power(sim: Simulation, which: float, back_s: float) -> None:
     live = [node for node in sim.nodes.values() if node.up and sim.network.is_connected(node.name)]
     if sim.healed or not live:
         return
@@ -38,7 +34,7 @@ def lose_power(sim: "Simulation", which: float, back_s: float) -> None:
     sim.world.at(back_s, sim.revive, node)
 
 
-def _last_will(sim: "Simulation", node: "SimNode", incarnation: int, forgot_at: float) -> None:
+def _last_will(sim: Simulation, node: SimNode, incarnation: int, forgot_at: float) -> None:
     """It goes over what the node said meanwhile, which says it again."""
     network = sim.network
     if network.up and network.forgot_at == forgot_at:

@@ -3,57 +3,47 @@
 from collections.abc import Callable
 from typing import Any
 
-from ftd.faults.sim import bugs, losses
+from ftd.faults.sim.arena import lacking
 from ftd.faults.sim.evaluations import EvaluationTruth
-from ftd.faults.sim.group import Group
-from ftd.faults.sim.kept import SnapshotTruth
+from ftd.faults.sim.journals import named, over
+from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.place import SimPlace
 from ftd.faults.sim.telling import Telling
-from ftd.faults.sim.trainers import SimTrainer
-from ftd.faults.sim.versions import Versions, vote_of
+from ftd.faults.sim.trainers import Groups
+from ftd.faults.sim.truth import OF_A_VOTE, Truth, Written
 from ftd.faults.sim.world import World
 from ftd.transport.wire.checking import problem_of_details
 from ftd.transport.wire.public import encode_json
-from planner.changes.parts import incomplete
 from planner.values import ModelProfile, Plan, Policy
+from statemachine.cluster.durable.records import put_together
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
-from statemachine.messages.cluster import Command, KeepSnapshot, Resume, ToNodes
+from statemachine.messages.cluster import Command, KeepSnapshot, Resume
 from statemachine.messages.common import Quiesce
-from statemachine.messages.values import Checkpoint, Job, Vote
+from statemachine.messages.values import Checkpoint, Job
 
-_OF_A_VOTE = ("gradient_norm", "skipped", "weight", "loss_scale", "learning_rate", "metrics")
+WRONG_CODE = "ValueError: the code is wrong"
+"""What a trainer says where the job's own code raises."""
 
 
-class Invariants(SnapshotTruth):
+class Invariants(Truth):
     """The world's truth, gathered where it happens; each method checks what has just become true."""
 
-    def __init__(self, world: World, versions: Versions, policy: Policy, profile: ModelProfile) -> None:
-        super().__init__(world, versions)
-        self.policy, self.profile = policy, profile
-        self.layers = len(profile.layers)
-        self.nodes: dict[str, Any] = {}
-        self.coordinators: list[Any] = []
-        self.place = SimPlace(invariants=self)
-        self.groups: dict[int, Group] = {}
-        self.newest_told = 0
+    def __init__(self, world: World, policy: Policy, profile: ModelProfile) -> None:
+        super().__init__(world, policy, profile)
+        self.nodes: dict[str, SimNode] = {}
+        self.place = SimPlace(truth=self)
+        self.groups = Groups(self)
         self.known = 0
         """The newest committed step that the coordinator ever knew of, for the present job."""
-        self.newest_resume = 0
-        self.on_commit: Callable[[], None] = lambda: None
-        """Called when a rank commits: a moment at which faults like to come."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.announced: set[int] = set()
         """Generations that an event said have started."""
-        self.out: dict[str, set[int]] = {}
-        """Incarnations per node that obeyed a Fence."""
         self.telling = Telling(self)
-        self.evaluations = EvaluationTruth(self)
+        self.evaluations = EvaluationTruth(self, self.telling)
         self.reigned: dict[int, tuple[int, float]] = {}
         """Incarnation of who led first in each term, and since when."""
-        self.told_after: dict[int, int] = {}
-        """So many losses of the newest journal each step was told."""
         self.next_to_tell = 1
         self.wrong_code = False
         self.unforced = False
@@ -64,8 +54,6 @@ class Invariants(SnapshotTruth):
         """Position of the newest journal that was ever at the broker."""
         self.replicated_by = ""
         """The coordinator that published it."""
-        self.trained: Group | None = None
-        """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
 
     def new_job(self, begin: Checkpoint | None, job: Job | None) -> None:
         """:param begin: what it goes on from."""
@@ -76,7 +64,7 @@ class Invariants(SnapshotTruth):
         self.next_to_tell = self.known + 1
         self.finished_job, self.failed_job = False, None
         self.resumed_job = False
-        self.lineage, self.newest, self.trained = 0, None, None
+        self.lineage, self.newest, self.groups.trained = 0, None, None
 
     # --- the coordinator -----------------------------------------------------------------------
 
@@ -101,17 +89,17 @@ class Invariants(SnapshotTruth):
             self.broken(f"the committed step went back from {self.known} to {step}")
         self.known = step
 
-    def persisted(self, machine: losses.Written) -> None:
+    def persisted(self, machine: Written) -> None:
         """What the journal says now; a rollback is in it, or never was."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
             self.new_job(machine.checkpoint, machine.job)
-        self._keeps(machine)
-        self.place.writing = machine.writing
+        self.keeps(machine)
+        self.writing = machine.writing
         if machine.lineage == self.lineage:
             return
-        losses.rolls_back(self, machine)
-        self.lineage, self.trained = machine.lineage, None
+        self._rolls_back(machine)
+        self.lineage, self.groups.trained = machine.lineage, None
         step = machine.committed_step
         if self.newest is None and machine.checkpoint is not None and machine.checkpoint.step == step:
             self.place.goes_back(machine.checkpoint)
@@ -157,7 +145,7 @@ class Invariants(SnapshotTruth):
 
     def _gone_with_power(self, step: int) -> bool:
         """What was told and not forced to a disk only trainers knew, and those of them are gone, too."""
-        if not self.unforced or not losses.forgotten(self):
+        if not self.unforced or self._is_known_by_a_trainer():
             return False
         self.known = self.newest_told = step
         self.told = {number: version for number, version in self.told.items() if number <= step}
@@ -219,7 +207,7 @@ class Invariants(SnapshotTruth):
     def _told(self, event: EmitEvent) -> None:
         step, version = event.step, int(event.details["loss"])
         assert step is not None
-        self._same_vote({name: event.details[name] for name in _OF_A_VOTE}, version)
+        self.same_vote({name: event.details[name] for name in OF_A_VOTE}, version)
         due = self.next_to_tell or min(self.newest_told + 1, step)
         if step < due:
             self.broken(f"StepCommitted {step} came where {due} was due")
@@ -250,144 +238,105 @@ class Invariants(SnapshotTruth):
                 continue
             step, version = event.step, int(event.details["loss"])
             assert step is not None
-            self._same_vote({name: event.details[name] for name in _OF_A_VOTE}, version)
+            self.same_vote({name: event.details[name] for name in OF_A_VOTE}, version)
             if self.told.get(step, version) != version:
                 self.broken(
                     f"step {step} was told with version {self.told[step]} and is recalled as {version}"
                 )
 
-    def resumes_from(self, vote: Vote | None) -> None:
-        """A trainer takes the state of a step over from others: with it, all that the step's vote says."""
-        if vote is not None:
-            self._same_vote({name: getattr(vote, name) for name in _OF_A_VOTE}, int(vote.loss))
-
-    def _same_vote(self, said: dict[str, Any], version: int) -> None:
-        vote = vote_of(version)
-        for name, value in said.items():
-            if value != getattr(vote, name):
-                self.broken(
-                    f"{name} of version {version} is {value}, and the vote said {getattr(vote, name)}"
-                )
+    # --- state that is given up -------------------------------------------------------------------
 
     def _may_fail(self) -> None:
-        if self.resumed_job and not bugs.explains(self, self.failed_job or ""):
-            losses.gives_up(self)  # Otherwise nobody could build it.
+        if self.resumed_job and not self._is_wrong_code(self.failed_job or ""):
+            self._gives_up()  # Otherwise nobody could build it.
 
-    # --- nodes ----------------------------------------------------------------------------------
+    def _is_wrong_code(self, reason: str) -> bool:
+        """Return whether the job is given up as its code raised, and not for want of state."""
+        if not reason.startswith("the job's code raised "):
+            return False
+        if not self.wrong_code or WRONG_CODE not in reason:
+            self.broken(f"a node's own failure was taken for the job's: {reason}")
+        return True
 
-    def fenced(self, name: str, incarnation: int) -> None:
-        self.out.setdefault(name, set()).add(incarnation)
+    def _rolls_back(self, machine: Written) -> None:
+        """Nobody goes back while those who take part hold all layers of their newest step; nor, with replicas
+        of all parts, when a group that trained lost one node."""
+        live = [
+            trainer
+            for name in machine.members
+            for trainer in self.nodes[name].trainers.values()
+            if trainer.able and trainer.generation == machine.generation and trainer.lineage == self.lineage
+        ]
+        newest = max([self.known, *(trainer.committed for trainer in live)])
+        ready = [t for t in live if t.ready == newest and t.gradients[0] == self.newest_resume]
+        if not self.groups.lacking(live, newest, ready):
+            self.broken(f"rolled back, and live trainers hold all layers of step {newest}")
+        group = self.groups.trained
+        if group is None or not group.sharded or "aor" not in group.resume.protection:
+            return
+        gone = {
+            trainer.node.name
+            for trainer in group.trained_by.values()
+            if trainer.node.name not in machine.members or not trainer.able
+        }
+        if len(group.resume.plan.pipelines) > 1 and len(gone) < 2:
+            self.broken(f"rolled back, and of a group with replicas only {sorted(gone)} are lost")
 
-    def heard(self, name: str, incarnation: int, message: ToNodes, *, taken: bool) -> None:
-        """What is for several nodes is taken by those that are meant, as they are now."""
-        if taken != (message.receivers.get(name) == incarnation):
-            self.broken(f"{name} {'takes' if taken else 'misses'} a command: {message}")
+    def _is_known_by_a_trainer(self) -> bool:
+        """Return whether a trainer is left that committed the newest step that was told."""
+        trainers = [trainer for node in self.nodes.values() for trainer in node.trainers.values()]
+        return any(trainer.alive and trainer.committed >= self.newest_told for trainer in trainers)
 
-    def signals(self, name: str, incarnation: int) -> None:
-        if incarnation in self.out.get(name, ()):
-            self.broken(f"{name} speaks under incarnation {incarnation} after it was fenced")
+    def _gives_up(self) -> None:
+        """State may be given up only when no trainer that counts holds some layer of the newest step.
 
-    # --- trainers ---------------------------------------------------------------------------------
-
-    def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
-        """A trainer that obeys a Resume never loses a step that it committed."""
-        if trainer.committed > resume.step and trainer.lineage == resume.lineage:
-            self.broken(
-                f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
-                f"resume at {resume.step}"
-            )
-
-    def group(self, world: World, resume: Resume, trainer: SimTrainer) -> Group:
-        """The one group of this generation."""
-        group = self.groups.get(resume.generation)
-        if group is None:
-            group = self.groups[resume.generation] = Group(world, resume, self)
-        elif group.resume.plan != resume.plan or group.resume.step != resume.step:
-            self.broken(f"generation {resume.generation} has two plans")
-        elif group.resume.evaluated != resume.evaluated:
-            self.broken(f"ranks of generation {resume.generation} do not agree what is evaluated")
-        return group
-
-    def forms(self, group: Group) -> None:
-        """All members are at the same generation and step, and what they hold is the same state."""
-        step = group.resume.step
-        versions = set()
-        for rank, member in group.members.items():
-            if member.generation != group.generation or member.committed != step:
-                self.broken(
-                    f"rank {rank} meets generation {group.generation} at step {step} with generation "
-                    f"{member.generation} and step {member.committed}"
-                )
-            of_member = (*member.layers.values(), *member.parts.values())
-            versions |= {v for v in of_member if self.versions.step[v] == step}
-        if len(versions) > 1:
-            self.broken(f"generation {group.generation} starts from different states of step {step}")
-        lacking = losses.lacking(self, group.members.values(), step)
-        if lacking:
-            self.broken(f"generation {group.generation} starts without all of layers {sorted(lacking)}")
-        told = self.told.get(step)
-        if group.resume.lineage < self.lineage:
-            return  # An order from before a rollback, to nodes that the cluster went on without.
-        if told is not None and versions and told not in versions:
-            self.broken(f"generation {group.generation} starts from another step {step} than was told")
-
-    def moves(self, group: Group, layer: int, source: SimTrainer) -> None:
-        version = source.layers.get(layer)
-        if version is None or self.versions.step[version] != group.resume.step:
-            self.broken(
-                f"{source.node.name}/{source.device} is to send layer {layer} of step {group.resume.step} "
-                f"and does not hold it"
-            )
-
-    def moves_parts(self, group: Group, layer: int, sources: list[SimTrainer]) -> int:
-        """The senders have all of the layer among them, of one version, which this is."""
-        step, found = group.resume.step, [s.parts.items() for s in sources]
-        now = [[p for p, v in of if p.layer == layer and self.versions.step[v] == step] for of in found]
-        if layer in incomplete(now, self.layers):
-            names = [f"{source.node.name}/{source.device}" for source in sources]
-            self.broken(f"{names} are to send all of layer {layer} of step {step} and do not have it")
-        versions = {v for of in found for p, v in of if p.layer == layer and self.versions.step[v] == step}
-        if len(versions) > 1:
-            self.broken(f"layer {layer} of step {step} is put together from different states")
-        return versions.pop()
-
-    def trains(self, group: Group) -> None:
-        """Everybody is at the first VOTE of a group."""
-        self.trained = group
-
-    def starts(self, group: Group, member: SimTrainer) -> None:
-        """A rank that begins to compute holds every layer it owns at the resume step."""
-        for part in group.kept[member.rank]:
-            version = member.parts.get(part)
-            if version is None or self.versions.step[version] != group.resume.step:
-                self.broken(f"rank {member.rank} starts without {part} of step {group.resume.step}")
-        for layer in group.owned[member.rank]:
-            version = member.layers.get(layer)
-            if version is None or self.versions.step[version] != group.resume.step:
-                self.broken(f"rank {member.rank} starts without layer {layer} of step {group.resume.step}")
-        if member.layers:
-            member.version = member.layers[min(group.owned[member.rank])]
-
-    def commits(self, trainer: SimTrainer, group: Group) -> None:
-        self.on_commit()
-        self._commits(trainer, group)
-
-    def _commits(self, trainer: SimTrainer, group: Group) -> None:
-        """A step that the world was told of is never committed differently.
-
-        A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears
-        of what it commits, and ``forms`` sees to it that none of it comes back.
+        Those of a node one of whose trainers is dead or hangs do not count, since its agent ends them all;
+        nor do those that missed the last Resume: the cluster went on without them, and whether they went
+        another way behind their partition nobody can know.
         """
-        told = self.told.get(trainer.committed) if group.generation == self.newest_resume else None
-        if told is not None and told != trainer.version:
-            self.broken(
-                f"step {trainer.committed} was committed again by generation {group.generation}, differently"
-            )
-        if set(trainer.parts) != set(group.kept[trainer.rank]):
-            self.broken(f"rank {trainer.rank} committed without all that it keeps")
-        if not group.sharded:
-            self.gathered(trainer, group)
+        counting = [
+            trainer
+            for node in self.nodes.values()
+            if all(trainer.able for trainer in node.trainers.values())
+            for trainer in node.trainers.values()
+            if trainer.generation >= self.newest_resume and trainer.lineage == self.lineage
+        ]
+        if not self.groups.lacking(counting, self.known, [t for t in counting if t.ready == self.known]):
+            self.broken("the job was given up while live trainers hold all of its state")
+        if self.newest is not None:
+            key = self.key_of(self.newest)
+            up = {name: node for name, node in self.nodes.items() if node.up}
+            there = {name for name, node in up.items() if node.arena.sound(key)}
+            copied = {
+                owner
+                for owner, buddy in self.newest.buddies.items()
+                if buddy in up and up[buddy].arena.copy(key, owner) is not None
+            }
+            if not any(lacking(group, there, copied) for group in self.newest.groups):
+                self.broken(
+                    f"the job was given up while {sorted(there)}, and buddies of {sorted(copied)}, hold the "
+                    f"snapshot of {key.step}"
+                )
+        sound = [step for step, kept in self.place.kept.items() if not kept.damaged]
+        if sound:
+            self.broken(f"the job was given up while there are sound checkpoints of steps {sound}")
 
-    def gathered(self, trainer: SimTrainer, group: Group) -> None:
-        if set(trainer.layers) != set(group.owned[trainer.rank]):
-            self.broken(f"rank {trainer.rank} committed without all of its layers")
+    def forgets(self, kept: dict[str, Any] | None, name: str) -> None:
+        """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
+        else has."""
+        journal = put_together(kept) if kept is not None else None
+        if journal is None or over(journal):
+            return
+        if name in named(journal):
+            self.broken(f"{name} is forgotten, and the job's journal names it")
+        if not self.resumed_job:
+            return  # What there is is step 0, which anybody can make.
+        counting = [
+            trainer
+            for node in self.nodes.values()
+            for trainer in node.trainers.values()
+            if trainer.able and trainer.generation >= self.newest_resume and trainer.lineage == self.lineage
+        ]
+        others = [trainer for trainer in counting if trainer.node.name != name]
+        if self.groups.lacking(others, self.known) and not self.groups.lacking(counting, self.known):
+            self.broken(f"{name} is forgotten, and holds what nobody else does")

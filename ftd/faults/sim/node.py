@@ -1,19 +1,17 @@
 """A simulated host: the real agent machine, its timers, and its trainer processes."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, assert_never, cast
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import assert_never, cast
 
-from ftd.faults.sim.arena import SimArena
 from ftd.faults.sim.copies import SimCopies
-from ftd.faults.sim.damage import SimScrubber
+from ftd.faults.sim.host import Pace, SimHost
 from ftd.faults.sim.network import Network
+from ftd.faults.sim.place import SimPlace
+from ftd.faults.sim.scrubber import SimScrubber
 from ftd.faults.sim.staging import SimStager
-from ftd.faults.sim.trainers import SimTrainer
-from ftd.faults.sim.versions import Versions
-from ftd.faults.sim.world import World
+from ftd.faults.sim.trainers import Groups, SimTrainer
 from ftd.faults.sim.writer import SimWriter
-from planner.values import ModelProfile
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
@@ -50,9 +48,6 @@ from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.trainer import Beat, KeepSnapshot, Snap
 from statemachine.messages.values import FailureCause, NodeFacts, NodeState
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
-
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
     | TrainerPrepare | InstructTrainer | TrainerResume | RemoveSnapshots
@@ -60,62 +55,42 @@ AgentEffect = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """How steps go in this world: the moments between two trainers are where protocols break."""
-
-    step_s: float
-    imbalance: float
-    """A rank computes up to this part of a step longer than another, which waits at the VOTE."""
-    commit_spread_s: float
-    """From the VOTE's end to a rank's commit, at most."""
-    full: float = 0.0
-    """Probability that a snapshot has no room."""
-
-
-class SimNode:
+class SimNode(SimHost):
     """One host: a daemon that can be killed, stopped or cut off, and the trainers that live under it."""
 
     def __init__(
         self,
-        world: World,
+        groups: Groups,
         network: Network,
-        invariants: "Invariants",
-        versions: Versions,
+        place: SimPlace,
+        nodes: Mapping[str, "SimNode"],
         name: str,
         devices: int,
-        profile: ModelProfile,
         pace: Pace,
     ) -> None:
-        self.world, self.network, self.invariants, self.versions = world, network, invariants, versions
-        self.name, self.devices, self.profile, self.pace = name, devices, profile, pace
+        super().__init__(groups.truth, network, place, nodes, name, pace)
+        self.groups, self.devices, self.profile = groups, devices, groups.truth.profile
         self.incarnation = 0
-        self.up = False
         self.left = False
         """It exited on its own accord."""
         self.gone_at: float | None = None
         """When it went for good."""
-        self.frozen = False
-        self.data_cut = False
-        self.slowness = 1.0
-        """Its trainers take so many times as long to compute."""
         self.unbuildable = 0
         """How many of the next builds fail."""
         self.looks_s = 0.0
         """So much longer a daemon that starts looks through its memory, at most."""
         self.trainers: dict[int, SimTrainer] = {}
-        self.arena = SimArena(node=name, invariants=invariants)
-        self.agent = AgentMachine(name, world.timing)
         self.writer = SimWriter(self)
-        self.copies = SimCopies(self)
-        self.scrubber = SimScrubber(self)
-        self.stager = SimStager(self)
-        self.life = 0
-        """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
+        scrubber = self._scrubber()
+        self.copies = SimCopies(self, scrubber)
+        self.stager = SimStager(self, scrubber)
         self._timers: dict[str, int] = {}
         self._starts: dict[int, int] = {}
         """Per device, counts orders to start and to kill."""
         self._backlog: list[AgentEvent] = []
+
+    def _scrubber(self) -> SimScrubber:
+        return SimScrubber(self)
 
     # --- the daemon ------------------------------------------------------------------------------
 
@@ -179,16 +154,6 @@ class SimNode:
         for event in backlog:
             self.feed(replace(event, at=self.world.now))  # it is read only now
 
-    def reaches(self, other: "SimNode") -> bool:
-        """Over what trainers and shards go."""
-        if self.data_cut or other.data_cut:
-            return False
-        return not self.network.apart or frozenset((self.name, other.name)) not in self.network.apart
-
-    def serves(self, reader: "SimNode") -> bool:
-        """Its shards and copies can be had there."""
-        return self.up and not self.frozen and (self is reader or self.reaches(reader))
-
     def eased(self) -> None:
         """Nothing is wrong with this host any more."""
         self.data_cut = False
@@ -210,7 +175,7 @@ class SimNode:
         if world.tracing:
             world.note(self.name, event)
         if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
-            self.invariants.fenced(self.name, event.message.incarnation)
+            self.truth.fenced(self.name, event.message.incarnation)
         for effect in self.agent.step(event):
             if world.tracing:
                 world.note(self.name, f"  → {effect}")
@@ -228,7 +193,7 @@ class SimNode:
             message = heard
         else:
             message = heard.addressed(self.name, self.incarnation)
-            self.invariants.heard(self.name, self.incarnation, heard, taken=message is not None)
+            self.truth.heard(self.name, self.incarnation, heard, taken=message is not None)
         if message is not None:
             self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
 
@@ -244,7 +209,7 @@ class SimNode:
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
             case SendSignal():
-                self.invariants.signals(self.name, self.incarnation)
+                self.truth.signals(self.name, self.incarnation)
                 message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
                 self.network.signal(message)
             case StartTrainer():
@@ -314,7 +279,7 @@ class SimNode:
         pid = self.world.serial()
         self.arena.kept.pop(device, None)
         self.arena.pinned.pop(device, None)
-        self.trainers[device] = SimTrainer(self, device, pid)
+        self.trainers[device] = SimTrainer(self, self.groups, device, pid)
         self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
 
     def _prepare(self, trainer: SimTrainer, effect: TrainerPrepare) -> None:

@@ -1,17 +1,12 @@
 """The place of persistent checkpoints: what is there stays, whoever dies; and what must hold of it."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from ftd.faults.sim.arena import restored
+from ftd.faults.sim.truth import Truth
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, EmitEvent, FindCheckpoint
 from statemachine.events import CheckpointFound
 from statemachine.messages.cluster import Persist
-from statemachine.messages.values import Checkpoint, HeldSnapshot, LayerOnDisk, PassedOver, Restore, Vote
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
-    from ftd.faults.sim.node import SimNode
+from statemachine.messages.values import Checkpoint, LayerOnDisk, PassedOver, Restore, Vote
 
 CALM_S = 46.0
 """A job that ends from here on had ``finish_s`` for its last checkpoint behind the healing."""
@@ -36,14 +31,12 @@ class Kept:
 class SimPlace:
     """One directory, which every host reaches; all jobs of the simulation have one name."""
 
-    invariants: "Invariants"
+    truth: Truth
     full: float = 0.0
     """Probability that a layer cannot be written."""
     kept: dict[int, Kept] = field(default_factory=dict)
     """By step."""
     drafts: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
-    writing: str = ""
-    """Attempt that the coordinator's journal names; empty: none."""
     closed_until: float = 0.0
     """Whoever reads or writes before this gets an error."""
     hung_until: float = 0.0
@@ -53,39 +46,26 @@ class SimPlace:
 
     @property
     def closed(self) -> bool:
-        return self.invariants.world.now < self.closed_until
+        return self.truth.world.now < self.closed_until
 
     @property
     def hangs_s(self) -> float:
         """How long yet."""
-        return max(0.0, self.hung_until - self.invariants.world.now)
+        return max(0.0, self.hung_until - self.truth.world.now)
 
     def opens(self) -> None:
         self.closed_until = self.hung_until = 0.0
 
     # --- nodes -----------------------------------------------------------------------------------
 
-    def write(self, writer: "SimNode", order: Persist, layer: int) -> LayerOnDisk | None:
-        """Out of the nodes' memory, as it is now; ``None``: it cannot be had, or written."""
-        if self.closed:
-            return None
-        record = order.record
-        parts = Restore(
-            job_id=order.job_id,
-            step=record.step,
-            generation=record.generation,
-            groups=record.groups,
-            sources=order.sources,
-        )
-        found, bad = restored(parts, {layer}, writer)
-        if bad or layer not in found:
-            return None
-        self.drafts.setdefault((record.step, order.attempt), {})[layer] = found[layer]
+    def write(self, order: Persist, layer: int, version: int) -> LayerOnDisk:
+        """One layer, of this version."""
+        self.drafts.setdefault((order.record.step, order.attempt), {})[layer] = version
         return LayerOnDisk(
             layer=layer,
             name=f"layer-{layer}",
             size_bytes=1,
-            digest=str(found[layer]),
+            digest=str(version),
             header_bytes=0,
             header_digest="",
             payload_bytes=1,
@@ -96,32 +76,32 @@ class SimPlace:
         kept = self.kept.get(restore.step)
         if kept is None or kept.damaged or self.closed:
             return {}
-        wanted = self.invariants.told.get(restore.step)
+        wanted = self.truth.told.get(restore.step)
         for layer in layers:
             version = kept.layers[layer]
-            if wanted not in (None, version) or self.invariants.versions.step[version] != restore.step:
-                self.invariants.broken(f"version {version} is read as step {restore.step}, which is {wanted}")
+            if wanted not in (None, version) or self.truth.versions.step[version] != restore.step:
+                self.truth.broken(f"version {version} is read as step {restore.step}, which is {wanted}")
         return {layer: kept.layers[layer] for layer in layers}
 
     # --- the coordinator -------------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> tuple[int, ...]:
         """It is there from now on; the steps of older ones that were removed."""
-        step, broken = effect.step, self.invariants.broken
+        step, broken = effect.step, self.truth.broken
         draft = self.drafts.pop((step, effect.attempt), {})
-        if effect.attempt != self.writing:
+        if effect.attempt != self.truth.writing:
             # It hung, and was given up; what comes of it may be of a past that was undone since.
-            if len(draft) == self.invariants.layers:
+            if len(draft) == self.truth.layers:
                 self.kept.setdefault(step, Kept(attempt=effect.attempt, vote=effect.vote, layers=draft))
             return ()
-        if sorted(draft) != list(range(self.invariants.layers)):
+        if sorted(draft) != list(range(self.truth.layers)):
             broken(f"a checkpoint of step {step} is committed with layers {sorted(draft)}")
         if {file.layer: file.digest for file in effect.layers} != {n: str(v) for n, v in draft.items()}:
             broken(f"the manifest of step {step} is not what was written")
         version = int(effect.vote.loss)
-        if set(draft.values()) != {version} or self.invariants.versions.step[version] != step:
+        if set(draft.values()) != {version} or self.truth.versions.step[version] != step:
             broken(f"the checkpoint of step {step} is of versions {draft}, not of {version}")
-        if effect.job.job_id == self.invariants.job_id and self.invariants.told.get(step, version) != version:
+        if effect.job.job_id == self.truth.job_id and self.truth.told.get(step, version) != version:
             broken(f"the checkpoint of step {step} is of another step than was told")
         if (effect.job.job_id, step) in self.settled:
             broken(f"two checkpoints of step {step} were committed")
@@ -174,24 +154,14 @@ class SimPlace:
         step, version = checkpoint.step, int(checkpoint.vote.loss)
         kept = self.kept.get(step)
         if kept is None or set(kept.layers.values()) != {version}:
-            self.invariants.broken(f"rolled back to a checkpoint of step {step}, which is not there")
-        if self.invariants.told.get(step, version) != version:
-            self.invariants.broken(f"the checkpoint of step {step} is of another step than was told")
-
-    def drops(self, node: str, key: HeldSnapshot) -> None:
-        """Not what this node is writing, and the coordinator waits for."""
-        order = self.invariants.nodes[node].writer.order
-        if order is None or order.attempt != self.writing:
-            return
-        if key == self.invariants.key_of(order.record):
-            self.invariants.broken(
-                f"{node} writes over the snapshot of step {key.step} while it is persisted"
-            )
+            self.truth.broken(f"rolled back to a checkpoint of step {step}, which is not there")
+        if self.truth.told.get(step, version) != version:
+            self.truth.broken(f"the checkpoint of step {step} is of another step than was told")
 
     def given_up(self, event: EmitEvent) -> None:
         """Once everything is well again, the last step's is written in time."""
-        if self.invariants.world.now > CALM_S and "after the last step" in event.reason:
-            self.invariants.broken("nothing is wrong, and the checkpoint of the last step does not come")
+        if self.truth.world.now > CALM_S and "after the last step" in event.reason:
+            self.truth.broken("nothing is wrong, and the checkpoint of the last step does not come")
 
     def rolled_back(self, job: str, step: int) -> None:
         """What was committed behind it never was, and may be committed again."""

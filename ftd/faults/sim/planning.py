@@ -1,19 +1,16 @@
 """The planner of a simulated coordinator: the real one, whose answers take a while of virtual time."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ftd.coordinator.ports import Feed
 from ftd.driver import Driver
 from ftd.faults.sim.plans import plan_event, planner_for
 from ftd.faults.sim.process import ProcessLoop
+from ftd.faults.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
 from statemachine.events import PlanWeighed, TemplatesReady
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.coordinator import SimCoordinator
 
 
 class SimPlanning:
@@ -21,8 +18,17 @@ class SimPlanning:
 
     progress: tuple[int, int] | None = None
 
-    def __init__(self, of: "SimCoordinator", loop: ProcessLoop, feed: Feed, driver: Driver) -> None:
-        self._of, self._world, self._loop, self._feed, self._now = of, of.world, loop, feed, driver.now
+    def __init__(
+        self, world: World, thinks_s: Callable[[], float], loop: ProcessLoop, feed: Feed, driver: Driver
+    ) -> None:
+        """:param thinks_s: returns how much longer a plan may take now, at most."""
+        self._world, self._thinks_s, self._loop, self._feed, self._now = (
+            world,
+            thinks_s,
+            loop,
+            feed,
+            driver.now,
+        )
         self._planner: Planner | None = None
         self._busy_until = 0.0
         """What is asked first is answered first: there is one thread."""
@@ -44,7 +50,7 @@ class SimPlanning:
         world = self._world
         if isinstance(effect, ForeseePlan):
             return
-        took_s = world.between(0.001, 0.1) + world.upto(self._of.thinks_s)
+        took_s = world.between(0.001, 0.1) + world.upto(self._thinks_s())
         self._later(
             took_s, lambda: self._weigh(effect) if isinstance(effect, WeighPlan) else self._plan(effect)
         )

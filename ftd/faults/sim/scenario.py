@@ -15,22 +15,18 @@ from ftd.faults.chaos.conductor import Cues
 from ftd.faults.chaos.ending import Ending
 from ftd.faults.chaos.player import Played, Simulated
 from ftd.faults.chaos.record import Record
-from ftd.faults.chaos.targets import Layout, layout_of
-from ftd.faults.chaos.values import AfterTime, Fault, Scenario
+from ftd.faults.chaos.targets import Layout, layout_of, nodes_struck
+from ftd.faults.chaos.values import AfterTime, Central, Fault, Scenario
 from ftd.faults.chaos.verdicts import judge
-from ftd.faults.sim.coordinator import AtBroker, SimCoordinator, leader_of
-from ftd.faults.sim.damage import SimScrubber
-from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.network import Network
-from ftd.faults.sim.node import AgentEffect, Pace, SimNode
-from ftd.faults.sim.place import SimPlace
-from ftd.faults.sim.scripted import strike
+from ftd.faults.sim.cluster import SimCluster
+from ftd.faults.sim.host import Pace
+from ftd.faults.sim.node import AgentEffect, SimNode
+from ftd.faults.sim.scripted import strike_central, strike_node
+from ftd.faults.sim.scrubber import SimScrubber
 from ftd.faults.sim.setting import STEP_S, Setting
-from ftd.faults.sim.versions import Versions
 from ftd.faults.sim.world import Violation, World
 from ftd.transport.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishNode
-from statemachine.messages.cluster import ToNode, ToNodes
 from statemachine.messages.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
@@ -45,6 +41,9 @@ class _Node(SimNode):
     """Tells its states and its own events."""
 
     told: "ScenarioWorld"
+
+    def _scrubber(self) -> SimScrubber:
+        return _Scrubber(self)
 
     def _perform(self, effect: AgentEffect) -> None:
         super()._perform(effect)
@@ -79,17 +78,17 @@ class _Scrubber(SimScrubber):
             self._say("ShardRepaired")
 
     def _is_damaged(self) -> bool:
-        newest = self._told.invariants.newest
+        newest = self._told.truth.newest
         if newest is None or not self._told.up:
             return False
-        key = self._told.invariants.key_of(newest)
+        key = self._told.truth.key_of(newest)
         return any(shard.damaged for shard in self._told.arena.parts(key).values())
 
     def _say(self, name: str) -> None:
         self._told.told.on_event(EmitEvent(cause="scrub", name=name, reason="", node=self._told.name))
 
 
-class ScenarioWorld:
+class ScenarioWorld(SimCluster):
     """One scenario on one simulated cluster.
 
     ``seed`` draws what no scenario says (how long messages take, who is first); it always gives the same run.
@@ -97,19 +96,15 @@ class ScenarioWorld:
 
     def __init__(self, scenario: Scenario, setting: Setting, seed: int, *, tracing: bool = False) -> None:
         self.scenario, self.setting = scenario, setting
-        self.world = world = World(seed, tracing=tracing, timing=setting.timing)
+        world = World(seed, tracing=tracing, timing=setting.timing)
+        super().__init__(
+            world, setting.job.policy, setting.profile, setting.coordinators, state_period_s=STATE_PERIOD_S
+        )
         # A step's loss is the number of updates in its state, which in an undisturbed run is its own number.
         self.record = Record(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
         self._cues = Cues(scenario)
-        self.versions = Versions()
-        self.invariants = Invariants(world, self.versions, setting.job.policy, setting.profile)
-        self.network = Network(world)
-        self.place = self.invariants.place = SimPlace(invariants=self.invariants, full=0.0)
-        self.coordinators = [self._coordinator(name) for name in setting.coordinators]
-        self.invariants.coordinators = [*self.coordinators]
-        AtBroker(self.network, self.invariants, self.coordinators)
-        self.nodes: dict[str, SimNode] = {}
-        self.invariants.nodes = self.nodes
+        for coordinator in self.coordinators:
+            coordinator.on_state, coordinator.on_event = self.on_state, self.on_event
         self.layout = Layout(pipelines=(), alive=())
         self.begun_s: float | None = None
         self.ended_by = ""
@@ -118,25 +113,11 @@ class ScenarioWorld:
         """Faults that are due and have not struck."""
         self._ending = Ending(scenario, self.record)
         self._serial = 0
-        self.network.take_command = self._command
 
     @property
     def now_s(self) -> float:
         """Since the scenario began."""
         return self.world.now - (self.begun_s or 0.0)
-
-    @property
-    def leader(self) -> SimCoordinator:
-        """The one that leads, or that did, as far as it knows."""
-        return leader_of(self.network, self.coordinators)
-
-    def _coordinator(self, name: str) -> SimCoordinator:
-        made = SimCoordinator(self.world, self.network, self.invariants, name, state_period_s=STATE_PERIOD_S)
-        made.on_state, made.on_event = self.on_state, self.on_event
-        return made
-
-    def _command(self, node: str, message: ToNode | ToNodes) -> None:
-        self.nodes[node].command(message)
 
     # --- what the world does -----------------------------------------------------------------------
 
@@ -161,24 +142,22 @@ class ScenarioWorld:
                 coordinator.loop.kill()
 
     def _submit(self, job: Job) -> None:
-        self.leader.submit(job, None)
+        self.coordinator.submit(job, None)
 
     def start(self, name: str) -> None:
         """A daemon of this name, known or new. :raises PeerError: it runs already."""
         node = self.nodes.get(name)
         if node is None:
             made = _Node(
-                self.world,
+                self.invariants.groups,
                 self.network,
-                self.invariants,
-                self.versions,
+                self.place,
+                self.nodes,
                 name,
                 self.setting.devices,
-                self.setting.profile,
                 Pace(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
             )
             made.told = self
-            made.scrubber = _Scrubber(made)
             node = self.nodes[name] = made
         elif node.up:
             raise PeerError(f"{name} is running already")
@@ -188,9 +167,6 @@ class ScenarioWorld:
     def _revive(node: SimNode) -> None:
         if not node.up:
             node.start()
-
-    def empty_disk(self) -> None:
-        self.place.full = 0.0
 
     # --- what is told ------------------------------------------------------------------------------
 
@@ -275,7 +251,7 @@ class ScenarioWorld:
         struck = self.record.on_struck(fault, self.now_s)
         struck.over_at_s = self.now_s + fault.lasts_s
         try:
-            struck.nodes = strike(self, fault)
+            struck.nodes = self._do(fault)
         except PeerError as error:
             struck.problem = str(error)
             return
@@ -284,6 +260,22 @@ class ScenarioWorld:
             details = {"fault": fault.do, "at": self.world.now, "target": str(fault.target)}
             self._tell("ChaosInjected", node, None, None, str(fault.trigger), details)
         self._due(self._cues.on_struck(fault))
+
+    def _do(self, fault: Fault) -> tuple[str, ...]:
+        """Do it now; return the nodes that it strikes.
+
+        :raises PeerError: nobody has the role that it strikes, or it cannot be done as things are.
+        """
+        if isinstance(fault.target, Central):
+            strike_central(self, fault, fault.target.part)
+            return ()
+        names = nodes_struck(fault, self.layout, self.scenario.seed)
+        for name in names:
+            if fault.do == "start":
+                self.start(name)
+            else:
+                strike_node(self, fault, name)
+        return names
 
 
 def play(
@@ -308,7 +300,7 @@ def play(
         where = traceback.extract_tb(error.__traceback__)[-1]
         problems.append(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")
     if world.begun_s is None and not problems:
-        state = world.leader.machine.public_state()
+        state = world.coordinator.machine.public_state()
         problems.append(
             f"training did not begin: {state['outcome'] or state['waiting_for'] or state['phase']}"
         )

@@ -13,8 +13,7 @@ import msgspec
 
 from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.errors import ConfigurationError
-from ftd.faults.chaos.values import AfterFault, Fault, Role, Scenario
-from ftd.faults.sim.scripted import why_unsupported
+from ftd.faults.chaos.values import AfterFault, Central, Fault, Role, Scenario
 from planner.values import LayerProfile, ModelProfile
 from statemachine.messages.values import Job
 from statemachine.timing import Timing
@@ -99,9 +98,22 @@ def _stand_in(scenario: Scenario, job: Job) -> ModelProfile:
     )
 
 
+def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) -> str:
+    """Return why the simulator cannot do this, in words; empty: it can."""
+    hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * step_s)
+    short = fault.for_s is not None and fault.for_s < max(hung_s, timing.silence_s + 1.0)
+    match fault.do:
+        case "hang" if short and not isinstance(fault.target, Central):
+            return "simulated trainers that sleep do not wake up again: it must last until they count as lost"
+        case "slow" if fault.device is not None and devices > 1:
+            return "a simulated node is slow with all of its trainers"
+        case _:
+            return ""
+
+
 def unsupported(scenario: Scenario, setting: Setting) -> dict[Fault, str]:
     """The faults that the simulator does not have, with the reason."""
-    found = {f: why_unsupported(f, setting.timing, STEP_S, setting.devices) for f in scenario.faults}
+    found = {f: _why_unsupported(f, setting.timing, STEP_S, setting.devices) for f in scenario.faults}
     return {fault: why for fault, why in found.items() if why}
 
 

@@ -1,15 +1,11 @@
 """What is slow, and neither dead nor away for good."""
 
-from typing import TYPE_CHECKING
-
 from ftd.faults.sim.faults import some_node
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-    from ftd.faults.sim.run import Simulation
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.simulation import Simulation
 
 
-def slow_node(sim: "Simulation") -> None:
+def slow_node(sim: Simulation) -> None:
     """A node computes slowly, for a while or until the healing."""
     node = some_node(sim)
     if node is not None:
@@ -19,7 +15,7 @@ def slow_node(sim: "Simulation") -> None:
             sim.world.at(sim.world.between(3.0, 15.0), sim.quicken, node)
 
 
-def pause_trainer(sim: "Simulation") -> None:
+def pause_trainer(sim: Simulation) -> None:
     """A process is stopped, and goes on where it was: before anybody notices, or after it was given up."""
     node = some_node(sim)
     if node is not None and node.trainers:
@@ -29,7 +25,7 @@ def pause_trainer(sim: "Simulation") -> None:
         _pause(sim, node, [trainer.device], for_s)
 
 
-def pause_host(sim: "Simulation") -> None:
+def pause_host(sim: Simulation) -> None:
     """A virtual machine is moved: all of its processes stand still."""
     node = some_node(sim)
     if node is not None:
@@ -39,14 +35,14 @@ def pause_host(sim: "Simulation") -> None:
         _pause(sim, node, list(node.trainers), for_s)
 
 
-def _pause(sim: "Simulation", node: "SimNode", devices: list[int], for_s: float) -> None:
+def _pause(sim: Simulation, node: SimNode, devices: list[int], for_s: float) -> None:
     for trainer in [node.trainers[device] for device in devices]:
         if not trainer.frozen and not trainer.asleep:
             trainer.frozen = True
             sim.world.at(for_s, trainer.wake)
 
 
-def stutter_daemon(sim: "Simulation") -> None:
+def stutter_daemon(sim: Simulation) -> None:
     """It gets on, a little at a time."""
     node = some_node(sim)
     if node is not None:
@@ -55,7 +51,7 @@ def stutter_daemon(sim: "Simulation") -> None:
             sim.world.at(sim.world.between(0.0, 8.0), node.freeze, sim.world.between(0.1, 1.0))
 
 
-def stutter_leader(sim: "Simulation") -> None:
+def stutter_leader(sim: Simulation) -> None:
     """Slow, not dead: around the limits behind which others take it for dead."""
     leader = sim.coordinator
     sim.log(f"{leader.name} stutters")
@@ -63,7 +59,7 @@ def stutter_leader(sim: "Simulation") -> None:
         sim.world.at(sim.world.between(0.0, 8.0), leader.freeze, sim.world.between(0.1, 2.5))
 
 
-def slow_planning(sim: "Simulation") -> None:
+def slow_planning(sim: Simulation) -> None:
     """Nothing is precomputed, or the host is busy."""
     thinks_s = sim.world.between(0.5, 6.0)
     sim.log(f"plans take up to {thinks_s:.1f} s")
@@ -72,12 +68,12 @@ def slow_planning(sim: "Simulation") -> None:
     sim.world.at(sim.world.between(3.0, 15.0), _plan_quickly, sim)
 
 
-def _plan_quickly(sim: "Simulation") -> None:
+def _plan_quickly(sim: Simulation) -> None:
     for coordinator in sim.coordinators:
         coordinator.thinks_s = 0.0
 
 
-def slow_bytes(sim: "Simulation") -> None:
+def slow_bytes(sim: Simulation) -> None:
     """A node reads and sends snapshots slowly, up to beyond the limits of who waits for it."""
     node = some_node(sim)
     if node is not None:
@@ -85,7 +81,7 @@ def slow_bytes(sim: "Simulation") -> None:
         sim.log(f"{node.name} reads up to {node.stager.reads_s:.1f} s, sends {node.copies.sends_s:.1f} s")
 
 
-def restart_slowly(sim: "Simulation") -> None:
+def restart_slowly(sim: Simulation) -> None:
     """A daemon is killed, and the next one takes long to find what its memory keeps."""
     node = some_node(sim)
     if node is not None:

@@ -1,8 +1,7 @@
 """A simulated daemon's way from a snapshot or a checkpoint to its trainers: it stages what a device needs."""
 
-from typing import TYPE_CHECKING
-
-from ftd.faults.sim.arena import restored
+from ftd.faults.sim.host import SimHost
+from ftd.faults.sim.scrubber import SimScrubber
 from ftd.faults.sim.trainers import SimTrainer
 from planner.values import Device
 from statemachine.agent.events import RestoringFailed
@@ -11,9 +10,6 @@ from statemachine.effects import TrainerResume
 from statemachine.messages.cluster import RestoreFailed
 from statemachine.messages.values import Restore
 
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-
 _TRIES = 6
 _AGAIN_S = 0.5
 
@@ -21,8 +17,8 @@ _AGAIN_S = 0.5
 class SimStager:
     """One daemon's."""
 
-    def __init__(self, node: "SimNode") -> None:
-        self._node = node
+    def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
+        self._node, self._scrubber = node, scrubber
         self.reads_s = 0.0
         """So much longer a read may take, at most."""
 
@@ -42,7 +38,7 @@ class SimStager:
 
     def _read(self, trainer: SimTrainer, effect: TrainerResume, tries: int) -> None:
         node, resume = self._node, effect.resume
-        restore, layers, place = resume.restore, self._layers(trainer, effect), node.invariants.place
+        restore, layers, place = resume.restore, self._layers(trainer, effect), node.place
         assert restore is not None, "there is something to read"
         assert layers is not None, "the device has a rank"
         if not node.up or node.agent.generation != resume.generation:
@@ -68,10 +64,10 @@ class SimStager:
             )
         else:
             trainer.do(trainer.resume, resume, staged)
-            node.scrubber.watch(restore, at_once=True)
+            self._scrubber.watch(restore, at_once=True)
 
     def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
         node = self._node
         if restore.url:
-            return node.invariants.place.read(restore, layers), ()
-        return restored(restore, layers, node)
+            return node.place.read(restore, layers), ()
+        return node.restored(restore, layers)

@@ -1,20 +1,17 @@
 """What the world hears: everything that a journal at the broker says was decided, and nothing twice."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from ftd.faults.sim.truth import Truth
 from ftd.transport.wire.public import EventMessage
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.invariants import Invariants
 
 
 class Telling:
     """Of all coordinators together, whichever of them tells."""
 
-    def __init__(self, truth: "Invariants") -> None:
+    def __init__(self, truth: Truth) -> None:
         self._truth = truth
         self._heard: dict[str, EventMessage] = {}
         self._due: dict[str, str] = {}

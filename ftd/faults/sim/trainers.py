@@ -1,5 +1,7 @@
 """Trainers as the protocol sees them: what they hold, where in a step they are, who waits for whom.
 
+The trainers of one generation are a ``Group``: they meet, move state, vote; none goes on without the others.
+
 State is a *version*: the model at step 0, or a version plus one step computed by one generation's group.
 Two trainers have equal state exactly when their versions are equal, so that redoing a step gives another
 version, as different rounding does. A step's vote carries its version as the loss.
@@ -8,21 +10,24 @@ Under ZeRO-1 ``layers`` are those whose parameters are whole, and ``parts`` is t
 update makes what a rank keeps of it new; layers are whole again once their owners have gathered them.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable
+from itertools import combinations
+from typing import Any, Literal
 
 from ftd.faults.sim.arena import Shard
-from ftd.faults.sim.sharding import all_of, is_sharded
+from ftd.faults.sim.host import SimHost
+from ftd.faults.sim.sharding import all_of, is_sharded, kept_parts, moves
+from ftd.faults.sim.truth import Truth
+from ftd.faults.sim.world import Violation
+from planner.changes.parts import incomplete
+from planner.stages.layers import expected_ms
 from planner.values import Device, StatePart
 from statemachine.agent.events import TrainerReported
+from statemachine.cluster.rules import owned_layers
 from statemachine.messages.cluster import Resume
-from statemachine.messages.common import Finished, Snapping, SnapshotFailed
+from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping, SnapshotFailed
 from statemachine.messages.trainer import MachineReport, Quiesced, Snapped, Stepped
 from statemachine.messages.values import Evaluation, HeldSnapshot, QuiesceMode
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.group import Group
-    from ftd.faults.sim.node import SimNode
 
 Phase = Literal[
     "idle", "quiesced", "joining", "moving", "evaluate", "sum", "compute", "vote", "commit", "gather",
@@ -52,6 +57,7 @@ class SimTrainer:
         "generation",
         "gradients",
         "group",
+        "groups",
         "layers",
         "lineage",
         "node",
@@ -67,8 +73,8 @@ class SimTrainer:
         "version",
     )  # fmt: skip
 
-    def __init__(self, node: "SimNode", device: int, pid: int) -> None:
-        self.node, self.device, self.pid = node, device, pid
+    def __init__(self, node: SimHost, groups: "Groups", device: int, pid: int) -> None:
+        self.node, self.groups, self.device, self.pid = node, groups, device, pid
         self.alive = True
         self.frozen = False
         """SIGSTOP: no beat, no progress."""
@@ -196,7 +202,7 @@ class SimTrainer:
         if not self.able or resume.generation != self.generation or self.phase != "quiesced":
             return
         node = self.node
-        node.invariants.resumes(self, resume)
+        self.groups.resumes(self, resume)
         rank = next(
             (r for r, d in enumerate(resume.plan.devices) if d.node == node.name and d.index == self.device),
             -1,
@@ -220,12 +226,12 @@ class SimTrainer:
             return
         node.arena.forget(self.device, resume.step)
         self.phase = "joining"
-        self.group = node.invariants.group(node.world, resume, self)
+        self.group = self.groups.group(resume)
         self.group.join(self)
 
     def _drop(self, resume: Resume) -> None:
         self.layers, self.parts, self.ready, self.committed = {}, {}, None, resume.step
-        self.node.invariants.resumes_from(resume.vote)
+        self.node.truth.resumes_from(resume.vote)
         self.version = int(resume.vote.loss) if resume.vote is not None else 0
 
     def _update(self, generation: int, layers: frozenset[int], kept: frozenset[StatePart]) -> None:
@@ -351,11 +357,11 @@ class SimTrainer:
         self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
         self.ready = self.evaluation = None
         self.phase = "compute"
-        self.node.invariants.commits(self, group)
+        self.groups.commits(self, group)
 
     def _say_stepped(self, group: "Group") -> None:
         node = self.node
-        node.invariants.gathered(self, group)
+        self.groups.gathered(self, group)
         self.report(
             Stepped(
                 generation=group.generation,
@@ -395,7 +401,7 @@ class SimTrainer:
         self.copy = Shard(key=key, layers=layers, devices=mine)
         self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
 
-    def _copied(self, copy: "Shard", whole: bool) -> None:
+    def _copied(self, copy: Shard, whole: bool) -> None:
         """The copying ends, well or not."""
         if self.copy is not copy or not self.alive:
             return
@@ -439,3 +445,344 @@ class SimTrainer:
         self.token += 1
         if group is not None:
             group.left(self)
+
+
+class Group:
+    """The ranks of one generation."""
+
+    def __init__(self, resume: Resume, groups: "Groups") -> None:
+        truth = groups.truth
+        self.world, self.resume, self.groups = truth.world, resume, groups
+        self.generation = resume.generation
+        devices = resume.plan.devices
+        owned = owned_layers(resume.plan)
+        self.owned = [owned[device] for device in devices]
+        self.sharded = is_sharded(resume)
+        self.kept = [kept_parts(resume, device) if self.sharded else frozenset() for device in devices]
+        self.size = len(devices)
+        expected = expected_ms(truth.profile, truth.policy, resume.plan.pipelines)
+        self.expected_ms = [expected[device] for device in devices]
+        self.members: dict[int, SimTrainer] = {}
+        self.gone = False
+        """Somebody left: nothing that needs everybody happens any more."""
+        self.broken = False
+        """A connection broke for good: nothing at all happens any more."""
+        self.snap = False
+        """Some rank's ballot of the present step asked for a snapshot."""
+        self.votes: dict[int, bool] = {}
+        """Ranks at the VOTE of the present step, with their stop flags."""
+        self.sums: dict[int, bool] = {}
+        """Ranks that have computed the present held-out batch, with their stop flags."""
+        self.updated: dict[int, tuple[bool, bool]] = {}
+        """Under ZeRO-1: ranks that have yet to gather the present step, with its stop and snapshot flags."""
+        self.formed: dict[int, SimTrainer] = {}
+        """Who met."""
+        self.trained_by: dict[int, SimTrainer] = {}
+        """The same, once somebody passed the first VOTE."""
+        rank_of = {device: rank for rank, device in enumerate(devices)}
+        self.transfers: list[tuple[int, tuple[int, ...], int]] = [
+            (t.layer, (rank_of[t.source],), rank_of[t.target]) for t in resume.plan.transfers
+        ]
+        if self.sharded:
+            self.transfers = moves(resume, truth.layers)
+        self.owes = [0] * self.size
+        """Transfers that each rank has yet to take part in."""
+        for _, sources, target in self.transfers:
+            for rank in {*sources, target}:
+                self.owes[rank] += 1
+
+    def join(self, trainer: SimTrainer) -> None:
+        if trainer.rank in self.members:
+            raise Violation(f"rank {trainer.rank} joined generation {self.generation} twice")
+        self.members[trainer.rank] = trainer
+        if len(self.members) == self.size and not self.gone:
+            self.world.at(self.world.between(0.005, 0.05), self._form)
+
+    def left(self, trainer: SimTrainer) -> None:
+        """A member stopped, died or was told to: its vote may or may not have gone out."""
+        self.gone = True
+        if self.members.get(trainer.rank) is trainer:
+            del self.members[trainer.rank]
+        if trainer.rank in self.votes and self.world.chance(0.5):
+            del self.votes[trainer.rank]
+        if trainer.rank in self.sums and self.world.chance(0.5):
+            del self.sums[trainer.rank]
+
+    def break_connection(self) -> None:
+        """As TCP does after too long a cut; at least one rank notices, some time later."""
+        if self.broken:
+            return
+        self.broken = self.gone = True
+        members = list(self.members.values())
+        sure = self.world.rng.choice(members) if members else None
+        for member in members:
+            if member is sure or self.world.chance(0.3):
+                self.world.at(self.world.between(0.1, 2.0), member.do, self._suspect, member)
+
+    def _suspect(self, member: SimTrainer) -> None:
+        if member.alive and member.group is self:
+            member.report(PeerSuspected(generation=self.generation, detail="connection reset"))
+
+    def _connected(self, members: Iterable[SimTrainer] | None = None) -> bool:
+        """All of them (of all members, where nobody is named), with each other."""
+        nodes = {m.node.name: m.node for m in (self.members.values() if members is None else members)}
+        return not any(a.data_cut for a in nodes.values()) and all(
+            a.reaches(b) for a, b in combinations(nodes.values(), 2)
+        )
+
+    def _form(self) -> None:
+        if self.gone:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._form)
+            return
+        self.groups.forms(self)
+        self.formed = dict(self.members)
+        self._drop()
+        world = self.world
+        when = [world.between(0.001, 0.02) for _ in range(self.size)]
+        for layer, sources, target in self.transfers:
+            involved = {*sources, target}
+            end = max(when[rank] for rank in involved) + world.between(0.005, 0.08)
+            for rank in involved:
+                when[rank] = end
+            senders = [self.members[rank] for rank in sources]
+            world.at(end, self._moved, layer, senders, self.members[target])
+        for rank, member in self.members.items():
+            member.phase = "moving"
+            if self.owes[rank] == 0:
+                world.at(when[rank], member.do, self._rank_resumed, member, member.token)
+
+    def _drop(self) -> None:
+        """Before state moves: those without room drop old layers. What is parked is as what is kept."""
+        devices = self.resume.plan.devices
+        for each in self.resume.plan.released:
+            member = self.members[devices.index(each.device)]
+            for layer in each.dropped:
+                member.layers.pop(layer, None)
+
+    def _moved(self, layer: int, sources: list[SimTrainer], target: SimTrainer) -> None:
+        involved = list(dict.fromkeys([*sources, target]))
+        if self.broken or not all(m.group is self and (m.able or m.frozen) for m in involved):
+            return
+        if any(member.frozen for member in involved) or not self._connected(involved):
+            self.world.at(0.5, self._moved, layer, sources, target)
+            return
+        if self.sharded:
+            target.layers[layer] = version = self.groups.moves_parts(self, layer, sources)
+            here = [part for part in self.kept[target.rank] if part.layer == layer]
+            target.parts |= dict.fromkeys(here, version)
+        else:
+            self.groups.moves(self, layer, sources[0])
+            target.layers[layer] = sources[0].layers[layer]
+        for member in involved:
+            member.progress += 1
+            self.owes[member.rank] -= 1
+            if self.owes[member.rank] == 0:
+                self._rank_resumed(member, member.token)
+
+    def _rank_resumed(self, member: SimTrainer, token: int) -> None:
+        if member.token != token or not member.able:
+            return
+        self.groups.starts(self, member)
+        member.report(Resumed(generation=self.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.01))
+        if member.token != token:
+            return
+        member.go_on()
+
+    def summed(self, trainer: SimTrainer, batch: int, stop: bool) -> None:
+        """A rank has computed a held-out batch of the state that it is at."""
+        self.sums[trainer.rank] = stop
+        if len(self.sums) == self.size:
+            self._pass_sum(trainer.committed, batch)
+
+    def _pass_sum(self, step: int, batch: int) -> None:
+        if len(self.sums) < self.size or self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._pass_sum, step, batch)
+            return
+        stop, self.sums = any(self.sums.values()), {}
+        for member in list(self.members.values()):
+            if member.phase == "sum" and member.committed == step:
+                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                self.world.at(delay, member.do, member.pass_sum, member.token, batch, stop)
+
+    def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
+        self.votes[trainer.rank] = stop
+        self.snap = self.snap or snap
+        if len(self.votes) == self.size:
+            self._pass_vote(trainer.committed)
+
+    def _pass_vote(self, step: int) -> None:
+        if len(self.votes) < self.size or self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._pass_vote, step)
+            return
+        stop, snap = any(self.votes.values()), self.snap
+        self.votes, self.snap = {}, False
+        if not self.trained_by and self.members:  # Votes of who is dead by now may go out yet.
+            self.trained_by = self.formed
+            self.groups.trains(self)
+        for member in list(self.members.values()):
+            if member.phase == "vote" and member.committed == step:
+                member.phase = "commit"
+                if snap:
+                    self.world.at(0.0, member.do, self._snapping, member, step + 1)
+                delay = self.world.between(0.001, member.node.pace.commit_spread_s)
+                self.world.at(delay, member.do, member.commit, member.token, stop, snap)
+
+    def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
+        """A rank has made its parts new. Who has the same layers gathers when all of them have."""
+        self.updated[trainer.rank] = (stop, snap)
+        self._gather(trainer.committed)
+
+    def _gather(self, step: int) -> None:
+        if self.broken:
+            return
+        if not self._connected():
+            self.world.at(0.5, self._gather, step)
+            return
+        for rank, flags in list(self.updated.items()):
+            peers = [r for r in range(self.size) if not self.owned[r].isdisjoint(self.owned[rank])]
+            members = [self.members.get(peer) for peer in peers]
+            if all(peer is not None and peer.committed >= step for peer in members):
+                del self.updated[rank]
+                member = self.members[rank]
+                gathering_s = self.world.between(0.001, 0.05)
+                self.world.at(gathering_s, member.do, member.committed_whole, member.token, *flags)
+
+    def _snapping(self, member: SimTrainer, step: int) -> None:
+        member.report(Snapping(generation=self.generation, step=step))
+
+
+class Groups:
+    """All groups of the world; and what must hold when trainers meet, move state and commit."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self.trained: Group | None = None
+        """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
+        self._groups: dict[int, Group] = {}
+        """By generation."""
+
+    def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
+        """A trainer that obeys a Resume never loses a step that it committed."""
+        if trainer.committed > resume.step and trainer.lineage == resume.lineage:
+            self.truth.broken(
+                f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
+                f"resume at {resume.step}"
+            )
+
+    def group(self, resume: Resume) -> Group:
+        """The one group of this generation."""
+        group = self._groups.get(resume.generation)
+        if group is None:
+            group = self._groups[resume.generation] = Group(resume, self)
+        elif group.resume.plan != resume.plan or group.resume.step != resume.step:
+            self.truth.broken(f"generation {resume.generation} has two plans")
+        elif group.resume.evaluated != resume.evaluated:
+            self.truth.broken(f"ranks of generation {resume.generation} do not agree what is evaluated")
+        return group
+
+    def forms(self, group: Group) -> None:
+        """All members are at the same generation and step, and what they hold is the same state."""
+        step = group.resume.step
+        versions = set()
+        for rank, member in group.members.items():
+            if member.generation != group.generation or member.committed != step:
+                self.truth.broken(
+                    f"rank {rank} meets generation {group.generation} at step {step} with generation "
+                    f"{member.generation} and step {member.committed}"
+                )
+            of_member = (*member.layers.values(), *member.parts.values())
+            versions |= {v for v in of_member if self.truth.versions.step[v] == step}
+        if len(versions) > 1:
+            self.truth.broken(f"generation {group.generation} starts from different states of step {step}")
+        lacking = self.lacking(group.members.values(), step)
+        if lacking:
+            self.truth.broken(f"generation {group.generation} starts without all of layers {sorted(lacking)}")
+        told = self.truth.told.get(step)
+        if group.resume.lineage < self.truth.lineage:
+            return  # An order from before a rollback, to nodes that the cluster went on without.
+        if told is not None and versions and told not in versions:
+            self.truth.broken(f"generation {group.generation} starts from another step {step} than was told")
+
+    def moves(self, group: Group, layer: int, source: SimTrainer) -> None:
+        version = source.layers.get(layer)
+        if version is None or self.truth.versions.step[version] != group.resume.step:
+            self.truth.broken(
+                f"{source.node.name}/{source.device} is to send layer {layer} of step {group.resume.step} "
+                f"and does not hold it"
+            )
+
+    def moves_parts(self, group: Group, layer: int, sources: list[SimTrainer]) -> int:
+        """The senders have all of the layer among them, of one version, which this is."""
+        step, found = group.resume.step, [s.parts.items() for s in sources]
+        now = [[p for p, v in of if p.layer == layer and self.truth.versions.step[v] == step] for of in found]
+        if layer in incomplete(now, self.truth.layers):
+            names = [f"{source.node.name}/{source.device}" for source in sources]
+            self.truth.broken(f"{names} are to send all of layer {layer} of step {step} and do not have it")
+        versions = {
+            v for of in found for p, v in of if p.layer == layer and self.truth.versions.step[v] == step
+        }
+        if len(versions) > 1:
+            self.truth.broken(f"layer {layer} of step {step} is put together from different states")
+        return versions.pop()
+
+    def trains(self, group: Group) -> None:
+        """Everybody is at the first VOTE of a group."""
+        self.trained = group
+
+    def starts(self, group: Group, member: SimTrainer) -> None:
+        """A rank that begins to compute holds every layer it owns at the resume step."""
+        for part in group.kept[member.rank]:
+            version = member.parts.get(part)
+            if version is None or self.truth.versions.step[version] != group.resume.step:
+                self.truth.broken(f"rank {member.rank} starts without {part} of step {group.resume.step}")
+        for layer in group.owned[member.rank]:
+            version = member.layers.get(layer)
+            if version is None or self.truth.versions.step[version] != group.resume.step:
+                self.truth.broken(
+                    f"rank {member.rank} starts without layer {layer} of step {group.resume.step}"
+                )
+        if member.layers:
+            member.version = member.layers[min(group.owned[member.rank])]
+
+    def commits(self, trainer: SimTrainer, group: Group) -> None:
+        """A step that the world was told of is never committed differently.
+
+        A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears
+        of what it commits, and ``forms`` sees to it that none of it comes back.
+        """
+        self.truth.on_commit()
+        told = (
+            self.truth.told.get(trainer.committed) if group.generation == self.truth.newest_resume else None
+        )
+        if told is not None and told != trainer.version:
+            self.truth.broken(
+                f"step {trainer.committed} was committed again by generation {group.generation}, differently"
+            )
+        if set(trainer.parts) != set(group.kept[trainer.rank]):
+            self.truth.broken(f"rank {trainer.rank} committed without all that it keeps")
+        if not group.sharded:
+            self.gathered(trainer, group)
+
+    def gathered(self, trainer: SimTrainer, group: Group) -> None:
+        if set(trainer.layers) != set(group.owned[trainer.rank]):
+            self.truth.broken(f"rank {trainer.rank} committed without all of its layers")
+
+    def lacking(
+        self, trainers: Iterable[SimTrainer], step: int, ready: Iterable[SimTrainer] = ()
+    ) -> set[int]:
+        """Return the layers of which these trainers do not hold everything at ``step``, nor those that are
+        ``ready`` for it once they have applied their gradients."""
+        truth = self.truth
+        at = truth.versions.step
+        if truth.policy.zero1:
+            parts = [[part for part, v in trainer.parts.items() if at[v] == step] for trainer in trainers]
+            parts += [[part for part in trainer.parts if part in trainer.gradients[2]] for trainer in ready]
+            return set(incomplete(parts, truth.layers))
+        held = {layer for trainer in trainers for layer, v in trainer.layers.items() if at[v] == step}
+        return set(range(truth.layers)).difference(held, *(trainer.gradients[1] for trainer in ready))

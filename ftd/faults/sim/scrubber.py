@@ -1,16 +1,12 @@
-"""Bits that change in what a host keeps of a snapshot: the fault, the reading that finds it, the repair."""
+"""A simulated daemon's scrubber: it reads what the host keeps of a snapshot, and repairs where bits have changed."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from random import Random
-from typing import TYPE_CHECKING
 
 from ftd.faults.sim.arena import lacking
+from ftd.faults.sim.host import SimHost
 from statemachine.agent.events import SnapshotSpoiled
 from statemachine.messages.values import HeldSnapshot, Restore
-
-if TYPE_CHECKING:
-    from ftd.faults.sim.node import SimNode
-    from ftd.faults.sim.run import Simulation
 
 _READING_S = (0.02, 0.6)
 """Until a kept snapshot is read; and from what was found to what was made again."""
@@ -20,7 +16,7 @@ _PERIOD_S = 4.0
 class SimScrubber:
     """One daemon's: as ``ftd.snapshots.scrub``, of own shards."""
 
-    def __init__(self, node: "SimNode") -> None:
+    def __init__(self, node: SimHost) -> None:
         self._node = node
         self.kept: Restore | None = None
         self._rng = Random(f"scrub {node.world.seed} {node.name}")  # of its own: see ``draw``
@@ -66,16 +62,16 @@ class SimScrubber:
                 for shard in shards:
                     shard.damaged = False
             else:
-                if not self._gone_back and repairable(kept, node, node.invariants.nodes):
+                if not self._gone_back and repairable(kept, node, node.hosts):
                     what = f"its part of step {kept.step}"
-                    node.invariants.broken(f"{node.name} cannot repair {what}, and others hold what it takes")
+                    node.truth.broken(f"{node.name} cannot repair {what}, and others hold what it takes")
                 node.feed(SnapshotSpoiled(at=node.world.now, cause="scrub", step=kept.step))
         self._again(_PERIOD_S)
 
 
-def repairable(kept: Restore, node: "SimNode", names: Iterable[str]) -> bool:
+def repairable(kept: Restore, node: SimHost, names: Iterable[str]) -> bool:
     """Have ``names`` what makes this node's shards of all its groups again?"""
-    nodes = node.invariants.nodes
+    nodes = node.hosts
     others = [n for name in names if (n := nodes[name]) is not node and n.up and not n.frozen]
     there = {other.name for other in others if other.arena.sound(_key(kept))}
     for group in kept.groups:
@@ -94,38 +90,3 @@ def repairable(kept: Restore, node: "SimNode", names: Iterable[str]) -> bool:
 
 def _key(kept: Restore) -> HeldSnapshot:
     return HeldSnapshot(job_id=kept.job_id, step=kept.step, generation=kept.generation)
-
-
-# --- the fault -----------------------------------------------------------------------------------
-
-
-def damage_shard(sim: "Simulation") -> None:
-    """A bit of what one node keeps of the newest complete snapshot is not what was written."""
-    _damage(sim, 1)
-
-
-def damage_shards(sim: "Simulation") -> None:
-    """Of several nodes: beyond what some protections withstand."""
-    _damage(sim, 3)
-
-
-def _damage(sim: "Simulation", count: int) -> None:
-    newest = sim.invariants.newest
-    if newest is None:
-        return
-    key = sim.invariants.key_of(newest)
-    holders = [node for node in sim.nodes.values() if node.arena.holds(key)]
-    for node in sim.world.rng.sample(holders, min(count, len(holders))):
-        sim.log(f"damage {node.name}'s part of the snapshot of step {key.step}")
-        for shard in node.arena.parts(key).values():
-            shard.damaged = True
-
-
-def draw(sim: "Simulation") -> "list[tuple[str, Callable[[Simulation], None], int]]":
-    """Behind a snapshot, or when everybody is about to go back to it."""
-    rng = Random(f"damage {sim.world.seed}")  # of its own, so that the other draws are as they were
-    if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
-        return []
-    moments = ("SnapshotCompleted", "SnapshotCompleted", "GenerationStarted", "Quiesced", "RolledBack")
-    faults = (damage_shard, damage_shard, damage_shards)
-    return [(rng.choice(moments), rng.choice(faults), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]

@@ -1,0 +1,47 @@
+"""A simulated cluster: a world with a broker, coordinators, nodes and a place for checkpoints, and what must hold."""
+
+from collections.abc import Iterable
+
+from ftd.faults.sim.coordinator import STATE_PERIOD_S, SimCoordinator, leader_of
+from ftd.faults.sim.invariants import Invariants
+from ftd.faults.sim.network import Network
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.succession import AtBroker
+from ftd.faults.sim.world import World
+from planner.values import ModelProfile, Policy
+from statemachine.messages.cluster import ToNode, ToNodes
+
+
+class SimCluster:
+    """Everything that a world is made of. Its coordinators are not started, and it has no nodes yet."""
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        profile: ModelProfile,
+        coordinators: Iterable[str],
+        *,
+        state_period_s: float = STATE_PERIOD_S,
+    ) -> None:
+        """:param coordinators: their names."""
+        self.world, self.policy, self.profile = world, policy, profile
+        self.invariants = Invariants(world, policy, profile)
+        self.versions = self.invariants.versions
+        self.place = self.invariants.place
+        self.nodes: dict[str, SimNode] = self.invariants.nodes
+        self.network = Network(world)
+        self.network.take_command = self._command
+        self.coordinators = [
+            SimCoordinator(world, self.network, self.invariants, name, state_period_s=state_period_s)
+            for name in coordinators
+        ]
+        AtBroker(self.network, self.invariants, self.coordinators)
+
+    @property
+    def coordinator(self) -> SimCoordinator:
+        """The one that leads; or that did, as far as it knows."""
+        return leader_of(self.network, self.coordinators)
+
+    def _command(self, node: str, message: ToNode | ToNodes) -> None:
+        self.nodes[node].command(message)

@@ -1,0 +1,36 @@
+"""What a journal says, as plain values."""
+
+from typing import Any
+
+import msgspec
+
+from ftd.transport.wire.coordinators import unpack
+from statemachine.cluster.phases import OVER
+
+
+def journal_of(kept: bytes) -> dict[str, Any]:
+    """Return a durable state, as plain values."""
+    state: dict[str, Any] = msgspec.msgpack.decode(unpack(kept))
+    return state
+
+
+def over(journal: dict[str, Any]) -> bool:
+    """Return whether the job of a journal that is put together has ended, or there is none."""
+    return journal["job"] is None or journal["phase"] in OVER
+
+
+def named(journal: dict[str, Any]) -> set[str]:
+    """Return the nodes that a journal names: by its plan, its generation, its snapshots, its recovery."""
+    attempt, plan, persisting = journal.get("attempt"), journal.get("plan"), journal["persisting"]
+    names = {*persisting["writers"], *journal.get("resumed_buddies", {}).values()}
+    if (recovery := journal.get("recovery")) is not None:
+        names |= set(recovery["nodes"])
+    if attempt is not None:
+        names |= {*attempt["members"], *attempt["sources"]}
+        names |= set() if attempt["resume_sent"] else set(attempt["expected"])
+    for pipeline in plan["pipelines"] if plan is not None else ():
+        names |= {device["node"] for stage in pipeline["stages"] for device in stage["devices"]}
+    for record in (journal["snapshot"], persisting["record"]):
+        for group in record["groups"] if record is not None else ():
+            names |= {*group["owners"], group["buddy"]}
+    return names

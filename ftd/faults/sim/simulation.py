@@ -1,0 +1,190 @@
+"""A cluster that a seed draws, and what faults do to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from ftd.faults.sim.cluster import SimCluster
+from ftd.faults.sim.host import Pace
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.plans import MOST_NODES
+from ftd.faults.sim.world import World
+from planner.values import LayerProfile, ModelProfile, Policy
+from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy
+
+Fault = Callable[["Simulation"], None]
+
+Strike = tuple[str, Fault, int]
+"""Shortly behind an event of this name, so many of which are passed over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A model and policy that planners exist for; few, so that templates are made once for all seeds."""
+
+    layers: int
+    devices: int
+    memory_bytes: int | None
+    tolerate: int = 1
+    oobleck: bool = False
+    microbatches: int = 12
+    nodes: tuple[int, int] = (3, 5)
+    """Fewest and most nodes at the start."""
+
+
+SHAPES = (
+    Shape(layers=4, devices=1, memory_bytes=None, nodes=(2, 4)),
+    Shape(layers=5, devices=2, memory_bytes=30_000, nodes=(3, 5)),
+    Shape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
+    Shape(layers=6, devices=1, memory_bytes=36_500, nodes=(4, 6)),
+    Shape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
+    # Two microbatches and two layers use four nodes at most: the others are idle members.
+    Shape(layers=2, devices=2, memory_bytes=None, microbatches=2, nodes=(3, 6)),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaning:
+    """What every seed is to have besides what it draws: for who looks for one thing, and finds it soon,
+    whatever else is drawn."""
+
+    zero1: bool | None = None
+    protection: str = ""
+    checkpoints: bool | None = None
+    coordinators: int | None = None
+    duplicates: float | None = None
+    """Probability that a message comes again."""
+    upgrades: bool | None = None
+    """Coordinators get another program in the middle of it."""
+    churn: bool | None = None
+    """Nodes go for good, and others come under new names."""
+    late_wills: bool | None = None
+    """Hosts lose power, and their last wills come when the keep-alive is over."""
+    evaluations: bool | None = None
+    """The state after every so many steps is evaluated."""
+    rarer: bool | None = None
+    """Faults that come more seldom, and two in one instant."""
+    strikes: tuple[Strike, ...] = ()
+    at_commits: tuple[tuple[int, Fault], ...] = ()
+    """With the so manieth commit of a rank."""
+
+
+def _profile(shape: Shape) -> ModelProfile:
+    layers = tuple(
+        LayerProfile(
+            forward_ms=10.0 * (1 + n % 3),
+            backward_ms=20.0 * (1 + n % 3),
+            parameter_bytes=2000 + 500 * n,
+            gradient_bytes=2000 + 500 * n,
+            optimizer_bytes=4000 + 1000 * n,
+            activation_bytes=1000,
+            output_bytes=500,
+        )
+        for n in range(shape.layers)
+    )
+    return ModelProfile(layers=layers, microbatch_rows=2, device_memory_bytes=shape.memory_bytes)
+
+
+PROFILES = {shape: _profile(shape) for shape in SHAPES}
+
+
+def protections(*, sharded: bool) -> tuple[str, ...]:
+    """What snapshots may be protected with, ``sharded`` by ZeRO-1 or not."""
+    if sharded:
+        return ("none", "aor", "aor", "arc:1+aor")
+    return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
+
+
+class Simulation(SimCluster):
+    """A cluster with its job, as faults see it."""
+
+    def __init__(self, seed: int, *, tracing: bool = False, leaning: Leaning | None = None) -> None:
+        world = World(seed, tracing=tracing)
+        self.leaning = leaning = leaning or Leaning()
+        self.shape = shape = world.rng.choice(SHAPES)
+        policy = Policy(
+            devices_per_node=shape.devices,
+            tolerate=shape.tolerate,
+            global_batch=2 * shape.microbatches,
+            microbatch_rows=2,
+            minimum="oobleck" if shape.oobleck else "one_replica",
+            zero1=seed % 3 == 1 if leaning.zero1 is None else leaning.zero1,
+        )
+        self.pace = Pace(
+            step_s=world.between(0.1, 0.6),
+            imbalance=world.between(0.1, 1.0),
+            commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
+            full=world.rng.choice((0.0, 0.0, 0.05)),
+        )
+        every, scheme = (
+            world.rng.choice((0, 1, 2, 3, 5)),
+            world.rng.choice(protections(sharded=policy.zero1)),
+        )
+        self.snapshot = SnapshotPolicy(
+            every_steps=max(every, 1) if leaning.protection or leaning.checkpoints else every,
+            protection=leaning.protection or scheme,
+            auto_interval=world.chance(0.2),
+            auto_protection=world.chance(0.2),
+        )
+        self.checkpoint = CheckpointPolicy()
+        wanted = seed % 3 == 0 if leaning.checkpoints is None else leaning.checkpoints
+        if self.snapshot.every_steps and wanted:  # the other seeds are as they are without
+            self.checkpoint = CheckpointPolicy(
+                url="/checkpoints",
+                every_steps=world.rng.choice((1, 2, 4)),
+                keep=world.rng.choice((1, 2, 3)),
+                huggingface_every_steps=3 * (seed % 2),
+                huggingface_directory="/exports",
+            )
+        self.faults: list[str] = []
+        self.healed = False
+        self.job: Job | None = None
+        """The newest job that was submitted."""
+        self.jobs = 0
+        count = (seed % 3 + 1) if leaning.coordinators is None else leaning.coordinators
+        super().__init__(world, policy, PROFILES[shape], [f"coordinator-{number}" for number in range(count)])
+        own = Random(f"{seed} evaluations")  # The other seeds are as they are without.
+        every, some = own.choice((1, 2, 3, 7)), own.random() < 0.4
+        if some if leaning.evaluations is None else leaning.evaluations:
+            self.invariants.evaluations.every_steps = every
+        drawn = world.rng.choice((0.0, 0.0, 0.03))
+        self.network.duplicates = drawn if leaning.duplicates is None else leaning.duplicates
+        self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
+        if self.checkpoint.url:
+            self.place.full = world.rng.choice((0.0, 0.0, 0.05))
+        for coordinator in self.coordinators:  # Each host was started at another time.
+            coordinator.clock.since_boot_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
+
+    def log(self, what: str) -> None:
+        self.faults.append(f"{self.world.now:7.3f} {what}")
+        if self.world.tracing:
+            self.world.note("FAULT", what)
+
+    def add_node(self) -> None:
+        if sum(node.gone_at is None for node in self.nodes.values()) >= MOST_NODES:
+            return
+        node = SimNode(
+            self.invariants.groups,
+            self.network,
+            self.place,
+            self.nodes,
+            f"node-{len(self.nodes)}",
+            self.shape.devices,
+            self.pace,
+        )
+        self.nodes[node.name] = node
+        self.world.at(self.world.between(0.0, 0.3), self.revive, node)
+
+    def revive(self, node: SimNode) -> None:
+        if not node.up and node.gone_at is None:
+            node.start()
+
+    def reconnect_data(self, node: SimNode) -> None:
+        node.data_cut = False
+
+    def quicken(self, node: SimNode) -> None:
+        node.slowness = 1.0
+
+    def strike(self, fault: Fault) -> None:
+        if not self.healed:
+            fault(self)
