@@ -1,5 +1,6 @@
 """Engines of several ranks in one process, a thread each, over real gloo: any phase of a step can be hit."""
 
+import gc
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -169,8 +170,17 @@ class Fleet:
             communicator.abort()
 
     def each(self, run: Callable[[int, Engine], Any]) -> list[Any]:
-        futures = [self._pool.submit(run, rank, engine) for rank, engine in enumerate(self.engines)]
-        return [future.result(PATIENCE_S) for future in futures]
+        """Call ``run`` for all ranks at once, each on its thread; return what it returns.
+
+        No garbage is collected meanwhile. torch reads the state of the process's generator under a lock of its own: a
+        collection that begins there releases the interpreter lock, and the rank that gets it waits for torch's lock.
+        """
+        gc.disable()
+        try:
+            futures = [self._pool.submit(run, rank, engine) for rank, engine in enumerate(self.engines)]
+            return [future.result(PATIENCE_S) for future in futures]
+        finally:
+            gc.enable()
 
     def __enter__(self) -> Self:
         return self
