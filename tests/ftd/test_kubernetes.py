@@ -149,7 +149,10 @@ def sources_of(directory: Path) -> dict[str, dict[str, bytes]]:
 
 @pytest.mark.processes
 @needs_tools
-def test_the_pods_make_a_cluster(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+def test_the_pods_make_a_cluster(
+    tmp_path_factory: pytest.TempPathFactory, processes: list[subprocess.Popen[bytes]]
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("pods")  # Short: unix sockets lie below it.
     sources = sources_of(tmp_path)
     specs = {
         d["metadata"]["name"]: d["spec"]["template"]["spec"]
