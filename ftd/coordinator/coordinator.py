@@ -21,7 +21,7 @@ from ftd.coordinator.commands import Commands
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.hearing import Hearing
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover
+from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover, cause_suffix
 from ftd.coordinator.ports import Ports
 from ftd.coordinator.public_state import cancel_all, public_state
 from ftd.coordinator.requests import Requests
@@ -75,11 +75,6 @@ ClusterEffect = (
 )  # fmt: skip
 
 
-def _suffix(me: Peer) -> str:
-    """Return what makes the causes of this process unique among those of others."""
-    return f"{me.incarnation % 65536:04x}"
-
-
 class Coordinator:
     """One coordinator process, whatever runs around it.
 
@@ -127,7 +122,7 @@ class Coordinator:
             together=self._steps,
             carried_out=self._carried_out,
             clock=ports.clock,
-            suffix=_suffix(me),
+            suffix=cause_suffix(me),
         )
         self.planning = ports.planning(self.feed, self.driver, self._publish_state_soon)
         self._checkpoints = ports.checkpoints(self.feed, self.driver)

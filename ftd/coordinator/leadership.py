@@ -502,6 +502,11 @@ class LeaderCallbacks:
     """Publish the cluster's state: the coordinators that are in it have changed."""
 
 
+def cause_suffix(me: Peer) -> str:
+    """Return what makes the causes of this process unique among those of other coordinators."""
+    return f"{me.incarnation % 65536:04x}"
+
+
 class Leadership:
     """The leadership of one coordinator. See the module."""
 
@@ -536,9 +541,7 @@ class Leadership:
         self._leader, self._follower = leader, follower
         self._on_message, self._on_connected = on_message, on_connected
         self._on_lost, self._on_acknowledged = on_lost, on_acknowledged
-        self._driver = Driver(
-            self.machine, self._perform, clock=clock, suffix=f"{me.incarnation % 65536:04x}-e"
-        )
+        self._driver = Driver(self.machine, self._perform, clock=clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
         self._leading = False
         self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)

@@ -232,13 +232,11 @@ class Trainer:
         try:
             self._mailbox.attach(self._communicator)
             self._train(engine, resume, self._communicator)
-        except Aborted:
+        except (Aborted, PeerLost) as error:
             self._close()
             self._note_expired(resume)
-        except PeerLost as error:
-            self._close()
-            self._note_expired(resume)
-            self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
+            if isinstance(error, PeerLost):
+                self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
 
     def _note_expired(self, resume: Resume) -> None:
         """Count a group whose step was not over when the timeout was.
