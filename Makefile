@@ -40,9 +40,9 @@ check: setup
 	$(BIN)/lint-imports
 
 docs: setup
-	$(BIN)/ftd config reference > docs/reference.md
-	$(BIN)/python -m ftd.observe.view.schema profile > docs/profile.schema.json
-	$(BIN)/python -m ftd.observe.view.schema report > docs/report.schema.json
+	$(BIN)/ftd config reference > docs/reference/keys.md
+	$(BIN)/python -m ftd.observe.view.schema profile > docs/reference/profile.schema.json
+	$(BIN)/python -m ftd.observe.view.schema report > docs/reference/report.schema.json
 	$(BIN)/python -m tests.helpers.models_page
 
 test: setup mosquitto promtool chromium check

@@ -386,7 +386,7 @@ def run() -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write(
             "There is no GPU that torch can use, so nothing was measured. Run this on a host with one (see nvidia-smi "
-            "and docs/gpu.md); --device cpu --tiny runs the same code without figures of use.\n"
+            "and docs/how-to/gpu.md); --device cpu --tiny runs the same code without figures of use.\n"
         )
         return NO_GPU_EXIT
     device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")

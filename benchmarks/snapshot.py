@@ -15,7 +15,7 @@ core must be left for the copy:
   processor time of one at once;
 * load: restore() with its digests, in the process that wrote and in new ones (which map the memory and
   make the optimizer's state), as scripts are started and with copies that pass the caches by
-  (docs/snapshotter.md), and by decoding what one of three hosts kept, against torch.load and DCP load, from
+  (docs/tutorials/snapshotter.md), and by decoding what one of three hosts kept, against torch.load and DCP load, from
   /dev/shm and from a disk whose pages were dropped;
 * with ``--peer``, DLRover's in-memory checkpoint of the same state, in an environment that holds
   ``dlrover==0.6.1`` and torch;

@@ -95,8 +95,8 @@ class Training:
     tensor_plan: Mapping[str, str] | None = None
     """Linear modules that the devices of a stage may compute in parts (``planner.within_node = "tensor"``), by name,
     where ``*`` stands for one part of a name: ``colwise``, ``rowwise``, ``colwise_gather_output``,
-    ``rowwise_split_input`` or ``replicated_with_grad_allreduce`` (docs/models.md). ``None``: the plan that Hugging
-    Face gives the model, if any."""
+    ``rowwise_split_input`` or ``replicated_with_grad_allreduce`` (docs/reference/models.md).
+    ``None``: the plan that Hugging Face gives the model, if any."""
     loss: Callable[[Any, Any], Any] | None = None
     """``loss(output, target)`` of layers, ``loss(output, batch)`` of a model: the *mean* over rows, a
     scalar, or a pair (sum, weight), whose global loss is the sum of sums over the sum of weights.
@@ -111,7 +111,7 @@ class Training:
     """``metrics(output, batch)``: further numbers by name, each averaged like the loss."""
     on_step: Callable[[StepInfo], object] | None = None
     """Called after each committed step on one device; training waits for it. What happens over failures is
-    said in docs/training.md."""
+    said in docs/tutorials/training.md."""
     files_from: Sequence[str | Path] = ()
     """Directories with the files of the tokenizer or processor, or a ``tokenizer.json``: checkpoints keep
     them, so that exports have them. The directory that the model was loaded from need not be named."""

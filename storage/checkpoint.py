@@ -1,4 +1,4 @@
-"""Persistent checkpoints: what is left when no host's memory is (design §5, docs/checkpoints.md).
+"""Persistent checkpoints: what is left when no host's memory is (design §5, docs/how-to/checkpoints.md).
 
 A checkpoint of a step is a directory with one file for each layer, the bytes that
 ``runtime.layers.state.LayerStates.pack`` makes, and a manifest, written last. It does not know pipelines or
@@ -33,7 +33,7 @@ from storage.places import Place, place_of
 from storage.values import LayerOnDisk
 
 FORMAT = 2
-"""Of the manifest and of the files; docs/checkpoints.md says what each is."""
+"""Of the manifest and of the files; docs/how-to/checkpoints.md says what each is."""
 READABLE = (1, FORMAT)
 """Formats that this version reads. Format 1 has no description of the model."""
 MANIFEST = "manifest.json"

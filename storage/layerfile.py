@@ -1,4 +1,4 @@
-"""The file of one layer in a checkpoint: the payload, the header, an ending (docs/checkpoints.md).
+"""The file of one layer in a checkpoint: the payload, the header, an ending (docs/how-to/checkpoints.md).
 
 ======================  ========================================================================
 payload                 from the beginning of the file

@@ -8,7 +8,7 @@
 =========================  ================================================================================
 
 Dictionaries inside of ``groups`` and ``scheduler`` are ``{"pairs": [[key, value], …]}``, as their keys may
-be numbers. docs/checkpoints.md has the function that loads it.
+be numbers. docs/how-to/checkpoints.md has the function that loads it.
 """
 
 import json

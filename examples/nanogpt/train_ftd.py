@@ -1,4 +1,4 @@
-"""train_plain.py after the port (docs/porting.md):  ftd local examples/nanogpt/train_ftd.toml --nodes 4"""
+"""train_plain.py after the port (docs/tutorials/porting.md):  ftd local examples/nanogpt/train_ftd.toml --nodes 4"""
 
 import math
 import sysconfig

@@ -6,7 +6,7 @@
 Without that variable a restarted worker may dial an address of its dead predecessor.
 
 On several hosts, each with a keeper (``ftd node --snapshots-only``), ``--protection aec`` lets it go on when
-one of them is lost with its memory: docs/snapshotter.md has the commands.
+one of them is lost with its memory: docs/tutorials/snapshotter.md has the commands.
 """
 
 import argparse

@@ -71,7 +71,7 @@ def reference() -> None:
 
     With their defaults, variables and meanings.
 
-    Example: ftd config reference > docs/reference.md
+    Example: ftd config reference > docs/reference/keys.md
     """
     from ftd.config.daemon_file import markdown
     from ftd.config.job_reference import job_markdown

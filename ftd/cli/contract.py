@@ -17,7 +17,7 @@ def contract(
 ) -> None:
     """Print the contract for other tools, an AsyncAPI 3 document.
 
-    It has every topic, message and field (docs/recipes.md).
+    It has every topic, message and field (docs/how-to/recipes.md).
 
     Example: ftd contract > asyncapi.json
     """

@@ -23,7 +23,7 @@ def node(
     SIGTERM does not wait for that. Exit code 2 when the configuration is wrong.
 
     With --snapshots-only it is the keeper of this host's scripts instead, which protects their snapshots
-    among hosts (docs/snapshotter.md): it needs neither broker nor coordinator.
+    among hosts (docs/tutorials/snapshotter.md): it needs neither broker nor coordinator.
 
     Example: ftd node --config /etc/ftd/ftd.toml
     """

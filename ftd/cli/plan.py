@@ -199,7 +199,7 @@ def _as_json(
     other: "Description | None",
     check: "CrossCheck | SolverError | None",
 ) -> dict[str, Any]:
-    """``docs/planning.md`` explains every field."""
+    """``docs/how-to/planning.md`` explains every field."""
     policy = told.policy
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,

@@ -30,7 +30,7 @@ def report(
         typer.Option(help="Draw loss, throughput, goodput: .png or .svg; may be given several times."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--json", help="Write the report itself (docs/report.md).")
+        Path | None, typer.Option("--json", help="Write the report itself (docs/reference/report.md).")
     ] = None,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,

@@ -184,7 +184,7 @@ def schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """docs/reference.md: every key, its default, its variable, what it means."""
+    """docs/reference/keys.md: every key, its default, its variable, what it means."""
     lines = [
         "# All keys of ftd.toml",
         "",

@@ -57,7 +57,7 @@ def job_tables() -> tuple[JobTable, ...]:
 
 
 def job_markdown() -> str:
-    """Return the part of docs/reference.md about job files."""
+    """Return the part of docs/reference/keys.md about job files."""
     shown = "[configuration](configuration.md#a-job-file) shows them at work."
     lines = ["# All keys of a job file", "", f"Made of the classes that read them; {shown}"]
     for table in job_tables():

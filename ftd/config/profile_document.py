@@ -1,6 +1,6 @@
 """What stands in a profile file, field by field, and in a file of bare layer times.
 
-``docs/profiles.md`` explains both for people; ``docs/profile.schema.json`` is generated from
+``docs/reference/profiles.md`` explains both for people; ``docs/reference/profile.schema.json`` is generated from
 ``ProfileDocument`` (``python -m ftd.observe.view.schema profile``) and a test keeps the two equal. Times are
 milliseconds, sizes bytes. ``ftd.config.profile_file`` reads, checks and writes.
 """

@@ -9,7 +9,7 @@
 ``snapshot`` notes what is small (buffers, numbers, random states) and returns; a thread copies parameters
 and optimizer states while the next forward and backward pass are computed, and ``optimizer.step()`` waits
 for what is left of that. The bytes are files of a memory file system: they outlive the process, however it
-ends. docs/snapshotter.md says what is guaranteed.
+ends. docs/tutorials/snapshotter.md says what is guaranteed.
 """
 
 import atexit

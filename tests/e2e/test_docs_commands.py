@@ -204,7 +204,9 @@ def furnish(place: Path) -> None:
     (place / "my-scenario.toml").write_text(
         '[[fault]]\nafter_s = 0\ndo = "slow"\nnode = "node-0"\nfactor = 1.1\nfor_s = 0.2\n'
     )
-    [layers] = re.findall(r"^```json\n(.*?)^```", (ROOT / "docs" / "planning.md").read_text(), re.M | re.S)
+    [layers] = re.findall(
+        r"^```json\n(.*?)^```", (ROOT / "docs" / "how-to" / "planning.md").read_text(), re.M | re.S
+    )
     (place / "layers.json").write_text(layers)
     (place / "dashboard-token").write_text("none is asked for on loopback\n")
     (place / "mosquitto").mkdir()

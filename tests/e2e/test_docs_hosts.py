@@ -17,7 +17,7 @@ from tests.helpers.docs_pages import ALL, ROOT, blocks
 from tests.helpers.docs_reader import ELSEWHERE, PATIENCE_S, Reader
 from tests.helpers.playground import write_job
 
-TWO_HOSTS = (ROOT / "docs" / "two-hosts.md").read_text()
+TWO_HOSTS = (ROOT / "docs" / "tutorials" / "two-hosts.md").read_text()
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_every_command_of_several_hosts_is_run_here() -> None:
 
 def prompts(page: str) -> list[tuple[str, str]]:
     """Host and command."""
-    return re.findall(r"^([AB])\$ (.*)$", (ROOT / "docs" / page).read_text(), re.M)
+    return re.findall(r"^([AB])\$ (.*)$", next((ROOT / "docs").rglob(page)).read_text(), re.M)
 
 
 @pytest.mark.timeout(600)
@@ -84,7 +84,9 @@ def test_two_hosts_train_as_the_page_says(hosts: dict[str, Reader], tmp_path: Pa
         hosts[letter].begin(command)
     status = "ftd status --json --config ftd.toml"
     until(lambda: len(answer(hosts["A"], status).get("nodes", {})) == 2, hosts)
-    [submitting] = [b for b in blocks(ROOT / "docs" / "two-hosts.md") if b.startswith("ftd submit")]
+    [submitting] = [
+        b for b in blocks(ROOT / "docs" / "tutorials" / "two-hosts.md") if b.startswith("ftd submit")
+    ]
     assert hosts["A"].run([("two-hosts.md", line) for line in submitting.splitlines()]) == []
     until(lambda: all(n["in_plan"] for n in answer(hosts["A"], status)["nodes"].values()), hosts)
     [(page, metrics)] = [(page, command) for page, command in ALL if "host-a:9641" in command]

@@ -120,12 +120,12 @@ def test_the_ported_script_has_the_losses_of_the_plain_one(ground: Playground, t
 
 
 def plain_losses(directory: Path, **settings: Any) -> list[float]:
-    """Run the plain script with other settings, and with the samples that ftd takes (docs/porting.md)."""
+    """Run the plain script with other settings, and with the samples that ftd takes (docs/tutorials/porting.md)."""
     text = (EXAMPLES / "nanogpt" / "train_plain.py").read_text()
     for name, value in settings.items():
         text, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", text, flags=re.MULTILINE)
         assert found == 1, name
-    page = (ROOT / "docs" / "porting.md").read_text()
+    page = (ROOT / "docs" / "tutorials" / "porting.md").read_text()
     before, after = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert text.count(before) == 1
     script = directory / "plain.py"

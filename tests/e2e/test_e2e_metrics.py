@@ -1,4 +1,4 @@
-"""What coordinator and nodes serve at /metrics while nodes are killed, against docs/metrics.md."""
+"""What coordinator and nodes serve at /metrics while nodes are killed, against docs/reference/metrics.md."""
 
 import re
 import time
@@ -66,7 +66,7 @@ def until(holds: Callable[[], bool], what: str) -> None:
 
 
 def documented() -> dict[str, tuple[str, frozenset[str]]]:
-    page = (Path(__file__).parents[2] / "docs/metrics.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/reference/metrics.md").read_text()
     return {
         name: (kind, frozenset(re.findall(r"`(\w+)`", labels))) for name, kind, labels in TABLE.findall(page)
     }

@@ -1,4 +1,4 @@
-"""Hosts with a network between them, set up by hand as docs/two-hosts.md says, and that network cut.
+"""Hosts with a network between them, set up by hand as docs/tutorials/two-hosts.md says, and that network cut.
 
 Each node is on a host of its own (a network namespace), broker and coordinator are on another. A cut
 cable is not a closed socket: nobody is told, and the processes behind it live on.
@@ -39,7 +39,7 @@ CUT_S = 2.5
 """Longer than the coordinator waits for a silent node, shorter than the broker does."""
 Json = dict[str, Any]
 
-# The two files of docs/two-hosts.md. With the user line mosquitto stays root: a change of user would clear
+# The two files of docs/tutorials/two-hosts.md. With the user line mosquitto stays root: a change of user would clear
 # the signal that ends it with this process.
 BROKER = """
 listener 1883 0.0.0.0

@@ -1,4 +1,4 @@
-"""docs/recipes.md, command by command as it is written there, against a real broker."""
+"""docs/how-to/recipes.md, command by command as it is written there, against a real broker."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from tests.helpers.brokers import RunningBroker
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
 COMMANDS = re.findall(
-    r"^```sh\n(.*?)^```", (ROOT / "docs" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL
+    r"^```sh\n(.*?)^```", (ROOT / "docs" / "how-to" / "recipes.md").read_text(), re.MULTILINE | re.DOTALL
 )
 
 

@@ -55,7 +55,7 @@ class Architecture:
     relative: float = 1e-9
     """Largest difference from the plain loop's losses."""
     note: str = ""
-    """What readers of ``docs/models.md`` should know of its blocks."""
+    """What readers of ``docs/reference/models.md`` should know of its blocks."""
 
 
 def _hugging_face(auto: Any, kind: str, **options: Any) -> Callable[..., nn.Module]:

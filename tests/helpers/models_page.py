@@ -1,4 +1,4 @@
-"""The tables of ``docs/models.md``, made of the list of architectures and of the tests that run over it.
+"""The tables of ``docs/reference/models.md``, made of the list of architectures and of the tests that run over it.
 
 ``make docs`` writes them into the page; a test keeps both equal.
 """
@@ -17,7 +17,7 @@ from tests.helpers.architectures import ARCHITECTURES, Architecture
 from tests.runtime import test_architectures as matrix
 from tests.runtime import test_hugging_face_trainer as trainer
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "models.md"
 LOSSES = {
     "causal": "next tokens",
     "masked": "masked tokens",

@@ -103,7 +103,7 @@ def test_the_documented_recipe_loads_the_demos_model(tmp_path: Path) -> None:
     files = [store.write_layer(draft, k, h, [p.numpy()]) for k, (h, p) in enumerate(packed)]
     store.commit(draft, files, **about())
 
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
     (recipe,) = re.findall(r"```python\n(import torch\.distributed\.checkpoint.*?)```", page, re.DOTALL)
     names = {"layers": load_training(msgspec.structs.replace(data, seed=9)).layers}
     exec(recipe.replace("/checkpoints/gpt", str(tmp_path)), names)

@@ -77,7 +77,7 @@ def directly(url: Path, plain: Plain) -> int:
 
 
 def as_documented(url: Path, plain: Plain) -> int:
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
     (recipe,) = re.findall(r"```python\n(import json\n.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(recipe, names)

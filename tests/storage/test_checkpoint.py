@@ -578,6 +578,6 @@ def test_an_object_store_that_fails_is_a_place_error(monkeypatch: pytest.MonkeyP
 
 
 def test_the_manifest_says_what_the_documentation_lists() -> None:
-    page = (ROOT / "docs" / "checkpoints.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
     fields = [field.encode_name for field in msgspec.structs.fields(CheckpointManifest)]
     assert [name for name in fields if f"`{name}`" not in page] == []

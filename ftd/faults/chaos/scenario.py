@@ -1,4 +1,4 @@
-"""Scenario files: TOML, read and checked; plain values afterwards (``ftd.faults.chaos.values``, docs/chaos.md).
+"""Scenario files: TOML, read and checked; plain values afterwards (``ftd.faults.chaos.values``, docs/how-to/chaos.md).
 
 A field that would have no effect is refused: it is a misunderstanding. An unknown one is answered with the
 nearest that there is.

@@ -1,4 +1,4 @@
-"""What a soak found, as a document: written by ``ftd chaos soak --report``, explained in docs/soak.md."""
+"""What a soak found, as a document: written by ``ftd chaos soak --report``, explained in docs/how-to/soak.md."""
 
 import statistics
 from collections import Counter

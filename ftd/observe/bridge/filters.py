@@ -65,6 +65,6 @@ def _term(text: str) -> _Term:
             problem = f"there is no severity {value!r}; there are {', '.join(SEVERITIES)}"
             raise ConfigurationError(problem, field=_OPTION, remedy=_REMEDY)
         if field == "event" and not any(fnmatchcase(name, value) for name in EVENTS):
-            problem = f"no event is named {value!r} (docs/events.md has them all)"
+            problem = f"no event is named {value!r} (docs/reference/events.md has them all)"
             raise ConfigurationError(problem, field=_OPTION, remedy=_REMEDY)
     return _Term(field=field, operator=operator, values=values)

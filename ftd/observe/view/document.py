@@ -1,6 +1,6 @@
 """The report of a run (``ftd local --report FILE.json``): what it contains.
 
-``docs/report.md`` explains every field; ``docs/report.schema.json`` is generated from these classes
+``docs/reference/report.md`` explains every field; ``docs/reference/report.schema.json`` is generated from these classes
 (``python -m ftd.observe.view.schema report``) and a test keeps the two equal. Times ending in ``_ms`` are
 milliseconds, in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on the monotonic
 clock.

@@ -4,7 +4,7 @@ Ranks write into ``<root>/<job>/rank-<r>`` themselves; what is another host's ra
 ``copy-<r>``. The keeper of rank 0 leads: it follows what rank 0 completes, has every host of the run keep
 the newest (``pin``), then its copies (``copy``), and when all have, says so to all (``settle``); only then
 may ranks let older ones go. So one and the same step is protected everywhere, however quickly snapshots
-follow each other. docs/snapshotter.md has the states and messages.
+follow each other. docs/tutorials/snapshotter.md has the states and messages.
 """
 
 import asyncio

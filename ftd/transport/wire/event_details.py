@@ -1,7 +1,8 @@
 """What ``details`` holds, event by event: job, nodes, reconfiguration, chaos, service.
 
 One Struct for each event, of its name. They check what we publish (``ftd.transport.wire.checking``) and make the
-contract (``ftd.transport.wire.contract``); docs/events.md tells the same to people. The rest: ``snapshot_details``.
+contract (``ftd.transport.wire.contract``); docs/reference/events.md
+tells the same to people. The rest: ``snapshot_details``.
 """
 
 from typing import Literal
@@ -291,7 +292,7 @@ class TrainingResumed(Details, frozen=True, kw_only=True):
 
 
 class RecoveryData(Details, frozen=True, kw_only=True):
-    """One way from a failure, a join or a drain to the next committed step (docs/report.md)."""
+    """One way from a failure, a join or a drain to the next committed step (docs/reference/report.md)."""
 
     cause: str
     nodes: list[str]

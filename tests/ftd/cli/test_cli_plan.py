@@ -18,7 +18,7 @@ from ftd.cli.main import app
 from ftd.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "how-to" / "planning.md").read_text(encoding="utf-8")
 RUNNER = CliRunner()
 
 

@@ -27,7 +27,7 @@ from ftd.observe.view.schema import schema_of
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, Recomputation, SplitTime, TensorSplit
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[3] / "docs" / "reference"
 
 Tree = dict[str, Any]
 

@@ -29,7 +29,7 @@ from tests.helpers.commands import ftd_here
 
 Json = dict[str, Any]
 LIMIT_S = 60.0
-PAGE = (Path(__file__).parents[3] / "docs" / "recipes.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "how-to" / "recipes.md").read_text(encoding="utf-8")
 
 
 def event(name: str, number: int = 0) -> Json:

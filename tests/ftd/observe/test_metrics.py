@@ -438,7 +438,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
 
 
 def test_the_configuration_in_the_documentation_is_accepted(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), re.DOTALL)
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/reference/metrics.md").read_text(), re.DOTALL)
     config = daemon_config(tomllib.loads(block), directory=tmp_path)
     places = (config.coordinator_metrics, config.node_metrics)
     assert [place and place.port for place in places] == [9640, 9641]
@@ -448,9 +448,11 @@ def test_the_configuration_in_the_documentation_is_accepted(tmp_path: Path) -> N
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """Name → type and labels, as docs/metrics.md has them."""
+    """Name → type and labels, as docs/reference/metrics.md has them."""
     rows = re.findall(
-        r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE
+        r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|",
+        (ROOT / "docs/reference/metrics.md").read_text(),
+        re.MULTILINE,
     )
     return {name: (kind, labels.strip()) for name, kind, labels in rows}
 
@@ -483,7 +485,7 @@ def test_dashboard_and_alerts_use_what_exists() -> None:
 
 def test_every_alert_is_documented() -> None:
     rules = re.findall(r"alert: (\w+)", (MONITORING / "alerts.yml").read_text())
-    rows = re.findall(r"^\| `(Ftd\w+)` \|", (ROOT / "docs/metrics.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(Ftd\w+)` \|", (ROOT / "docs/reference/metrics.md").read_text(), re.MULTILINE)
     assert rules == rows
 
 

@@ -32,7 +32,7 @@ from planner.values import (
 from statemachine.cluster.snapshots.snapshots import groups_of
 from storage.codes import make_code
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "planning.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "planning.md").read_text(encoding="utf-8")
 RUNNER = CliRunner()
 LARGE = ((0, 1, 0), (1, 4, 1))
 SMALL = ((0, 2, 0), (2, 4, 0))

@@ -31,7 +31,7 @@ from tests.helpers.contract_schemas import document, problem_of, validator
 
 Json = dict[str, Any]
 RELEASED = Path(__file__).with_name("contract-1.0.0.json")
-PAGE = (Path(__file__).parents[3] / "docs" / "events.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
 WRITE = "python -m ftd.transport.wire.contract writes ftd/transport/wire/asyncapi.json anew"
 
 
@@ -114,7 +114,7 @@ def test_descriptions_come_from_the_models() -> None:
     assert schemas["StopRequest"]["additionalProperties"] is False
 
 
-# --- agreement with docs/events.md -------------------------------------------------------------------
+# --- agreement with docs/reference/events.md -------------------------------------------------------------------
 
 
 def documented() -> dict[str, list[str]]:

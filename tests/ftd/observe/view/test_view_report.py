@@ -19,7 +19,7 @@ from ftd.observe.view.summary import render_summary
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[4] / "docs" / "reference"
 
 
 def built(events: Sequence[Json], state: Json | None = None) -> Report:
