@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.common import Limit, Result, command_line, main
 from storage.checkpoint import CheckpointStore
-from storage.layerstate import Entry, Header
+from storage.layerstate import LayerEntry, LayerHeader
 
 LAYERS = 16
 ROUNDS = 5
@@ -34,7 +34,7 @@ Chunk = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def layer_header(layer: int, size_bytes: int) -> bytes:
-    entry = Entry(
+    entry = LayerEntry(
         name=f"{layer}.weight",
         role="parameter",
         key="",
@@ -44,7 +44,9 @@ def layer_header(layer: int, size_bytes: int) -> bytes:
         offset=0,
         size_bytes=size_bytes,
     )
-    header = Header(format=1, layer=layer, entries=(entry,), scalars={}, schedule={}, size_bytes=size_bytes)
+    header = LayerHeader(
+        format=1, layer=layer, entries=(entry,), scalars={}, schedule={}, size_bytes=size_bytes
+    )
     return msgspec.msgpack.encode(header)
 
 
@@ -123,7 +125,7 @@ def measure(root: Path, size_bytes: int) -> dict[str, list[tuple[float, float]]]
             # Each writer follows the removal of as many bytes: their memory and their blocks are reused.
             if name.startswith("write"):
                 shutil.rmtree(plain if name == "write, the disk" else root / "kept", ignore_errors=True)
-                store.place.create()
+                store.location.create()
             else:
                 drop_pages(root)
             seconds = timed(work[name](step))

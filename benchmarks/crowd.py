@@ -42,7 +42,7 @@ from planner.values import Device
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages import cluster as m
 from statemachine.messages.cluster import ToNodes
-from statemachine.messages.common import Prepared, Quiesce, Resumed, Snapping
+from statemachine.messages.common import Prepared, Quiesce, Resumed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, DeviceReport, NodeFacts, NodeState, Vote
 
 MOST_BODIES = 1000
@@ -211,7 +211,7 @@ class Crowd:
     def heartbeat(self, node: Node) -> m.Heartbeat:
         known = self.committed if node.held else None
         return m.Heartbeat(
-            generation=node.generation, committed=known, lineage=node.lineage, kept=node.kept,
+            generation=node.generation, committed=known, lineage=node.lineage, retained_step=node.kept,
             microbatch_ms=(12.345,) if node.held else None,
         )  # fmt: skip
 
@@ -231,7 +231,7 @@ class Crowd:
 
     def obey(self, node: Node, command: m.Command) -> None:
         match command:
-            case m.Inquiry():
+            case m.RequestHello():
                 self.say(node, self.hello(node))
             case m.Prepare(job=job):
                 node.job_id, node.prepared, node.held = job.job_id, True, ()
@@ -242,9 +242,9 @@ class Crowd:
                 self.quiesce(node, command)
             case m.Resume():
                 self.resume(node, command)
-            case m.Snap():
+            case m.TakeSnapshot():
                 self.group.snap_at = time.monotonic()
-            case m.KeepSnapshot(step=step):
+            case m.RetainSnapshot(step=step):
                 node.kept = step
                 self.say_state(node, NodeState.HEALTHY, f"the snapshot of step {step} is complete everywhere")
             case m.Stop():
@@ -335,7 +335,7 @@ class Crowd:
             generation=generation, step=step, vote=vote, size_bytes=2**30, copy_s=0.1, stall_s=0.0
         )
         self.say_state(node, NodeState.SNAP, f"a snapshot of step {step}")
-        self.say(node, Snapping(generation=generation, step=step))
+        self.say(node, SnapshotStarted(generation=generation, step=step))
         self.say_state(node, NodeState.COMPLETED, f"the snapshot of step {step} is complete here")
         self.say(node, completed)
         self.flush(node)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Limit, Result, Summary, command_line, main, milliseconds
-from ftd.config.dashboard import DashboardPlace
-from ftd.observe.dashboard.feed import PERIOD_S, Feed
-from ftd.observe.dashboard.model import Model
+from ftd.config.dashboard import DashboardAddress
+from ftd.observe.dashboard.feed import PERIOD_S, DeltaFeed
+from ftd.observe.dashboard.model import DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
 from tests.helpers.browser import Browser, Page, chromium, find_chromium
 from tests.helpers.crowd_of_nodes import BEGAN, committed, event, recovery, snapshot_of, state_of
@@ -41,9 +41,9 @@ class Crowd:
 
     def __init__(self, nodes: int, events: int) -> None:
         self.names = [f"node-{i}" for i in range(nodes)]
-        self.model = Model()
-        self.feed = Feed(self.model.take, "benchmark")
-        place = DashboardPlace(host="127.0.0.1", port=0, token=None, named=True)
+        self.model = DashboardModel()
+        self.feed = DeltaFeed(self.model.take_delta, "benchmark")
+        place = DashboardAddress(host="127.0.0.1", port=0, token=None, configured=True)
         self.server = DashboardServer(place, self.model, self.feed, cluster="benchmark")
         self.at_s = time.time() - BEGAN.timestamp() - 3000.0
         self.step, self.generation = 0, 1

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.engines import enter_alone
 from runtime.engine.engine import Engine
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TrainingData
 
 STEPS = 6
@@ -72,7 +72,7 @@ def alone(directory: Path, decode_ms: float, busy: bool, workers: int) -> Engine
         data_workers=workers,
         arguments={"decode_ms": decode_ms, "busy": busy},
     )
-    engine = Engine(data, torch.device("cpu"), Pace())
+    engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     enter_alone(engine)
     return engine
 

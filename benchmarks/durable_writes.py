@@ -3,7 +3,8 @@
     python -m benchmarks.durable_writes
 
 CPU time of the coordinator's thread: gathering the state, encoding and deflating it
-(``ftd.transport.wire.refolding``), and the journal's transaction, not forced to the disk. Between two writes happens
+(``ftd.transport.wire.incremental_compression``), and the journal's transaction, not forced to the disk.
+Between two writes happens
 what happens then: a node is lost, everybody reported and the members are settled, a plan was chosen, the
 group resumed, a step was committed, a node said Hello. Before each write other memory is walked over, as by
 the messages that are handled in between.
@@ -20,11 +21,11 @@ from pathlib import Path
 
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.coordinator.journal import Journal
-from ftd.transport.wire.coordinators import packer, unpack
+from ftd.transport.wire.coordinator_messages import decompress_state, state_compressor
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
 from statemachine.cluster.durable import durable
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Planning, Quiescing, Recovery, Resuming, Running
+from statemachine.cluster.phases import ActiveRecovery, Planning, Quiescing, Resuming, Running
 from statemachine.cluster.rules import Decision, Resumption
 from statemachine.cluster.state import Cluster
 from statemachine.messages.values import CommittedStep, Job, NodeFacts, NodeState, Vote
@@ -83,7 +84,7 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     assert c.resumption is not None
     c.nodes[lost].state, c.generation = NodeState.OFFLINE, generation
     before = c.resumption.plan.pipelines
-    record = Recovery(
+    record = ActiveRecovery(
         cause="node_lost", nodes=[lost], detected_how="last_will", detected_at=0.0, before=before
     )
     expected = dict.fromkeys(left)
@@ -91,7 +92,7 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     yield "a node is lost"
     for name in left:
         c.nodes[name].obeyed = generation
-    step = c.ledger.known_step
+    step = c.progress.known_step
     c.state = Planning(
         generation=generation,
         recovery=record,
@@ -119,7 +120,7 @@ def recovery(c: Cluster, number: int) -> Iterator[str]:
     c.state = group = Running.of(c.state)
     yield "all resumed"
     group.recovery = None
-    c.ledger.known = CommittedStep(step=c.ledger.known_step + 1, vote=Vote(loss=1.0, gradient_norm=1.0))
+    c.progress.known = CommittedStep(step=c.progress.known_step + 1, vote=Vote(loss=1.0, gradient_norm=1.0))
     yield "a step is committed"
     c.nodes[lost] = replace(c.nodes[lost], incarnation=c.nodes[lost].incarnation + 1, state=NodeState.HEALTHY)
     yield "a node said Hello"
@@ -131,7 +132,7 @@ def measure(nodes: int, rounds: int) -> Result:
         what=f"a coordinator's durable write with {nodes} nodes: CPU ms, medians of {rounds}",
         columns=("after", "gathered", "encoded, deflated", "journaled", "together", "p99"),
     )
-    c, fold = cluster(nodes), packer().fold
+    c, fold = cluster(nodes), state_compressor().compress
     spent: dict[str, list[tuple[float, float, float]]] = {}
     gc.collect()
     gc.freeze()
@@ -157,7 +158,9 @@ def measure(nodes: int, rounds: int) -> Result:
         result.rows.append((after, *(f"{ms:.2f}" for ms in (*parts, median, worst))))
         result.data[after] = all_ms
         result.limits.append(Limit(name=f"{after}: ms", measured=median, limit=LIMIT_MS))
-    result.notes.append(f"{len(unpack(kept))} bytes of state, {len(kept)} in the journal and at the broker")
+    result.notes.append(
+        f"{len(decompress_state(kept))} bytes of state, {len(kept)} in the journal and at the broker"
+    )
     return result
 
 

@@ -30,8 +30,8 @@ from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import SoloCommunicator
 from runtime.groups.store import Rendezvous
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.zero.parts import everything
-from statemachine.messages.trainer import PipelineData, Resume, SnapshotReport, StageData, WorldData
+from runtime.zero.parts import initial_holdings
+from statemachine.messages.trainer import ResumeRank, SnapshotReport, WorldData, WorldPipeline, WorldStage
 
 WIDTH = 1024
 """Of the linear layers that groups of processes train."""
@@ -49,13 +49,13 @@ _TOKEN = "benchmark"
 def enter_alone(engine: Engine, recompute: Recompute = "none") -> None:
     """Have an engine train all layers by itself from now on."""
     data = engine.data
-    stage = StageData(first_layer=0, end_layer=engine.model.layer_count, ranks=(0,), recompute=recompute)
+    stage = WorldStage(first_layer=0, end_layer=engine.model.layer_count, ranks=(0,), recompute=recompute)
     count = data.global_batch // data.microbatch_rows
-    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=count)
+    pipeline = WorldPipeline(stages=(stage,), first_microbatch=0, microbatches=count)
     world = WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
-    engine.settle(0, None)
+    engine.commit_or_discard(0, None)
     engine.enter(
-        Resume(
+        ResumeRank(
             generation=1,
             step=0,
             vote=None,
@@ -79,7 +79,7 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
         states=engine.states,
         model=engine.model,
         sharding=engine.sharding,
-        pace=engine.pace,
+        monitor=engine.monitor,
         report=reports.append,
     )
 
@@ -88,18 +88,18 @@ def keep_snapshots(engine: Engine, directory: Path, reports: list[SnapshotReport
 
 
 def enter_group(
-    engine: Engine, pipelines: tuple[PipelineData, ...], rank: int, port: int, protection: str = "none"
+    engine: Engine, pipelines: tuple[WorldPipeline, ...], rank: int, port: int, protection: str = "none"
 ) -> None:
     """Have an engine train with others on this host. :param port: of the rendezvous."""
     count = sum(len(stage.ranks) for pipeline in pipelines for stage in pipeline.stages)
     world = WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * count)
-    resume = Resume(
+    resume = ResumeRank(
         generation=1,
         step=0,
         vote=None,
         rank=rank,
         world=WorldData(
-            pipelines=world.pipelines, transfers=(), hosts=world.hosts, held_parts=everything(world)
+            pipelines=world.pipelines, transfers=(), hosts=world.hosts, held_parts=initial_holdings(world)
         ),
         rendezvous_host="127.0.0.1",
         rendezvous_port=port,
@@ -107,7 +107,7 @@ def enter_group(
         protection=protection,
     )
     rendezvous = Rendezvous(host="127.0.0.1", port=port, token=_TOKEN, generation=resume.generation)
-    engine.settle(0, None)
+    engine.commit_or_discard(0, None)
     engine.enter(resume, make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime))
 
 

@@ -45,14 +45,14 @@ from benchmarks.recovery import faults_of, measured_recoveries, phase_rows
 from ftd import sample_indices
 from runtime.device import DeviceRuntime, device_runtime
 from runtime.engine.engine import Engine
-from runtime.engine.staged_state import StagedState
-from runtime.measuring.utilisation import peak_flops
+from runtime.engine.staged_state import StagedStateLoader
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.profiling.utilisation import peak_flops
 from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover, HostMover, Mover, Source
-from runtime.watch.pace import Pace
 from statemachine.messages.common import SnapshotFailed
-from statemachine.messages.trainer import Snapped, SnapshotReport, TrainingData
-from storage.staged import write_whole
+from statemachine.messages.trainer import ShardWritten, SnapshotReport, TrainingData
+from storage.staged import write_staged_payload
 
 PARTS = ("train", "snapshot", "link", "xor", "kill", "restore")
 NO_GPU_EXIT = 3
@@ -151,7 +151,7 @@ class Bench:
 @contextmanager
 def training(bench: Bench, reports: list[SnapshotReport] | None = None) -> Iterator[Engine]:
     """An engine that trains all layers by itself. :param reports: take snapshots, and put what is said of them here."""
-    engine = Engine(bench.data(), bench.device, Pace())
+    engine = Engine(bench.data(), bench.device, ProgressMonitor())
     engine.warm_up()
     if reports is not None:
         keep_snapshots(engine, bench.memory / "arena", reports)
@@ -251,7 +251,7 @@ def snapshot(bench: Bench, result: Result) -> None:
     failed = [report.detail for report in reports if isinstance(report, SnapshotFailed)]
     if failed:
         raise RuntimeError(f"a snapshot failed: {failed[0]}")
-    done = [report for report in reports if isinstance(report, Snapped)]
+    done = [report for report in reports if isinstance(report, ShardWritten)]
     more = statistics.median(taken[True]) / statistics.median(taken[False]) - 1
     stall_s = tuple(1e3 * report.stall_s for report in done)
     result.rows.append(("step without snapshots", milliseconds(taken[False]), ""))
@@ -347,13 +347,13 @@ def restore(bench: Bench, result: Result) -> None:
             header, payload = engine.states.pack(layer)
             here = bench.runtime.to_host(payload)
             size_bytes += here.numel()
-            write_whole(staged, layer, header, here.numpy().tobytes())
+            write_staged_payload(staged, layer, header, here.numpy().tobytes())
 
         def take() -> None:
-            with StagedState(staged, engine.states, lambda: None, reuse=True) as state:
+            with StagedStateLoader(staged, engine.states, lambda: None, reuse=True) as state:
                 for layer in layers:
-                    state.take(layer)
-                state.check()
+                    state.load_layer(layer)
+                state.verify()
 
         rates = [size_bytes / bench.seconds(take) / 1e9 for _ in range(4)][1:]
     shutil.rmtree(staged)

@@ -25,7 +25,7 @@ from ftd.config.job import load_job_data
 from planner.stages.memory import MemoryModel, StageMemory
 from planner.values import ModelProfile, Policy
 from runtime.layers.model import Model
-from runtime.measuring.profile import measure as measure_model
+from runtime.profiling.layer_profile import profile_model as measure_model
 from runtime.training import load_training
 from statemachine.messages.trainer import TrainingData
 

@@ -30,7 +30,7 @@ from ftd.transport.wire.topics import Topics
 from planner.values import LayerProfile, ModelProfile, Policy
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent
-from statemachine.events import BrokerConnected, JobSubmitted, SignalArrived, TemplatesReady
+from statemachine.events import BrokerConnected, SignalArrived, SubmitRequested, TemplatesReady
 from statemachine.messages import cluster as m
 from statemachine.messages.cluster import FromNode
 from statemachine.messages.common import Prepared
@@ -175,7 +175,7 @@ class Sessions:
         for _ in range(ROUNDS):
             began = time.thread_time()
             for _ in range(count):
-                session.publish(TOPICS.events, payload, keep=True)
+                session.publish(TOPICS.events, payload, queue_offline=True)
             await session.flush(PATIENCE_S)
             spent.append(time.thread_time() - began)
         running.cancel()
@@ -191,7 +191,7 @@ def quiescing() -> ClusterMachine:
     profile = ModelProfile(layers=(LAYER,) * 24, microbatch_rows=1)
     machine.step(BrokerConnected(at=1.0, cause="c-00041-a1b2"))
     machine.steps(arrived(HELLO))
-    machine.step(JobSubmitted(at=1.0, cause="c-00043-a1b2", request="r", job=job, profile=profile))
+    machine.step(SubmitRequested(at=1.0, cause="c-00043-a1b2", request="r", job=job, profile=profile))
     machine.step(TemplatesReady(at=1.0, cause="c-00044-a1b2", job_id="j"))
     machine.steps(arrived(Prepared(job_id="j", profile=None)))
     return machine
@@ -204,7 +204,7 @@ async def driven(machine: ClusterMachine, events: Sequence[SignalArrived]) -> fl
         raise RuntimeError(f"{effect} is not for those who only report")
 
     done = asyncio.Event()
-    driver = Driver(machine, perform, together=machine.steps, carried_out=done.set)
+    driver = Driver(machine, perform, step_batch=machine.steps, on_effects_done=done.set)
     spent = []
     running = asyncio.create_task(driver.run())
     for _ in range(ROUNDS):

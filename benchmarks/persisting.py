@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.checkpoints import LAYERS, LEAST, MIB, ROUNDS, Chunk, layer_header, timed, write_plainly
 from benchmarks.common import Limit, Result, command_line, main
 from ftd.snapshots.persist import Persister
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
 from statemachine.agent.events import PersistEnded
@@ -37,7 +37,7 @@ from statemachine.messages.values import Snapshot, SnapshotGroup, Vote
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
-from storage.manifest import Manifest, Part
+from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.shards import ShardLayout, make_shard
 
 TOKEN = bearer_token("benchmark")
@@ -91,14 +91,14 @@ def write_snapshot(
             "bucket_bytes": len(bucket),
         }
         arena.commit(
-            Manifest(
+            SnapshotManifest(
                 job_id=JOB,
                 step=STEP,
                 generation=1,
                 slot=slot.number,
                 parts=(
-                    Part.of("group-0/shard", 0, slot.view[:size]),
-                    Part.of("group-0/small", size, slot.view[size:]),
+                    SnapshotPart.of("group-0/shard", 0, slot.view[:size]),
+                    SnapshotPart.of("group-0/small", size, slot.view[size:]),
                 ),
                 layout={"groups": [described]},
             )
@@ -111,7 +111,7 @@ class Persisting:
     """A node ``n0`` that writes a whole snapshot."""
 
     def __init__(self, root: Path, url: Path, group: SnapshotGroup, sources: dict[str, str]) -> None:
-        self._arenas = Arenas(root / "n0", devices=1)
+        self._arenas = NodeArenas(root / "n0", devices=1)
         self._url = url
         self._group, self._sources = group, sources
         self._attempts = itertools.count()
@@ -158,7 +158,7 @@ def child(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 async def serve(root: Path) -> None:
-    server = ShardServer(Arenas(root, devices=1), TOKEN)
+    server = ShardServer(NodeArenas(root, devices=1), TOKEN)
     await server.start()
     print(server.port, flush=True)
     await asyncio.Event().wait()

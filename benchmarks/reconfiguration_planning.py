@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
 from planner.changes.assignment import Assigner
-from planner.changes.candidates import layouts
+from planner.changes.candidates import candidate_layouts
 from planner.changes.cover import whole_layers
-from planner.changes.tradeoff import DEFAULT_HORIZON_S, weigh
+from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout
 from planner.errors import PlanningError
 from planner.mapping.mapper import Mapper
 from planner.planner import Planner
@@ -104,7 +104,7 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
     pipelines = [pipeline.nodes for pipeline in situation.previous.pipelines]
     instantiator = planner.instantiator(len(nodes))
     templates = planner.templates(len(nodes))
-    proposed = layouts(
+    proposed = candidate_layouts(
         before=[len(names) for names in pipelines],
         left=[sum(name in usable for name in names) for names in pipelines],
         nodes=len(nodes),
@@ -117,7 +117,7 @@ def published_bytes(planner: Planner, situation: Situation) -> str:
         return "none"
     assigner = Assigner(planner.profile)
     masks = assigner.masks(nodes, planner.policy.devices_per_node, situation.holdings)
-    weighed, _ = weigh(
+    weighed, _ = choose_layout(
         steps,
         templates=templates.by_nodes,
         instantiator=instantiator,
@@ -136,7 +136,7 @@ def measure(shape: Shape, seeds: int, result: Result) -> None:
     planner = prepared(shape, 1)
     names = [f"node-{number}" for number in range(NODES)]
     planner.precompute(NODES)
-    start = planner.plan(planner.fresh(names))
+    start = planner.plan(planner.initial_situation(names))
     running = Situation(nodes=tuple(names), holdings=owned(start), previous=start)
     for lost in LOST:
         times: list[float] = []

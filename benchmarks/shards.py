@@ -23,13 +23,13 @@ import numpy as np
 import uvloop
 
 from benchmarks.common import Limit, Result, command_line, main
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from storage.arena import Arena
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import SnapshotManifest, SnapshotPart, digest_of
 
 TOKEN = bearer_token("benchmark")
 JOB, STEP, PART = "job", 1, "group-0/shard"
@@ -45,13 +45,15 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def write_snapshot(root: Path, size_bytes: int) -> Part:
+def write_snapshot(root: Path, size_bytes: int) -> SnapshotPart:
     arena = Arena.open(root / JOB / "device-0")
     slot = arena.begin(size_bytes)
     slot.view[:] = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
-    part = Part.of(PART, 0, slot.view)
+    part = SnapshotPart.of(PART, 0, slot.view)
     arena.commit(
-        Manifest(job_id=JOB, step=STEP, generation=1, slot=slot.number, parts=(part,), layout={"groups": []})
+        SnapshotManifest(
+            job_id=JOB, step=STEP, generation=1, slot=slot.number, parts=(part,), layout={"groups": []}
+        )
     )
     arena.close()
     return part
@@ -59,7 +61,7 @@ def write_snapshot(root: Path, size_bytes: int) -> Part:
 
 async def serve(root: Path) -> None:
     """The other process: a snapshot server, and a raw socket that sends the part to whoever connects."""
-    arenas = Arenas(root, devices=1)
+    arenas = NodeArenas(root, devices=1)
     (held,) = arenas.find(JOB, STEP)
     memory = arenas.view(held, held.manifest.parts[0])
 
@@ -87,13 +89,13 @@ def raw_copy(port: int, into: memoryview) -> float:
 
 
 async def streamed(port: int, into: memoryview) -> float:
-    source = Source(node="other", address=f"127.0.0.1:{port}")
+    source = SnapshotSource(node="other", address=f"127.0.0.1:{port}")
     async with ShardClient(TOKEN) as client:
         began = time.perf_counter()
         found = await client.manifest(source, JOB, STEP)
-        assert found is not None and not found.damaged
-        place = Located(source=source, job_id=JOB, step=STEP, part=found.manifests[0].part(PART))
-        await client.fetch([Wanted(places=(place,), first=0, into=into)])
+        assert found is not None and not found.corrupt
+        place = PartLocation(source=source, job_id=JOB, step=STEP, part=found.manifests[0].part(PART))
+        await client.fetch([RangeRequest(places=(place,), first=0, into=into)])
         return time.perf_counter() - began
 
 

@@ -62,12 +62,12 @@ from benchmarks.script_state import (
     timed,
 )
 from ftd import Snapshotter
-from runtime.script.filling import Filling, spans_of
-from runtime.script.saved import NOTHING
+from runtime.script.saved import EMPTY
+from runtime.script.tensor_filler import TensorFiller, verified_spans
 from runtime.script.tensor_image import Image
-from runtime.streaming import streaming_environment
+from runtime.streaming_stores import streaming_environment
 from storage.codes import make_code
-from storage.shards import ShardLayout, fetch_from, make_shard, restore
+from storage.shards import ShardLayout, decode_bucket, fetch_from, make_shard
 
 LEAST_FREE_BYTES = 4.5
 """Of memory, for each byte of state: two slots, a new process's state, and a touch of as much; and some."""
@@ -206,15 +206,15 @@ def measure_decoding(gib: float) -> list[float]:
 
     image = Image(known={})
     for tensor in tensors:
-        image.add(tensor, "a tensor", at_once=False)
+        image.add(tensor, "a tensor", immediate=False)
     assert image.own_bytes == size
 
     def load() -> None:
-        restore(layout, frozenset({1, 2}), fetch, bucket)
-        filling = Filling(entries=image.entries, images={False: bucket, True: NOTHING})
+        decode_bucket(layout, frozenset({1, 2}), fetch, bucket)
+        filling = TensorFiller(entries=image.entries, images={False: bucket, True: EMPTY})
         for number, tensor in enumerate(tensors):
-            filling.take(number, tensor, None)
-        filling.verify(spans_of(bucket, shared=False))
+            filling.target_for(number, tensor, None)
+        filling.verify(verified_spans(bucket, shared=False))
         filling.finish()
 
     return [timed(load) for _ in range(3)]

@@ -36,17 +36,17 @@ from benchmarks.linear import training_data, write_script
 from benchmarks.persisting import JOB, STEP, TOKEN, child, write_snapshot
 from benchmarks.script_peers import LOADS, measure_peers
 from ftd.snapshots.restoring.restore import Restorer
-from ftd.snapshots.restoring.staging import Stage
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.restoring.staging import StagingDirectory
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from runtime.engine.staged_state import StagedState
+from runtime.engine.staged_state import StagedStateLoader
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
 from runtime.layers.state import LayerStates
-from runtime.streaming import streaming_environment
+from runtime.streaming_stores import streaming_environment
 from runtime.training import load_training
 from statemachine.messages.values import Restore, SnapshotGroup
-from storage.manifest import Part
+from storage.manifest import SnapshotPart
 
 LAYER_MIB = 12.01
 """Of a layer with its optimizer's state."""
@@ -75,10 +75,10 @@ class Held:
         """As ``Engine.restore``. :param anew: into fresh memory, as a new process; else into what is held."""
         if anew:
             self.model.drop(self.layers)
-        with StagedState(stage, self.states, lambda: None, reuse=True) as staged:
+        with StagedStateLoader(stage, self.states, lambda: None, reuse=True) as staged:
             for layer in self.layers:
-                staged.take(layer)
-            staged.check()
+                staged.load_layer(layer)
+            staged.verify()
 
     def digests(self) -> list[str]:
         return [self.states.digest(layer) for layer in self.layers]
@@ -139,10 +139,10 @@ class Scene:
             await Restorer(
                 restore=self._restore,
                 node="n0",
-                arenas=Arenas(self._root / "n0", devices=1),
+                arenas=NodeArenas(self._root / "n0", devices=1),
                 client=client,
                 tell=lambda *said: print(*said, file=sys.stderr),
-            ).run(range(self._layers), Stage(stage, lends=self._lends))
+            ).run(range(self._layers), StagingDirectory(stage, lends=self._lends))
 
 
 def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
@@ -169,7 +169,7 @@ def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[flo
         found.setdefault(name, []).append((seconds[0] / gib, seconds[1] / gib))
 
     warm = [np.ones_like(payload) for payload in payloads]
-    parts = [Part.of("part", 0, payload) for payload in payloads]
+    parts = [SnapshotPart.of("part", 0, payload) for payload in payloads]
     with child("--serve", str(root / "of-2/n1")) as two, child("--serve", str(root / "of-3/n1")) as three:
         ports = []
         for one in (two, three):
@@ -202,8 +202,8 @@ def _copy(targets: list[Chunk], sources: list[Chunk]) -> None:
         target[:] = source
 
 
-def _verify(parts: list[Part], payloads: list[Chunk]) -> None:
-    assert all(p.sound_in(data, [range(len(data))]) for p, data in zip(parts, payloads, strict=True))
+def _verify(parts: list[SnapshotPart], payloads: list[Chunk]) -> None:
+    assert all(p.are_ranges_intact(data, [range(len(data))]) for p, data in zip(parts, payloads, strict=True))
 
 
 def run(root: Path, mib: int, repeats: int, disk: Path | None) -> Result:

@@ -27,15 +27,15 @@ from benchmarks.common import Limit, Result, Summary, command_line, main
 from benchmarks.engines import enter_alone, keep_snapshots
 from benchmarks.linear import training_data, write_script
 from runtime.engine.engine import Engine
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.snapshots.movers import HostMover
-from runtime.snapshots.pieces import Bucket, source_of, units_of
-from runtime.snapshots.schedule import Schedule
-from runtime.streaming import streaming_environment
-from runtime.watch.pace import Pace
-from statemachine.messages.trainer import Snapped, SnapshotReport
+from runtime.snapshots.schedule import CopySchedule
+from runtime.snapshots.shard_units import SnapshotBucket, shard_units, source_of
+from runtime.streaming_stores import streaming_environment
+from statemachine.messages.trainer import ShardWritten, SnapshotReport
 from storage.arena import Arena
 from storage.codes import make_code
-from storage.pages import put_together
+from storage.pages import collapse_pages
 from storage.shards import ShardLayout
 
 MIB = 1024 * 1024
@@ -80,21 +80,23 @@ def shards(result: Result, mib: int, directory: Path) -> None:
     """Rates of making one owner's shard in an arena, in bytes read, by one thread as the reference."""
     tensors = [torch.rand(1024, 1024) for _ in range(mib // 4)]
     for number, (scheme, owners) in enumerate((("none", 1), ("aec", 3), ("aec", 4), ("aec2", 4))):
-        bucket = Bucket(HostMover())
+        bucket = SnapshotBucket(HostMover())
         for tensor in tensors:
             bucket.add(source_of(tensor), 4 * MIB)
-        put_together(bucket.host_ranges())
+        collapse_pages(bucket.host_ranges())
         layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
         arena = Arena.open(directory / f"arena-{number}")
         slot = arena.begin(layout.shard_bytes(0)).view
         parity = scheme != "none"
         units = [
-            u for u in units_of(layout, 0, bucket, 0, Schedule().unit_bytes) if (len(u.starts) > 1) == parity
+            u
+            for u in shard_units(layout, 0, bucket, 0, CopySchedule().unit_bytes)
+            if (len(u.starts) > 1) == parity
         ]
         read_bytes = sum(unit.read_bytes for unit in units)
         sources = max(len(unit.starts) for unit in units)
         plain = plain_work(read_bytes, sources)
-        rate, reference = rates(read_bytes, lambda: [u.make(slot) for u in units], plain)  # noqa: B023
+        rate, reference = rates(read_bytes, lambda: [u.write(slot) for u in units], plain)  # noqa: B023
         arena.remove()
         part = rate.median / reference.median
         what = f"{scheme}, {owners} owners: XOR of {sources}" if parity else "copy"
@@ -111,7 +113,7 @@ def alone(mib: int, directory: Path, arena: Path, reports: list[SnapshotReport])
     layers = max(2, mib // 12)
     write_script(directory)
     data = training_data(directory, layers, global_batch=256, microbatch_rows=128)
-    engine = Engine(data, torch.device("cpu"), Pace())
+    engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     keep_snapshots(engine, arena, reports)
     enter_alone(engine)
     engine.step(lambda: False)
@@ -129,8 +131,8 @@ def steps_of(
         started = time.perf_counter()
         thread = threading.Thread(target=beside)
         thread.start()
-        if engine.step(lambda: False, lambda: snaps).snap:
-            writer.keep(engine.committed_step - 1)
+        if engine.step(lambda: False, lambda: snaps).snapshot_requested:
+            writer.retain(engine.committed_step - 1)
             engine.begin_snapshot(1)
         if step:
             steps_s.append(time.perf_counter() - started)
@@ -152,7 +154,7 @@ def training(result: Result, mib: int, rounds: int, directory: Path, arena: Path
         steps_s["beside a plain copy"] += steps_of(engine, beside=lambda: np.copyto(other, one))
     assert engine.snapshots is not None
     engine.snapshots.close()
-    snapped = [report for report in reports if isinstance(report, Snapped)]
+    snapped = [report for report in reports if isinstance(report, ShardWritten)]
     size_bytes = snapped[-1].size_bytes
     memcpy, _ = rates(size_bytes, lambda: np.copyto(other, one), lambda: None)
     memcpy_s = size_bytes / memcpy.median / 1e9

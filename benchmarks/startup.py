@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.clusters import FTD, REPOSITORY
 from benchmarks.common import Limit, Result, Summary, command_line, main
+from ftd.local.child_processes import private_directory
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import LocalDriver
-from ftd.local.fleet import private_directory
 from ftd.transport.address import ClusterAddress
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"

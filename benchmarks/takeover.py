@@ -16,9 +16,9 @@ import time
 from typing import Any
 
 from benchmarks.common import Limit, Result, Summary, command_line, main
-from ftd.errors import Unreachable
+from ftd.errors import UnreachableError
+from ftd.local.child_processes import private_directory
 from ftd.local.cluster import ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import StatusRequest
@@ -68,7 +68,7 @@ class Pair:
             asyncio.wait_for(self.elected.get(), PATIENCE_S), self.answered(client)
         )
         if what == "stop":
-            log = self.cluster.fleet.children[leader].log
+            log = self.cluster.processes.children[leader].log
             before = log.read_text().count(DEPOSED)
             os.kill(pid, signal.SIGCONT)
             deadline = time.monotonic() + PATIENCE_S
@@ -78,14 +78,14 @@ class Pair:
                 await asyncio.sleep(0.05)
         else:
             self.state = {}
-            await self.cluster.fleet.children[leader].process.wait()
+            await self.cluster.processes.children[leader].process.wait()
             await self.cluster.start_coordinator(leader)
         return elected_at - began, answered_at - began
 
     async def answered(self, client: ClusterClient) -> float:
         while True:
             envelope = client.envelope()
-            with contextlib.suppress(Unreachable):
+            with contextlib.suppress(UnreachableError):
                 request = StatusRequest(request=envelope["request"], reply=envelope["reply"])
                 await client.request(request, timeout_s=ASK_S)
                 return time.monotonic()

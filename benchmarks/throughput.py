@@ -39,8 +39,8 @@ from benchmarks.peers.llama_loop import Text, compile_blocks, make_model, make_o
 from ftd import sample_indices
 from ftd.config.job import load_job
 from runtime.engine.engine import Engine
-from runtime.measuring.profile import measure
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.profiling.layer_profile import profile_model
 from statemachine.messages.trainer import TrainingData
 
 JOB = REPOSITORY / "benchmarks/jobs/llama.toml"
@@ -62,7 +62,7 @@ def training_of(**changes: Any) -> TrainingData:
 
 def alone(data: TrainingData) -> Engine:
     """Return an engine that is about to train all layers by itself."""
-    engine = Engine(data, torch.device("cpu"), Pace())
+    engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     engine.warm_up()
     enter_alone(engine)
     return engine
@@ -216,7 +216,7 @@ def memory(precision: str) -> dict[str, float]:
     small.step(lambda: False)  # Whatever torch keeps for itself is here now.
     before = resident_bytes()
     engine = alone(training_of(precision=precision))
-    layers = measure(engine.model, engine.data).profile.layers
+    layers = profile_model(engine.model, engine.data).profile.layers
     count = sum(p.numel() for _, p in engine.model.named_parameters(range(engine.model.layer_count)))
     for _ in range(2):
         engine.step(lambda: False)

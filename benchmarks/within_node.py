@@ -26,8 +26,8 @@ from benchmarks.engines import MIB, Member, Turns, compare_ways, enter_group
 from benchmarks.linear import training_data
 from planner.values import Within
 from runtime.engine.engine import Engine
-from runtime.watch.pace import Pace
-from statemachine.messages.trainer import PipelineData, StageData
+from runtime.monitoring.progress import ProgressMonitor
+from statemachine.messages.trainer import WorldPipeline, WorldStage
 
 WAYS: tuple[Within, ...] = ("replicate", "shard", "tensor")
 MICROBATCHES = 2
@@ -42,10 +42,10 @@ def make(member: Member) -> Engine:
         microbatch_rows=member.rows,
         within_node=way,
     )
-    engine = Engine(data, torch.device("cpu"), Pace())
+    engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     ranks = tuple(range(member.count))
-    stage = StageData(first_layer=0, end_layer=member.layers, ranks=ranks, within=way)
-    pipeline = PipelineData(stages=(stage,), first_microbatch=0, microbatches=MICROBATCHES)
+    stage = WorldStage(first_layer=0, end_layer=member.layers, ranks=ranks, within=way)
+    pipeline = WorldPipeline(stages=(stage,), first_microbatch=0, microbatches=MICROBATCHES)
     enter_group(engine, (pipeline,), member.rank, member.port)
     return engine
 
@@ -57,7 +57,7 @@ def state_bytes(engine: Engine) -> int:
         parameters = sum(p.nbytes for _, p in engine.model.named_parameters(layers))
         return parameters + sum(engine.states.state_bytes(layer) for layer in layers)
     total = 0
-    for part in engine.sharding.states.kept:
+    for part in engine.sharding.states.held:
         for one in part.slices:
             assert one.value is not None
             kept = [one.value, *(v for v in one.state.values() if isinstance(v, torch.Tensor))]

@@ -19,8 +19,8 @@ from benchmarks.common import Limit, Result
 from benchmarks.engines import MIB, PARAMETER_BYTES, Member, Turns, compare_ways, enter_group
 from benchmarks.linear import training_data
 from runtime.engine.engine import Engine
-from runtime.watch.pace import Pace
-from statemachine.messages.trainer import PipelineData, StageData
+from runtime.monitoring.progress import ProgressMonitor
+from statemachine.messages.trainer import WorldPipeline, WorldStage
 
 WAYS = ("whole", "zero1", "aor")
 
@@ -33,10 +33,10 @@ def make(member: Member) -> Engine:
         microbatch_rows=member.rows,
         zero1=member.way != "whole",
     )
-    engine = Engine(data, torch.device("cpu"), Pace())
+    engine = Engine(data, torch.device("cpu"), ProgressMonitor())
     pipelines = tuple(
-        PipelineData(
-            stages=(StageData(first_layer=0, end_layer=member.layers, ranks=(number,)),),
+        WorldPipeline(
+            stages=(WorldStage(first_layer=0, end_layer=member.layers, ranks=(number,)),),
             first_microbatch=number,
             microbatches=1,
         )
@@ -50,7 +50,7 @@ def make(member: Member) -> Engine:
 def finish_replicas(engine: Engine) -> dict[str, object]:
     """Wait for what replicas still compute of the turn."""
     if engine.sharding is not None:
-        engine.sharding.parts()
+        engine.sharding.held_parts()
     return {}
 
 

@@ -29,7 +29,7 @@ _EVENTS_BEFORE_YIELD = 64
 _MOST_TOGETHER = 1024
 """Events that a machine takes together, where it can: as many as a thousand nodes say at once."""
 
-Together = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
+StepBatch = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
 """A machine's ``steps``: several events, and whom to tell of one in which it has a bug."""
 
 
@@ -80,15 +80,15 @@ class Driver:
         self,
         machine: Machine,
         perform: Callable[[Effect], Awaitable[None] | None],
-        watch: Callable[[Event | Effect], None] | None = None,
-        together: Together | None = None,
-        carried_out: Callable[[], None] = lambda: None,
+        observe: Callable[[Event | Effect], None] | None = None,
+        step_batch: StepBatch | None = None,
+        on_effects_done: Callable[[], None] = lambda: None,
         clock: Clock | None = None,
         suffix: str = "",
     ) -> None:
         """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
-        ``watch`` sees every event before it is fed, and every effect before it is carried out. ``together``
-        takes events that wait in the queue in one go, up to the next timer. ``carried_out`` is called when a
+        ``observe`` sees every event before it is fed, and every effect before it is carried out. ``step_batch``
+        takes events that wait in the queue in one go, up to the next timer. ``on_effects_done`` is called when a
         step's effects are. ``clock`` is the system's where it is not given. ``suffix`` makes the
         causes of this process unique in the cluster; it is drawn where it is not given.
 
@@ -99,8 +99,8 @@ class Driver:
         self.bugs = 0
         """Exceptions in steps and effects so far; a healthy daemon has none."""
         self._perform = perform
-        self._watch = watch
-        self._together, self._carried_out = together, carried_out
+        self._watch = observe
+        self._together, self._carried_out = step_batch, on_effects_done
         self.clock: Clock = clock or SystemClock()
         self._queue: deque[Event | _Due] = deque()
         self._fed = asyncio.Event()
@@ -113,7 +113,7 @@ class Driver:
         """Seconds on the monotonic clock that all processes of this host share."""
         return self.clock.monotonic_s()
 
-    def cause(self) -> str:
+    def new_cause(self) -> str:
         """A fresh cause id: unique in the cluster, short enough to read aloud (``c-00042-a1b2``)."""
         return f"c-{next(self._causes):05d}-{self._suffix}"
 
@@ -155,7 +155,7 @@ class Driver:
         """A step for each, and what they want."""
         for event in events:
             self._show(event)
-        await self.carry_out(self._steps(events))
+        await self.perform_effects(self._steps(events))
 
     def _steps(self, events: Sequence[Event]) -> list[Effect]:
         if self._together is not None:
@@ -173,7 +173,7 @@ class Driver:
         self.bugs += 1
         _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
 
-    async def carry_out(self, effects: list[Effect]) -> None:
+    async def perform_effects(self, effects: list[Effect]) -> None:
         """Effects in order; also those that a restored machine begins with."""
         for effect in effects:
             self._show(effect)
@@ -199,7 +199,7 @@ class Driver:
                 self.bugs += 1
                 _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
 
-    def replace(self, machine: Machine) -> None:
+    def replace_machine(self, machine: Machine) -> None:
         """Go on with another machine: what was under way for the present one does not count for it."""
         self.stop_timers()
         self._queue.clear()
@@ -225,20 +225,20 @@ class Driver:
         if entry is None or entry[0] != due.ticket:
             return None
         del self._timers[due.name]
-        return TimerFired(at=self.now(), cause=self.cause(), name=due.name)
+        return TimerFired(at=self.now(), cause=self.new_cause(), name=due.name)
 
 
-class EventGate:
+class EventRateLimiter:
     """Lets an event of each kind through once a second: a peer that repeats itself cannot flood the stream.
 
-    Kinds are told apart by name, node and reason; of ``MessageRefused`` by the topic, as its reason quotes
-    what a stranger wrote. The next one let through says how many were held back. Beyond ``MOST`` a second,
+    Kinds are told apart by name, node and reason; of ``MessageRejected`` by the topic, as its reason quotes
+    what a stranger wrote. The next one let through says how many were held back. Beyond ``MAX_PER_SECOND`` a second,
     of all kinds together, all are held back.
     """
 
     PERIOD_S = 1.0
     MAX_KINDS = 1024
-    MOST = 20
+    MAX_PER_SECOND = 20
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[str, str | None, str], tuple[float, int]] = {}
@@ -248,14 +248,14 @@ class EventGate:
         """How many like it were held back before this one; None holds this one back, too."""
         if event.name not in REPEATED:
             return 0
-        apart = event.details.get("topic", "") if event.name == "MessageRefused" else event.reason
+        apart = event.details.get("topic", "") if event.name == "MessageRejected" else event.reason
         key = (event.name, event.node, str(apart))
         if key not in self._kinds and len(self._kinds) >= self.MAX_KINDS:
             self._kinds.clear()
         since, held = self._kinds.get(key, (-self.PERIOD_S, 0))
         if int(now) != self._second:
             self._second, self._let = int(now), 0
-        if now - since < self.PERIOD_S or self._let >= self.MOST:
+        if now - since < self.PERIOD_S or self._let >= self.MAX_PER_SECOND:
             self._kinds[key] = (since, held + 1)
             return None
         self._let += 1

@@ -3,10 +3,10 @@
 FtdError                      exit code 1
 ├── ConfigurationError        exit code 2   you configured it wrong: a field, and what to write instead
 │   ├── IncompleteError                     something that goes with what is written is missing
-│   └── SeveralMistakes                     all that is wrong with a file
+│   └── ConfigurationErrors                     all that is wrong with a file
 ├── PeerError                 exit code 1   a peer misbehaved: a message, a node, a broker
 │   ├── WireError                           malformed, oversized or misaddressed payload
-│   ├── RequestRefused                      the coordinator said no
+│   ├── RequestRejected                      the coordinator said no
 │   └── Unreachable           exit code 3   no broker, or no coordinator, answers
 ├── JournalError              exit code 1   durable state cannot be kept (disk full, file in use)
 ├── CheckpointError           exit code 1   a checkpoint is damaged, or its place cannot be read or written
@@ -37,7 +37,7 @@ class ConfigurationError(FtdError):
         super().__init__(f"{where}{problem}{how}")
 
     @property
-    def mistakes(self) -> tuple["ConfigurationError", ...]:
+    def errors(self) -> tuple["ConfigurationError", ...]:
         """One by one, what is wrong."""
         return (self,)
 
@@ -46,7 +46,7 @@ class IncompleteError(ConfigurationError):
     """Something goes with what is there, and is not there itself; or it is, misspelt."""
 
 
-class SeveralMistakes(ConfigurationError):
+class ConfigurationErrors(ConfigurationError):
     """All that is wrong, told at once."""
 
     def __init__(self, mistakes: tuple[ConfigurationError, ...]) -> None:
@@ -54,7 +54,7 @@ class SeveralMistakes(ConfigurationError):
         self._mistakes = mistakes
 
     @property
-    def mistakes(self) -> tuple[ConfigurationError, ...]:
+    def errors(self) -> tuple[ConfigurationError, ...]:
         return self._mistakes
 
 
@@ -66,11 +66,11 @@ class WireError(PeerError):
     """A payload that is no message of ours. The receiver drops it, says so, and goes on."""
 
 
-class RequestRefused(PeerError):
+class RequestRejected(PeerError):
     """The coordinator or a node answered a request with no; the text is its reason."""
 
 
-class Unreachable(PeerError):
+class UnreachableError(PeerError):
     """Nobody answers: the broker is not there, refuses us, or no coordinator listens behind it."""
 
     exit_code = 3

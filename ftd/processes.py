@@ -36,7 +36,7 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
-def kill_group(pid: int, signal_number: int) -> bool:
+def signal_group(pid: int, signal_number: int) -> bool:
     """Signal a whole process group; ``False`` when it is gone."""
     try:
         os.killpg(pid, signal_number)
@@ -45,7 +45,7 @@ def kill_group(pid: int, signal_number: int) -> bool:
     return True
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Exists, and is not just waiting to be buried by whoever adopted it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -54,7 +54,7 @@ def alive(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def tail(path: Path, size_bytes: int = 8192) -> str:
+def read_tail(path: Path, size_bytes: int = 8192) -> str:
     """The last lines of a log file, at most ``size_bytes`` of them; empty when there is none."""
     with contextlib.suppress(OSError), path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
@@ -71,12 +71,12 @@ def module_command(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """Become the parent of grandchildren whose parent dies, so that they can be waited for and counted."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def children() -> set[int]:
+def child_pids() -> set[int]:
     """Pids of this process's direct children, zombies and adopted ones included."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
@@ -85,7 +85,7 @@ def children() -> set[int]:
     return pids
 
 
-def descendants(root: int) -> set[int]:
+def descendant_pids(root: int) -> set[int]:
     """Pids of all processes below ``root`` at this moment, without ``root``."""
     found: set[int] = set()
     frontier = [root]
@@ -99,7 +99,7 @@ def descendants(root: int) -> set[int]:
     return found
 
 
-def bury(pids: set[int]) -> None:
+def reap(pids: set[int]) -> None:
     """Take the exit status of those among ``pids`` that are dead children of this process."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
@@ -122,7 +122,7 @@ def _gpus(devices: Path) -> int:
     return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
-def compile_cache(directory: Path) -> dict[str, str]:
+def prepare_compile_cache(directory: Path) -> dict[str, str]:
     """Make the directory where trainers find what torch.compile made before; return their variables for it.
 
     Trainers execute what is in it, so no other user may write there. A directory that this process' environment
@@ -139,7 +139,7 @@ def compile_cache(directory: Path) -> dict[str, str]:
     return {_COMPILE_CACHE: str(directory)}
 
 
-def remove_stale(directory: Path) -> None:
+def remove_stale_directories(directory: Path) -> None:
     """What daemons that were killed left here: directories named after processes that are gone."""
     for entry in directory.iterdir():
         if entry.name.isdigit() and not Path(f"/proc/{entry.name}").exists():

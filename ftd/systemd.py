@@ -33,7 +33,7 @@ def watchdog_period_s() -> float | None:
     return int(limit_us) / 1e6 / 2
 
 
-async def watchdog() -> None:
+async def feed_watchdog() -> None:
     """Run beside the daemon on its event loop: a loop that hangs stops feeding, and systemd restarts it."""
     period_s = watchdog_period_s()
     while period_s is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from planner.pipelines.batch import distribute_for, score_ms
+from planner.pipelines.batch import distribute_batch, score_ms
 from planner.preview import Preview
 
 
@@ -42,9 +42,9 @@ def cross_check(seen: Preview) -> CrossCheck:
     costs = [per_size[size] for size in chosen.sizes]
     objective, own, modelled = policy.batch_objective, chosen.microbatches, chosen.microbatches
     if policy.batch_solver == "pyomo":
-        own = distribute_for(objective, costs, policy.microbatches, "exact")
+        own = distribute_batch(objective, costs, policy.microbatches, "exact")
     else:
-        modelled = distribute_for(objective, costs, policy.microbatches, "pyomo")
+        modelled = distribute_batch(objective, costs, policy.microbatches, "pyomo")
     return CrossCheck(
         microbatches=own,
         score_ms=score_ms(objective, costs, own),

@@ -23,7 +23,7 @@ interval errs on the side of short ones.
 import math
 from dataclasses import dataclass
 
-KEPT_WITHIN = 1.1
+KEEP_INTERVAL_WITHIN = 1.1
 """An interval stays while it loses at most this times what the best one does: near the optimum the curve is
 flat, and measurements vary."""
 CHEAP_WITHIN = 1.5
@@ -91,7 +91,7 @@ def choose_interval(
         return IntervalChoice(every_steps=1, lost_share=lost, reason=f"{what}: cheap enough for every step")
     best = best_interval(cost, most)
     kept, lost = lost_share(present, cost), lost_share(best, cost)
-    if settled and present <= most and kept <= KEPT_WITHIN * lost:
+    if settled and present <= most and kept <= KEEP_INTERVAL_WITHIN * lost:
         best, lost = present, kept
     reason = (
         f"{what}, and a failure is expected every {_span(cost.horizon_s)}: "

@@ -12,30 +12,36 @@ from dataclasses import replace
 import msgspec
 
 from planner.changes.assignment import Assigner, natural_key
-from planner.changes.candidates import Layout, first_layout, layouts
-from planner.changes.cover import Masks, Needs, whole_layers
+from planner.changes.candidates import PipelineLayout, candidate_layouts, first_layout
+from planner.changes.cover import Masks, StateNeeds, whole_layers
 from planner.changes.parts import moved_bytes, part_needs
-from planner.changes.stragglers import estimates_s, notable, rebalance, still_true
-from planner.changes.tradeoff import DEFAULT_HORIZON_S, placed, weigh
-from planner.changes.transition import released, transfers
+from planner.changes.stragglers import estimates_s, estimates_still_hold, has_notable_stragglers, rebalance
+from planner.changes.tradeoff import DEFAULT_HORIZON_S, choose_layout, place_stages
+from planner.changes.transition import layers_to_release, plan_transfers
 from planner.errors import InfeasibleError, SolverError, TooFewNodesError
 from planner.pipelines.batch import check_batch
 from planner.pipelines.instantiation import Instantiator
 from planner.precomputed import Precomputed, check_precomputed
-from planner.reasons import reason_of
-from planner.templates import Templates, check_tolerance, costs_for, smallest_pipeline, why_so_many
+from planner.reasons import explain_plan
+from planner.templates import (
+    Templates,
+    check_tolerance,
+    costs_for,
+    explain_tolerance_limit,
+    smallest_pipeline,
+)
 from planner.values import (
-    Considered,
+    ConsideredPlan,
     Device,
     ModelProfile,
     PipelinePlacement,
     Plan,
     Policy,
-    Released,
+    ReleasedLayers,
     Situation,
 )
 
-Told = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """How far something is: done, of all."""
 
 
@@ -69,7 +75,9 @@ class Planner:
         """
         check_tolerance(self.policy, self.n0, nodes, self.costs)
 
-    def precompute(self, max_nodes: int, told: Told | None = None, *, present: int | None = None) -> None:
+    def precompute(
+        self, max_nodes: int, on_progress: ProgressCallback | None = None, *, present: int | None = None
+    ) -> None:
         """Make all templates and instantiations for up to ``max_nodes`` nodes.
 
         Those for ``present`` nodes (default: all) come first, then those for fewer and fewer, then for more:
@@ -83,14 +91,14 @@ class Planner:
         now = min(max(present or max_nodes, self.n0), max_nodes)
         counts = [*range(now, self.n0 - 1, -1), *range(now + 1, max_nodes + 1)]
         for done, nodes in enumerate(counts):
-            if told is not None:
-                told(done, len(counts))
+            if on_progress is not None:
+                on_progress(done, len(counts))
             instantiator.best(nodes)
-        if told is not None:
-            told(len(counts), len(counts))
+        if on_progress is not None:
+            on_progress(len(counts), len(counts))
 
     def precomputed(self) -> Precomputed:
-        """What ``precompute`` made (so far, from within ``told``), for ``restore`` in another planner of the
+        """What ``precompute`` made (so far, from within ``on_progress``), for ``restore`` in another planner of the
         same job.
 
         :raises InfeasibleError: nothing was precomputed.
@@ -134,7 +142,7 @@ class Planner:
             self._instantiator = Instantiator(self.costs, templates)
         return self._instantiator
 
-    def fresh(self, nodes: Sequence[str]) -> Situation:
+    def initial_situation(self, nodes: Sequence[str]) -> Situation:
         """The situation at a job's start: every device holds every layer, at step 0."""
         everything = frozenset(range(len(self.profile.layers)))
         devices = range(self.policy.devices_per_node)
@@ -174,7 +182,7 @@ class Planner:
         """
         nodes = sorted(set(situation.nodes), key=natural_key)
         if len(nodes) < self.fewest_nodes:
-            why = why_so_many(self.costs, self.n0)
+            why = explain_tolerance_limit(self.costs, self.n0)
             raise TooFewNodesError(
                 f"{len(nodes)} {'node is' if len(nodes) == 1 else 'nodes are'} usable and "
                 f"{self.fewest_nodes} are needed" + (f", because {why}" if why else ""),
@@ -183,11 +191,11 @@ class Planner:
             )
         masks, needs = self._held(situation, nodes)
         unchanged = self._unchanged(situation, nodes, masks, needs)
-        if unchanged is not None and still_true(self.costs, unchanged.pipelines, situation.speeds):
+        if unchanged is not None and estimates_still_hold(self.costs, unchanged.pipelines, situation.speeds):
             return unchanged
         horizon_s = DEFAULT_HORIZON_S if situation.horizon_s is None else situation.horizon_s
         by_nodes = self.templates(len(nodes)).by_nodes
-        weighed, considered = weigh(
+        weighed, considered = choose_layout(
             self._layouts(situation.previous, nodes),
             templates=by_nodes,
             instantiator=self.instantiator(len(nodes)),
@@ -200,16 +208,16 @@ class Planner:
             horizon_s=horizon_s,
             memory=self.costs.memory if _leaves_old_layers(situation) else None,
         )
-        placements = placed(weighed, by_nodes, self._assigner, masks)
+        placements = place_stages(weighed, by_nodes, self._assigner, masks)
         if unchanged is not None:
             starts, considered = [unchanged.pipelines, placements], ()
         else:
             starts = [placements]
-        if unchanged is not None or notable(situation.speeds, nodes):
+        if unchanged is not None or has_notable_stragglers(situation.speeds, nodes):
             placements = rebalance(self.costs, starts, situation.speeds, masks, horizon_s)
         return self._as_plan(placements, situation, nodes, masks, considered, horizon_s)
 
-    def _held(self, situation: Situation, nodes: list[str]) -> tuple[Masks, Needs]:
+    def _held(self, situation: Situation, nodes: list[str]) -> tuple[Masks, StateNeeds]:
         """Layers that devices need not receive, or only a part of; and what a plan's nodes must have."""
         parts, devices = situation.parts, self.policy.devices_per_node
         if parts is None:
@@ -222,7 +230,7 @@ class Planner:
         needs = part_needs(nodes, devices, parts, len(self.profile.layers))
         return self._assigner.masks(nodes, devices, some), needs
 
-    def weigh(self, situation: Situation) -> tuple[float, float]:
+    def compare_iteration_s(self, situation: Situation) -> tuple[float, float]:
         """Seconds of a step under ``situation.previous`` as it is, and under what ``plan`` would make of it.
 
         :raises TooFewNodesError, StateLostError: as ``plan``.
@@ -232,7 +240,9 @@ class Planner:
         present_s = max(estimates_s(self.costs, situation.previous.pipelines, situation.speeds))
         return present_s, possible.estimated_iteration_s
 
-    def _unchanged(self, situation: Situation, nodes: list[str], masks: Masks, needs: Needs) -> Plan | None:
+    def _unchanged(
+        self, situation: Situation, nodes: list[str], masks: Masks, needs: StateNeeds
+    ) -> Plan | None:
         """The previous plan, if its nodes are all there, nobody joined, and they hold every layer."""
         previous = situation.previous
         if previous is None:
@@ -244,13 +254,13 @@ class Planner:
             return None
         return self._as_plan(previous.pipelines, situation, nodes, masks, (), 0.0)
 
-    def _layouts(self, previous: Plan | None, nodes: list[str]) -> list[Layout]:
+    def _layouts(self, previous: Plan | None, nodes: list[str]) -> list[PipelineLayout]:
         instantiator = self.instantiator(len(nodes))
         if previous is None:
             return [first_layout(instantiator.best(len(nodes)))]
         usable = set(nodes)
         names = [pipeline.nodes for pipeline in previous.pipelines]
-        return layouts(
+        return candidate_layouts(
             before=[len(of_pipeline) for of_pipeline in names],
             left=[sum(node in usable for node in of_pipeline) for of_pipeline in names],
             nodes=len(nodes),
@@ -265,11 +275,11 @@ class Planner:
         situation: Situation,
         nodes: list[str],
         masks: Masks,
-        considered: tuple[Considered, ...],
+        considered: tuple[ConsideredPlan, ...],
         horizon_s: float,
     ) -> Plan:
         """:param considered: empty where the previous plan goes on, as it is or with other shares."""
-        moves = transfers(self.profile, placements, masks)
+        moves = plan_transfers(self.profile, placements, masks)
         assert moves is not None, "the nodes were chosen so that they hold every layer"
         parts, part_bytes = situation.parts, 0
         if parts is not None:
@@ -277,10 +287,10 @@ class Planner:
             part_bytes = moved_bytes(
                 self.profile, placements, situation.holdings, parts, zero1=self.policy.zero1
             )
-        gone: tuple[Released, ...] = ()
+        gone: tuple[ReleasedLayers, ...] = ()
         if _leaves_old_layers(situation):
             memory = self.costs.memory
-            gone = released(self.profile, memory, placements, masks, moves, self.policy.tolerate)
+            gone = layers_to_release(self.profile, memory, placements, masks, moves, self.policy.tolerate)
         taken = [placement.nodes for placement in placements]
         used = {node for of_pipeline in taken for node in of_pipeline}
         idle = tuple(node for node in nodes if node not in used)
@@ -293,7 +303,7 @@ class Planner:
         slow = {node: speed for node, speed in situation.speeds.items() if node in used and speed < 1}
         sizes = [len(of_pipeline) for of_pipeline in taken]
         withins = [stage.within for each in placements for stage in each.stages if len(stage.devices) > 1]
-        reason = reason_of(method, sizes, lost, joined, idle, considered, horizon_s, slow, gone, withins)
+        reason = explain_plan(method, sizes, lost, joined, idle, considered, horizon_s, slow, gone, withins)
         return Plan(
             pipelines=placements,
             transfers=moves,
@@ -303,7 +313,7 @@ class Planner:
             idle_nodes=idle,
             considered=considered,
             part_bytes=part_bytes,
-            released=gone,
+            released_layers=gone,
         )
 
 

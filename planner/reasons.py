@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from planner.values import Considered, Method, Released, Within
+from planner.values import ConsideredPlan, Method, ReleasedLayers, Within
 
 _STEPS: dict[Method, str] = {
     "simple": "each pipeline goes on with the nodes that are left of it",
@@ -27,20 +27,20 @@ _NAMES: dict[Method, str] = {
     "best": "the best pipelines for these nodes",
 }
 
-SAME = 0.0005
+SAME_TIME_TOLERANCE = 0.0005
 """Relative: step times that people need not tell apart."""
 
 
-def reason_of(
+def explain_plan(
     method: Method,
     sizes: Sequence[int],
     lost: Sequence[str],
     joined: Sequence[str],
     idle: Sequence[str],
-    considered: Sequence[Considered] = (),
+    considered: Sequence[ConsideredPlan] = (),
     horizon_s: float = 0.0,
     slow: Mapping[str, float] | None = None,
-    gone: Sequence[Released] = (),
+    gone: Sequence[ReleasedLayers] = (),
     withins: Sequence[Within] = (),
 ) -> str:
     """:param sizes: nodes of each pipeline of the plan.
@@ -52,7 +52,7 @@ def reason_of(
     """
     news = [f"{names(lost)} left"] if lost else []
     news += [f"{names(joined)} joined"] if joined else []
-    what = f"{pipelines_of(sizes)}; {safety(len(sizes))}"
+    what = f"{pipelines_of(sizes)}; {describe_safety(len(sizes))}"
     match method:
         case "initial":
             sentence = f"the quickest way to use the nodes is {what}"
@@ -83,18 +83,18 @@ def reason_of(
         verb = "drops" if len(dropping) == 1 else "drop"
         sentence += f"; {names(dropping)} {verb} old layers, which others hold, to have room for the new ones"
     if len(considered) > 1:
-        sentence += f"; {trade(considered[0], considered[1], horizon_s)}"
+        sentence += f"; {explain_tradeoff(considered[0], considered[1], horizon_s)}"
     return f"{' and '.join(news)}: {sentence}." if news else f"{sentence[0].upper()}{sentence[1:]}."
 
 
-def trade(chosen: Considered, other: Considered, horizon_s: float) -> str:
+def explain_tradeoff(chosen: ConsideredPlan, other: ConsideredPlan, horizon_s: float) -> str:
     """Why one layout was taken and not the next best."""
     this = _costs(chosen)
     that = f"{_NAMES[other.method]}: {_costs(other)}"
     if chosen.transfer_bytes is None or other.transfer_bytes is None:
         return f"{this} ({that})"
-    slower = chosen.iteration_s > other.iteration_s * (1 + SAME)
-    quicker = chosen.iteration_s < other.iteration_s * (1 - SAME)
+    slower = chosen.iteration_s > other.iteration_s * (1 + SAME_TIME_TOLERANCE)
+    quicker = chosen.iteration_s < other.iteration_s * (1 - SAME_TIME_TOLERANCE)
     more = chosen.transfer_bytes > other.transfer_bytes
     if quicker and more:
         return f"{this}, which pays within the {_time(horizon_s)} expected to the next failure ({that})"
@@ -103,7 +103,7 @@ def trade(chosen: Considered, other: Considered, horizon_s: float) -> str:
     return f"{this} ({that})"
 
 
-def _costs(considered: Considered) -> str:
+def _costs(considered: ConsideredPlan) -> str:
     step = f"{_time(considered.iteration_s)} a step"
     if considered.transfer_bytes is None:
         return step
@@ -147,7 +147,7 @@ def pipelines_of(sizes: Sequence[int]) -> str:
     return f"{len(sizes)} pipelines ({kinds})"
 
 
-def safety(pipelines: int) -> str:
+def describe_safety(pipelines: int) -> str:
     if pipelines == 1:
         return "there is one copy of the model, so the next failure may lose state"
     if pipelines == 2:

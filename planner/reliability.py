@@ -34,7 +34,7 @@ MOST_TOLERATED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FailureLaw:
+class FailureDistribution:
     """How one node, or one program on it, fails: survival exp(−rate·t^shape), t in days."""
 
     rate: float
@@ -43,7 +43,7 @@ class FailureLaw:
     """c: 1 is no memory; below 1 young nodes fail more often, as real clusters show; above 1 old ones."""
 
     @classmethod
-    def of_mean(cls, mean_days: float, shape: float = 1.0) -> "FailureLaw":
+    def of_mean(cls, mean_days: float, shape: float = 1.0) -> "FailureDistribution":
         """The law with this mean time to failure."""
         return cls(rate=_exp(shape * (math.lgamma(1 + 1 / shape) - math.log(mean_days))), shape=shape)
 
@@ -68,10 +68,10 @@ class Protection:
     """n: nodes of a sharding group, the owners of one bucket."""
     losses: int = 1
     """Nodes of a group whose loss can be decoded; Eq. 5 has one."""
-    hardware: FailureLaw
-    trainer: FailureLaw = FailureLaw(rate=0.0)
+    hardware: FailureDistribution
+    trainer: FailureDistribution = FailureDistribution(rate=0.0)
     """The training program; its failure loses state that is only on the device (Eq. 6, P_tr)."""
-    snapshots: FailureLaw = FailureLaw(rate=0.0)
+    snapshots: FailureDistribution = FailureDistribution(rate=0.0)
     """The program that holds the snapshots (Eq. 5, P_re), counted by the reading ``printed`` only."""
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Protection:
                 f"losses is {self.losses}; a group of {self.group} nodes can lose 0 to {self.group - 1}"
             )
         for name in ("hardware", "trainer", "snapshots"):
-            law: FailureLaw = getattr(self, name)
+            law: FailureDistribution = getattr(self, name)
             if not (math.isfinite(law.rate) and law.rate >= 0):
                 raise InfeasibleError(f"{name}.rate is {law.rate}; it must be ≥ 0")
             if not (math.isfinite(law.shape) and law.shape > 0):
@@ -166,7 +166,7 @@ def daly_days(cost_days: float, mean_to_loss_days: float) -> float:
     return young_days(cost_days, mean_to_loss_days) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost_days
 
 
-def loss_rate_per_day(nodes: int, tolerated: int, law: FailureLaw, repair_days: float) -> float:
+def loss_rate_per_day(nodes: int, tolerated: int, law: FailureDistribution, repair_days: float) -> float:
     """How often more than ``tolerated`` of these nodes are lost before the first of them is replaced.
 
     Each failure opens a window of ``repair_days``; it is a loss if ``tolerated`` others or more fail in it.
@@ -179,7 +179,7 @@ def loss_rate_per_day(nodes: int, tolerated: int, law: FailureLaw, repair_days: 
 
 
 def smallest_tolerance(
-    nodes: int, law: FailureLaw, repair_days: float, horizon_days: float, threshold: float
+    nodes: int, law: FailureDistribution, repair_days: float, horizon_days: float, threshold: float
 ) -> int | None:
     """Oobleck's f to buy: the fewest simultaneous node failures to have to spare, so that ``horizon_days``
     pass without more of them with probability ``threshold``; ``None`` if ``MOST_TOLERATED`` are too few.

@@ -14,7 +14,7 @@ from planner.errors import BatchError, InfeasibleError
 from planner.mapping.mapper import Mapper
 from planner.reasons import WITHIN_WORDS, node_count
 from planner.stages.costs import StageCosts
-from planner.stages.feasibility import Fullest, fewest_nodes, fullest_stage
+from planner.stages.feasibility import FullestStage, fewest_nodes, find_fullest_stage
 from planner.stages.memory import StageMemory, in_flight
 from planner.values import ModelProfile, Policy, Template
 
@@ -96,7 +96,7 @@ def smallest_pipeline(costs: StageCosts) -> int:
     )
 
 
-def why_so_many(costs: StageCosts, n0: int) -> str:
+def explain_tolerance_limit(costs: StageCosts, n0: int) -> str:
     """Say what does not fit on a node less than n₀; empty where a single one suffices."""
     return f"on {node_count(n0 - 1)} {_tightest(costs, n0 - 1)}" if n0 > 1 else ""
 
@@ -189,8 +189,8 @@ def _tightest(costs: StageCosts, nodes: int) -> str:
     )
 
 
-def _fullest(costs: StageCosts, nodes: int) -> tuple[Fullest, StageMemory]:
-    stage = fullest_stage(costs, nodes)
+def _fullest(costs: StageCosts, nodes: int) -> tuple[FullestStage, StageMemory]:
+    stage = find_fullest_stage(costs, nodes)
     memory = costs.memory.breakdown(
         stage.first_layer, stage.end_layer, stage.devices, stage.stages_after, stage.recompute, stage.within
     )

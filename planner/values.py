@@ -295,7 +295,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Released:
+class ReleasedLayers:
     """Old layers that a device has no room for beside its new stage (``planner.changes.transition``)."""
 
     device: Device
@@ -313,7 +313,7 @@ under other speeds (``planner.changes.stragglers``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Considered:
+class ConsideredPlan:
     """A layout that was weighed against others, with what it costs (``planner.changes.tradeoff``)."""
 
     method: Method
@@ -341,13 +341,13 @@ class Plan:
     """One sentence for the user: what was decided and why."""
     estimated_iteration_s: float
     idle_nodes: tuple[str, ...] = ()
-    considered: tuple[Considered, ...] = ()
+    considered: tuple[ConsideredPlan, ...] = ()
     """What was weighed, this plan's layout first, then by the expected time of a step; empty where the
     previous plan goes on."""
     part_bytes: int = 0
     """Under ZeRO-1: what must move, replicas aside. There are no ``transfers`` then: who sends which part to
     whom the ranks find from what they hold."""
-    released: tuple[Released, ...] = ()
+    released_layers: tuple[ReleasedLayers, ...] = ()
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -28,9 +28,9 @@ from torch.futures import Future
 
 from runtime.layers.state import DTYPES
 from storage.checkpoint import Checkpoint, CheckpointStore
-from storage.errors import PlaceError
-from storage.layerstate import Entry
-from storage.places import place_of
+from storage.errors import LocationError
+from storage.layerstate import LayerEntry
+from storage.locations import open_location
 
 
 class FtdCheckpointReader(StorageReader):
@@ -49,7 +49,7 @@ class FtdCheckpointReader(StorageReader):
     @property
     def checkpoint_id(self) -> str:
         """The URL with the directory of the step."""
-        return f"{self._checkpoint.place.url}/{self._checkpoint.directory}"
+        return f"{self._checkpoint.location.url}/{self._checkpoint.directory}"
 
     @property
     def step(self) -> int:
@@ -108,8 +108,8 @@ class FtdCheckpointReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         try:
-            place_of(os.fspath(checkpoint_id))
-        except PlaceError:
+            open_location(os.fspath(checkpoint_id))
+        except LocationError:
             return False
         return True
 
@@ -117,11 +117,11 @@ class FtdCheckpointReader(StorageReader):
         self._checkpoint = CheckpointStore.at(os.fspath(url)).open(step)
         self._where = dict(_named(self._checkpoint))
 
-    def _found(self, index: MetadataIndex) -> tuple[int, Entry]:
+    def _found(self, index: MetadataIndex) -> tuple[int, LayerEntry]:
         return self._where[index.fqn]
 
 
-def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, Entry]]]:
+def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, LayerEntry]]]:
     """All names of each tensor. A shared parameter's layers hold the same bytes: the last one's will do."""
     aliases = checkpoint.description().aliases
     for layer, header in enumerate(checkpoint.headers()):
@@ -132,7 +132,7 @@ def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, Entry]]]:
                 yield full, (layer, entry)
 
 
-def tensor_of(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: Entry) -> Tensor:
+def tensor_of(payload: np.ndarray[Any, np.dtype[np.uint8]], entry: LayerEntry) -> Tensor:
     """Return a view of the payload with the entry's type and shape."""
     part = torch.from_numpy(payload[entry.offset : entry.offset + entry.size_bytes])
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

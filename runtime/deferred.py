@@ -1,6 +1,6 @@
 """Building a model without memory for its large tensors, and making each of them later, bit for bit.
 
-While a factory runs in a ``Recorder``, a large tensor gets an address but no memory, since memory comes into being
+While a factory runs in a ``ModelRecorder``, a large tensor gets an address but no memory, since memory comes into being
 when it is written to, and what would write to it is *recorded* instead. A random operation is also carried out
 on scratch memory, so that the generator goes on as if the tensor had been filled; the generator's state before
 is recorded. ``Recording.make`` repeats, from these states, what a tensor depends on. So it gives the value that
@@ -89,7 +89,7 @@ _READERS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StorageView:
     """Where a tensor without memory lies: a view of a recorded storage."""
 
     storage: int
@@ -112,14 +112,14 @@ class _Operation:
     """(positional, by keyword)"""
     random_state: Tensor | None
     """The generator's state before the call."""
-    results: tuple[Place, ...]
+    results: tuple[StorageView, ...]
     """Where the tensors go that are returned; empty for an operation in place."""
     writes: frozenset[int]
     reads: frozenset[int]
     """Storages whose content before the call matters."""
 
 
-class UnseenError(RuntimeError):
+class UntrackedWriteError(RuntimeError):
     """A tensor was written to by the thread that makes the model and by another one."""
 
 
@@ -132,16 +132,18 @@ class Recording:
         """By address; held, so that no other storage gets the address."""
         self._sizes: dict[int, int] = {}
 
-    def place_of(self, tensor: Tensor) -> Place | None:
+    def view_of(self, tensor: Tensor) -> StorageView | None:
         """Return where a tensor without memory lies; ``None`` for any other."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return None
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
             return None
-        return Place(key, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset()))
+        return StorageView(
+            key, tensor.dtype, tuple(tensor.size()), tensor.stride(), int(tensor.storage_offset())
+        )
 
-    def make(self, place: Place, target: Tensor) -> None:
+    def make(self, place: StorageView, target: Tensor) -> None:
         """Put the value of a tensor into ``target``, which has its shape."""
         memory = _Memory(self._sizes)
         alike = (
@@ -167,19 +169,19 @@ class Recording:
         memory = _Memory(self._sizes)
         return _filled(arguments, memory)
 
-    def hide(self, tensor: Tensor) -> Place:
+    def track(self, tensor: Tensor) -> StorageView:
         """Take up a tensor whose memory was not written to."""
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         self._sizes[storage._cdata] = storage.nbytes()
-        place = self.place_of(tensor)
+        place = self.view_of(tensor)
         assert place is not None
         return place
 
-    def written_unseen(self, place: Place) -> bool:
+    def was_written_elsewhere(self, place: StorageView) -> bool:
         """Return whether something else than a recorded operation, such as another thread, wrote to a tensor.
 
-        :raises UnseenError: recorded operations did as well, so that nobody knows its value.
+        :raises UntrackedWriteError: recorded operations did as well, so that nobody knows its value.
         """
         storage = self._storages[place.storage]
         pages = (ctypes.c_ubyte * (-(-storage.nbytes() // mmap.PAGESIZE)))()
@@ -189,12 +191,12 @@ class Recording:
         if bytes(pages).count(0) == len(pages):
             return False
         if any(place.storage in operation.writes for operation in self._operations):
-            raise UnseenError
+            raise UntrackedWriteError
         return True
 
-    def settle(self, tensor: Tensor) -> None:
+    def materialise(self, tensor: Tensor) -> None:
         """Give a tensor, and all that share its memory, their values for good."""
-        place = self.place_of(tensor)
+        place = self.view_of(tensor)
         if place is not None:
             memory = _Memory(self._sizes)
             self._contents({place.storage}, memory)
@@ -251,7 +253,7 @@ class _Memory(dict[int, torch.UntypedStorage]):
         return self[key]
 
 
-class Recorder:
+class ModelRecorder:
     """``with Recorder(recording):`` around the code that makes a model.
 
     :param exact: give large tensors the values that they would have if the model was built at once, which takes
@@ -284,7 +286,7 @@ class Weights(Protocol):
 
 
 @runtime_checkable
-class WithWeights(Protocol):
+class ModelFactory(Protocol):
     """Makes a model whose weights are read by name."""
 
     @property
@@ -305,19 +307,19 @@ class DeferredModule:
 
     :param root: was made while ``recording``, whose tensors get no memory any more.
     :param weights: values to begin with in place of those that the factory made.
-    :raises UnseenError: several threads wrote to one tensor.
+    :raises UntrackedWriteError: several threads wrote to one tensor.
     """
 
     def __init__(self, root: nn.Module, recording: Recording, weights: Weights | None = None) -> None:
         self.root = root
         self._recording = recording
         self._weights = weights
-        self._values: dict[str, Place | Tensor] = {}
+        self._values: dict[str, StorageView | Tensor] = {}
         state = {n: t for n, t in root.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
         for name, tensor in state.items():
-            place = recording.place_of(tensor)
+            place = recording.view_of(tensor)
             self._values[name] = (
-                tensor.detach() if place is None or recording.written_unseen(place) else place
+                tensor.detach() if place is None or recording.was_written_elsewhere(place) else place
             )
         lasting = {id(tensor): _as_meta(tensor) for tensor in state.values()}
         for module in root.modules():
@@ -328,7 +330,7 @@ class DeferredModule:
             for leaf in _tensors(
                 [v for k, v in vars(module).items() if k not in ("_parameters", "_modules")]
             ):
-                recording.settle(leaf)
+                recording.materialise(leaf)
         recording.end()
 
     def to_device(self, device: torch.device) -> None:
@@ -346,17 +348,17 @@ class DeferredModule:
             for name, tensor in tensors.items():
                 if self._weights is None or not self._weights.has(name):
                     value = self._values[name]
-                    if isinstance(value, Place):
+                    if isinstance(value, StorageView):
                         self._recording.make(value, tensor.detach())
                     else:
                         tensor.copy_(value)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Give back what the values are made of."""
         self._recording, self._weights = Recording(), None
         self._values.clear()
 
-    def fill_alike(self, tensors: Mapping[str, Tensor]) -> None:
+    def fill_placeholders(self, tensors: Mapping[str, Tensor]) -> None:
         """Fill tensors in place with values that are quickly made, for runs whose results are not kept.
 
         Matrices get noise, so that what depends on them differs from row to row; vectors get ones. Buffers,
@@ -364,7 +366,7 @@ class DeferredModule:
         """
         exact = {}
         for name, tensor in tensors.items():
-            kept = not isinstance(self._values[name], Place) or not isinstance(tensor, nn.Parameter)
+            kept = not isinstance(self._values[name], StorageView) or not isinstance(tensor, nn.Parameter)
             if kept or not tensor.is_floating_point():
                 exact[name] = tensor
             elif tensor.dim() < 2:
@@ -379,14 +381,14 @@ class DeferredModule:
         return self.root
 
     @contextmanager
-    def present(
+    def materialised(
         self, modules: Iterable[nn.Module], device: torch.device, *, exact: bool = False
     ) -> Iterator[None]:
         """Inside, the modules' own tensors that are on the meta device are real ones.
 
-        :param exact: with the values that training begins with, else as ``fill_alike`` makes them.
+        :param exact: with the values that training begins with, else as ``fill_placeholders`` makes them.
         """
-        away = self._swap(modules, device, self.fill if exact else self.fill_alike)
+        away = self._swap(modules, device, self.fill if exact else self.fill_placeholders)
         try:
             yield
         finally:
@@ -434,7 +436,7 @@ class _Access(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function in _READERS:
-            self._recording.settle(args[0])
+            self._recording.materialise(args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -451,21 +453,21 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = args, kwargs or {}
-        placed = tree.tree_map_only(Tensor, lambda t: self._recording.place_of(t) or t, given)
+        placed = tree.tree_map_only(Tensor, lambda t: self._recording.view_of(t) or t, given)
         some = any(_is_place(leaf) for leaf in tree.tree_leaves(placed, is_leaf=_is_place))
         if (not some and function not in _FACTORIES) or function.is_view or function in _VIEWS:
             return function(*given[0], **given[1])
         written = _written(function, *given)
         if function._schema.name.partition("::")[2] in _RESHAPING:
             for tensor in _tensors(given):
-                self._recording.settle(tensor)
+                self._recording.materialise(tensor)
             return function(*given[0], **given[1])
         if written:
             return self._in_place(function, given, placed, written)
         return self._functional(function, given, placed)
 
     def _in_place(self, function: Any, given: Any, placed: Any, written: list[Tensor]) -> Any:
-        places = [self._recording.place_of(tensor) for tensor in written]
+        places = [self._recording.view_of(tensor) for tensor in written]
         if not all(places):
             # A small tensor is made of large ones.
             args, kwargs = self._recording.values_of(placed)
@@ -493,7 +495,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = self._recording.values_of(placed)
             return function(*args, **kwargs)
         made = {id(t): _unwritten(t) for t in results}
-        places = tuple(self._recording.hide(made[id(t)]) for t in results)
+        places = tuple(self._recording.track(made[id(t)]) for t in results)
         if function not in _EMPTY:
             writes = frozenset(place.storage for place in places)
             self._add(function, placed, places, writes, _storages(placed))
@@ -503,7 +505,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self,
         function: Any,
         placed: Any,
-        results: tuple[Place, ...],
+        results: tuple[StorageView, ...],
         writes: frozenset[int],
         reads: frozenset[int],
     ) -> None:
@@ -538,7 +540,7 @@ def _unwritten(like: Tensor) -> Tensor:
 
 
 def _is_place(leaf: Any) -> bool:
-    return isinstance(leaf, Place)
+    return isinstance(leaf, StorageView)
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

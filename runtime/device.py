@@ -85,7 +85,7 @@ class DeviceRuntime(ABC):
         """Make ``stream`` the calling thread's current one inside."""
 
     @abstractmethod
-    def adopt(self) -> None:
+    def prepare_thread(self) -> None:
         """Prepare a thread beside the main one to use the device."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class HostRuntime(DeviceRuntime):
     def on(self, stream: HostStream) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def adopt(self) -> None:
+    def prepare_thread(self) -> None:
         pass
 
     def synchronize(self) -> None:
@@ -240,7 +240,7 @@ class CudaRuntime(DeviceRuntime):
         with torch.cuda.stream(stream.stream):
             yield
 
-    def adopt(self) -> None:
+    def prepare_thread(self) -> None:
         # What a thread asks the driver for is not to be done on the first device, where it would take memory.
         torch.cuda.set_device(self.device)
 

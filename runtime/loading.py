@@ -56,7 +56,7 @@ def load_checkpoint(
         _load_optimizer(optimizer, model, states, schedule["groups"])
     if scheduler is not None:
         if schedule["scheduler"] is None:
-            raise TrainingError(f"{checkpoint.place.url}: the job had no learning-rate schedule")
+            raise TrainingError(f"{checkpoint.location.url}: the job had no learning-rate schedule")
         scheduler.load_state_dict(from_plain(scheduler.state_dict(), schedule["scheduler"]))
     return checkpoint.manifest.step
 
@@ -78,7 +78,7 @@ def _check(checkpoint: Checkpoint, named: dict[str, Tensor], aliases: dict[str, 
         if name in named and tuple(named[name].shape) != shape
     ]
     if problems:
-        raise TrainingError(f"{checkpoint.place.url} is of another model: {'; '.join(problems)}")
+        raise TrainingError(f"{checkpoint.location.url} is of another model: {'; '.join(problems)}")
 
 
 def _load_optimizer(

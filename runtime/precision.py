@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def lacking(name: str, device: torch.device) -> str | None:
+def unsupported_reason(name: str, device: torch.device) -> str | None:
     """Return why a device cannot compute with a precision, and what it can; ``None`` where it can."""
     if name == "tf32":
         if device.type != "cuda":

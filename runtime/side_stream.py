@@ -39,11 +39,11 @@ class SideStreams:
             computed.record()
             stream.wait(computed)
 
-    def adopt(self, devices: set[torch.device]) -> None:
+    def prepare_thread(self, devices: set[torch.device]) -> None:
         """On a thread beside training: what it asks the driver for is not to be done on the first device,
         where it would take memory."""
         for device in sorted(devices, key=str)[:1]:
-            self._runtime_of(device).adopt()
+            self._runtime_of(device).prepare_thread()
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -51,7 +51,7 @@ class SideStreams:
         with runtime.on(stream):
             yield
 
-    def hold(self, devices: set[torch.device]) -> None:
+    def make_compute_wait(self, devices: set[torch.device]) -> None:
         """On the training thread: what is computed from here on comes after the copies."""
         for device in devices:
             runtime, stream = self._streams[device]
@@ -94,6 +94,6 @@ class SideStreams:
             self._driver.unregister(address)
 
 
-def copy_piece(target: NDArray[np.uint8], source: Tensor) -> None:
+def copy_async(target: NDArray[np.uint8], source: Tensor) -> None:
     """Ask the current stream for it; returns before the bytes are there when ``target`` is pinned."""
     torch.from_numpy(target).copy_(source, non_blocking=True)

@@ -11,7 +11,7 @@ _PASSED_OVER = (*(f"{_ROOT / room}/" for room in _ROOMS), f"{sysconfig.get_path(
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
-def users_traceback(error: BaseException) -> str:
+def user_traceback(error: BaseException) -> str:
     """The traceback of ``error`` from the first frame that is neither ours nor a library's; whole if none is.
 
     Ends with a line break, as :func:`traceback.format_exception` does.

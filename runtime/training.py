@@ -25,7 +25,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError, WithWeights
+from runtime.deferred import DeferredModule, ModelFactory, ModelRecorder, Recording, UntrackedWriteError
 from runtime.precision import PRECISIONS
 from runtime.sources.errors import DataError
 from runtime.wire.recipe import RECIPE
@@ -303,8 +303,8 @@ def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | Deferred
         return _checked(model, function).to(dtype)
     recording = Recording()
     try:
-        with Recorder(recording, exact=not isinstance(model, WithWeights) or model.exact):
-            made = model.build() if isinstance(model, WithWeights) else model()
+        with ModelRecorder(recording, exact=not isinstance(model, ModelFactory) or model.exact):
+            made = model.build() if isinstance(model, ModelFactory) else model()
             if isinstance(made, nn.Module):
                 made.to(dtype)
     except TrainingError:
@@ -314,10 +314,10 @@ def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | Deferred
     if not isinstance(made, nn.Module):
         raise TrainingError(f"{function}: Training.model must make an nn.Module, not {_a(made)}")
     _checked(made, function)
-    weights = model.weights(made) if isinstance(model, WithWeights) else None
+    weights = model.weights(made) if isinstance(model, ModelFactory) else None
     try:
         return DeferredModule(made, recording, weights)
-    except UnseenError as error:
+    except UntrackedWriteError as error:
         raise TrainingError(
             f"{function}: Training.model writes to a parameter from several threads; make the model in one thread, "
             "or give Training.model the module itself"

@@ -10,15 +10,15 @@ from typing import Any
 
 from planner.values import Plan, Situation
 from statemachine.messages import trainer
-from statemachine.messages.cluster import Command, KeepSnapshot, Persist, Resume, Signal, ToNode, ToNodes
+from statemachine.messages.cluster import Command, Persist, Resume, RetainSnapshot, Signal, ToNode, ToNodes
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import (
-    Buddy,
     Job,
-    LayerOnDisk,
+    LayerFile,
     NodeState,
-    Profiled,
-    ProtectionWish,
+    ProfiledJob,
+    ProtectionRequest,
+    ReplicaPeer,
     Snapshot,
     Vote,
 )
@@ -107,7 +107,7 @@ class PublishCluster(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForgetNode(Effect):
+class RemoveNode(Effect):
     """Delete what the broker retains of a node that is gone."""
 
     node: str
@@ -120,7 +120,7 @@ class BuildTemplates(Effect):
     TemplatesReady may come while the rest, for less likely numbers of nodes than ``present``, is still made.
     """
 
-    profiled: Profiled
+    profiled: ProfiledJob
     max_nodes: int
     present: int
     """Nodes that are here: the likeliest number to plan for."""
@@ -139,12 +139,12 @@ class ComputePlan(Effect):
 
     generation: int
     situation: Situation
-    protection: ProtectionWish | None = None
+    protection: ProtectionRequest | None = None
     """Of its snapshots; PlanReady says what they get."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForeseePlan(Effect):
+class PlanAhead(Effect):
     """Nodes were lost, and the others are asked what they hold: plan for what they will likely say, so that
     ComputePlan is answered at once. Nothing is answered to this."""
 
@@ -157,8 +157,8 @@ class ForeseePlan(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeighPlan(Effect):
-    """What would a new plan save? ``generation`` trains on meanwhile; answered by PlanWeighed."""
+class ComparePlan(Effect):
+    """What would a new plan save? ``generation`` trains on meanwhile; answered by PlanCompared."""
 
     generation: int
     situation: Situation
@@ -179,13 +179,13 @@ class CheckRestore(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCheckpoint(Effect):
-    """All layers are on the disk: write the manifest, then prune. CheckpointWritten or CheckpointFailed."""
+    """All layers are on the disk: write the manifest, then prune. CheckpointCommitted or CheckpointCommitFailed."""
 
     job: Job
     attempt: str
     step: int
     vote: Vote
-    layers: tuple[LayerOnDisk, ...]
+    layers: tuple[LayerFile, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +213,7 @@ class FindCheckpoint(Effect):
 
     generation: int
     job: Job
-    spoiled: tuple[int, ...]
+    corrupt_steps: tuple[int, ...]
     """Steps whose checkpoints turned out to be damaged."""
 
 
@@ -248,7 +248,7 @@ class PublishNode(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTrainer(Effect):
-    """Fork a trainer for ``device``: later TrainerUp, or TrainerFailed."""
+    """Fork a trainer for ``device``: later TrainerConnected, or TrainerFailed."""
 
     device: int
 
@@ -265,7 +265,7 @@ class KillTrainer(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerPrepare(Effect):
+class PrepareTrainer(Effect):
     device: int
     job: Job
     profile: bool
@@ -276,14 +276,14 @@ class InstructTrainer(Effect):
     """Send this instruction to the trainer of ``device``."""
 
     device: int
-    instruction: Quiesce | trainer.Snap | trainer.KeepSnapshot
+    instruction: Quiesce | trainer.StartSnapshot | trainer.RetainLocalSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerResume(Effect):
+class ResumeTrainer(Effect):
     """Hand this ``Resume`` to the trainer of ``device``; with a ``restore``, once its layers are staged.
 
-    Instead of it: RestoringFailed, where they cannot be put together.
+    Instead of it: StagingFailed, where they cannot be put together.
     """
 
     device: int
@@ -305,21 +305,22 @@ class StopPersisting(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SendCopy(Effect):
-    """Send this node's part of a snapshot to its buddy: CopyCommitted or CopyFailed. The last one counts."""
+class SendSnapshotCopy(Effect):
+    """Send this node's part of a snapshot to its buddy: SnapshotCopyCommitted or SnapshotCopyFailed. The
+    last one counts."""
 
     job_id: str
     step: int
     generation: int
-    buddy: Buddy
+    replica_peer: ReplicaPeer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepCopies(Effect):
+class RetainSnapshotCopies(Effect):
     """The snapshot of ``order.step`` is complete everywhere: copies of older ones may be written over, and what is
     here of it is verified and repaired from now on."""
 
-    order: KeepSnapshot
+    order: RetainSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

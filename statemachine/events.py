@@ -8,7 +8,7 @@ from typing import Literal
 
 from planner.values import ModelProfile, Plan
 from statemachine.messages.cluster import FromNode
-from statemachine.messages.values import Checkpoint, Job, PassedOver, ProtectionChoice
+from statemachine.messages.values import Checkpoint, Job, ProtectionChoice, SkippedCheckpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class BrokerConnected(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BrokerLost(Event):
+class BrokerDisconnected(Event):
     """The MQTT session broke. The other side may be fine: nobody is declared dead for this."""
 
 
@@ -57,13 +57,13 @@ class NodeVanished(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSubmitted(Event):
+class SubmitRequested(Event):
     request: str
     """Id under which the driver answers the client."""
     job: Job
     profile: ModelProfile | None = None
     """Of the job's layers, where the user has one; ``None``: a node measures them."""
-    begin: Checkpoint | None = None
+    start_checkpoint: Checkpoint | None = None
     """The newest one of a job of this name at its place: what this job goes on from."""
 
 
@@ -124,15 +124,15 @@ class PlanReady(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanWeighed(Event):
+class PlanCompared(Event):
     """Estimated time of a step under the plan of ``generation`` and under the best one, by the profile.
 
     Both equal where there is no other plan.
     """
 
     generation: int
-    present_s: float
-    possible_s: float
+    current_s: float
+    best_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +161,7 @@ class RestoreChecked(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointWritten(Event):
+class CheckpointCommitted(Event):
     """``CommitCheckpoint``: it is complete and durable."""
 
     attempt: str
@@ -171,7 +171,7 @@ class CheckpointWritten(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointFailed(Event):
+class CheckpointCommitFailed(Event):
     """``CommitCheckpoint``: it cannot be; the ones before stay."""
 
     attempt: str
@@ -180,7 +180,7 @@ class CheckpointFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointExported(Event):
+class ExportCompleted(Event):
     """``ExportCheckpoint``: the directory is complete."""
 
     job_id: str
@@ -192,7 +192,7 @@ class CheckpointExported(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointExportFailed(Event):
+class ExportFailed(Event):
     """``ExportCheckpoint``: it cannot be exported; nothing of it is left."""
 
     job_id: str
@@ -206,7 +206,7 @@ class CheckpointFound(Event):
 
     generation: int
     checkpoint: Checkpoint | None
-    skipped: tuple[PassedOver, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     reason: str
     """For people: why there is none."""
     unreadable: bool = False

@@ -22,11 +22,11 @@ class Timing:
     hello_grace_s: float = 3.0
     """After the broker came (back): nobody is declared silent before this has passed."""
 
-    forget_s: float = 86_400.0
+    remove_offline_s: float = 86_400.0
     """A node that was not heard of for so long, and that the job under way does not name, is forgotten; where
     more are OFFLINE than are here, and more than a hundred, those that went first go sooner."""
 
-    repeat_s: float = 0.5
+    resend_s: float = 0.5
     """An order that a node's heartbeats do not acknowledge, or a report that they mention and that has not
     arrived, was lost when this has passed: the order is sent again, the report asked for. Until it is there,
     this is the period."""
@@ -53,15 +53,15 @@ class Timing:
     lost_state_s: float = 30.0
     """State that only absent (not provably dead) nodes hold: PAUSED for this long, then back to a
     persistent checkpoint, or FAILED."""
-    steps_wanted_s: float = 2.0
-    """How long one node may take to answer ``StepsWanted`` before another is asked."""
+    steps_request_s: float = 2.0
+    """How long one node may take to answer ``RequestSteps`` before another is asked."""
     raise_limit: int = 3
     """The job fails when its code raised this often in a running group with no step committed between, or in
     this many tries of one step; the same error on several nodes ends it sooner. (node)
     Trainers that ended this often while they built the model cannot build it."""
 
     # --- who leads (coordinators) ---
-    leader_beat_s: float = 0.5
+    leader_heartbeat_s: float = 0.5
     """The leading coordinator says that it is there."""
     leader_silence_s: float = 2.5
     """A leader not heard from for this long hangs or is cut off: a standby takes over. One that was killed is
@@ -87,7 +87,7 @@ class Timing:
     persist_s: float = 3600.0
     """A persistent checkpoint that is not written so long after its order is given up. It takes what the disk
     and ``node.checkpoint_rate_mib_s`` take; this is for a disk that hangs."""
-    place_s: float = 60.0
+    checkpoint_location_s: float = 60.0
     """How long the place of checkpoints may take to answer the coordinator: to commit one whose layers are
     written, or to say which is the newest."""
     finish_s: float = 120.0
@@ -104,7 +104,7 @@ class Timing:
     would be both."""
     straggler_s: float = 5.0
     """How long a node must be slow, or quick again, to be called so."""
-    straggler_again_s: float = 15.0
+    straggler_replan_s: float = 15.0
     """Between two looks for a better plan for the sake of speeds alone."""
     straggler_gain: float = 0.05
     """Such a plan must save at least this part of a step …"""
@@ -116,10 +116,10 @@ class Timing:
     """Period of Hello while the coordinator rejects this node."""
     stepped_s: float = 0.05
     """Steps that commit closer together than this share one ``Stepped`` message."""
-    steps_kept: int = 20_000
-    """Committed steps that an agent remembers for ``StepsWanted``."""
+    steps_remembered: int = 20_000
+    """Committed steps that an agent remembers for ``RequestSteps``."""
     leave_s: float = 30.0
-    """How long a node that got SIGTERM waits for ``Released`` before it goes anyway."""
+    """How long a node that got SIGTERM waits for ``Release`` before it goes anyway."""
     kill_grace_s: float = 2.0
     """Between SIGTERM and SIGKILL of a trainer when there is no hurry."""
     restart_backoff_s: float = 0.5
@@ -127,16 +127,16 @@ class Timing:
     """A trainer that fails again before it did any work is restarted after a delay that doubles."""
 
     # --- hang detection (node agent) ---
-    watch_s: float = 0.1
+    hang_check_s: float = 0.1
     """Period of the agent's look at its trainers."""
     hang_floor_s: float = 0.6
     hang_steps: float = 4.0
     """While steps commit: no beat, or no progress without waiting, for max(floor, this many median steps).
-    What a silent trainer waits for a processor of its host does not count, up to ``idle_beat_s``."""
+    What a silent trainer waits for a processor of its host does not count, up to ``idle_heartbeat_s``."""
     reading_s: float = 60.0
     """… but for this long while it reads samples: a file server that stalls must not end all trainers at
     once, and the state with them."""
-    idle_beat_s: float = 10.0
+    idle_heartbeat_s: float = 10.0
     """Without steps (model build, rendezvous, state transfer): no beat for this long is a hang."""
     idle_progress_s: float = 60.0
     """Without steps: no progress (and not waiting) for this long is a hang; also a trainer's start."""
@@ -150,10 +150,10 @@ class Timing:
                 f"timing: silence_s ({self.silence_s}) must be at least twice heartbeat_s "
                 f"({self.heartbeat_s}), or one late heartbeat would take a node down"
             )
-        if self.leader_silence_s < 2 * self.leader_beat_s:
+        if self.leader_silence_s < 2 * self.leader_heartbeat_s:
             raise ValueError(
-                f"timing: leader_silence_s ({self.leader_silence_s}) must be at least twice leader_beat_s "
-                f"({self.leader_beat_s}), or one late beat would depose a leader"
+                f"timing: leader_silence_s ({self.leader_silence_s}) must be at least twice leader_heartbeat_s "
+                f"({self.leader_heartbeat_s}), or one late beat would depose a leader"
             )
         if not self.straggler_speed < self.straggler_recovered_speed <= 1:
             raise ValueError(

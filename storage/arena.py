@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import ArenaFullError, DamagedError
-from storage.manifest import Manifest, Part, check_parts, read_record, write_record
-from storage.pages import fill, mapped, touch
-from storage.room import free_bytes
+from storage.errors import ArenaFullError, CorruptDataError
+from storage.free_memory import free_bytes
+from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, read_record, write_record
+from storage.pages import allocate, map_file, prefault
 
 Bytes = NDArray[np.uint8]
 
@@ -50,7 +50,7 @@ class Arena:
     limit_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
     """What was found damaged when the arena was opened, in words; it was put away."""
-    _kept: dict[int, Manifest] = field(default_factory=dict)
+    _kept: dict[int, SnapshotManifest] = field(default_factory=dict)
     _maps: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
@@ -67,7 +67,7 @@ class Arena:
     # --- reading ---------------------------------------------------------------------------------
 
     @property
-    def snapshots(self) -> tuple[Manifest, ...]:
+    def snapshots(self) -> tuple[SnapshotManifest, ...]:
         """Complete ones, the newest first."""
         return tuple(self._kept[step] for step in sorted(self._kept, reverse=True))
 
@@ -75,13 +75,13 @@ class Arena:
     def allocated_bytes(self) -> int:
         return sum(self._slot_bytes(number) for number in range(SLOTS))
 
-    def bytes_of(self, manifest: Manifest, part: Part) -> Bytes:
+    def bytes_of(self, manifest: SnapshotManifest, part: SnapshotPart) -> Bytes:
         """The part's memory itself; valid until its snapshot is released."""
         return self._view(manifest.slot)[part.offset : part.offset + part.size_bytes]
 
-    def damaged(self, manifest: Manifest) -> tuple[str, ...]:
+    def find_corrupt(self, manifest: SnapshotManifest) -> tuple[str, ...]:
         """Names of the parts whose bytes are not what was written."""
-        return tuple(p.name for p in manifest.parts if not p.intact(self.bytes_of(manifest, p)))
+        return tuple(p.name for p in manifest.parts if not p.is_intact(self.bytes_of(manifest, p)))
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Arena:
                 self._grow(number, size_bytes)
             self._view(number)
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: SnapshotManifest) -> None:
         """The snapshot is complete: from now on it is what is found here.
 
         :raises OSError: the manifest cannot be written; the snapshot is not complete.
@@ -132,17 +132,17 @@ class Arena:
             (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
             self._kept.pop(step, None)
 
-    def mend(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
+    def rewrite(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
         """Write bytes of a part of a complete snapshot again; ``False``: that is not here any more.
 
-        :raises KeyError: it has no such part. :raises DamagedError: the part has no such bytes.
+        :raises KeyError: it has no such part. :raises CorruptDataError: the part has no such bytes.
         """
         manifest = self._kept.get(step)
         if manifest is None or manifest.generation != generation:
             return False
         part = manifest.part(name)
         if not 0 <= offset <= part.size_bytes - len(data):
-            raise DamagedError(f"{name} has {part.size_bytes} bytes, not {offset} and {len(data)} more")
+            raise CorruptDataError(f"{name} has {part.size_bytes} bytes, not {offset} and {len(data)} more")
         self.bytes_of(manifest, part)[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
         return True
 
@@ -172,8 +172,8 @@ class Arena:
         size = self._slot_bytes(number)
         if mapping is None or len(mapping) != size:
             with self._slot_path(number).open("r+b") as file:
-                mapping = self._maps[number] = mapped(file.fileno(), size)
-            touch(mapping)
+                mapping = self._maps[number] = map_file(file.fileno(), size)
+            prefault(mapping)
         return mapping
 
     def _grow(self, number: int, size_bytes: int) -> None:
@@ -206,8 +206,8 @@ class Arena:
         """Mapped, as large as ``wanted``; as large as it was when that cannot be."""
         try:
             os.ftruncate(descriptor, wanted)
-            mapping = mapped(descriptor, wanted)
-            fill(descriptor, mapping, here)
+            mapping = map_file(descriptor, wanted)
+            allocate(descriptor, mapping, here)
         except OSError as error:
             os.ftruncate(descriptor, here)
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
@@ -226,11 +226,11 @@ class Arena:
         """Manifests that are whole and whose slots are there; others are put away and named."""
         for path in sorted(self.directory.glob("step-*.json")):
             try:
-                manifest = read_record(path, Manifest)
+                manifest = read_record(path, SnapshotManifest)
                 if not 0 <= manifest.slot < SLOTS or path.name != _MANIFEST.format(manifest.step):
-                    raise DamagedError(f"{path} names slot {manifest.slot} and step {manifest.step}")
+                    raise CorruptDataError(f"{path} names slot {manifest.slot} and step {manifest.step}")
                 check_parts(manifest, self._slot_bytes(manifest.slot))
-            except (DamagedError, OSError) as error:
+            except (CorruptDataError, OSError) as error:
                 self.problems.append(str(error))
                 with contextlib.suppress(OSError):
                     path.unlink()

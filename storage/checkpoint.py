@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from storage.description import ModelDescription, decode_description
-from storage.errors import DamagedError, ForeignError, MissingError
-from storage.flow import Flow
+from storage.errors import CheckpointMissingError, CorruptDataError, ForeignCheckpointError
 from storage.layerfile import (
     Bytes,
     is_consistent,
@@ -27,10 +26,11 @@ from storage.layerfile import (
     verify_layer_file,
     write_layer_file,
 )
-from storage.layerstate import Header, fingerprint_of
+from storage.layerstate import LayerHeader, fingerprint_of
+from storage.locations import CheckpointLocation, open_location
 from storage.manifest import MAX_BYTES, decode_record, encode_record
-from storage.places import Place, place_of
-from storage.values import LayerOnDisk
+from storage.rate_limit import RateLimiter
+from storage.values import LayerFile
 
 FORMAT = 2
 """Of the manifest and of the files; docs/how-to/checkpoints.md says what each is."""
@@ -73,7 +73,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
     written_at: float
     """Seconds since the epoch."""
     ftd_version: str
-    layers: tuple[LayerOnDisk, ...]
+    layers: tuple[LayerFile, ...]
     description: DescriptionFile | None = None
     """``None`` where no writer had one."""
 
@@ -83,7 +83,7 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
+class CheckpointDraft:
     """A checkpoint that is being written. Every writer of it begins the same step and attempt."""
 
     step: int
@@ -95,7 +95,7 @@ class Draft:
 class CheckpointStore:
     """The checkpoints of one job, in one directory or under one URL. Safe to use from several threads."""
 
-    place: Place
+    location: CheckpointLocation
     job: str | None = None
     """Its name: checkpoints of other jobs are passed over. ``None`` takes whatever is there."""
     problems: list[str] = field(default_factory=list)
@@ -107,57 +107,64 @@ class CheckpointStore:
     def at(cls, url: str, *, job: str | None = None, create: bool = False) -> "CheckpointStore":
         """:param url: a path, ``file://…``, or any URL of fsspec.
         :param create: make the directory if it is not there; only this does.
-        :raises PlaceError: the URL cannot be used, or the directory not made.
+        :raises LocationError: the URL cannot be used, or the directory not made.
         """
-        store = cls(place_of(url), job)
+        store = cls(open_location(url), job)
         if create:
-            store.place.create()
+            store.location.create()
         return store
 
     # --- writing ---------------------------------------------------------------------------------
 
-    def begin(self, step: int, attempt: str = "1") -> Draft:
+    def begin(self, step: int, attempt: str = "1") -> CheckpointDraft:
         """:param attempt: tells the tries at one step apart (the generation of the plan will do), so that
             a writer of an earlier one cannot spoil a later one. Letters, digits and underscores.
-        :raises PlaceError: it cannot be written there.
+        :raises LocationError: it cannot be written there.
         """
         if not 0 <= step < 10**12 or not _ATTEMPT.fullmatch(attempt):
             raise ValueError(f"no step and attempt: {step}, {attempt!r}")
-        draft = Draft(step=step, attempt=attempt, directory=self.place.draft(_name_of(step), attempt))
-        self.place.begin(draft.directory)
+        draft = CheckpointDraft(
+            step=step, attempt=attempt, directory=self.location.draft(_name_of(step), attempt)
+        )
+        self.location.begin(draft.directory)
         return draft
 
     def write_layer(
-        self, draft: Draft, layer: int, header: bytes, payload: Iterable[Any], flow: Flow | None = None
-    ) -> LayerOnDisk:
+        self,
+        draft: CheckpointDraft,
+        layer: int,
+        header: bytes,
+        payload: Iterable[Any],
+        flow: RateLimiter | None = None,
+    ) -> LayerFile:
         """Write a layer; it is on the disk when this returns.
 
         :param payload: its bytes in any number of contiguous buffers of any size. Each is read once, in
             order, and not copied; the bytes must not change until this returns.
         :param flow: bounds the rate, and can cancel.
-        :raises PlaceError: it cannot be written, the disk is full; no file is left.
+        :raises LocationError: it cannot be written, the disk is full; no file is left.
         :raises CancelledError: likewise.
-        :raises DamagedError: header and payload do not belong together.
+        :raises CorruptDataError: header and payload do not belong together.
         """
-        name = self.place.data_name(f"layer-{layer:04d}", draft.attempt)
-        return write_layer_file(self.place, draft.directory, name, layer, header, payload, flow)
+        name = self.location.data_name(f"layer-{layer:04d}", draft.attempt)
+        return write_layer_file(self.location, draft.directory, name, layer, header, payload, flow)
 
-    def write_description(self, draft: Draft, data: bytes) -> None:
+    def write_description(self, draft: CheckpointDraft, data: bytes) -> None:
         """Write what ``storage.description.encode_description`` made, before the layers of the same writer.
 
-        :raises PlaceError: it cannot be written; no file is left.
-        :raises DamagedError: it is no description.
+        :raises LocationError: it cannot be written; no file is left.
+        :raises CorruptDataError: it is no description.
         """
         decode_description(data, "the description of the model")
-        self.place.write(draft.directory, self._description_name(draft), [memoryview(data)])
+        self.location.write(draft.directory, self._description_name(draft), [memoryview(data)])
 
-    def _description_name(self, draft: Draft) -> str:
-        return self.place.data_name("description", draft.attempt)
+    def _description_name(self, draft: CheckpointDraft) -> str:
+        return self.location.data_name("description", draft.attempt)
 
     def commit(
         self,
-        draft: Draft,
-        files: Sequence[LayerOnDisk],
+        draft: CheckpointDraft,
+        files: Sequence[LayerFile],
         *,
         job: str,
         job_id: str,
@@ -168,14 +175,16 @@ class CheckpointStore:
         """All writers are done: from now on the checkpoint is there. An older one of this step is replaced.
 
         :param files: what all of them returned; every layer of the model once, in any order.
-        :raises DamagedError: a layer is missing, or its file is not there as it was written.
-        :raises ForeignError: another job's checkpoint of this step is there.
-        :raises PlaceError: the manifest cannot be written; what was there stays.
+        :raises CorruptDataError: a layer is missing, or its file is not there as it was written.
+        :raises ForeignCheckpointError: another job's checkpoint of this step is there.
+        :raises LocationError: the manifest cannot be written; what was there stays.
         """
         ordered = tuple(sorted(files, key=lambda file: file.layer))
         if not ordered or [file.layer for file in ordered] != list(range(len(ordered))):
             layers = [file.layer for file in ordered]
-            raise DamagedError(f"step {draft.step}: layers {layers} were written, which is not each one once")
+            raise CorruptDataError(
+                f"step {draft.step}: layers {layers} were written, which is not each one once"
+            )
         manifest = CheckpointManifest(
             job=job,
             job_id=job_id,
@@ -188,24 +197,24 @@ class CheckpointStore:
             description=self._description_of(draft),
         )
         self._check_files(manifest, draft.directory)
-        drafted = Checkpoint(self.place, draft.directory, manifest)
+        drafted = Checkpoint(self.location, draft.directory, manifest)
         manifest = msgspec.structs.replace(manifest, fingerprint=fingerprint_of(drafted.headers()))
         final = _name_of(draft.step)
         if self._has_manifest(final):
             self._check_replaceable(final, job)
-        self.place.write(draft.directory, MANIFEST, [memoryview(encode_record(manifest))])
-        self.place.publish(draft.directory, final)
+        self.location.write(draft.directory, MANIFEST, [memoryview(encode_record(manifest))])
+        self.location.publish(draft.directory, final)
         return manifest
 
-    def _description_of(self, draft: Draft) -> DescriptionFile | None:
+    def _description_of(self, draft: CheckpointDraft) -> DescriptionFile | None:
         """The one that one of the writers wrote, if any did."""
         name = self._description_name(draft)
-        size_bytes = self.place.sizes(draft.directory).get(name)
+        size_bytes = self.location.sizes(draft.directory).get(name)
         return None if size_bytes is None else DescriptionFile(name=name, size_bytes=size_bytes)
 
-    def abandon(self, draft: Draft) -> None:
-        """Remove what was written of it. :raises PlaceError: that is not possible."""
-        self.place.abandon(draft.directory, draft.attempt)
+    def abandon(self, draft: CheckpointDraft) -> None:
+        """Remove what was written of it. :raises LocationError: that is not possible."""
+        self.location.abandon(draft.directory, draft.attempt)
 
     def prune(self, keep: int, *, newest: int | None = None, spared: int | None = None) -> tuple[int, ...]:
         """Remove all but the newest ``keep`` complete checkpoints of this job; returns the removed steps.
@@ -216,7 +225,7 @@ class CheckpointStore:
         What is damaged or unfinished goes when it is older than the oldest that is kept; an unfinished one
         also when a complete one of its step or a later one is there. So the newest draft is safe.
 
-        :raises PlaceError: something cannot be removed.
+        :raises LocationError: something cannot be removed.
         """
         if keep < 1:
             raise ValueError(f"keep is {keep}; at least one checkpoint must stay")
@@ -226,16 +235,16 @@ class CheckpointStore:
             return ()
         undone = set(there) - set(complete)
         oldest, newest = complete[:keep][-1], complete[0]
-        for name in self.place.names():
+        for name in self.location.names():
             if found := _STEP.fullmatch(name):
                 step = int(found[1])
                 if step == spared:
                     continue
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
                 if unfinished or step in undone or (step < oldest and not self._is_foreign(name)):
-                    self.place.remove(name)
+                    self.location.remove(name)
             elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
-                self.place.remove(name)
+                self.location.remove(name)
         return tuple(sorted({*complete[keep:], *undone} - {spared}))
 
     # --- reading ---------------------------------------------------------------------------------
@@ -246,20 +255,20 @@ class CheckpointStore:
         Complete: the manifest is sound and every file it names is there in its full size. Whether their
         bytes are right is seen when they are read, or by ``Checkpoint.verify``.
 
-        :raises PlaceError: the place cannot be read.
+        :raises LocationError: the place cannot be read.
         """
         return tuple(manifest.step for manifest in self.manifests())
 
     def manifests(self) -> tuple[CheckpointManifest, ...]:
         """As ``steps``, the manifests."""
         problems, unfinished, found = [], [], []
-        for name in self.place.names():
+        for name in self.location.names():
             if _DRAFT.fullmatch(name) or (_STEP.fullmatch(name) and self._is_draft(name)):
                 unfinished.append(f"{name} is passed over: {_UNFINISHED}")
             elif _STEP.fullmatch(name):
                 try:
                     found.append(self._manifest(name))
-                except (DamagedError, ForeignError, MissingError) as error:
+                except (CorruptDataError, ForeignCheckpointError, CheckpointMissingError) as error:
                     problems.append(f"{name} is passed over: {error}")
         self.problems, self.unfinished = problems, unfinished
         return tuple(sorted(found, key=lambda manifest: manifest.step, reverse=True))
@@ -267,87 +276,89 @@ class CheckpointStore:
     def open(self, step: int | None = None) -> "Checkpoint":
         """The checkpoint of a step, or the newest complete one.
 
-        :raises MissingError: there is none. :raises DamagedError: it is not complete.
-        :raises ForeignError: it is another job's, or of another format.
+        :raises CheckpointMissingError: there is none. :raises CorruptDataError: it is not complete.
+        :raises ForeignCheckpointError: it is another job's, or of another format.
         """
         if step is None:
             manifests = self.manifests()
             if not manifests:
                 met = "".join(f"; {problem}" for problem in (*self.problems, *self.unfinished))
-                raise MissingError(f"{self.place.url} has no complete checkpoint{met}")
-            return Checkpoint(self.place, _name_of(manifests[0].step), manifests[0])
-        if _name_of(step) not in self.place.names():
+                raise CheckpointMissingError(f"{self.location.url} has no complete checkpoint{met}")
+            return Checkpoint(self.location, _name_of(manifests[0].step), manifests[0])
+        if _name_of(step) not in self.location.names():
             there = ", ".join(map(str, self.steps())) or "none"
-            raise MissingError(f"{self.place.url} has no checkpoint of step {step}; complete ones: {there}")
-        return Checkpoint(self.place, _name_of(step), self._manifest(_name_of(step)))
+            raise CheckpointMissingError(
+                f"{self.location.url} has no checkpoint of step {step}; complete ones: {there}"
+            )
+        return Checkpoint(self.location, _name_of(step), self._manifest(_name_of(step)))
 
     # --- checks ----------------------------------------------------------------------------------
 
     def _manifest(self, directory: str) -> CheckpointManifest:
         manifest = self._sound_manifest(directory)
         if self.job is not None and manifest.job != self.job:
-            raise ForeignError(f"it is of job {manifest.job!r}, not of {self.job!r}")
+            raise ForeignCheckpointError(f"it is of job {manifest.job!r}, not of {self.job!r}")
         self._check_files(manifest, directory)
         return manifest
 
     def _sound_manifest(self, directory: str) -> CheckpointManifest:
-        where = f"{self.place.url}/{directory}/{MANIFEST}"
-        size_bytes = self.place.sizes(directory).get(MANIFEST)
+        where = f"{self.location.url}/{directory}/{MANIFEST}"
+        size_bytes = self.location.sizes(directory).get(MANIFEST)
         if size_bytes is None:
-            raise MissingError(f"it has no manifest: {_UNFINISHED}")
+            raise CheckpointMissingError(f"it has no manifest: {_UNFINISHED}")
         if size_bytes > MAX_BYTES:
-            raise DamagedError(f"{where} is larger than {MAX_BYTES} bytes")
-        with self.place.open(directory, MANIFEST) as file:
+            raise CorruptDataError(f"{where} is larger than {MAX_BYTES} bytes")
+        with self.location.open(directory, MANIFEST) as file:
             data = file.read()
         # The format first: a manifest of another version is not a damaged one.
         said = decode_record(data, dict[str, Any], where).get("format")
         if said not in READABLE:
-            raise ForeignError(f"it is of format {said}; this version reads {FORMAT}")
+            raise ForeignCheckpointError(f"it is of format {said}; this version reads {FORMAT}")
         manifest = decode_record(data, CheckpointManifest, where)
         if _name_of(manifest.step) != directory:
-            raise DamagedError(f"its manifest is of step {manifest.step}")
+            raise CorruptDataError(f"its manifest is of step {manifest.step}")
         return manifest
 
     def _check_files(self, manifest: CheckpointManifest, directory: str) -> None:
-        sizes = self.place.sizes(directory)
+        sizes = self.location.sizes(directory)
         for number, file in enumerate(manifest.layers):
             if file.layer != number or not _DATA.fullmatch(file.name) or not is_consistent(file):
-                raise DamagedError(f"its manifest is wrong about layer {number}: {file}")
+                raise CorruptDataError(f"its manifest is wrong about layer {number}: {file}")
             size_bytes = sizes.get(file.name)
             if size_bytes is None:
-                raise DamagedError(f"{file.name} is missing")
+                raise CorruptDataError(f"{file.name} is missing")
             if size_bytes != file.size_bytes:
-                raise DamagedError(f"{file.name} has {size_bytes} bytes; {file.size_bytes} were written")
+                raise CorruptDataError(f"{file.name} has {size_bytes} bytes; {file.size_bytes} were written")
         described = manifest.description
         if described is not None:
             if not _DESCRIPTION.fullmatch(described.name) or described.size_bytes > _MOST_DESCRIPTION_BYTES:
-                raise DamagedError(f"its manifest is wrong about the description: {described}")
+                raise CorruptDataError(f"its manifest is wrong about the description: {described}")
             if sizes.get(described.name) != described.size_bytes:
-                raise DamagedError(f"{described.name} is missing, or not whole")
+                raise CorruptDataError(f"{described.name} is missing, or not whole")
 
     def _is_draft(self, directory: str) -> bool:
         """Where drafts have their final name: it waits for its manifest. Elsewhere its manifest was lost."""
-        return self.place.draft(directory, "1") == directory and not self._has_manifest(directory)
+        return self.location.draft(directory, "1") == directory and not self._has_manifest(directory)
 
     def _has_manifest(self, directory: str) -> bool:
-        return MANIFEST in self.place.sizes(directory)
+        return MANIFEST in self.location.sizes(directory)
 
     def _check_replaceable(self, directory: str, job: str) -> None:
         try:
             there = self._sound_manifest(directory)
-        except (DamagedError, MissingError):
+        except (CorruptDataError, CheckpointMissingError):
             return
         if there.job != job:
-            raise ForeignError(
-                f"{self.place.url}/{directory} is of job {there.job!r}; give {job!r} a directory of its own"
+            raise ForeignCheckpointError(
+                f"{self.location.url}/{directory} is of job {there.job!r}; give {job!r} a directory of its own"
             )
 
     def _is_foreign(self, directory: str) -> bool:
         try:
             return self.job is not None and self._sound_manifest(directory).job != self.job
-        except ForeignError:
+        except ForeignCheckpointError:
             return True
-        except (DamagedError, MissingError):
+        except (CorruptDataError, CheckpointMissingError):
             return False
 
 
@@ -355,55 +366,55 @@ class CheckpointStore:
 class Checkpoint:
     """A complete checkpoint, to be read. What it returns was checked against its digest."""
 
-    place: Place
+    location: CheckpointLocation
     directory: str
     manifest: CheckpointManifest
 
-    def header(self, layer: int) -> Header:
+    def header(self, layer: int) -> LayerHeader:
         """What layer ``layer`` holds, without reading its payload.
 
-        :raises DamagedError: it is not what was written. :raises PlaceError: it cannot be read.
+        :raises CorruptDataError: it is not what was written. :raises LocationError: it cannot be read.
         """
-        return read_header(self.place, self.directory, self.manifest.layers[layer])
+        return read_header(self.location, self.directory, self.manifest.layers[layer])
 
-    def headers(self) -> tuple[Header, ...]:
+    def headers(self) -> tuple[LayerHeader, ...]:
         """Of all layers, as ``header``."""
         return tuple(self.header(layer) for layer in range(len(self.manifest.layers)))
 
     def description(self) -> ModelDescription:
         """The description of the model, an empty one where none was written.
 
-        :raises DamagedError: it is not what was written. :raises PlaceError: it cannot be read.
+        :raises CorruptDataError: it is not what was written. :raises LocationError: it cannot be read.
         """
         file = self.manifest.description
         if file is None:
             return ModelDescription()
-        with self.place.open(self.directory, file.name) as opened:
+        with self.location.open(self.directory, file.name) as opened:
             return decode_description(opened.read(), file.name)
 
-    def read_layer(self, layer: int, flow: Flow | None = None) -> tuple[bytes, Header, Bytes]:
+    def read_layer(self, layer: int, flow: RateLimiter | None = None) -> tuple[bytes, LayerHeader, Bytes]:
         """Header, as bytes and decoded, and payload: the first and the last are what
         ``LayerStates.unpack`` takes. The payload is the caller's own.
 
-        :raises DamagedError: a byte is not what was written. :raises PlaceError: it cannot be read.
+        :raises CorruptDataError: a byte is not what was written. :raises LocationError: it cannot be read.
         :raises CancelledError: by the flow.
         """
-        return read_layer_file(self.place, self.directory, self.manifest.layers[layer], flow)
+        return read_layer_file(self.location, self.directory, self.manifest.layers[layer], flow)
 
-    def verify(self, flow: Flow | None = None) -> tuple[str, ...]:
+    def verify(self, flow: RateLimiter | None = None) -> tuple[str, ...]:
         """Read everything; what is not as it was written, in words. Needs the memory of one piece.
 
-        :raises PlaceError: something cannot be read. :raises CancelledError: by the flow.
+        :raises LocationError: something cannot be read. :raises CancelledError: by the flow.
         """
         problems, headers = [], []
         for file in self.manifest.layers:
             try:
-                headers.append(verify_layer_file(self.place, self.directory, file, flow))
-            except DamagedError as error:
+                headers.append(verify_layer_file(self.location, self.directory, file, flow))
+            except CorruptDataError as error:
                 problems.append(str(error))
         try:
             self.description()
-        except DamagedError as error:
+        except CorruptDataError as error:
             problems.append(str(error))
         if not problems and fingerprint_of(headers) != self.manifest.fingerprint:
             problems.append("the model's fingerprint is not that of its layers")

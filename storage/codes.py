@@ -57,14 +57,14 @@ class Code:
         losses = 0
         while losses + 1 < self.owners:
             lost = combinations(range(self.owners), losses + 1)
-            if any(recipe(self, frozenset(some)) is None for some in lost):
+            if any(solve_lost_cells(self, frozenset(some)) is None for some in lost):
                 break
             losses += 1
         return losses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
+class StoredCell:
     """One cell in some owner's memory: a cell of its segment, or one of its extra cells."""
 
     owner: int
@@ -72,17 +72,17 @@ class Stored:
     """Below ``Code.cells`` in its segment, then its extra cells in their order."""
 
 
-Recipe = dict[int, tuple[Stored, ...]]
+Recipe = dict[int, tuple[StoredCell, ...]]
 """Cell of the bucket → the stored cells whose XOR it is."""
 
 
 @cache
-def recipe(code: Code, lost: frozenset[int]) -> Recipe | None:
+def solve_lost_cells(code: Code, lost: frozenset[int]) -> Recipe | None:
     """How to make the lost owners' segments from what the others keep; ``None`` if it cannot be done."""
     unknown = {cell: bit for bit, cell in enumerate(c for owner in sorted(lost) for c in code.segment(owner))}
     pivots: dict[int, tuple[int, int]] = {}
     sources = [
-        (cells, Stored(owner=owner, index=code.cells + index))
+        (cells, StoredCell(owner=owner, index=code.cells + index))
         for owner in range(code.owners)
         if owner not in lost
         for index, cells in enumerate(code.extra[owner])
@@ -106,14 +106,16 @@ def recipe(code: Code, lost: frozenset[int]) -> Recipe | None:
     return {cell: _sum_of(code, sources, pivots[bit][1], cell) for cell, bit in unknown.items()}
 
 
-def _sum_of(code: Code, sources: Sequence[tuple[Cells, Stored]], made: int, cell: int) -> tuple[Stored, ...]:
+def _sum_of(
+    code: Code, sources: Sequence[tuple[Cells, StoredCell]], made: int, cell: int
+) -> tuple[StoredCell, ...]:
     """The sources in ``made``, and the known cells that are in them an odd number of times."""
     used = [source for number, source in enumerate(sources) if made >> number & 1]
     known: set[int] = set()
     for cells, _ in used:
         known ^= cells
     known.discard(cell)
-    plain = [Stored(owner=c // code.cells, index=c % code.cells) for c in sorted(known)]
+    plain = [StoredCell(owner=c // code.cells, index=c % code.cells) for c in sorted(known)]
     return (*(stored for _, stored in used), *plain)
 
 
@@ -181,11 +183,11 @@ def _make_code(parts: tuple[tuple[str, int], ...], owners: int) -> Code:
     return Code(owners=owners, cells=cells, extra=tuple(extra))
 
 
-Part = tuple[int, list[list[Cells]]]
+SchemeCells = tuple[int, list[list[Cells]]]
 """Cells a segment, and what each owner keeps."""
 
 
-def _parity(name: str, owners: int) -> Part:
+def _parity(name: str, owners: int) -> SchemeCells:
     if name in {"none", BUDDY} or owners == 1:
         return 1, [[] for _ in range(owners)]
     if name == "aec" or owners == 2:
@@ -193,7 +195,7 @@ def _parity(name: str, owners: int) -> Part:
     return _aec2(owners)
 
 
-def _aec(owners: int) -> Part:
+def _aec(owners: int) -> SchemeCells:
     """Owner i keeps the XOR of cell (i − j − 1) mod m of every other owner j: every cell of j once."""
     cells = owners - 1
     return cells, [
@@ -201,7 +203,7 @@ def _aec(owners: int) -> Part:
     ]
 
 
-def _aec2(owners: int) -> Part:
+def _aec2(owners: int) -> SchemeCells:
     """m stripes; of the others' units in stripe s owner s keeps the row parity, s + 1 the diagonal parity.
 
     A unit has p − 1 rows, p the first prime ≥ m − 1. With column p − 1 for the row parity, diagonal d is

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from storage.errors import DamagedError
+from storage.errors import CorruptDataError
 from storage.layerstate import decode_versioned
 from storage.manifest import checked_body, with_digest
 
@@ -50,12 +50,12 @@ def encode_description(description: ModelDescription) -> bytes:
 
 
 def decode_description(data: Any, where: str) -> ModelDescription:
-    """:param where: names it in the error. :raises DamagedError: it is not what was encoded."""
+    """:param where: names it in the error. :raises CorruptDataError: it is not what was encoded."""
     body = checked_body(bytes(data), where)
     description = decode_versioned(body, ModelDescription, where, DESCRIPTION_FORMAT)
     for name in (*description.files, *description.adapter_files):
         if not is_file_name(name):
-            raise DamagedError(f"{where} names a file {name!r}")
+            raise CorruptDataError(f"{where} names a file {name!r}")
     return description
 
 

@@ -2,12 +2,12 @@
 
 StorageError
 ├── ArenaFullError     no room for a snapshot: carries how much is needed and how much there is
-├── DamagedError       bytes that are not what was written; the reader goes on without them
-├── LostError          more owners are lost than a code withstands
-├── PlaceError         where checkpoints are kept cannot be used: read-only, gone, unknown, broken
-│   └── PlaceFullError    no room for more
-├── MissingError       no checkpoint of that step, or none at all
-├── ForeignError       a checkpoint of another job, another model or another version of the format
+├── CorruptDataError       bytes that are not what was written; the reader goes on without them
+├── TooManyLossesError          more owners are lost than a code withstands
+├── LocationError         where checkpoints are kept cannot be used: read-only, gone, unknown, broken
+│   └── LocationFullError    no room for more
+├── CheckpointMissingError       no checkpoint of that step, or none at all
+├── ForeignCheckpointError       a checkpoint of another job, another model or another version of the format
 └── CancelledError     somebody asked to stop writing or reading
 """
 
@@ -25,29 +25,29 @@ class ArenaFullError(StorageError):
         self.free_bytes = free_bytes
 
 
-class DamagedError(StorageError):
+class CorruptDataError(StorageError):
     """A digest does not match, or a file is not what its name says."""
 
 
-class LostError(StorageError):
+class TooManyLossesError(StorageError):
     """Nothing that is left says what the lost owners kept."""
 
 
-class PlaceError(StorageError):
+class LocationError(StorageError):
     """A directory or a URL that cannot be read or written; names it, and what was done there."""
 
 
-class PlaceFullError(PlaceError):
+class LocationFullError(LocationError):
     """The disk, a quota or a limit on the size of files is used up."""
 
 
-class MissingError(StorageError):
+class CheckpointMissingError(StorageError):
     """Nothing complete is there under that name."""
 
 
-class ForeignError(StorageError):
+class ForeignCheckpointError(StorageError):
     """Sound, and not ours: another job's, another model's, or in a format of another version."""
 
 
-class CancelledError(StorageError):
+class TransferCancelledError(StorageError):
     """``Flow.cancel`` was called. What was being written is not complete and not restorable."""

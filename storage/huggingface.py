@@ -23,9 +23,9 @@ from storage.directfile import sync_directory, write_synced
 from storage.errors import StorageError
 from storage.safetensors_file import (
     FLOATING,
-    Exported,
+    ExportSummary,
     FileTensor,
-    LayerReader,
+    TensorReader,
     model_tensors,
     write_safetensors,
 )
@@ -41,7 +41,7 @@ def export_huggingface(
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
-) -> Exported:
+) -> ExportSummary:
     """Write ``directory``, which must not be there yet or be empty.
 
     Of a model with an adapter the adapter is written.
@@ -68,7 +68,7 @@ def export_huggingface(
     return _write(checkpoint, directory, tensors, beside, "model", max_shard_bytes)
 
 
-def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> Exported:
+def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> ExportSummary:
     """Write the base model of a model with an adapter, as ``export_huggingface`` writes others."""
     description = checkpoint.description()
     _check_config(checkpoint, description.files)
@@ -111,8 +111,8 @@ def _write(
     files: Mapping[str, bytes],
     stem: str,
     max_shard_bytes: int | None,
-) -> Exported:
-    reader = LayerReader(checkpoint)
+) -> ExportSummary:
+    reader = TensorReader(checkpoint)
     shards = _shards(tensors, max_shard_bytes)
     size_bytes = 0
     with appearing(directory) as draft:
@@ -130,7 +130,7 @@ def _write(
         for name, data in files.items():
             content = _with_dtype(data, tensors) if name == CONFIG else data
             write_synced(draft / name, [memoryview(content)])
-    return Exported(tensors=len(tensors), size_bytes=size_bytes)
+    return ExportSummary(tensors=len(tensors), size_bytes=size_bytes)
 
 
 def _shards(tensors: Sequence[FileTensor], max_shard_bytes: int | None) -> list[list[FileTensor]]:

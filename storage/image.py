@@ -13,15 +13,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import DamagedError
-from storage.layerstate import Header, decode_header, decode_versioned, padded
+from storage.errors import CorruptDataError
+from storage.layerstate import LayerHeader, decode_header, decode_versioned, padded_size
 
 FORMAT = 1
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PayloadRange:
     """``size_bytes`` bytes of a layer's payload from ``payload``, padding included.
 
     ``shared``: they are in the bucket, ``offset`` bytes behind the layer's beginning there; else in the
@@ -34,25 +34,25 @@ class Run:
     offset: int
 
 
-def runs_of(header: Header) -> tuple[Run, ...]:
+def runs_of(header: LayerHeader) -> tuple[PayloadRange, ...]:
     """The payload in order, as few runs as possible: a single one where the layer has no buffers.
 
-    :raises DamagedError: entries that are not back to back, as ``runtime.layers.state`` packs them.
+    :raises CorruptDataError: entries that are not back to back, as ``runtime.layers.state`` packs them.
     """
-    runs: list[Run] = []
+    runs: list[PayloadRange] = []
     ends = {True: 0, False: 0}
     end = 0
     for entry in header.entries:
-        size = padded(entry.size_bytes)
+        size = padded_size(entry.size_bytes)
         shared = entry.role != "buffer"
         if entry.offset != end:
-            raise DamagedError(
+            raise CorruptDataError(
                 f"layer {header.layer}: {entry.name} {entry.key} begins at {entry.offset}, not at {end}"
             )
         if runs and runs[-1].shared == shared:
             last = runs.pop()
             runs.append(
-                Run(
+                PayloadRange(
                     payload=last.payload,
                     size_bytes=last.size_bytes + size,
                     shared=shared,
@@ -60,11 +60,11 @@ def runs_of(header: Header) -> tuple[Run, ...]:
                 )
             )
         else:
-            runs.append(Run(payload=end, size_bytes=size, shared=shared, offset=ends[shared]))
+            runs.append(PayloadRange(payload=end, size_bytes=size, shared=shared, offset=ends[shared]))
         ends[shared] += size
         end += size
     if end != header.size_bytes:
-        raise DamagedError(f"layer {header.layer}: {end} bytes of tensors in {header.size_bytes} bytes")
+        raise CorruptDataError(f"layer {header.layer}: {end} bytes of tensors in {header.size_bytes} bytes")
     return tuple(runs)
 
 
@@ -80,8 +80,8 @@ class LayerImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     buffers: bytes
     """The persistent buffers, one after the other, padded."""
 
-    def decoded(self) -> Header:
-        """:raises DamagedError: header, buffers and the bytes in the bucket do not fit each other."""
+    def decoded(self) -> LayerHeader:
+        """:raises CorruptDataError: header, buffers and the bytes in the bucket do not fit each other."""
         return decode_header(self.header, self.layer, self.size_bytes + len(self.buffers))
 
 
@@ -97,23 +97,23 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "GroupImage":
-        """:raises DamagedError: it is none, or contradicts itself."""
+        """:raises CorruptDataError: it is none, or contradicts itself."""
         image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         end = 0
         for layer in image.layers:
             if layer.offset != end or layer.size_bytes < 0:
-                raise DamagedError(
+                raise CorruptDataError(
                     f"layer {layer.layer} begins at {layer.offset} of its bucket, not at {end}"
                 )
             end += layer.size_bytes
             shared = sum(run.size_bytes for run in runs_of(layer.decoded()) if run.shared)
             if shared != layer.size_bytes:
-                raise DamagedError(
+                raise CorruptDataError(
                     f"layer {layer.layer} has {shared} bytes in common with its replicas, and "
                     f"{layer.size_bytes} in the bucket"
                 )
         if end != image.bucket_bytes:
-            raise DamagedError(f"layers of {end} bytes in a bucket of {image.bucket_bytes}")
+            raise CorruptDataError(f"layers of {end} bytes in a bucket of {image.bucket_bytes}")
         return image
 
     def layer(self, number: int) -> LayerImage:
@@ -124,16 +124,16 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         raise KeyError(number)
 
 
-def assemble(layer: LayerImage, shared: Bytes) -> Bytes:
+def assemble_payload(layer: LayerImage, shared: Bytes) -> Bytes:
     """The payload of a layer (``runtime.layers.state``).
 
     :param shared: the bucket's ``layer.size_bytes`` bytes from ``layer.offset``. Where the layer has no
         buffers they are the payload itself, and come back uncopied.
-    :raises DamagedError: they do not fit the header.
+    :raises CorruptDataError: they do not fit the header.
     """
     header = layer.decoded()
     if len(shared) != layer.size_bytes:
-        raise DamagedError(f"{len(shared)} bytes for layer {layer.layer}, which has {layer.size_bytes}")
+        raise CorruptDataError(f"{len(shared)} bytes for layer {layer.layer}, which has {layer.size_bytes}")
     if not layer.buffers:
         return shared
     buffers = np.frombuffer(layer.buffers, dtype=np.uint8)

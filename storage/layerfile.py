@@ -18,12 +18,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from storage.errors import CancelledError, DamagedError
-from storage.flow import Flow
-from storage.layerstate import Header, decode_header
+from storage.errors import CorruptDataError, TransferCancelledError
+from storage.layerstate import LayerHeader, decode_header
+from storage.locations import CheckpointLocation
 from storage.manifest import digest_of
-from storage.places import Place
-from storage.values import LayerOnDisk
+from storage.rate_limit import RateLimiter
+from storage.values import LayerFile
 
 PIECE_BYTES = 1024 * 1024
 """Written, read and hashed at a time, which a core's cache should hold; a flow counts pieces."""
@@ -35,7 +35,7 @@ _ENDING_BYTES = 16
 Bytes = NDArray[np.uint8]
 
 
-def is_consistent(file: LayerOnDisk) -> bool:
+def is_consistent(file: LayerFile) -> bool:
     """Return whether its numbers can be those of a file; a manifest may say anything."""
     return (
         0 < file.header_bytes <= MOST_HEADER_BYTES
@@ -45,14 +45,14 @@ def is_consistent(file: LayerOnDisk) -> bool:
 
 
 def write_layer_file(
-    place: Place,
+    place: CheckpointLocation,
     directory: str,
     name: str,
     layer: int,
     header: bytes,
     payload: Iterable[Any],
-    flow: Flow | None,
-) -> LayerOnDisk:
+    flow: RateLimiter | None,
+) -> LayerFile:
     """See ``CheckpointStore.write_layer``."""
     digest = xxhash.xxh3_128()
     end, payload_bytes = _ending(header), 0
@@ -70,7 +70,7 @@ def write_layer_file(
         yield memoryview(end)
 
     place.write(directory, name, pieces())
-    return LayerOnDisk(
+    return LayerFile(
         layer=layer,
         name=name,
         size_bytes=payload_bytes + len(end),
@@ -81,17 +81,17 @@ def write_layer_file(
     )
 
 
-def read_header(place: Place, directory: str, file: LayerOnDisk) -> Header:
-    """:raises DamagedError: it is not what was written."""
+def read_header(place: CheckpointLocation, directory: str, file: LayerFile) -> LayerHeader:
+    """:raises CorruptDataError: it is not what was written."""
     with place.open(directory, file.name) as source:
         source.seek(file.payload_bytes)
         return decode_header(_header(source, file), file.layer, file.payload_bytes)
 
 
 def read_layer_file(
-    place: Place, directory: str, file: LayerOnDisk, flow: Flow | None
-) -> tuple[bytes, Header, Bytes]:
-    """Header, as bytes and decoded, and payload. :raises DamagedError: a byte is not what was written."""
+    place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
+) -> tuple[bytes, LayerHeader, Bytes]:
+    """Header, as bytes and decoded, and payload. :raises CorruptDataError: a byte is not what was written."""
     payload, digest = np.empty(file.payload_bytes, dtype=np.uint8), xxhash.xxh3_128()
     with place.open(directory, file.name) as source:
         for piece in _cut([payload]):
@@ -104,8 +104,10 @@ def read_layer_file(
     return header, decode_header(header, file.layer, file.payload_bytes), payload
 
 
-def verify_layer_file(place: Place, directory: str, file: LayerOnDisk, flow: Flow | None) -> Header:
-    """Read all of it with the memory of one piece. :raises DamagedError: a byte is not what was written."""
+def verify_layer_file(
+    place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
+) -> LayerHeader:
+    """Read all of it with the memory of one piece. :raises CorruptDataError: a byte is not what was written."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
     with place.open(directory, file.name) as source:
         left = file.payload_bytes
@@ -126,13 +128,13 @@ def _ending(header: bytes) -> bytes:
     return header + len(header).to_bytes(8, "little") + _MAGIC
 
 
-def _header(source: BinaryIO, file: LayerOnDisk) -> bytes:
+def _header(source: BinaryIO, file: LayerFile) -> bytes:
     """``source`` stands where the payload ends."""
     ending = bytearray(file.header_bytes + _ENDING_BYTES)
     _fill(source, memoryview(ending), file)
     header = bytes(ending[: file.header_bytes])
     if ending != _ending(header) or digest_of(header) != file.header_digest:
-        raise DamagedError(f"{file.name}: its header is not what was written")
+        raise CorruptDataError(f"{file.name}: its header is not what was written")
     return header
 
 
@@ -146,21 +148,21 @@ def _cut(buffers: Iterable[Any]) -> Iterator[memoryview]:
             yield flat[start : start + PIECE_BYTES]
 
 
-def _fill(source: BinaryIO, piece: memoryview, file: LayerOnDisk) -> None:
+def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
     done = 0
     while done < len(piece):
         # Raw files, too: every reader that fsspec opens has it.
         count = source.readinto(piece[done:])  # type: ignore[attr-defined]
         if not count:
-            raise DamagedError(f"{file.name} ends too early")
+            raise CorruptDataError(f"{file.name} ends too early")
         done += count
 
 
-def _check_digest(digest: str, file: LayerOnDisk) -> None:
+def _check_digest(digest: str, file: LayerFile) -> None:
     if digest != file.digest:
-        raise DamagedError(f"{file.name}: its bytes are not what was written (digest {digest})")
+        raise CorruptDataError(f"{file.name}: its bytes are not what was written (digest {digest})")
 
 
-def _go_on(flow: Flow | None, size_bytes: int) -> None:
+def _go_on(flow: RateLimiter | None, size_bytes: int) -> None:
     if flow is not None and not flow.passed(size_bytes):
-        raise CancelledError("cancelled")
+        raise TransferCancelledError("cancelled")

@@ -1,6 +1,6 @@
 """What the bytes of one layer are: the header beside them (design §3). No torch.
 
-``runtime.layers.state`` packs a layer into a header, msgpack of ``Header``, and a payload, the tensors one
+``runtime.layers.state`` packs a layer into a header, msgpack of ``LayerHeader``, and a payload, the tensors one
 after the other. Whoever stores or exports layers reads the header here, and need not know torch.
 
 Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.zero.parts``). What it sends of
@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import msgspec
 import xxhash
 
-from storage.errors import DamagedError
+from storage.errors import CorruptDataError
 
 HEADER_FORMAT = 1
 PART_FORMAT = 1
@@ -46,7 +46,7 @@ class _Versioned(Protocol):
 Decoded = TypeVar("Decoded", bound=_Versioned)
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor: ``size_bytes`` bytes of the payload from ``offset``, row-major."""
 
     name: str
@@ -62,10 +62,10 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     size_bytes: int
 
 
-class Header(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayerHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int
     layer: int
-    entries: tuple[Entry, ...]
+    entries: tuple[LayerEntry, ...]
     scalars: dict[str, dict[str, int | float | bool | str | None]]
     """The optimizer's state of each parameter that is no tensor."""
     schedule: dict[str, Any]
@@ -102,7 +102,7 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Of the payload."""
 
 
-def padded(size_bytes: int) -> int:
+def padded_size(size_bytes: int) -> int:
     """Return where the next tensor begins after one of so many bytes."""
     return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
@@ -110,25 +110,25 @@ def padded(size_bytes: int) -> int:
 def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, version: int) -> Decoded:
     """Return a struct with the field ``format`` out of its msgpack. :param what: names it in the error.
 
-    :raises DamagedError: it is malformed, or of another format than ``version``.
+    :raises CorruptDataError: it is malformed, or of another format than ``version``.
     """
     try:
         found = msgspec.msgpack.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{what} is malformed: {error}") from None
+        raise CorruptDataError(f"{what} is malformed: {error}") from None
     if found.format != version:
-        raise DamagedError(f"{what} is of format {found.format}; this version reads {version}")
+        raise CorruptDataError(f"{what} is of format {found.format}; this version reads {version}")
     return found
 
 
-def decode_header(data: bytes, layer: int, payload_bytes: int) -> Header:
+def decode_header(data: bytes, layer: int, payload_bytes: int) -> LayerHeader:
     """The header of ``layer``, whose payload has so many bytes; every entry lies within them.
 
-    :raises DamagedError: it is not one.
+    :raises CorruptDataError: it is not one.
     """
-    header = decode_versioned(data, Header, f"the header of layer {layer}", HEADER_FORMAT)
+    header = decode_versioned(data, LayerHeader, f"the header of layer {layer}", HEADER_FORMAT)
     if (header.layer, header.size_bytes) != (layer, payload_bytes):
-        raise DamagedError(
+        raise CorruptDataError(
             f"a header of layer {header.layer} with {header.size_bytes} bytes stands where layer {layer} "
             f"with {payload_bytes} bytes should be"
         )
@@ -136,14 +136,14 @@ def decode_header(data: bytes, layer: int, payload_bytes: int) -> Header:
         wanted = math.prod(entry.shape) * DTYPE_BYTES.get(entry.dtype, -1)
         inside = 0 <= entry.offset <= entry.offset + entry.size_bytes <= payload_bytes
         if any(length < 0 for length in entry.shape) or entry.size_bytes != wanted or not inside:
-            raise DamagedError(
+            raise CorruptDataError(
                 f"layer {layer}, {entry.name} {entry.key}: {entry.size_bytes} bytes from {entry.offset} of "
                 f"{payload_bytes} cannot be {entry.shape} of {entry.dtype}"
             )
     return header
 
 
-def fingerprint_of(headers: Iterable[Header]) -> str:
+def fingerprint_of(headers: Iterable[LayerHeader]) -> str:
     """Of a model: its layers in order, with the names, types and shapes of what they hold.
 
     The same at every step and in every layout; the optimizer and the values do not count.

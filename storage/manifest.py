@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 import xxhash
 
-from storage.errors import DamagedError
+from storage.errors import CorruptDataError
 
 FORMAT = 3
 MAX_BYTES = 64 * 1024 * 1024
@@ -27,7 +27,7 @@ _HEX = 16
 T = TypeVar("T")
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run of bytes with a name of its own: a shard, or what belongs to it."""
 
     name: str
@@ -40,9 +40,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     a part of one block, and where its writer made none: that is verified as a whole."""
 
     @classmethod
-    def of(cls, name: str, offset: int, data: Any) -> "Part":
+    def of(cls, name: str, offset: int, data: Any) -> "SnapshotPart":
         """Of these bytes."""
-        digests = Digests()
+        digests = PartDigester()
         digests.update(data)
         return digests.part(name, offset)
 
@@ -67,38 +67,42 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return 0, self.size_bytes
         return number * BLOCK_BYTES, min(self.size_bytes, (number + 1) * BLOCK_BYTES)
 
-    def sound(self, number: int, data: Any) -> bool:
+    def is_block_intact(self, number: int, data: Any) -> bool:
         """Are these bytes the block that was written?"""
         if not self.blocks:
-            return self.intact(data)
+            return self.is_intact(data)
         return xxhash.xxh3_64_hexdigest(data) == self.digest_of_block(number)
 
-    def intact(self, data: Any) -> bool:
+    def is_intact(self, data: Any) -> bool:
         """Are these bytes, all of the part, as they were written?"""
         if not self.blocks:
             return digest_of(data) == self.digest
         numbers = self.covering(0, self.size_bytes)
-        return all(self.sound(n, data[slice(*self.block(n))]) for n in numbers)
+        return all(self.is_block_intact(n, data[slice(*self.block(n))]) for n in numbers)
 
-    def cut(self, first: int, end: int) -> "Part":
+    def cut(self, first: int, end: int) -> "SnapshotPart":
         """The blocks that bytes [first, end) are in, as a part of its own: for who verifies blocks only."""
         if not self.blocks:
             return self
         numbers = self.covering(first, end)
         low, high = self.block(numbers.start)[0], self.block(numbers.stop - 1)[1]
         blocks = self.blocks[numbers.start * _HEX : numbers.stop * _HEX]
-        return Part(name=self.name, offset=self.offset + low, size_bytes=high - low, digest="", blocks=blocks)
+        return SnapshotPart(
+            name=self.name, offset=self.offset + low, size_bytes=high - low, digest="", blocks=blocks
+        )
 
-    def sound_in(self, memory: Any, ranges: Iterable[range]) -> bool:
+    def are_ranges_intact(self, memory: Any, ranges: Iterable[range]) -> bool:
         """Are the blocks of ``memory``, the whole part, that these bytes are in as they were written?
 
         Where it is to be verified as a whole that is another's to do.
         """
         numbers = {number for some in ranges for number in self.covering(some.start, some.stop)}
-        return not self.in_blocks or all(self.sound(n, memory[slice(*self.block(n))]) for n in numbers)
+        return not self.in_blocks or all(
+            self.is_block_intact(n, memory[slice(*self.block(n))]) for n in numbers
+        )
 
 
-class Digests:
+class PartDigester:
     """Of a part whose bytes come one after the other, each run while it is in the cache."""
 
     def __init__(self) -> None:
@@ -127,17 +131,19 @@ class Digests:
         self._blocks.append(digest)
         self.size_bytes += BLOCK_BYTES
 
-    def part(self, name: str, offset: int) -> Part:
+    def part(self, name: str, offset: int) -> SnapshotPart:
         """All of it was taken."""
         digest, blocks = self._first.hexdigest(), ""
         if self.size_bytes > BLOCK_BYTES:
             last = [self._block.hexdigest()] * (self.size_bytes % BLOCK_BYTES > 0)
             blocks = "".join(self._blocks + last)
             digest = digest_of(blocks.encode())
-        return Part(name=name, offset=offset, size_bytes=self.size_bytes, digest=digest, blocks=blocks)
+        return SnapshotPart(
+            name=name, offset=offset, size_bytes=self.size_bytes, digest=digest, blocks=blocks
+        )
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Of one snapshot in one arena: its parts are runs of bytes of one slot."""
 
     format: int = FORMAT
@@ -146,11 +152,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     generation: int
     slot: int
     """Which of the arena's buffers holds the bytes."""
-    parts: tuple[Part, ...]
+    parts: tuple[SnapshotPart, ...]
     layout: dict[str, Any]
     """What the bytes mean, for those who wrote them; plain data."""
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> SnapshotPart:
         """:raises KeyError: there is none of this name."""
         for part in self.parts:
             if part.name == name:
@@ -180,11 +186,11 @@ def with_digest(body: bytes) -> bytes:
 def checked_body(data: bytes, where: str) -> bytes:
     """Return what ``with_digest`` got. :param where: names it in the error.
 
-    :raises DamagedError: it was cut short or changed.
+    :raises CorruptDataError: it was cut short or changed.
     """
     digest, newline, body = data.partition(b"\n")
     if not newline or digest != digest_of(body).encode():
-        raise DamagedError(f"{where} was cut short or changed: its digest does not match")
+        raise CorruptDataError(f"{where} was cut short or changed: its digest does not match")
     return body
 
 
@@ -194,12 +200,12 @@ def record_digest(record: msgspec.Struct) -> str:
 
 
 def decode_record(data: bytes, kind: type[T], where: str) -> T:
-    """:raises DamagedError: not what ``encode_record`` made. :param where: names it in the error."""
+    """:raises CorruptDataError: not what ``encode_record`` made. :param where: names it in the error."""
     body = checked_body(data, where)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise DamagedError(f"{where} is no {kind.__name__} of this version: {error}") from None
+        raise CorruptDataError(f"{where} is no {kind.__name__} of this version: {error}") from None
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
@@ -223,28 +229,28 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """:raises DamagedError: not what ``write_record`` wrote. :raises OSError: it cannot be read."""
+    """:raises CorruptDataError: not what ``write_record`` wrote. :raises OSError: it cannot be read."""
     if path.stat().st_size > MAX_BYTES:
-        raise DamagedError(f"{path} is larger than {MAX_BYTES} bytes")
+        raise CorruptDataError(f"{path} is larger than {MAX_BYTES} bytes")
     return decode_record(path.read_bytes(), kind, str(path))
 
 
-def check_parts(manifest: Manifest, size_bytes: int) -> None:
-    """:raises DamagedError: parts that overlap, share a name, or are not within ``size_bytes``."""
+def check_parts(manifest: SnapshotManifest, size_bytes: int) -> None:
+    """:raises CorruptDataError: parts that overlap, share a name, or are not within ``size_bytes``."""
     if manifest.format != FORMAT:
-        raise DamagedError(f"a manifest of format {manifest.format}; this version reads {FORMAT}")
+        raise CorruptDataError(f"a manifest of format {manifest.format}; this version reads {FORMAT}")
     end = 0
     for part in sorted(manifest.parts, key=lambda p: p.offset):
         if part.offset < end or part.size_bytes < 0:
-            raise DamagedError(f"part {part.name!r} begins at {part.offset}, inside of another one")
+            raise CorruptDataError(f"part {part.name!r} begins at {part.offset}, inside of another one")
         end = part.offset + part.size_bytes
     for part in manifest.parts:
         blocks = -(-part.size_bytes // BLOCK_BYTES) if part.size_bytes > BLOCK_BYTES else 0
         if part.blocks and len(part.blocks) != blocks * _HEX:
-            raise DamagedError(f"part {part.name!r} does not have digests of {blocks} blocks")
+            raise CorruptDataError(f"part {part.name!r} does not have digests of {blocks} blocks")
         if part.blocks and digest_of(part.blocks.encode()) != part.digest:
-            raise DamagedError(f"part {part.name!r} does not have the digest of its blocks")
+            raise CorruptDataError(f"part {part.name!r} does not have the digest of its blocks")
     if end > size_bytes:
-        raise DamagedError(f"the parts end at {end}, and there are {size_bytes} bytes")
+        raise CorruptDataError(f"the parts end at {end}, and there are {size_bytes} bytes")
     if len({part.name for part in manifest.parts}) < len(manifest.parts):
-        raise DamagedError("two parts have the same name")
+        raise CorruptDataError("two parts have the same name")

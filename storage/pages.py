@@ -30,7 +30,7 @@ _FIXED = 0x10
 _REFUSED = ctypes.c_void_p(-1).value
 
 
-def mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> Bytes:
+def map_file(descriptor: int, size_bytes: int, *, writable: bool = True) -> Bytes:
     """The file's bytes, shared, at an address where huge pages may be; unmapped when no view of them is left.
 
     :raises OSError: the kernel refuses.
@@ -59,7 +59,7 @@ def mapped(descriptor: int, size_bytes: int, *, writable: bool = True) -> Bytes:
     return np.frombuffer(view if writable else view.toreadonly(), dtype=np.uint8)
 
 
-def fill(descriptor: int, view: Bytes, first: int = 0) -> None:
+def allocate(descriptor: int, view: Bytes, first: int = 0) -> None:
     """Allocate a memory file from byte ``first`` on, under ``view``, the mapping of all of it.
 
     Each huge page gets one small one, and the kernel puts the hole around it together: it clears 2 MiB at a
@@ -73,17 +73,17 @@ def fill(descriptor: int, view: Bytes, first: int = 0) -> None:
         end = min(start + _RUN_BYTES, len(view))
         for place in range(start, end - HUGE_BYTES + 1, HUGE_BYTES):
             os.pwrite(descriptor, b"\0", place)
-        put_together([(view.ctypes.data + start, end - start)])
+        collapse_pages([(view.ctypes.data + start, end - start)])
 
     # A virtual machine's first touch of a page is its host's work, and takes ten times as long.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for _ in threads.map(run, range(begin, len(view), _RUN_BYTES)):
             pass
     os.posix_fallocate(descriptor, 0, len(view))
-    touch(view)
+    prefault(view)
 
 
-def touch(view: Bytes) -> None:
+def prefault(view: Bytes) -> None:
     """Fill the page tables of memory that is mapped: who copies meets no page fault. Other threads run."""
     if sys.platform.startswith("linux") and _advise(view.ctypes.data, len(view), _POPULATE_READ):
         return
@@ -99,10 +99,10 @@ def prefer_huge(ranges: Iterable[tuple[int, int]]) -> None:
             begin, size = start // mmap.PAGESIZE * mmap.PAGESIZE, end - start // mmap.PAGESIZE * mmap.PAGESIZE
             _advise(begin, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _HUGE)
             # Where the allocator wrote its own notes the pages around them are small already.
-            put_together([(start, end - start)])
+            collapse_pages([(start, end - start)])
 
 
-def put_together(ranges: Iterable[tuple[int, int]]) -> int:
+def collapse_pages(ranges: Iterable[tuple[int, int]]) -> int:
     """Ask for huge pages under these ranges (address, size in bytes), which this process has mapped.
 
     Best effort: where it is refused (an older kernel, too little contiguous memory, a range that is not

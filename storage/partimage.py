@@ -18,15 +18,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.errors import DamagedError
-from storage.layerstate import DTYPE_BYTES, HEADER_FORMAT, Entry, Header, decode_versioned, padded
+from storage.errors import CorruptDataError
+from storage.layerstate import (
+    DTYPE_BYTES,
+    HEADER_FORMAT,
+    LayerEntry,
+    LayerHeader,
+    decode_versioned,
+    padded_size,
+)
 
 FORMAT = 2
 Bytes = NDArray[np.uint8]
 Scalars = dict[str, dict[str, int | float | bool | str | None]]
 
 
-class Tensor(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A parameter or buffer of a layer, as its header will name it."""
 
     name: str
@@ -44,7 +51,7 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What a layer is made of, whoever has which part."""
 
     layer: int
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[TensorInfo, ...]
     """In model order."""
     schedule: dict[str, Any]
     buffers: bytes
@@ -53,7 +60,7 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Tied parameters whose elements are in the parts of another layer, each with that layer."""
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``size_bytes`` bytes of a part from ``offset``: elements of one flattened tensor."""
 
     name: str
@@ -70,12 +77,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     size_bytes: int
 
 
-class PartOfLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LayerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layer: int
     offset: int
     """Where its bytes begin in the part."""
     size_bytes: int
-    runs: tuple[Run, ...]
+    ranges: tuple[TensorRange, ...]
     scalars: Scalars
     """The optimizer's state of each parameter that is no tensor."""
 
@@ -92,7 +99,7 @@ class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     offset: int
     """Where its bytes begin there."""
     size_bytes: int
-    layers: tuple[PartOfLayer, ...]
+    layers: tuple[LayerPart, ...]
 
 
 class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,50 +115,50 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "ShardedImage":
-        """:raises DamagedError: it is none, or contradicts itself."""
+        """:raises CorruptDataError: it is none, or contradicts itself."""
         image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         numbers = [layer.layer for layer in image.layers]
         ends = {False: 0, True: 0}
         for held in image.held:
             if not 0 <= held.start < held.end <= held.of or [one.layer for one in held.layers] != numbers:
-                raise DamagedError(
+                raise CorruptDataError(
                     f"the part from {held.start}/{held.of} to {held.end}/{held.of} is not of layers {numbers}"
                 )
             if held.offset != ends[held.replica]:
-                raise DamagedError(f"a part begins at {held.offset}, and not at {ends[held.replica]}")
+                raise CorruptDataError(f"a part begins at {held.offset}, and not at {ends[held.replica]}")
             ends[held.replica] += held.size_bytes
             end = 0
             for one in held.layers:
                 _check_runs(one, end)
                 end += one.size_bytes
             if end != held.size_bytes:
-                raise DamagedError(f"layers of {end} bytes in a part of {held.size_bytes}")
+                raise CorruptDataError(f"layers of {end} bytes in a part of {held.size_bytes}")
         return image
 
 
-def _check_runs(one: PartOfLayer, begin: int) -> None:
+def _check_runs(one: LayerPart, begin: int) -> None:
     end = 0
-    for run in one.runs:
+    for run in one.ranges:
         count = 1 if run.count is None else run.count
         wanted = count * DTYPE_BYTES.get(run.dtype, -1)
         if run.start < 0 or count < 0 or run.size_bytes != wanted or run.offset != end:
-            raise DamagedError(
+            raise CorruptDataError(
                 f"layer {one.layer}, {run.name} {run.key}: {run.size_bytes} bytes at {run.offset}"
             )
-        end += padded(run.size_bytes)
+        end += padded_size(run.size_bytes)
     if (one.offset, one.size_bytes) != (begin, end):
-        raise DamagedError(
+        raise CorruptDataError(
             f"layer {one.layer} is {one.size_bytes} bytes at {one.offset}, not {end} at {begin}"
         )
 
 
-def lent(whole: WholeLayer, part: PartOfLayer) -> PartOfLayer:
+def lent(whole: WholeLayer, part: LayerPart) -> LayerPart:
     """What of a part of another layer belongs to ``whole`` as well; its bytes are the same."""
     names = {name for name, home in whole.homes.items() if home == part.layer}
     return msgspec.structs.replace(
         part,
         layer=whole.layer,
-        runs=tuple(run for run in part.runs if run.name in names),
+        ranges=tuple(run for run in part.ranges if run.name in names),
         scalars={name: values for name, values in part.scalars.items() if name in names},
     )
 
@@ -166,12 +173,12 @@ class _State:
     """One number for the parameter."""
 
 
-def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> tuple[bytes, Bytes]:
+def assemble_from_parts(whole: WholeLayer, parts: Sequence[tuple[LayerPart, Bytes]]) -> tuple[bytes, Bytes]:
     """Header and payload of a layer (``runtime.layers.state``).
 
-    :param parts: such that cover the layer, ``lent`` ones too, each with its bytes from ``PartOfLayer.offset``
+    :param parts: such that cover the layer, ``lent`` ones too, each with its bytes from ``LayerPart.offset``
         on. What several have is the same with all.
-    :raises DamagedError: they do not make up the layer.
+    :raises CorruptDataError: they do not make up the layer.
     """
     place = f"layer {whole.layer}"
     header = _header_of(whole, [part for part, _ in parts])
@@ -183,13 +190,13 @@ def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> t
         if entry.role == "buffer":
             buffer = whole.buffers[begin : begin + entry.size_bytes]
             if len(buffer) != entry.size_bytes:
-                raise DamagedError(f"{place}: {len(whole.buffers)} bytes of buffers are too few")
+                raise CorruptDataError(f"{place}: {len(whole.buffers)} bytes of buffers are too few")
             payload[entry.offset : entry.offset + entry.size_bytes] = np.frombuffer(buffer, dtype=np.uint8)
-            begin += padded(entry.size_bytes)
+            begin += padded_size(entry.size_bytes)
     for part, data in parts:
         if len(data) != part.size_bytes:
-            raise DamagedError(f"{place}: {len(data)} bytes of a part of {part.size_bytes}")
-        for run in part.runs:
+            raise CorruptDataError(f"{place}: {len(data)} bytes of a part of {part.size_bytes}")
+        for run in part.ranges:
             entry = at[run.name, run.key]
             source = data[run.offset : run.offset + run.size_bytes]
             start = entry.offset + (0 if run.count is None else run.start * DTYPE_BYTES[run.dtype])
@@ -197,7 +204,7 @@ def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> t
             runs = filled.setdefault((run.name, run.key), [])
             if run.count is None:
                 if runs and not np.array_equal(target, source):
-                    raise DamagedError(f"{place}: {run.key} of parts of {run.name} differs")
+                    raise CorruptDataError(f"{place}: {run.key} of parts of {run.name} differs")
                 runs[:] = [range(1)]
             else:
                 runs.append(range(run.start, run.start + run.count))
@@ -208,18 +215,20 @@ def assemble(whole: WholeLayer, parts: Sequence[tuple[PartOfLayer, Bytes]]) -> t
     return msgspec.msgpack.encode(header), payload
 
 
-def _check_complete(place: str, entry: Entry, runs: list[range]) -> None:
+def _check_complete(place: str, entry: LayerEntry, runs: list[range]) -> None:
     """Raise where an element did not come."""
     end = 0
     for run in sorted(runs, key=lambda one: one.start):
         if len(run) and run.start > end:
-            raise DamagedError(f"{place}: elements of {entry.name} {entry.key} from {end} on: {runs}")
+            raise CorruptDataError(f"{place}: elements of {entry.name} {entry.key} from {end} on: {runs}")
         end = max(end, run.stop)
     if end != math.prod(entry.shape):
-        raise DamagedError(f"{place}: {end} elements of {entry.name} {entry.key}, which has {entry.shape}")
+        raise CorruptDataError(
+            f"{place}: {end} elements of {entry.name} {entry.key}, which has {entry.shape}"
+        )
 
 
-def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
+def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
     """The layer's ordinary header; the optimizer's keys as the parts name them."""
     place = f"layer {whole.layer}"
     known = {tensor.name: tensor for tensor in whole.tensors if tensor.role == "parameter"}
@@ -227,30 +236,30 @@ def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
     scalars: Scalars = {}
     for part in parts:
         if part.layer != whole.layer:
-            raise DamagedError(f"a part of layer {part.layer} came for {place}")
-        for run in part.runs:
+            raise CorruptDataError(f"a part of layer {part.layer} came for {place}")
+        for run in part.ranges:
             tensor = known.get(run.name)
             inside = tensor is not None and run.start + (run.count or 0) <= tensor.count
             if tensor is None or not inside or (run.role == "parameter" and run.dtype != tensor.dtype):
-                raise DamagedError(f"{place} has no such elements of {run.name}")
+                raise CorruptDataError(f"{place} has no such elements of {run.name}")
             if run.role == "optimizer":
                 told = _State(run.dtype, run.on_host, run.count is None)
                 if states.setdefault(run.name, {}).setdefault(run.key, told) != told:
-                    raise DamagedError(f"{place}: parts of {run.name} say different things of {run.key}")
+                    raise CorruptDataError(f"{place}: parts of {run.name} say different things of {run.key}")
         for name, values in part.scalars.items():
             if name not in known or scalars.setdefault(name, values) != values:
-                raise DamagedError(f"{place}: parts of {name} differ in {values}")
-    entries: list[Entry] = []
+                raise CorruptDataError(f"{place}: parts of {name} differ in {values}")
+    entries: list[LayerEntry] = []
     end = 0
 
     def add(
-        tensor: Tensor, role: Literal["parameter", "buffer", "optimizer"], key: str, state: _State
+        tensor: TensorInfo, role: Literal["parameter", "buffer", "optimizer"], key: str, state: _State
     ) -> None:
         nonlocal end
         shape = () if state.whole else tensor.shape
         size = math.prod(shape) * DTYPE_BYTES[state.dtype]
         entries.append(
-            Entry(
+            LayerEntry(
                 name=tensor.name,
                 role=role,
                 key=key,
@@ -261,15 +270,15 @@ def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
                 size_bytes=size,
             )
         )
-        end += padded(size)
+        end += padded_size(size)
 
     for tensor in whole.tensors:
         if tensor.dtype not in DTYPE_BYTES:
-            raise DamagedError(f"{place}: {tensor.name} is of {tensor.dtype}")
+            raise CorruptDataError(f"{place}: {tensor.name} is of {tensor.dtype}")
         add(tensor, tensor.role, "", _State(tensor.dtype, tensor.on_host, False))
         for key, state in states.get(tensor.name, {}).items():
             add(tensor, "optimizer", key, state)
-    return Header(
+    return LayerHeader(
         format=HEADER_FORMAT,
         layer=whole.layer,
         entries=tuple(entries),
@@ -283,7 +292,7 @@ def _header_of(whole: WholeLayer, parts: Sequence[PartOfLayer]) -> Header:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorBytes:
+class TensorByteRange:
     """Bytes ``[start, end)`` of a flattened tensor of a layer: a parameter (no key) or optimizer state."""
 
     layer: int
@@ -295,36 +304,36 @@ class TensorBytes:
 
 def tensor_bytes(
     held: Sequence[PartImage], first: int, end: int, *, replica: bool
-) -> list[tuple[int, TensorBytes]]:
+) -> list[tuple[int, TensorByteRange]]:
     """Return what bytes ``[first, end)`` of a shard, or of a replica, are, each with its distance from ``first``.
 
     What lies between is padding: zeros.
     """
-    found: list[tuple[int, TensorBytes]] = []
+    found: list[tuple[int, TensorByteRange]] = []
     for image in held:
         if image.replica != replica:
             continue
         for part in image.layers:
-            for run in part.runs:
+            for run in part.ranges:
                 begin = image.offset + part.offset + run.offset
                 low, high = max(first, begin), min(end, begin + run.size_bytes)
                 if low < high:
                     at = _first_byte(run) - begin
-                    some = TensorBytes(
+                    some = TensorByteRange(
                         layer=part.layer, name=run.name, key=run.key, start=at + low, end=at + high
                     )
                     found.append((low - first, some))
     return found
 
 
-def find_bytes(held: Sequence[PartImage], wanted: TensorBytes) -> tuple[bool, int, int] | None:
+def find_bytes(held: Sequence[PartImage], wanted: TensorByteRange) -> tuple[bool, int, int] | None:
     """Return where the first of the wanted bytes are, and how many of them follow each other there.
 
     :returns: whether they are in the replica, their offset and their number; ``None``: they are not there.
     """
     for image in held:
         for part in image.layers:
-            for run in part.runs if part.layer == wanted.layer else ():
+            for run in part.ranges if part.layer == wanted.layer else ():
                 begin = _first_byte(run)
                 if (run.name, run.key) == (wanted.name, wanted.key) and begin <= wanted.start:
                     size = min(wanted.end, begin + run.size_bytes) - wanted.start
@@ -334,6 +343,6 @@ def find_bytes(held: Sequence[PartImage], wanted: TensorBytes) -> tuple[bool, in
     return None
 
 
-def _first_byte(run: Run) -> int:
+def _first_byte(run: TensorRange) -> int:
     """Of the run, in its flattened tensor."""
     return 0 if run.count is None else run.start * DTYPE_BYTES[run.dtype]

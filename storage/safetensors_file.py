@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from storage.checkpoint import Checkpoint
 from storage.errors import StorageError
-from storage.layerstate import DTYPE_BYTES, Entry
+from storage.layerstate import DTYPE_BYTES, LayerEntry
 
 DTYPE_NAMES = {
     "float64": "F64",
@@ -42,7 +42,7 @@ _PIECE_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
+class ExportSummary:
     """The tensors and bytes that were written."""
 
     tensors: int
@@ -56,7 +56,7 @@ class FileTensor:
     name: str
     """In the file."""
     layer: int
-    entry: Entry
+    entry: LayerEntry
     dtype: str
     """In the file; another one than the checkpoint's between floating-point types only."""
 
@@ -66,7 +66,7 @@ class FileTensor:
         return math.prod(self.entry.shape) * DTYPE_BYTES[self.dtype]
 
 
-class LayerReader:
+class TensorReader:
     """Reads tensors out of a checkpoint, with the layer that was read last in memory."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -77,7 +77,7 @@ class LayerReader:
     def pieces(self, tensor: FileTensor) -> Iterator[memoryview]:
         """Yield the tensor's bytes as the file has them.
 
-        :raises DamagedError: the layer is not what was written. :raises PlaceError: it cannot be read.
+        :raises CorruptDataError: the layer is not what was written. :raises LocationError: it cannot be read.
         """
         if tensor.layer != self._layer:
             self._payload = np.empty(0, dtype=np.uint8)  # Not two layers at once.
@@ -107,12 +107,12 @@ def model_tensors(checkpoint: Checkpoint, dtype: str | None = None) -> list[File
     return tensors
 
 
-def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = None) -> Exported:
+def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = None) -> ExportSummary:
     """Write parameters and buffers as one file, which appears at once: it is renamed when it is whole.
 
     A tied parameter is written once, under its canonical name.
 
-    :raises DamagedError: a layer is not what was written. :raises PlaceError: one cannot be read.
+    :raises CorruptDataError: a layer is not what was written. :raises LocationError: one cannot be read.
     :raises StorageError: a tensor of a type that the format does not have.
     :raises OSError: the file cannot be written; what was there stays.
     """
@@ -121,16 +121,16 @@ def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = N
     metadata = {"format": "pt", "job": manifest.job, "step": str(manifest.step)}
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        size_bytes = write_safetensors(draft, tensors, LayerReader(checkpoint), metadata)
+        size_bytes = write_safetensors(draft, tensors, TensorReader(checkpoint), metadata)
         draft.replace(path)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)
-    return Exported(tensors=len(tensors), size_bytes=size_bytes)
+    return ExportSummary(tensors=len(tensors), size_bytes=size_bytes)
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[FileTensor], reader: LayerReader, metadata: Mapping[str, str]
+    path: Path, tensors: Sequence[FileTensor], reader: TensorReader, metadata: Mapping[str, str]
 ) -> int:
     """Write a file and have it on the disk; returns its size in bytes.
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.codes import Code, Stored, recipe
-from storage.errors import LostError
+from storage.codes import Code, StoredCell, solve_lost_cells
+from storage.errors import TooManyLossesError
 
 Bytes = NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
@@ -27,7 +27,7 @@ _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class XorRange:
     """``size_bytes`` bytes of a shard from ``offset``: the XOR of the bucket's bytes from each source on.
 
     One source is a copy.
@@ -53,26 +53,26 @@ class ShardLayout:
     def shard_bytes(self, owner: int) -> int:
         return (self.code.cells + len(self.code.extra[owner])) * self.cell_bytes
 
-    def pieces(self, owner: int) -> tuple[Piece, ...]:
+    def xor_ranges(self, owner: int) -> tuple[XorRange, ...]:
         """How the owner makes its shard out of the bucket: its segment, then its extra cells."""
         size, cells = self.cell_bytes, self.code.cells
-        segment = Piece(offset=0, size_bytes=cells * size, sources=(owner * cells * size,))
+        segment = XorRange(offset=0, size_bytes=cells * size, sources=(owner * cells * size,))
         extra = [
-            Piece(
+            XorRange(
                 offset=(cells + index) * size, size_bytes=size, sources=tuple(c * size for c in sorted(kept))
             )
             for index, kept in enumerate(self.code.extra[owner])
         ]
         return (segment, *extra)
 
-    def offset_of(self, stored: Stored) -> int:
+    def offset_of(self, stored: StoredCell) -> int:
         """Where a stored cell begins in its owner's shard."""
         return stored.index * self.cell_bytes
 
 
 def make_shard(layout: ShardLayout, owner: int, bucket: Bytes, shard: Bytes) -> None:
     """Fill ``shard``, of ``layout.shard_bytes(owner)`` bytes, from the whole bucket."""
-    for piece in layout.pieces(owner):
+    for piece in layout.xor_ranges(owner):
         target = shard[piece.offset : piece.offset + piece.size_bytes]
         for number, start in enumerate(piece.sources):
             source = bucket[start : start + piece.size_bytes]
@@ -116,7 +116,7 @@ Fetch = Callable[[int, int, int], Bytes]
 """Bytes of the shard of an owner, from an offset, so many."""
 
 
-def restore(
+def decode_bucket(
     layout: ShardLayout,
     present: frozenset[int],
     fetch: Fetch,
@@ -129,7 +129,7 @@ def restore(
     Large ones on several threads, which ``fetch`` must allow.
 
     :param placed: by the first byte of a recipe: which of its sources is in its place already.
-    :raises LostError: what is left does not say what the lost owners kept.
+    :raises TooManyLossesError: what is left does not say what the lost owners kept.
     """
     runs: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
     for begin, end, all_sources in recipes(layout, present, first, first + len(bucket)):
@@ -164,19 +164,19 @@ Recipe = tuple[int, int, list[tuple[int, int]]]
 def recipes(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> Iterator[Recipe]:
     """The bucket's bytes [first, end), ascending.
 
-    :raises LostError: see ``restore``.
+    :raises TooManyLossesError: see ``decode_bucket``.
     """
     code, size = layout.code, layout.cell_bytes
     lost = frozenset(range(code.owners)) - present
-    made = recipe(code, lost)
+    made = solve_lost_cells(code, lost)
     if made is None:
-        raise LostError(
+        raise TooManyLossesError(
             f"owners {sorted(lost)} of {code.owners} are lost, and the others cannot make up for them"
         )
     end = min(end, layout.bucket_bytes)
     for cell in range(first // size, -(-end // size)):
         low, high = max(first, cell * size), min(end, (cell + 1) * size)
-        stored = made.get(cell) or (Stored(owner=cell // code.cells, index=cell % code.cells),)
+        stored = made.get(cell) or (StoredCell(owner=cell // code.cells, index=cell % code.cells),)
         within = low - cell * size
         yield low, high, [(source.owner, layout.offset_of(source) + within) for source in stored]
 
@@ -187,16 +187,16 @@ def remake(
     """Fill ``target`` with the bytes of the owner's shard from ``offset`` on, from the shards of ``present``:
     its segment by decoding, its extra cells by computing them again.
 
-    :raises LostError: see ``restore``.
+    :raises TooManyLossesError: see ``decode_bucket``.
     """
     target[:] = 0
     for low, start, size, first in _origins(layout, owner, offset, offset + len(target)):
         part = target[low - offset : low - offset + size]
         if first:
-            restore(layout, present, fetch, part, start)
+            decode_bucket(layout, present, fetch, part, start)
         else:
             found = np.empty(size, dtype=np.uint8)
-            restore(layout, present, fetch, found, start)
+            decode_bucket(layout, present, fetch, found, start)
             xor_into(part, found)
 
 
@@ -205,7 +205,7 @@ def needed_for(
 ) -> dict[int, list[range]]:
     """Which byte ranges of which shards ``remake`` reads for the shard's bytes [offset, end), merged.
 
-    :raises LostError: see ``restore``.
+    :raises TooManyLossesError: see ``decode_bucket``.
     """
     ranges: dict[int, list[range]] = {}
     for _, start, size, _ in _origins(layout, owner, offset, end):
@@ -218,7 +218,7 @@ def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator
     """Which bytes of the bucket the shard's bytes [offset, end) are the XOR of: offset in the shard, in the
     bucket, how many, and whether these are the first there. What is behind the bucket's end is zeros.
     """
-    for piece in layout.pieces(owner):
+    for piece in layout.xor_ranges(owner):
         low, high = max(offset, piece.offset), min(end, piece.offset + piece.size_bytes)
         for number, source in enumerate(piece.sources):
             start = source + low - piece.offset
@@ -233,9 +233,9 @@ def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
 
 
 def needed(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> dict[int, list[range]]:
-    """Which byte ranges of which shards ``restore`` reads for the bucket's bytes [first, end), merged.
+    """Which byte ranges of which shards ``decode_bucket`` reads for the bucket's bytes [first, end), merged.
 
-    :raises LostError: see ``restore``.
+    :raises TooManyLossesError: see ``decode_bucket``.
     """
     ranges: dict[int, list[range]] = {}
     for low, high, sources in recipes(layout, present, first, end):

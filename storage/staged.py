@@ -11,22 +11,22 @@ from pathlib import Path
 
 import msgspec
 
-from storage.errors import DamagedError
-from storage.manifest import Part
+from storage.errors import CorruptDataError
+from storage.manifest import SnapshotPart
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class PayloadChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The next ``size_bytes`` of a payload: ``data``, or bytes of the file ``path`` from ``offset``."""
 
     size_bytes: int
     path: str = ""
     offset: int = 0
     data: bytes = b""
-    part: Part | None = None
+    part: SnapshotPart | None = None
     """Of the file: the blocks that the piece is in, for who reads it to verify. ``None``: they are sound."""
 
 
-class Lender(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class BorrowedSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A snapshot whose bytes are lent: the file of its manifest, and how that begins."""
 
     manifest: str
@@ -45,14 +45,14 @@ class StagedLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A layer (``runtime.layers.state``), and whose bytes of it are lent."""
 
     header: bytes
-    pieces: tuple[Piece, ...]
+    chunks: tuple[PayloadChunk, ...]
     """In the order of the payload."""
-    lenders: tuple[Lender, ...] = ()
+    borrowed: tuple[BorrowedSnapshot, ...] = ()
 
     @property
     def size_bytes(self) -> int:
         """Of the payload."""
-        return sum(piece.size_bytes for piece in self.pieces)
+        return sum(piece.size_bytes for piece in self.chunks)
 
 
 def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
@@ -66,23 +66,25 @@ def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
     draft.replace(path)
 
 
-def write_whole(directory: Path, layer: int, header: bytes, payload: bytes | memoryview) -> None:
+def write_staged_payload(directory: Path, layer: int, header: bytes, payload: bytes | memoryview) -> None:
     """A layer whose payload is at hand.
 
     :raises OSError: there is no room.
     """
     path = directory / f"layer-{layer}.payload"
     path.write_bytes(payload)
-    pieces: Sequence[Piece] = [Piece(size_bytes=len(payload), path=str(path))] if payload else []
-    write_staged(directory, layer, StagedLayer(header=header, pieces=tuple(pieces)))
+    pieces: Sequence[PayloadChunk] = (
+        [PayloadChunk(size_bytes=len(payload), path=str(path))] if payload else []
+    )
+    write_staged(directory, layer, StagedLayer(header=header, chunks=tuple(pieces)))
 
 
 def read_staged(directory: Path, layer: int) -> StagedLayer:
-    """:raises OSError: it is not there. :raises DamagedError: it is none."""
+    """:raises OSError: it is not there. :raises CorruptDataError: it is none."""
     try:
         return msgspec.msgpack.decode(_path(directory, layer).read_bytes(), type=StagedLayer)
     except msgspec.DecodeError as error:
-        raise DamagedError(f"what is staged of layer {layer} is malformed: {error}") from None
+        raise CorruptDataError(f"what is staged of layer {layer} is malformed: {error}") from None
 
 
 def _path(directory: Path, layer: int) -> Path:

@@ -18,12 +18,12 @@ from pathlib import Path
 from storage.checkpoint import Checkpoint
 from storage.directfile import write_synced
 from storage.huggingface import appearing
-from storage.safetensors_file import Exported, FileTensor, LayerReader, model_tensors, write_safetensors
+from storage.safetensors_file import ExportSummary, FileTensor, TensorReader, model_tensors, write_safetensors
 
 FORMAT = 1
 
 
-def export_torch(checkpoint: Checkpoint, directory: Path) -> Exported:
+def export_torch(checkpoint: Checkpoint, directory: Path) -> ExportSummary:
     """Write ``directory``, which must not be there yet or be empty.
 
     :raises StorageError: the checkpoint is damaged or cannot be read.
@@ -52,10 +52,10 @@ def export_torch(checkpoint: Checkpoint, directory: Path) -> Exported:
         "scalars": scalars,
     }
     with appearing(directory) as draft:
-        reader = LayerReader(checkpoint)
+        reader = TensorReader(checkpoint)
         size_bytes = write_safetensors(draft / "model.safetensors", model, reader, {"format": "pt"})
         states = list(optimizer.values())
         size_bytes += write_safetensors(draft / "optimizer.safetensors", states, reader, {"format": "pt"})
         content = json.dumps(training, indent=2).encode() + b"\n"
         write_synced(draft / "training.json", [memoryview(content)])
-    return Exported(tensors=len(model) + len(optimizer), size_bytes=size_bytes)
+    return ExportSummary(tensors=len(model) + len(optimizer), size_bytes=size_bytes)

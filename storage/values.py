@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class LayerOnDisk(Struct, frozen=True, kw_only=True):
+class LayerFile(Struct, frozen=True, kw_only=True):
     """A layer's file in a draft of a checkpoint, and in the manifest of the checkpoint that it becomes."""
 
     layer: int

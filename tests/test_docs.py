@@ -11,16 +11,16 @@ import pytest
 from typer.main import get_command
 
 from ftd.cli.main import app
-from ftd.config.daemon import daemon_config
-from ftd.config.daemon_file import DaemonFile, markdown
+from ftd.config.daemon import parse_daemon_config
+from ftd.config.daemon_file import DaemonFile, render_daemon_reference
 from ftd.config.job import JobFile, load_job
-from ftd.config.job_reference import job_markdown, job_tables
-from ftd.config.profile_document import ProfileDocument, TimedLayers
+from ftd.config.job_reference import job_tables, render_job_reference
+from ftd.config.profile_document import LayerTimesFile, ProfileDocument
 from ftd.config.profile_file import load_profile
-from ftd.config.reading import convert
+from ftd.config.validation import convert
 from ftd.faults.chaos.expectations import TIERS, ExpectTable
 from ftd.faults.chaos.scenario import ClusterTable, FaultTable, ScenarioTable, parse_scenario
-from ftd.faults.chaos.values import FAULTS, PARTS, PHASES
+from ftd.faults.chaos.values import FAULTS, PHASES, SERVICES
 from runtime.training import StepInfo, load_training
 from statemachine.messages.trainer import TrainingData
 from statemachine.timing import Timing
@@ -74,7 +74,12 @@ def test_every_topic_is_documented() -> None:
     names += [topic("<node>") for topic in of_a_node]
     names.append(topics.trace("<node>"))
     names.append(topics.reply("<client>"))
-    names += [topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer("<incarnation>")]
+    names += [
+        topics.leader,
+        topics.leader_heartbeat,
+        topics.journal,
+        topics.coordinator_peer("<incarnation>"),
+    ]
     assert [n for n in names if n.removeprefix(f"{topics.root}/") not in table_rows("events.md")] == []
 
 
@@ -109,7 +114,7 @@ def test_the_configuration_examples_are_accepted(page: str, text: str, tmp_path:
         case "job":
             assert convert(example, JobFile, where=page).training.global_batch > 0
         case _:
-            config = daemon_config(example, directory=tmp_path)
+            config = parse_daemon_config(example, directory=tmp_path)
             assert config.require_secret() == "s3cret"
             assert config.broker.username == "ftd"
 
@@ -145,7 +150,7 @@ def test_every_key_of_a_scenario_is_documented(kind: type[Any]) -> None:
 def test_every_fault_is_documented_and_every_word_of_a_scenario() -> None:
     section = PAGES["chaos.md"].split("### Faults")[1].split("| key of a fault")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)[1:] == list(FAULTS)
-    for word in (*PHASES, *TIERS, *PARTS):
+    for word in (*PHASES, *TIERS, *SERVICES):
         assert f"`{word}`" in PAGES["chaos.md"]
 
 
@@ -155,7 +160,7 @@ def entries_of(kind: type[Any]) -> set[str]:
     return {name for definition in definitions for name in definition["properties"]}
 
 
-@pytest.mark.parametrize("kind", [ProfileDocument, TimedLayers])
+@pytest.mark.parametrize("kind", [ProfileDocument, LayerTimesFile])
 def test_every_field_of_a_profile_is_documented(kind: type[Any]) -> None:
     names = entries_of(kind)
     assert len(names) >= 5
@@ -177,7 +182,7 @@ def test_every_timing_is_documented_with_its_default() -> None:
 
 def test_the_reference_of_all_keys_is_the_schema_s() -> None:
     """When it differs: ``ftd config reference > docs/reference/keys.md``."""
-    assert PAGES["keys.md"] == f"{markdown()}\n{job_markdown()}"
+    assert PAGES["keys.md"] == f"{render_daemon_reference()}\n{render_job_reference()}"
 
 
 def test_every_key_of_a_job_file_has_a_meaning_and_a_value_to_show() -> None:

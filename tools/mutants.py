@@ -487,7 +487,7 @@ class Run:
         return next((item.nodeid for item in likely_first if _fails(item)), "")
 
     def _simulator(self, mutant: Mutant) -> str:
-        from ftd.faults.sim.run import run_seed
+        from ftd.faults.sim.simulation_run import run_seed
 
         become(mutant)
         for seed in self.seeds:
@@ -499,7 +499,7 @@ class Run:
         self, name: str, verdicts: Sequence[Verdict], test: Callable[[Mutant], str], cpu_s: int
     ) -> None:
         if name == "simulator":
-            importlib.import_module("ftd.faults.sim.run")
+            importlib.import_module("ftd.faults.sim.simulation_run")
         self._done = 0
         for number, verdict in enumerate(verdicts):
             while len(self._running) >= self.jobs:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +24,7 @@ def bridge(
     token_file: Annotated[Path | None, typer.Option(help="Its line is sent as bearer token.")] = None,
     queue: Annotated[int, typer.Option(min=1, max=1_000_000, help="So many alerts may wait.")] = 1000,
     timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Of one attempt.")] = 10.0,
-    give_up_s: Annotated[float, typer.Option(min=0, help="Of one alert, all attempts together.")] = 300.0,
+    retry_for_s: Annotated[float, typer.Option(min=0, help="Of one alert, all attempts together.")] = 300.0,
     finish_s: Annotated[float, typer.Option(min=0, help="To deliver what waits at the end.")] = 5.0,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
@@ -40,9 +40,9 @@ def bridge(
     from ftd.config.secrets import read_secret
     from ftd.errors import ConfigurationError
     from ftd.logs import configure_logs
-    from ftd.observe.bridge.courier import CourierOptions
     from ftd.observe.bridge.daemon import Bridge
     from ftd.observe.bridge.filters import parse_filter
+    from ftd.observe.bridge.webhook import WebhookOptions
 
     try:
         url = urlsplit(webhook)
@@ -54,14 +54,14 @@ def bridge(
             f"{webhook!r} is no address of a webhook", field="--webhook", remedy="write http(s)://host/path"
         )
     filters = [parse_filter(text) for text in only or []]
-    address = address_of(broker, cluster, config)
-    options = CourierOptions(
+    address = resolve_cluster(broker, cluster, config)
+    options = WebhookOptions(
         url=webhook,
         dead_letters=dead_letters,
         token=read_secret(token_file, "--token-file") if token_file is not None else None,
         queue=queue,
         timeout_s=timeout_s,
-        give_up_s=give_up_s,
+        retry_for_s=retry_for_s,
     )
     configure_logs(daemon="bridge")
 

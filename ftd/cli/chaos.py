@@ -13,10 +13,10 @@ from ftd.cli.options import (
     ClusterOption,
     ConfigOption,
     JsonOption,
-    address_of,
+    print_cluster,
     print_json,
+    resolve_cluster,
     run_async,
-    say_cluster,
 )
 from ftd.transport.address import ClusterAddress
 
@@ -30,13 +30,13 @@ TargetOption = Annotated[
 DeviceOption = Annotated[
     int | None, typer.Option(min=0, help="Strike the trainer of this device alone; default: all.")
 ]
-ForEver = Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")]
-For10 = Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")]
+UnlimitedDurationOption = Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")]
+ShortDurationOption = Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")]
 SizeOption = Annotated[
     int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
 ]
 SeedOption = Annotated[int, typer.Option(help="What is drawn from.")]
-Wish = dict[str, Any]
+FaultFields = dict[str, Any]
 """What a command says of its fault beyond kind and node: fields of ``ftd.faults.chaos.values.Fault``, and a seed."""
 
 
@@ -60,7 +60,7 @@ def kill(
     node: NodeArgument,
     target: TargetOption = "node",
     device: DeviceOption = None,
-) -> Wish:
+) -> FaultFields:
     """SIGKILL a node, its trainers included, or trainers alone.
 
     Example: ftd chaos kill node-2 --target trainer
@@ -70,7 +70,7 @@ def kill(
 
 def term(
     node: NodeArgument,
-) -> Wish:
+) -> FaultFields:
     """Make a node leave gracefully, as a spot notice does.
 
     Example: ftd chaos term node-2
@@ -82,8 +82,8 @@ def stop(
     node: NodeArgument,
     target: TargetOption = "trainer",
     device: DeviceOption = None,
-    for_s: ForEver = None,
-) -> Wish:
+    for_s: UnlimitedDurationOption = None,
+) -> FaultFields:
     """SIGSTOP trainers, with --target node the daemon, too.
 
     Example: ftd chaos stop node-2 --for 5
@@ -95,7 +95,7 @@ def hang(
     node: NodeArgument,
     device: DeviceOption = None,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: an hour.")] = None,
-) -> Wish:
+) -> FaultFields:
     """Put trainers' main threads to sleep.
 
     Their other threads live on: no sign of life is missing, but no step comes.
@@ -108,7 +108,7 @@ def hang(
 def raise_(
     node: NodeArgument,
     device: DeviceOption = None,
-) -> Wish:
+) -> FaultFields:
     """Raise an exception in the training loop.
 
     As a bug of the user's code would.
@@ -124,8 +124,8 @@ def slow(
         float, typer.Option(min=1.0, help="Computing takes so many times as long; 1 ends it.")
     ] = 3.0,
     device: DeviceOption = None,
-    for_s: ForEver = None,
-) -> Wish:
+    for_s: UnlimitedDurationOption = None,
+) -> FaultFields:
     """Make a node's trainers slow, as a hot machine's are.
 
     Example: ftd chaos slow node-2 --factor 3 --for 60
@@ -136,7 +136,7 @@ def slow(
 def flip(
     node: NodeArgument,
     device: DeviceOption = None,
-) -> Wish:
+) -> FaultFields:
     """Change one bit of the snapshot in a node's memory.
 
     Of the newest one that it keeps.
@@ -149,7 +149,7 @@ def flip(
 def disconnect(
     node: NodeArgument,
     for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 5.")] = None,
-) -> Wish:
+) -> FaultFields:
     """Cut a node's connection to the broker.
 
     Without a goodbye; it comes back by itself.
@@ -168,9 +168,9 @@ def lossy(
     late_s: Annotated[
         float, typer.Option("--late", min=0.0, max=60.0, help="Seconds that a message is late at most.")
     ] = 0.0,
-    for_s: For10 = None,
+    for_s: ShortDurationOption = None,
     seed: SeedOption = 0,
-) -> Wish:
+) -> FaultFields:
     """Lose, double and delay messages of and to a node.
 
     In both directions: commands and signals.
@@ -190,8 +190,8 @@ def lossy(
 def fill_memory(
     node: NodeArgument,
     size_mib: SizeOption = None,
-    for_s: For10 = None,
-) -> Wish:
+    for_s: ShortDurationOption = None,
+) -> FaultFields:
     """Leave no room in the memory that a node's snapshots are in.
 
     Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
@@ -202,8 +202,8 @@ def fill_memory(
 def fill_disk(
     node: NodeArgument,
     size_mib: SizeOption = None,
-    for_s: For10 = None,
-) -> Wish:
+    for_s: ShortDurationOption = None,
+) -> FaultFields:
     """Leave no room on the disk that the job's checkpoints are on.
 
     Example: ftd chaos fill-disk node-2 --size-mib 512 --for 5
@@ -218,10 +218,10 @@ def _where(
     as_json: JsonOption = False,
 ) -> tuple[ClusterAddress, bool]:
     """The options that all have."""
-    return address_of(broker, cluster, config), as_json
+    return resolve_cluster(broker, cluster, config), as_json
 
 
-def _striking(wish: Callable[..., Wish]) -> Callable[..., None]:
+def _striking(wish: Callable[..., FaultFields]) -> Callable[..., None]:
     """The command of a fault: its own options, then those of ``_where``."""
     own, common = inspect.signature(wish).parameters, inspect.signature(_where).parameters
 
@@ -237,22 +237,22 @@ def _striking(wish: Callable[..., Wish]) -> Callable[..., None]:
     return command
 
 
-def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: Wish, *, as_json: bool) -> None:
-    """Send one fault. :raises RequestRefused: chaos is off there. :raises Unreachable: nobody answers."""
+def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: FaultFields, *, as_json: bool) -> None:
+    """Send one fault. :raises RequestRejected: chaos is off there. :raises Unreachable: nobody answers."""
     from ftd.faults.chaos.inject import RemoteInjector
-    from ftd.faults.chaos.targets import layout_of
-    from ftd.faults.chaos.values import AfterTime, Fault, Nodes
+    from ftd.faults.chaos.targets import read_layout
+    from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes
     from ftd.transport.client import ClusterClient
 
     seed = wish.pop("seed", 0)
     wanted = {"process": "trainer", **wish}
-    fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=Nodes(names=(node,)), **wanted)
+    fault = Fault(id=do, trigger=AfterTime(delay_s=0.0), do=do, target=NamedNodes(names=(node,)), **wanted)
 
     async def ask() -> None:
         async with ClusterClient(address) as client:
-            await RemoteInjector(client, layout=lambda: layout_of({}), seed=seed).inject(fault)
+            await RemoteInjector(client, layout=lambda: read_layout({}), seed=seed).inject(fault)
 
-    say_cluster(address)
+    print_cluster(address)
     run_async(ask())
     if as_json:
         print_json({"node": node, "fault": do, "cluster": address.cluster})

@@ -6,12 +6,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async, say_cluster
+from ftd.cli.options import (
+    BrokerOption,
+    ClusterOption,
+    ConfigOption,
+    print_cluster,
+    resolve_cluster,
+    run_async,
+)
 from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
 if TYPE_CHECKING:
-    from ftd.faults.chaos.player import Played
+    from ftd.faults.chaos.player import ScenarioResult
     from ftd.faults.chaos.values import Scenario
 
 
@@ -42,7 +49,7 @@ def run(
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
-    from ftd.faults.chaos.report import encoded, junit_of, text_of, write
+    from ftd.faults.chaos.report import encoded, render_junit, render_text, write
     from ftd.faults.chaos.scenario import load_scenario
 
     loaded = [load_scenario(path) for path in scenarios]
@@ -50,16 +57,16 @@ def run(
         if file is not None and not file.absolute().parent.is_dir():
             raise ConfigurationError(f"{file.parent} is no directory", field=option, remedy="make it first")
 
-    def tell(played: "Played") -> None:
-        typer.echo(text_of(played))
+    def tell(played: "ScenarioResult") -> None:
+        typer.echo(render_text(played))
 
     if local:
         work = play_locally(loaded, logs, typer.echo, tell)
     else:
-        work = _play_there(address_of(broker, cluster, config), loaded, tell)
+        work = _play_there(resolve_cluster(broker, cluster, config), loaded, tell)
     all_played = run_async(work)
     if junit is not None:
-        write(junit, junit_of(all_played), "--junit")
+        write(junit, render_junit(all_played), "--junit")
     if json_file is not None:
         write(json_file, encoded(all_played), "--json")
     raise typer.Exit(0 if all(played.met for played in all_played) else 1)
@@ -68,41 +75,41 @@ def run(
 async def play_locally(
     scenarios: "list[Scenario]",
     logs: Path | None,
-    say: Callable[[str], None],
-    tell: "Callable[[Played], None]",
-) -> "list[Played]":
+    report_progress: Callable[[str], None],
+    report_result: "Callable[[ScenarioResult], None]",
+) -> "list[ScenarioResult]":
     """Each on a cluster that was started for it, shared by those that want the same; in their order.
 
     :raises ConfigurationError: one of them cannot be played; nothing was started.
     """
-    from ftd.local.stage import Stage, setup_of, stage_key
+    from ftd.local.scenario_cluster import ScenarioCluster, cluster_key, require_setup
 
-    keys = [stage_key(setup_of(scenario)) for scenario in scenarios]
-    found: dict[int, Played] = {}
+    keys = [cluster_key(require_setup(scenario)) for scenario in scenarios]
+    found: dict[int, ScenarioResult] = {}
     for number, key in enumerate(keys):
         if number in found:
             continue
-        async with Stage(key, tell=say, logs=logs) as stage:
+        async with ScenarioCluster(key, report=report_progress, logs=logs) as stage:
             for index, scenario in enumerate(scenarios):
                 if keys[index] == key and index not in found:
-                    say(f"── {scenario.name}: {scenario.purpose}")
+                    report_progress(f"── {scenario.name}: {scenario.purpose}")
                     found[index] = await stage.play(scenario)
-                    tell(found[index])
+                    report_result(found[index])
     return [found[index] for index in range(len(scenarios))]
 
 
 async def _play_there(
-    address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[Played], None]"
-) -> "list[Played]":
+    address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[ScenarioResult], None]"
+) -> "list[ScenarioResult]":
     """On a cluster that runs, with what can be done over MQTT."""
     from ftd.faults.chaos.inject import require_remote
     from ftd.faults.chaos.remote import play_remotely
 
     for scenario in scenarios:
         require_remote(scenario, scenario.name)
-    say_cluster(address)
+    print_cluster(address)
     found = []
     for scenario in scenarios:
-        found.append(await play_remotely(address, scenario, tell=typer.echo))
+        found.append(await play_remotely(address, scenario, report=typer.echo))
         tell(found[-1])
     return found

@@ -150,7 +150,7 @@ def export(
     _check_options(kind, dtype=dtype, files_from=files_from, merge=merge)
     _check_output(output, kind)
     converted = dtype.value if dtype is not None else None
-    shard_bytes = size_in_bytes(max_shard_size, "--max-shard-size")
+    shard_bytes = parse_file_size(max_shard_size, "--max-shard-size")
     with _told():
         checkpoint = _store(url).open(step)
         try:
@@ -183,20 +183,20 @@ def export(
     if as_json:
         print_json(told)
         return
-    from ftd.observe.view.text import plural, size
+    from ftd.observe.view.text import format_size, plural
 
     tensors = plural(done.tensors, "tensor")
-    typer.echo(f"{output}: {tensors}, {size(done.size_bytes)}, step {checkpoint.manifest.step}")
+    typer.echo(f"{output}: {tensors}, {format_size(done.size_bytes)}, step {checkpoint.manifest.step}")
 
 
 def _store(url: str) -> "CheckpointStore":
     """:raises ConfigurationError: no such place."""
     from storage.checkpoint import CheckpointStore
-    from storage.errors import PlaceError
+    from storage.errors import LocationError
 
     try:
         return CheckpointStore.at(url)
-    except PlaceError as error:
+    except LocationError as error:
         raise ConfigurationError(str(error), field="URL") from error
 
 
@@ -257,7 +257,7 @@ def _check_output(path: Path, kind: Format) -> None:
         )
 
 
-def size_in_bytes(text: str, field: str) -> int:
+def parse_file_size(text: str, field: str) -> int:
     """Read ``5GB`` or ``500MiB``. :raises ConfigurationError: it is neither."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:

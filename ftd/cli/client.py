@@ -10,13 +10,13 @@ from ftd.cli.options import (
     ClusterOption,
     ConfigOption,
     JsonOption,
-    address_of,
+    print_cluster,
     print_json,
     print_rich,
+    resolve_cluster,
     run_async,
-    say_cluster,
 )
-from ftd.errors import FtdError, Unreachable
+from ftd.errors import FtdError, UnreachableError
 from ftd.transport.address import ClusterAddress
 
 
@@ -52,8 +52,8 @@ def submit(
     from ftd.transport.wire.public import SubmitRequest
 
     data = load_job_data(job, steps=steps)
-    address = address_of(broker, cluster, config)
-    job_id = ask_cluster(address, SubmitRequest, job=data)
+    address = resolve_cluster(broker, cluster, config)
+    job_id = send_request(address, SubmitRequest, job=data)
     if as_json:
         print_json({"job": job_id, "cluster": address.cluster})
     else:
@@ -76,7 +76,7 @@ def status(
     """
     from ftd.transport.client import ClusterClient
 
-    address = address_of(broker, cluster, config)
+    address = resolve_cluster(broker, cluster, config)
 
     async def ask() -> dict[str, Any]:
         async with ClusterClient(address) as client:
@@ -90,7 +90,9 @@ def status(
 
         print_rich(render_status(state))
     if state.get("phase") == "UNREACHABLE":
-        raise Unreachable(f"{state.get('reason', 'the coordinator is away')}; training goes on without it")
+        raise UnreachableError(
+            f"{state.get('reason', 'the coordinator is away')}; training goes on without it"
+        )
 
 
 def events(
@@ -105,7 +107,7 @@ def events(
 
     Example: ftd events --follow
     """
-    address = address_of(broker, cluster, config)
+    address = resolve_cluster(broker, cluster, config)
     run_async(_events(address, follow=follow, last=last, as_json=as_json))
 
 
@@ -128,7 +130,7 @@ def story(
     """
     from ftd.observe.view.story import chapters, render_story
 
-    past = run_async(_past(address_of(broker, cluster, config)))
+    past = run_async(_past(resolve_cluster(broker, cluster, config)))
     told = chapters(past, of)
     if not told and of.isdigit():
         _tell_recovery(past, int(of), as_json=as_json)
@@ -150,11 +152,11 @@ async def _past(address: ClusterAddress) -> list[dict[str, Any]]:
 
 
 def _tell_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool) -> None:
-    from ftd.observe.view.past import recovery_of
-    from ftd.observe.view.sentences import told
+    from ftd.observe.view.history import find_recovery
+    from ftd.observe.view.sentences import describe_recovery
 
-    report, recovery = recovery_of(generation, past)
-    sentences = told(recovery, report)
+    report, recovery = find_recovery(generation, past)
+    sentences = describe_recovery(recovery, report)
     if as_json:
         print_json({"generation": generation, "sentences": sentences})
     else:
@@ -176,8 +178,8 @@ def drain(
     """
     from ftd.transport.wire.public import DrainRequest
 
-    address = address_of(broker, cluster, config)
-    detail = ask_cluster(address, DrainRequest, node=node)
+    address = resolve_cluster(broker, cluster, config)
+    detail = send_request(address, DrainRequest, node=node)
     if as_json:
         print_json({"node": node, "detail": detail, "cluster": address.cluster})
     else:
@@ -197,18 +199,18 @@ def stop(
     """
     from ftd.transport.wire.public import StopRequest
 
-    address = address_of(broker, cluster, config)
-    detail = ask_cluster(address, StopRequest, job=job)
+    address = resolve_cluster(broker, cluster, config)
+    detail = send_request(address, StopRequest, job=job)
     if as_json:
         print_json({"job": job, "detail": detail, "cluster": address.cluster})
     else:
         typer.echo(detail)
 
 
-def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
+def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
     """Send one request that changes the cluster, name the cluster, and return the answer's detail.
 
-    :raises RequestRefused: the cluster says no. :raises Unreachable: it says nothing.
+    :raises RequestRejected: the cluster says no. :raises Unreachable: it says nothing.
     """
     from ftd.transport.client import ClusterClient
 
@@ -216,7 +218,7 @@ def ask_cluster(address: ClusterAddress, kind: Any, **fields: Any) -> str:
         async with ClusterClient(address) as client:
             return (await client.request(kind(**client.envelope(), **fields))).detail
 
-    say_cluster(address)
+    print_cluster(address)
     return run_async(ask())
 
 
@@ -267,7 +269,7 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
         past: list[dict[str, Any]] = []
         try:
             past = await client.history(newest=last) if last else []
-        except Unreachable:
+        except UnreachableError:
             if not follow:
                 raise
             typer.echo("ftd: no coordinator answers; showing what comes", err=True)

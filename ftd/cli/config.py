@@ -35,9 +35,9 @@ def show(config: FileOption = None, as_json: JsonOption = False) -> None:
 
     Example: ftd config show --config ftd.toml
     """
-    from ftd.config.daemon import effective_settings
+    from ftd.config.daemon import list_effective_settings
 
-    settings = effective_settings(config)
+    settings = list_effective_settings(config)
     if as_json:
         print_json({s.key.name: {"value": s.shown, "from": s.origin} for s in settings})
         return
@@ -56,11 +56,11 @@ def check(
 
     Example: ftd config check --config /etc/ftd/ftd.toml --node
     """
-    from ftd.config.daemon import examined_daemon_config
+    from ftd.config.daemon import examine_daemon_config
 
-    loaded, mistakes = examined_daemon_config(config)
-    if node and not mistakes.concern("", "secret", "secret_file"):
-        with mistakes.noted():
+    loaded, mistakes = examine_daemon_config(config)
+    if node and not mistakes.affect("", "secret", "secret_file"):
+        with mistakes.collect():
             loaded.require_secret()
     mistakes.raise_any()
     typer.echo(f"{config} is sound: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
@@ -73,10 +73,10 @@ def reference() -> None:
 
     Example: ftd config reference > docs/reference/keys.md
     """
-    from ftd.config.daemon_file import markdown
-    from ftd.config.job_reference import job_markdown
+    from ftd.config.daemon_file import render_daemon_reference
+    from ftd.config.job_reference import render_job_reference
 
-    typer.echo(f"{markdown()}\n{job_markdown()}", nl=False)
+    typer.echo(f"{render_daemon_reference()}\n{render_job_reference()}", nl=False)
 
 
 def schema() -> None:
@@ -84,6 +84,6 @@ def schema() -> None:
 
     Example: ftd config schema > ftd.schema.json
     """
-    from ftd.config.daemon_file import schema as made
+    from ftd.config.daemon_file import daemon_schema as made
 
     typer.echo(json.dumps(made(), indent=2))

@@ -21,16 +21,16 @@ def contract(
 
     Example: ftd contract > asyncapi.json
     """
-    from ftd.transport.wire.contract_file import read_contract, shipped
+    from ftd.transport.wire.contract_file import read_contract, read_shipped_contract
 
     if against is None:
-        typer.echo(shipped().decode(), nl=False)
+        typer.echo(read_shipped_contract().decode(), nl=False)
         return
     import msgspec
 
-    from ftd.transport.wire.compatibility import broken
+    from ftd.transport.wire.compatibility import breaking_changes
 
-    problems = broken(read_contract(against), msgspec.json.decode(shipped()))
+    problems = breaking_changes(read_contract(against), msgspec.json.decode(read_shipped_contract()))
     for problem in problems:
         typer.echo(problem)
     if problems:

@@ -14,8 +14,8 @@ def coordinator(
     config: Annotated[
         Path | None, typer.Option(help="ftd.toml; without it, the defaults and a broker on this machine.")
     ] = None,
-    anew: Annotated[
-        bool, typer.Option("--anew", help="Forget the job, here and at the broker; its trainers start over.")
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Forget the job, here and at the broker; its trainers start over.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every committed step, too.")] = False,
 ) -> None:
@@ -46,6 +46,6 @@ def coordinator(
     sys.setswitchinterval(0.001)
 
     async def run() -> None:
-        await CoordinatorDaemon(loaded, anew=anew).run()
+        await CoordinatorDaemon(loaded, reset=reset).run()
 
     uvloop.run(run())

@@ -29,21 +29,21 @@ def doctor(
 
     Example: ftd doctor --config /etc/ftd/ftd.toml
     """
+    from ftd.cli.checks.check_result import CheckResult, warning
     from ftd.cli.checks.cluster import check_cluster
-    from ftd.cli.checks.configuration import broker_is_known, check_configuration
-    from ftd.cli.checks.finding import Finding, warning
+    from ftd.cli.checks.configuration import check_configuration, is_broker_known
     from ftd.cli.checks.host import check_host, check_names
-    from ftd.config.daemon import examined_daemon_config
+    from ftd.config.daemon import examine_daemon_config
 
-    findings: list[Finding] = []
+    findings: list[CheckResult] = []
 
-    def note(finding: Finding) -> None:
+    def note(finding: CheckResult) -> None:
         findings.append(finding)
         if not as_json:
             remedy = f"\n{'':9}→ {finding.remedy}" if finding.remedy else ""
             typer.echo(f"{_MARKS[finding.verdict]}  {finding.check}: {finding.detail}{remedy}")
 
-    loaded, mistakes = examined_daemon_config(config)
+    loaded, mistakes = examine_daemon_config(config)
     for finding in check_configuration(loaded, mistakes):
         note(finding)
     for finding in check_host(loaded):
@@ -53,7 +53,7 @@ def doctor(
         async for finding in check_cluster(loaded):
             note(finding)
 
-    if broker_is_known(mistakes):
+    if is_broker_known(mistakes):
         note(check_names(loaded))
         run_async(ask())
     else:

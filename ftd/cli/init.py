@@ -77,7 +77,7 @@ def init(
 
     Example: ftd init llama.toml --model llama --data "corpus/*.jsonl" --tokenizer bytes --yes
     """
-    from ftd.config.job_choices import DEFAULT_STEPS, Choices, path_beside, tables_of
+    from ftd.config.job_choices import DEFAULT_STEPS, JobChoices, build_tables, path_relative_to
 
     _check_place(path, force=force)
     ask = _Questions(wanted=not yes and sys.stdin.isatty())
@@ -92,11 +92,11 @@ def init(
         )
     else:
         script, _, called = function.rpartition(":")
-        function = f"{path_beside(script, beside)}:{called}" if script.endswith(".py") else function
+        function = f"{path_relative_to(script, beside)}:{called}" if script.endswith(".py") else function
         sources = {}
     if length is None and {"tokens", "text", "instructions", "megatron"} & sources.get("data", {}).keys():
         length = ask.number("Tokens of a sample; 0: 1024, or the model's longest", None, 0) or None
-    choices = Choices(
+    choices = JobChoices(
         name=ask.text("Name of the job", name, path.stem),
         steps=ask.number("Steps to train", steps, DEFAULT_STEPS, least=1),
         function=function,
@@ -110,7 +110,7 @@ def init(
         nodes=ask.number("Nodes", nodes, 2, least=1),
         devices_per_node=ask.number("Devices of each node", devices_per_node, 1, least=1),
     )
-    _write(path, tables_of(choices))
+    _write(path, build_tables(choices))
     devices = f" --devices-per-node {choices.devices_per_node}" if choices.devices_per_node > 1 else ""
     typer.echo(f"wrote {path}; next: ftd local {path} --nodes {choices.nodes}{devices}")
 
@@ -172,7 +172,14 @@ def _model_and_data(
 
     :raises ConfigurationError: an option is wrong or missing.
     """
-    from ftd.config.job_choices import DEFAULT_SIZE, SIZES, data_table, image_facts, model_table, path_beside
+    from ftd.config.job_choices import (
+        DEFAULT_SIZE,
+        SIZES,
+        data_table,
+        image_overrides,
+        model_table,
+        path_relative_to,
+    )
 
     def model_of(written: str) -> "Tables":
         made = model_table(written, size or DEFAULT_SIZE, beside)
@@ -193,7 +200,7 @@ def _model_and_data(
         lambda written: data_table([written, *(data or [])[1:]], field, beside),
     )
     if "images" in read:
-        made["overrides"] = made.get("overrides", {}) | image_facts(beside / read["images"], made)
+        made["overrides"] = made.get("overrides", {}) | image_overrides(beside / read["images"], made)
         if "architecture" in made:
             made["task"] = "image-classification"
     elif tokenizer is not None or "text" in read or "instructions" in read:
@@ -201,7 +208,7 @@ def _model_and_data(
         own = "huggingface" in made and (directory / "tokenizer.json").is_file()
         if tokenizer is not None or not own:
             chosen = ask.text("Tokenizer: directory, or bytes", tokenizer, "bytes")
-            read["tokenizer"] = chosen if chosen == "bytes" else path_beside(chosen, beside)
+            read["tokenizer"] = chosen if chosen == "bytes" else path_relative_to(chosen, beside)
     return {"model": made, "data": read}
 
 

@@ -36,8 +36,8 @@ def install(
     Example: ftd install node --dry-run
     """
     from ftd.cli.units.files import files_for, hidden_from_others, next_steps
-    from ftd.cli.units.files import install as write
-    from ftd.cli.units.units import Layout
+    from ftd.cli.units.files import write_files as write
+    from ftd.cli.units.units import InstallPaths
     from ftd.errors import ConfigurationError
 
     for path, field in ((config, "--config"), *((path, "--writable") for path in writable or ())):
@@ -46,7 +46,7 @@ def install(
     program = executable or _this()
     if not program.is_absolute() or not program.is_file():
         raise ConfigurationError(f"{program} is no file", field="--executable", remedy="give the whole path")
-    files = files_for(role, Layout(executable=program, config=config, writable=tuple(writable or ())))
+    files = files_for(role, InstallPaths(executable=program, config=config, writable=tuple(writable or ())))
     if dry_run:
         for file in files:
             typer.echo(f"# --- {root / file.path.relative_to('/')}\n{file.text}")

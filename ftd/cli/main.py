@@ -83,7 +83,7 @@ def main() -> None:
     try:
         app(prog_name="ftd")
     except FtdError as error:
-        for mistake in error.mistakes if isinstance(error, ConfigurationError) else (error,):
+        for mistake in error.errors if isinstance(error, ConfigurationError) else (error,):
             print(f"ftd: {mistake}", file=sys.stderr)
         sys.exit(error.exit_code)
 

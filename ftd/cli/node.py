@@ -32,12 +32,12 @@ def node(
     from ftd.config.daemon import load_daemon_config
     from ftd.logs import configure_logs
     from ftd.node.daemon import NodeDaemon
-    from ftd.snapshots.keeper.daemon import KeeperDaemon
+    from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
 
     loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="node", node=loaded.node)
 
     async def run() -> int:
-        return await (KeeperDaemon(loaded) if snapshots_only else NodeDaemon(loaded)).run()
+        return await (SnapshotAgentDaemon(loaded) if snapshots_only else NodeDaemon(loaded)).run()
 
     raise typer.Exit(uvloop.run(run()))

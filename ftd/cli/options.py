@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from ftd.config.clusters import find_cluster
-from ftd.config.reading import meanings_of
+from ftd.config.validation import field_descriptions
 from ftd.transport.address import ClusterAddress
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ ConfigOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON for scripts instead of text for people.")]
 
 
-def with_keys_of(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def with_table_options(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Add an option for each field of a table of the job file, with the field's name, type and meaning, to a command.
 
     The command takes those that were given as its ``**`` parameter.
@@ -41,7 +41,7 @@ def with_keys_of(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]],
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        keys = [_key_parameter(field, meanings_of(table)) for field in msgspec.structs.fields(table)]
+        keys = [_key_parameter(field, field_descriptions(table)) for field in msgspec.structs.fields(table)]
 
         @functools.wraps(command)
         def with_given(**values: Any) -> None:
@@ -64,12 +64,12 @@ def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -
     )
 
 
-def address_of(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:
+def resolve_cluster(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:
     """:raises ConfigurationError: nothing says which cluster is meant."""
     return find_cluster(broker, cluster, config)
 
 
-def say_cluster(address: ClusterAddress) -> None:
+def print_cluster(address: ClusterAddress) -> None:
     """Name, on stderr, the cluster that a command is about to change."""
     typer.echo(f"ftd: cluster {address.cluster} at {address.broker.url}", err=True)
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import JsonOption, print_json, print_rich, with_keys_of
+from ftd.cli.options import JsonOption, print_json, print_rich, with_table_options
 from ftd.cli.plan_request import (
     MOST_DEVICES_PER_NODE,
     MOST_MICROBATCHES,
     MOST_NODES,
     PlanOptions,
     PlanRequest,
-    requested,
+    build_plan_request,
 )
 from ftd.errors import ConfigurationError
 from planner.values import ActivationCheckpointing, PlannerOptions
@@ -97,7 +97,7 @@ PlotOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    app.command("plan")(with_keys_of(PlannerOptions)(plan))
+    app.command("plan")(with_table_options(PlannerOptions)(plan))
 
 
 def plan(
@@ -130,7 +130,7 @@ def plan(
         raise ConfigurationError(
             f"{plot.name} names no format", field="--plot", remedy="end it in .svg, .png or .html"
         )
-    request = requested(
+    request = build_plan_request(
         PlanOptions(
             job=job,
             profile=profile,
@@ -163,7 +163,7 @@ def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None
     description = describe(seen)
     other = describe(request.other_objective().preview()) if compare else None
     checked = _checked(seen) if check else None
-    protection = request.protected(seen)
+    protection = request.snapshot_protection(seen)
     if as_json:
         document = _as_json(description, planning_s, other, checked)
         print_json(

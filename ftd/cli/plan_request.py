@@ -87,7 +87,7 @@ class PlanRequest:
             )
         return seen
 
-    def protected(self, seen: "Preview") -> "SnapshotProtection | None":
+    def snapshot_protection(self, seen: "Preview") -> "SnapshotProtection | None":
         """What protects snapshots on the pipelines that ``preview`` chose; ``None`` where there are none.
 
         :raises ConfigurationError: the scheme is not for so many owners.
@@ -100,9 +100,9 @@ class PlanRequest:
         try:
             if self.protection != "auto":
                 return protection_of(seen, layers, self.protection)
-            from ftd.coordinator.protection_choice import choose
+            from ftd.coordinator.protection_choice import choose_scheme
 
-            choice = choose(
+            choice = choose_scheme(
                 len(seen.instantiation.sizes),
                 self.policy.tolerate,
                 zero1=self.zero1,
@@ -167,7 +167,7 @@ _OPTIONS = {
 }
 
 
-def requested(options: PlanOptions) -> PlanRequest:
+def build_plan_request(options: PlanOptions) -> PlanRequest:
     """Read the files and, where a job but no profile is given, measure the model.
 
     :raises ConfigurationError: names the option or the field, and what would work.
@@ -180,7 +180,7 @@ def requested(options: PlanOptions) -> PlanRequest:
             field="--profile",
             remedy="give --profile FILE (no cluster needed), or a JOB.toml whose model is then measured",
         )
-    memory_bytes = None if options.memory is None else size_bytes(options.memory, field="--memory")
+    memory_bytes = None if options.memory is None else parse_memory_size(options.memory, field="--memory")
     protection = _checked_scheme(options.protection)
     job = known = None
     zero1 = False
@@ -229,12 +229,12 @@ def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | Non
     if known is not None:
         return known
     assert job is not None, "one of the two was given"
-    from ftd.cli.profiling.layers import measured_profile
-    from ftd.observe.view.progress import late_progress
+    from ftd.cli.profiling.layers import measure_profile
+    from ftd.observe.view.progress import delayed_progress
 
-    with late_progress("measuring layers") as told:
+    with delayed_progress("measuring layers") as told:
         way = options.activation_checkpointing or job.policy.activation_checkpointing
-        return measured_profile(job, told, activation_checkpointing=way)
+        return measure_profile(job, told, activation_checkpointing=way)
 
 
 def _policy_of_job(job: "Job", options: PlanOptions) -> Policy:
@@ -257,7 +257,7 @@ def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> Policy:
     )
 
 
-def size_bytes(written: str, *, field: str) -> int:
+def parse_memory_size(written: str, *, field: str) -> int:
     """``80GiB``, ``500 MB``, ``1048576`` as bytes.
 
     :raises ConfigurationError: it is no size, or none at all.

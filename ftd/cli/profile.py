@@ -52,18 +52,18 @@ def profile(
 
 
 async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
-    from ftd.cli.profiling.document import document_of
-    from ftd.cli.profiling.layers import measured_layers
-    from ftd.cli.profiling.network import measured_links
-    from ftd.observe.view.progress import late_progress
+    from ftd.cli.profiling.document import build_profile_document
+    from ftd.cli.profiling.layers import measure_layers
+    from ftd.cli.profiling.network import measure_links
+    from ftd.observe.view.progress import delayed_progress
 
-    with late_progress("measuring layers") as told:
-        layers = await measured_layers(job, told)
+    with delayed_progress("measuring layers") as told:
+        layers = await measure_layers(job, told)
     links = None
     if network:
-        with late_progress("measuring the network") as told:
-            links = await measured_links(job.training["backend"], told)
-    return document_of(job.name, layers, links, job.policy.devices_per_node)
+        with delayed_progress("measuring the network") as told:
+            links = await measure_links(job.training["backend"], told)
+    return build_profile_document(job.name, layers, links, job.policy.devices_per_node)
 
 
 def _check_output(path: Path) -> None:

@@ -8,7 +8,7 @@ import typer
 from ftd.cli.options import JsonOption, print_json, print_rich
 
 if TYPE_CHECKING:
-    from ftd.config.reliability_file import ReliabilityQuestion
+    from ftd.config.reliability_file import ReliabilityInput
     from planner.reliability import Survival
 
 
@@ -39,7 +39,7 @@ def reliability(
         from ftd.observe.view.plots.survival_plot import plot_survival
 
         plot_survival(question, plot)
-    told = answers(question)
+    told = compute_answers(question)
     if as_json:
         print_json(told)
         return
@@ -48,7 +48,7 @@ def reliability(
     print_rich(render_reliability(question, told))
 
 
-def answers(question: "ReliabilityQuestion") -> dict[str, Any]:
+def compute_answers(question: "ReliabilityInput") -> dict[str, Any]:
     """Everything the command says, as JSON has it; ``None`` means for ever, or an f beyond all sense."""
     import math
 
@@ -76,7 +76,7 @@ def answers(question: "ReliabilityQuestion") -> dict[str, Any]:
     }
 
 
-def _curve(question: "ReliabilityQuestion", survival: "Survival") -> dict[str, float | None]:
+def _curve(question: "ReliabilityInput", survival: "Survival") -> dict[str, float | None]:
     from planner.reliability import daly_days, mean_days, safe_days, young_days
 
     mean = mean_days(survival)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, print_rich, run_async
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, print_rich, resolve_cluster, run_async
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def report(
 
     Example: ftd report gpt --html gpt.html
     """
-    from ftd.observe.view.files import require_format, write
+    from ftd.observe.view.files import require_format, write_file
     from ftd.observe.view.pages.report_page import report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
@@ -54,11 +54,11 @@ def report(
         require_format(path, FORMATS, "--plot")
     found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
     if html is not None:
-        write(html, report_page(found).encode(), "--html")
+        write_file(html, report_page(found).encode(), "--html")
     for path in plot or ():
         plot_report(found, path)
     if out is not None:
-        write(out, found.to_bytes(), "--json")
+        write_file(out, found.to_bytes(), "--json")
     if html is None and out is None and not plot:
         print_rich(render_summary(found))
 
@@ -79,13 +79,13 @@ def _from_file(path: Path) -> "Report":
 
 
 def _from_cluster(job: str, broker: str | None, cluster: str | None, config: Path | None) -> "Report":
-    from ftd.observe.view.past import report_of
+    from ftd.observe.view.history import build_job_report
     from ftd.transport.client import ClusterClient
 
-    address = address_of(broker, cluster, config)
+    address = resolve_cluster(broker, cluster, config)
 
     async def ask() -> "Report":
         async with ClusterClient(address) as client:
-            return report_of(job, await client.history(), await client.history(what="steps"))
+            return build_job_report(job, await client.history(), await client.history(what="steps"))
 
     return run_async(ask())

@@ -11,9 +11,9 @@ from ftd.cli.options import JsonOption, print_json
 from ftd.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from ftd.faults.chaos.player import Played
+    from ftd.faults.chaos.player import ScenarioResult
     from ftd.faults.chaos.values import Scenario
-    from ftd.faults.sim.setting import Setting
+    from ftd.faults.sim.scenario_setup import ScenarioSetup
 
 
 def register(app: typer.Typer) -> None:
@@ -92,45 +92,45 @@ def _scenario(
     as_json: bool,
 ) -> int:
     """The exit code. :raises ConfigurationError: the simulator cannot play this."""
-    from ftd.faults.chaos.report import json_of, junit_of, text_of, write
+    from ftd.faults.chaos.report import build_document, render_junit, render_text, write
     from ftd.faults.chaos.scenario import load_scenario
-    from ftd.faults.sim.scenario import play
-    from ftd.faults.sim.setting import setting_of
+    from ftd.faults.sim.scenario import play_simulated
+    from ftd.faults.sim.scenario_setup import make_scenario_setup
 
     whole = load_scenario(path)
-    setting = setting_of(whole, job, nodes, path.name)
+    setting = make_scenario_setup(whole, job, nodes, path.name)
     scenario, skipped = _playable(whole, setting, path.name, skip)
-    found: list[Played] = []
+    found: list[ScenarioResult] = []
     if skipped and not scenario.faults:  # What it expects is about what is left out.
         scenario, seeds = replace(scenario, expect=(), steps_after=0), seeds[:1]
     for seed in seeds:
-        played, lines = play(scenario, setting, seed, skipped=skipped, tracing=trace)
+        played, lines = play_simulated(scenario, setting, seed, skipped=skipped, tracing=trace)
         found.append(played)
         if not as_json:
-            typer.echo("\n".join((*lines, text_of(played))))
+            typer.echo("\n".join((*lines, render_text(played))))
     if as_json:
-        print_json([json_of(played) for played in found])
+        print_json([build_document(played) for played in found])
     if junit is not None:
-        write(junit, junit_of(found), "--junit")
+        write(junit, render_junit(found), "--junit")
     return 0 if all(played.met for played in found) else 1
 
 
 def _playable(
-    whole: "Scenario", setting: "Setting", origin: str, skip: bool
+    whole: "Scenario", setting: "ScenarioSetup", origin: str, skip: bool
 ) -> tuple["Scenario", tuple[tuple[str, str], ...]]:
     """What of a scenario the simulator can play, and what is left out, with the reason.
 
     :raises ConfigurationError: something cannot be played, and nobody said to leave it out.
     """
-    from ftd.faults.sim.setting import unsupported, without
+    from ftd.faults.sim.scenario_setup import unsupported_faults, without_faults
 
-    lacking = unsupported(whole, setting)
+    lacking = unsupported_faults(whole, setting)
     why = "; ".join(f"{fault.id} ({fault.do}): {reason}" for fault, reason in lacking.items())
     if lacking and not skip:
         raise ConfigurationError(
             f"the simulator cannot play it: {why}", field=origin, remedy="--skip-unsupported leaves these out"
         )
-    scenario = without(whole, lacking)
+    scenario = without_faults(whole, lacking)
     waiting = {
         f.id: "it waits for a fault that is left out" for f in whole.faults if f not in scenario.faults
     }
@@ -138,7 +138,7 @@ def _playable(
 
 
 def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
-    from ftd.faults.sim.run import run_seed
+    from ftd.faults.sim.simulation_run import run_seed
 
     result = run_seed(seed, tracing=trace)
     if as_json:
@@ -163,7 +163,7 @@ def _one(seed: int, *, trace: bool, as_json: bool) -> bool:
 
 
 def _many(seeds: range, *, as_json: bool) -> bool:
-    from ftd.faults.sim.run import run_seed
+    from ftd.faults.sim.simulation_run import run_seed
 
     began = time.perf_counter()
     broken: dict[int, str] = {}

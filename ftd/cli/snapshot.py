@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ftd.cli.client import ask_cluster
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, address_of, print_json
+from ftd.cli.client import send_request
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOption, print_json, resolve_cluster
 from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
@@ -29,7 +29,7 @@ def now(
 
     Example: ftd snapshot now
     """
-    _request(address_of(broker, cluster, config), as_json, now=True)
+    _request(resolve_cluster(broker, cluster, config), as_json, now=True)
 
 
 @snapshot.command("every")
@@ -56,7 +56,7 @@ def every(
             remedy="write a number of steps, auto, or 0 for none",
         )
     steps = "auto" if written == "auto" else int(written)
-    _request(address_of(broker, cluster, config), as_json, every_steps=steps)
+    _request(resolve_cluster(broker, cluster, config), as_json, every_steps=steps)
 
 
 @snapshot.command("protect")
@@ -76,13 +76,13 @@ def protect(
 
     Example: ftd snapshot protect aec2
     """
-    _request(address_of(broker, cluster, config), as_json, protection=scheme.strip().lower())
+    _request(resolve_cluster(broker, cluster, config), as_json, protection=scheme.strip().lower())
 
 
 def _request(address: ClusterAddress, as_json: bool, **fields: Any) -> None:
     from ftd.transport.wire.public import SnapshotRequest
 
-    detail = ask_cluster(address, SnapshotRequest, **fields)
+    detail = send_request(address, SnapshotRequest, **fields)
     if as_json:
         print_json({"detail": detail, "cluster": address.cluster})
     else:

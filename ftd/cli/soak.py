@@ -72,7 +72,7 @@ def soak(
     from ftd.local.run import require_writable
     from ftd.local.soak.options import SoakOptions
     from ftd.local.soak.plot import plot_soak, require_picture
-    from ftd.local.soak.report import lines
+    from ftd.local.soak.report import render_lines
 
     silence_logs()
     require_picture(plot)
@@ -97,8 +97,8 @@ def soak(
         report.write_bytes(found.to_bytes())
     if plot is not None:
         plot_soak(found, plot)
-    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(lines(found)))
-    raise typer.Exit(0 if found.held else 1)
+    typer.echo(found.to_bytes().decode().rstrip() if as_json else "\n".join(render_lines(found)))
+    raise typer.Exit(0 if found.passed else 1)
 
 
 def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":

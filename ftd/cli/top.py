@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster, run_async
 
 if TYPE_CHECKING:
     from ftd.observe.view.live.view import LiveView
@@ -31,7 +31,7 @@ def top(
 
     Example: ftd top --broker mqtt://10.0.0.1:1883
     """
-    run_async(_watch(address_of(broker, cluster, config), once=once))
+    run_async(_watch(resolve_cluster(broker, cluster, config), once=once))
 
 
 async def _watch(address: "ClusterAddress", *, once: bool) -> None:
@@ -59,15 +59,15 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
 
 async def _recall(client: Any, view: "LiveView", job: dict[str, Any] | None) -> None:
     """What happened before we came, as far as it is drawn."""
-    from ftd.errors import Unreachable
+    from ftd.errors import UnreachableError
 
     try:
         past = await client.history(newest=PAST_EVENTS)
         steps = await client.history(what="steps", newest=PAST_STEPS)
-    except Unreachable:
+    except UnreachableError:
         return  # The coordinator is away: the retained state has to do.
     for event in past:
-        view.recall(event)
+        view.replay_event(event)
     for step in steps:
         if job is not None and step["job"] == job["id"]:
-            view.recall({**step, "event": "StepCommitted"})
+            view.replay_event({**step, "event": "StepCommitted"})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, address_of, run_async
+from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, resolve_cluster, run_async
 from ftd.errors import ConfigurationError, FtdError
 from ftd.observe.view.text import pipeline_name
 from ftd.transport.address import ClusterAddress
@@ -50,14 +50,14 @@ def trace(
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
     from ftd.observe.view.plots.trace_plot import copied_line, plot_trace
-    from ftd.observe.view.trace import chrome_trace, rows_of
+    from ftd.observe.view.trace import align_traces, chrome_trace
 
     places = out or [Path("trace.json")]
     for path in places:
         _check(path)
-    address = address_of(broker, cluster, config)
-    state, found = run_async(ask(address, steps, within))
-    rows = rows_of(found, _places(state))
+    address = resolve_cluster(broker, cluster, config)
+    state, found = run_async(request_traces(address, steps, within))
+    rows = align_traces(found, _places(state))
     name = str((state.get("job") or {}).get("name") or address.cluster)
     for path in places:
         if path.suffix.lower() == ".json":
@@ -87,12 +87,12 @@ def _check(path: Path) -> None:
         )
 
 
-async def ask(
+async def request_traces(
     address: ClusterAddress, steps: int, within_s: float
 ) -> tuple[dict[str, Any], list["TraceData"]]:
     """The cluster's state and every rank's answer.
 
-    :raises FtdError: nothing is training. :raises RequestRefused: a node says no. :raises Unreachable: one
+    :raises FtdError: nothing is training. :raises RequestRejected: a node says no. :raises Unreachable: one
         says nothing.
     """
     import msgspec

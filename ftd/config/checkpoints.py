@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.reading import require_positive
+from ftd.config.validation import require_positive
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import CheckpointData
 from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
@@ -21,35 +21,35 @@ def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointDat
     return msgspec.structs.replace(table, **resolved)
 
 
-def check_checkpoint(told: CheckpointData, *, snapshots: bool) -> None:
+def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
     """:param snapshots: the job takes some. :raises ConfigurationError: names the field and the remedy."""
-    if not told.url:
-        if told.every_steps:
+    if not table.url:
+        if table.every_steps:
             raise ConfigurationError(
                 "checkpoints need a place",
                 field="checkpoint.url",
                 remedy="write a directory or a URL that the coordinator and all nodes reach",
             )
-        _check_no_exports(told)
+        _check_no_exports(table)
         return
-    if told.every_steps == 0:
+    if table.every_steps == 0:
         raise ConfigurationError(
             "checkpoints want a number of steps between them",
             field="checkpoint.every_steps",
             remedy="write every_steps = 1000, say, under [checkpoint]; without checkpoints, leave url out",
         )
-    if told.every_steps < 1:
+    if table.every_steps < 1:
         raise ConfigurationError(
-            f"{told.every_steps} is not allowed", field="checkpoint.every_steps", remedy="write 1 or more"
+            f"{table.every_steps} is not allowed", field="checkpoint.every_steps", remedy="write 1 or more"
         )
-    require_positive(told.keep, "checkpoint.keep")
+    require_positive(table.keep, "checkpoint.keep")
     if not snapshots:
         raise ConfigurationError(
             "checkpoints are written from snapshots, and this job takes none",
             field="snapshot.every_steps",
             remedy="write a number of steps, or auto, under [snapshot]",
         )
-    _check_exports(told)
+    _check_exports(table)
 
 
 def _check_no_exports(told: CheckpointData) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 import msgspec
 
 from ftd.config.daemon import load_daemon_config
-from ftd.config.reading import require_name
+from ftd.config.validation import require_name
 from ftd.errors import ConfigurationError
 from ftd.transport.address import DEFAULT_CLUSTER, ClusterAddress, parse_broker, user_runtime_dir
 
 _PREFIX = "local-"
 
 
-class LocalCluster(msgspec.Struct, frozen=True, kw_only=True):
+class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Content of the file of a local cluster."""
 
     cluster: str
@@ -49,10 +49,10 @@ class LocalCluster(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.cluster} ({self.job}, process {self.pid})"
 
 
-class Announcement:
-    """The name of a local cluster, and its file while a ``claimed`` block runs."""
+class ClusterRegistration:
+    """The name of a local cluster, and its file while a ``register_cluster`` block runs."""
 
-    def __init__(self, content: LocalCluster) -> None:
+    def __init__(self, content: LocalClusterRecord) -> None:
         self._content = content
 
     @property
@@ -61,7 +61,7 @@ class Announcement:
         return self._content.cluster
 
     @contextlib.contextmanager
-    def reachable(self, broker_url: str) -> Iterator[None]:
+    def publish_broker(self, broker_url: str) -> Iterator[None]:
         """Let commands find the cluster at this broker while the block runs."""
         _write(msgspec.structs.replace(self._content, broker=broker_url))
         try:
@@ -71,7 +71,7 @@ class Announcement:
 
 
 @contextlib.contextmanager
-def claimed(name: str | None, job: Path) -> Iterator[Announcement]:
+def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistration]:
     """Reserve a name for a cluster of this process; the name is free again after the block.
 
     :param name: the wanted name; ``None``: ``ftd``, or ``ftd-2`` and so on where clusters of these names are running.
@@ -91,27 +91,27 @@ def claimed(name: str | None, job: Path) -> Iterator[Announcement]:
         while name is None or name in running:
             name = DEFAULT_CLUSTER if number == 1 else f"{DEFAULT_CLUSTER}-{number}"
             number += 1
-        content = LocalCluster(
+        content = LocalClusterRecord(
             cluster=name, job=str(job), pid=os.getpid(), started=_start_time(os.getpid()) or 0
         )
         _write(content)
     try:
-        yield Announcement(content)
+        yield ClusterRegistration(content)
     finally:
         _file(name).unlink(missing_ok=True)
 
 
-def reachable_clusters() -> list[LocalCluster]:
+def reachable_clusters() -> list[LocalClusterRecord]:
     """Return the local clusters that are running and have a broker, sorted by name."""
     return [cluster for cluster in _running() if cluster.broker is not None]
 
 
-def _running(*, remove: bool = False) -> list[LocalCluster]:
+def _running(*, remove: bool = False) -> list[LocalClusterRecord]:
     """Return the clusters whose processes run. :param remove: remove the files of the others."""
     found = []
     for path in user_runtime_dir().glob(f"{_PREFIX}*.json"):
         try:
-            cluster = msgspec.json.decode(path.read_bytes(), type=LocalCluster)
+            cluster = msgspec.json.decode(path.read_bytes(), type=LocalClusterRecord)
         except (OSError, msgspec.DecodeError):
             cluster = None
         if cluster is not None and _start_time(cluster.pid) == cluster.started:
@@ -134,7 +134,7 @@ def _file(name: str) -> Path:
     return user_runtime_dir() / f"{_PREFIX}{name}.json"
 
 
-def _write(content: LocalCluster) -> None:
+def _write(content: LocalClusterRecord) -> None:
     """Replace the file of the cluster; a reader sees the old or the new content."""
     path = _file(content.cluster)
     partial = path.with_suffix(f".{os.getpid()}")

@@ -22,17 +22,17 @@ from ftd.config.daemon_file import (
     BrokerTable,
     CoordinatorTable,
     DaemonFile,
-    Key,
+    DaemonKey,
     NodeTable,
-    keys,
-    variable_of,
+    daemon_keys,
+    environment_variable,
 )
-from ftd.config.dashboard import DashboardPlace, dashboard_place
-from ftd.config.metrics import MetricsPlace, metrics_place
-from ftd.config.mistakes import Mistakes
-from ftd.config.reading import nearest, read_toml, require_name, require_positive, sifted
+from ftd.config.dashboard import DashboardAddress, dashboard_address
+from ftd.config.error_collector import ErrorCollector
+from ftd.config.metrics import MetricsAddress, metrics_address
 from ftd.config.secrets import read_secret, require_private
 from ftd.config.shard_tls import ShardTls, shard_tls
+from ftd.config.validation import keep_valid_fields, read_toml, require_name, require_positive, suggest_name
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import BrokerAddress, Tls, is_host, parse_broker, user_runtime_dir
 from ftd.transport.tls import tls_context
@@ -102,13 +102,13 @@ class DaemonConfig:
     checkpoint_rate_bytes_s: float | None
     scrub_rate_bytes_s: float
     snapshot_peers: tuple[str, ...]
-    node_metrics: MetricsPlace | None
+    node_metrics: MetricsAddress | None
     coordinator: str
     """Its name among the coordinators of the cluster."""
     priority: int
     state_dir: Path
-    coordinator_metrics: MetricsPlace | None
-    dashboard: DashboardPlace | None
+    coordinator_metrics: MetricsAddress | None
+    dashboard: DashboardAddress | None
     secret: str | None
     timing: Timing = dataclasses.field(default_factory=Timing)
 
@@ -149,18 +149,18 @@ def load_with_origins(
     return config, data, origins
 
 
-def examined_daemon_config(
+def examine_daemon_config(
     path: Path | None, *, environment: Mapping[str, str] = os.environ
-) -> tuple[DaemonConfig, Mistakes]:
+) -> tuple[DaemonConfig, ErrorCollector]:
     """What is wrong, and the configuration without it: defaults are in its place."""
     origins: dict[str, str] = {}
     mistakes = _mistakes_of(path, origins)
-    written: dict[str, Any] = mistakes.made(lambda: read_toml(path) if path else {}, {})
+    written: dict[str, Any] = mistakes.value_or(lambda: read_toml(path) if path else {}, {})
     return _read(written, path, environment, origins, mistakes)[0], mistakes
 
 
-def _mistakes_of(path: Path | None, origins: Mapping[str, str]) -> Mistakes:
-    return Mistakes(path.name if path else "ftd.toml", origins)
+def _mistakes_of(path: Path | None, origins: Mapping[str, str]) -> ErrorCollector:
+    return ErrorCollector(path.name if path else "ftd.toml", origins)
 
 
 def _read(
@@ -168,10 +168,10 @@ def _read(
     path: Path | None,
     environment: Mapping[str, str],
     origins: dict[str, str],
-    mistakes: Mistakes,
+    mistakes: ErrorCollector,
 ) -> tuple[DaemonConfig, dict[str, Any]]:
     if path is not None:
-        with mistakes.noted():
+        with mistakes.collect():
             _require_kept(written, path)
     data = _overridden(written, environment, origins, mistakes)
     directory = path.resolve().parent if path else Path.cwd()
@@ -187,26 +187,26 @@ def _require_kept(written: dict[str, Any], path: Path) -> None:
             require_private(path, name)
 
 
-def daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
+def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
     """``ftd.toml``'s content, checked; relative paths start at ``directory``.
 
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
-    mistakes = Mistakes(where)
+    mistakes = ErrorCollector(where)
     config = _checked(data, directory, mistakes)
     mistakes.raise_any()
     return config
 
 
-def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> DaemonConfig:
+def _checked(data: dict[str, Any], directory: Path, mistakes: ErrorCollector) -> DaemonConfig:
     """As ``data`` says, where that is not wrong."""
-    file = msgspec.convert(sifted(data, DaemonFile, mistakes), DaemonFile)
+    file = msgspec.convert(keep_valid_fields(data, DaemonFile, mistakes), DaemonFile)
     file = _with_sound_values(file, mistakes)
     broker = _broker(file.broker, directory, mistakes)
     host = socket.gethostname().split(".")[0]
     node = file.node.name if file.node.name is not None else host
     runtime, snapshots = file.node.runtime_dir, file.node.snapshot_dir
-    own = Path() if runtime else mistakes.made(user_runtime_dir, Path("/tmp"))
+    own = Path() if runtime else mistakes.value_or(user_runtime_dir, Path("/tmp"))
     state = file.coordinator.state_dir
     tls_files = (file.node.snapshot_tls_cert, file.node.snapshot_tls_key, file.node.snapshot_tls_ca)
     return DaemonConfig(
@@ -214,7 +214,7 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> Daemo
         broker=broker,
         node=node,
         devices=file.node.devices,
-        host=file.node.host or way_to(broker),
+        host=file.node.host or local_address_toward(broker),
         rendezvous_port=file.node.rendezvous_port,
         chaos=file.node.chaos,
         runtime_dir=(directory / runtime) if runtime else own / file.cluster / node,
@@ -226,23 +226,25 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: Mistakes) -> Daemo
         / f"{file.cluster}-{node}",
         snapshot_limit_bytes=_bytes_of(file.node.snapshot_limit_mib),
         snapshot_port=file.node.snapshot_port,
-        snapshot_tls=mistakes.made(lambda: shard_tls(*tls_files, directory), None),
+        snapshot_tls=mistakes.value_or(lambda: shard_tls(*tls_files, directory), None),
         snapshot_rate_bytes_s=_bytes_of(file.node.snapshot_rate_mib_s),
         checkpoint_rate_bytes_s=_bytes_of(file.node.checkpoint_rate_mib_s),
         scrub_rate_bytes_s=float(file.node.scrub_rate_mib_s << 20),
         snapshot_peers=file.node.snapshot_peers,
-        node_metrics=mistakes.made(lambda: _metrics("node", file.node, directory), None),
+        node_metrics=mistakes.value_or(lambda: _metrics("node", file.node, directory), None),
         coordinator=file.coordinator.name if file.coordinator.name is not None else host,
         priority=file.coordinator.priority,
         state_dir=(directory / state) if state else _default_state_dir(file.cluster),
-        coordinator_metrics=mistakes.made(lambda: _metrics("coordinator", file.coordinator, directory), None),
-        dashboard=mistakes.made(lambda: dashboard_place(file.dashboard, directory), None),
-        secret=mistakes.made(lambda: _secret(file, directory), None),
+        coordinator_metrics=mistakes.value_or(
+            lambda: _metrics("coordinator", file.coordinator, directory), None
+        ),
+        dashboard=mistakes.value_or(lambda: dashboard_address(file.dashboard, directory), None),
+        secret=mistakes.value_or(lambda: _secret(file, directory), None),
         timing=_timing(file.timing, mistakes),
     )
 
 
-def _with_sound_values(file: DaemonFile, mistakes: Mistakes) -> DaemonFile:
+def _with_sound_values(file: DaemonFile, mistakes: ErrorCollector) -> DaemonFile:
     """Of those that are right or wrong by themselves, the defaults instead of the wrong ones."""
     for require, fields in _REQUIRED.items():
         for field in fields:
@@ -260,22 +262,24 @@ def _with_sound_values(file: DaemonFile, mistakes: Mistakes) -> DaemonFile:
     return file
 
 
-def _metrics(name: str, table: NodeTable | CoordinatorTable, directory: Path) -> MetricsPlace | None:
-    return metrics_place(name, table.metrics_host, table.metrics_port, table.metrics_token_file, directory)
+def _metrics(name: str, table: NodeTable | CoordinatorTable, directory: Path) -> MetricsAddress | None:
+    return metrics_address(name, table.metrics_host, table.metrics_port, table.metrics_token_file, directory)
 
 
 def _bytes_of(mebibytes: int | None) -> int | None:
     return None if mebibytes is None else mebibytes << 20
 
 
-def _broker(table: BrokerTable, directory: Path, mistakes: Mistakes) -> BrokerAddress:
-    password = mistakes.made(lambda: _password(table, directory), None)
-    broker = mistakes.made(lambda: parse_broker(table.url), None)
+def _broker(table: BrokerTable, directory: Path, mistakes: ErrorCollector) -> BrokerAddress:
+    password = mistakes.value_or(lambda: _password(table, directory), None)
+    broker = mistakes.value_or(lambda: parse_broker(table.url), None)
     if broker is None:
         return BrokerAddress(host="localhost")
     if table.username is not None:
         broker = dataclasses.replace(broker, username=table.username, password=password)
-    return dataclasses.replace(broker, tls=mistakes.made(lambda: _tls(broker, table, directory), broker.tls))
+    return dataclasses.replace(
+        broker, tls=mistakes.value_or(lambda: _tls(broker, table, directory), broker.tls)
+    )
 
 
 def _password(table: BrokerTable, directory: Path) -> str | None:
@@ -307,7 +311,7 @@ def _tls(broker: BrokerAddress, table: BrokerTable, directory: Path) -> Tls | No
     return tls
 
 
-def way_to(broker: BrokerAddress) -> str:
+def local_address_toward(broker: BrokerAddress) -> str:
     """The local address of the route to the broker: what others most likely reach this host at.
 
     Connecting a datagram socket sends nothing. Without a route (offline, unknown name) loopback is the
@@ -349,14 +353,14 @@ def _secret(file: DaemonFile, directory: Path) -> str | None:
     return read_secret(directory / file.secret_file, "secret_file")
 
 
-def _timing(overrides: dict[str, int | float], mistakes: Mistakes) -> Timing:
+def _timing(overrides: dict[str, int | float], mistakes: ErrorCollector) -> Timing:
     known = {field.name: field for field in dataclasses.fields(Timing)}
     values: dict[str, Any] = {}
     for name, value in overrides.items():
         field = f"timing.{name}"
-        with mistakes.noted():
+        with mistakes.collect():
             if name not in known:
-                remedy = nearest(name, list(known))
+                remedy = suggest_name(name, list(known))
                 raise ConfigurationError("unknown field", field=field, remedy=remedy)
             require_positive(value, field)
             whole = isinstance(known[name].default, int)
@@ -372,7 +376,7 @@ def _timing(overrides: dict[str, int | float], mistakes: Mistakes) -> Timing:
 
 
 def _overridden(
-    data: Mapping[str, Any], environment: Mapping[str, str], origins: dict[str, str], mistakes: Mistakes
+    data: Mapping[str, Any], environment: Mapping[str, str], origins: dict[str, str], mistakes: ErrorCollector
 ) -> dict[str, Any]:
     """Return the content of ``ftd.toml`` with the values of the environment in place of its own.
 
@@ -384,9 +388,9 @@ def _overridden(
         table, _, name = key.rpartition(".")
         place = result.setdefault(table, {}) if table else result
         try:
-            value = _value(environment[variable], keys()[key].kind, variable)
+            value = _value(environment[variable], daemon_keys()[key].kind, variable)
         except ConfigurationError as error:
-            mistakes.add_misfit(error, key)
+            mistakes.add_invalid_key(error, key)
             continue
         if isinstance(place, dict):  # Else what stands in its place is a mistake of the file.
             place[name] = value
@@ -394,19 +398,19 @@ def _overridden(
     return result
 
 
-def _named(environment: Mapping[str, str], mistakes: Mistakes) -> Iterator[tuple[str, str]]:
+def _named(environment: Mapping[str, str], mistakes: ErrorCollector) -> Iterator[tuple[str, str]]:
     """Yield each variable of the environment that replaces a key, and the key."""
-    variables = {variable_of(key): key for key in keys()}
-    tables = {key.partition(".")[0] for key in keys() if "." in key}
+    variables = {environment_variable(key): key for key in daemon_keys()}
+    tables = {key.partition(".")[0] for key in daemon_keys() if "." in key}
     for variable in sorted(environment):
         if variable in variables:
             yield variable, variables[variable]
             continue
         for table in tables:
             if variable.startswith(f"{VARIABLE_PREFIX}{table.upper()}_"):
-                remedy = nearest(variable, list(variables))
+                remedy = suggest_name(variable, list(variables))
                 error = ConfigurationError("no such setting", field=f"${variable}", remedy=remedy)
-                mistakes.add_misfit(error, f"{table}.{variable}")
+                mistakes.add_invalid_key(error, f"{table}.{variable}")
 
 
 def _value(text: str, kind: Any, variable: str) -> Any:
@@ -418,26 +422,30 @@ def _value(text: str, kind: Any, variable: str) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class EffectiveSetting:
     """Value of a key as a daemon would take it, and its origin."""
 
-    key: Key
+    key: DaemonKey
     shown: Any
     """Its value, or that it is hidden; ``None`` where it is left out."""
     origin: str
     """The file's name, a variable (``$FTD_…``), or ``default``."""
 
 
-def effective_settings(path: Path | None, environment: Mapping[str, str] = os.environ) -> list[Setting]:
+def list_effective_settings(
+    path: Path | None, environment: Mapping[str, str] = os.environ
+) -> list[EffectiveSetting]:
     """All keys, in the order of the file.
 
     :raises ConfigurationError: the configuration is wrong.
     """
     _, data, variables = load_with_origins(path, environment)
-    return [_setting(key, data, variables, path) for key in keys().values()]
+    return [_setting(key, data, variables, path) for key in daemon_keys().values()]
 
 
-def _setting(key: Key, data: Mapping[str, Any], variables: Mapping[str, str], path: Path | None) -> Setting:
+def _setting(
+    key: DaemonKey, data: Mapping[str, Any], variables: Mapping[str, str], path: Path | None
+) -> EffectiveSetting:
     table, _, name = key.name.rpartition(".")
     place = data.get(table, {}) if table else data
     given = name in place
@@ -446,4 +454,6 @@ def _setting(key: Key, data: Mapping[str, Any], variables: Mapping[str, str], pa
         origin = f"${variables[key.name]}"
     else:
         origin = path.name if given and path is not None else "default"
-    return Setting(key=key, shown=_HIDDEN if key.secret and value is not None else value, origin=origin)
+    return EffectiveSetting(
+        key=key, shown=_HIDDEN if key.secret and value is not None else value, origin=origin
+    )

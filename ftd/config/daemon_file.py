@@ -14,7 +14,7 @@ import msgspec
 
 from ftd.config.dashboard import DashboardTable
 from ftd.config.metrics import LOOPBACK
-from ftd.config.reading import meanings_of
+from ftd.config.validation import field_descriptions
 from ftd.transport.address import DEFAULT_CLUSTER
 from statemachine.timing import Timing
 
@@ -127,7 +127,7 @@ class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Key:
+class DaemonKey:
     """One key. ``name`` is dotted: ``node.devices``."""
 
     name: str
@@ -140,23 +140,23 @@ class Key:
 
 
 @cache
-def keys() -> dict[str, Key]:
+def daemon_keys() -> dict[str, DaemonKey]:
     """All of them, in the order of the file."""
-    found: dict[str, Key] = {}
+    found: dict[str, DaemonKey] = {}
     for field in msgspec.structs.fields(DaemonFile):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
-            meanings = meanings_of(field.type)
+            meanings = field_descriptions(field.type)
             for inner in msgspec.structs.fields(field.type):
                 _add(found, f"{field.name}.{inner.name}", inner.type, inner.default, meanings)
         elif field.name != "timing":
-            _add(found, field.name, field.type, field.default, meanings_of(DaemonFile))
-    meanings = meanings_of(Timing)
+            _add(found, field.name, field.type, field.default, field_descriptions(DaemonFile))
+    meanings = field_descriptions(Timing)
     for limit in dataclasses.fields(Timing):
         _add(found, f"timing.{limit.name}", type(limit.default), limit.default, meanings)
     return found
 
 
-def schema() -> dict[str, Any]:
+def daemon_schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of the file, for editors."""
     made: dict[str, Any] = msgspec.json.schema(DaemonFile)
     definitions = made["$defs"]
@@ -169,7 +169,7 @@ def schema() -> dict[str, Any]:
         "additionalProperties": False,
     }
     definitions["DaemonFile"]["properties"]["timing"] = {"$ref": "#/$defs/Timing"}
-    for key in keys().values():
+    for key in daemon_keys().values():
         table, _, name = key.name.rpartition(".")
         owner = "Timing" if table == "timing" else tables.get(table, "DaemonFile")
         entry = definitions[owner]["properties"].setdefault(name, _of_limit(key))
@@ -183,7 +183,7 @@ def schema() -> dict[str, Any]:
     }
 
 
-def markdown() -> str:
+def render_daemon_reference() -> str:
     """docs/reference/keys.md: every key, its default, its variable, what it means."""
     lines = [
         "# All keys of ftd.toml",
@@ -192,7 +192,7 @@ def markdown() -> str:
         "A key stands under its table's name (`[node]`); a variable of the environment wins over it.",
     ]
     table: str | None = None
-    for key in keys().values():
+    for key in daemon_keys().values():
         owner, _, name = key.name.rpartition(".")
         if owner != table:
             table = owner
@@ -200,11 +200,11 @@ def markdown() -> str:
             lines += ["", title, "", "| key | default | variable | meaning |", "|---|---|---|---|"]
         default = "–" if key.default is None else f"`{json.dumps(key.default)}`"
         meaning = key.meaning.replace("``", "`").replace("|", "\\|")
-        lines.append(f"| `{name}` | {default} | `{variable_of(key.name)}` | {meaning} |")
+        lines.append(f"| `{name}` | {default} | `{environment_variable(key.name)}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def _of_limit(key: Key) -> dict[str, Any]:
+def _of_limit(key: DaemonKey) -> dict[str, Any]:
     kind = "integer" if key.kind is int else "number"
     return {"type": kind, "exclusiveMinimum": 0, "default": key.default}
 
@@ -217,8 +217,8 @@ def _tables() -> list[Any]:
     ]
 
 
-def _add(found: dict[str, Key], name: str, kind: Any, default: Any, meanings: dict[str, str]) -> None:
-    found[name] = Key(
+def _add(found: dict[str, DaemonKey], name: str, kind: Any, default: Any, meanings: dict[str, str]) -> None:
+    found[name] = DaemonKey(
         name=name,
         kind=kind,
         default=default,
@@ -227,6 +227,6 @@ def _add(found: dict[str, Key], name: str, kind: Any, default: Any, meanings: di
     )
 
 
-def variable_of(key: str) -> str:
+def environment_variable(key: str) -> str:
     """``node.devices`` → ``FTD_NODE_DEVICES``."""
     return _BROKER_URL if key == "broker.url" else VARIABLE_PREFIX + key.replace(".", "_").upper()

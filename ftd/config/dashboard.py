@@ -12,7 +12,7 @@ from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.address import is_host
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9650
-LEAST_TOKEN = 16
+MIN_TOKEN_LENGTH = 16
 """Characters: nobody is to find it by trying."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
 _LISTEN = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
@@ -30,17 +30,17 @@ class DashboardTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DashboardPlace:
+class DashboardAddress:
     """``token`` is ``None`` on loopback alone, where everybody of this host may look."""
 
     host: str
     port: int
     token: str | None
-    named: bool
+    configured: bool
     """The configuration names the address: then not to have it is an error."""
 
 
-def dashboard_place(table: DashboardTable, directory: Path) -> DashboardPlace | None:
+def dashboard_address(table: DashboardTable, directory: Path) -> DashboardAddress | None:
     """``None``: there is no page.
 
     :raises ConfigurationError: no address, a token that cannot be used, or strangers could look.
@@ -55,7 +55,7 @@ def dashboard_place(table: DashboardTable, directory: Path) -> DashboardPlace | 
             field=field,
             remedy=f'token_file = "dashboard-token" asks for a token; or listen = "{DEFAULT_HOST}:{port}"',
         )
-    return DashboardPlace(host=host, port=port, token=token, named=table.listen is not None)
+    return DashboardAddress(host=host, port=port, token=token, configured=table.listen is not None)
 
 
 def is_loopback(host: str) -> bool:
@@ -90,9 +90,9 @@ def _token(table: DashboardTable, directory: Path) -> tuple[str | None, str]:
         token = read_secret(directory / table.token_file, field)
     else:
         return None, "dashboard.token_file"
-    if len(token) < LEAST_TOKEN or not _TOKEN.fullmatch(token):
+    if len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token):
         raise ConfigurationError(
-            f"the token is to have at least {LEAST_TOKEN} characters, of A-Z a-z 0-9 . _ ~ + / = -",
+            f"the token is to have at least {MIN_TOKEN_LENGTH} characters, of A-Z a-z 0-9 . _ ~ + / = -",
             field=field,
             remedy="head -c 24 /dev/urandom | base64 makes one",
         )

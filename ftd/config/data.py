@@ -7,9 +7,9 @@ from typing import get_args
 
 import msgspec
 
-from ftd.config.mistakes import Mistakes
+from ftd.config.error_collector import ErrorCollector
 from ftd.config.models import model_directory
-from ftd.config.reading import expanded_path
+from ftd.config.validation import expand_path
 from ftd.errors import ConfigurationError, IncompleteError
 from runtime.sources.errors import DataError, find_files
 from runtime.wire.recipe import BYTES, DataTable, EvaluationTable, ModelTable, Task
@@ -39,7 +39,7 @@ DEFAULT_FRACTION = 0.01
 
 
 def resolve_data(
-    table: DataTable, model: ModelTable, directory: Path, mistakes: Mistakes, where: str = "data"
+    table: DataTable, model: ModelTable, directory: Path, mistakes: ErrorCollector, where: str = "data"
 ) -> DataTable:
     """Return the table with absolute paths and the tokenizer that is meant.
 
@@ -54,9 +54,9 @@ def resolve_data(
     [source] = chosen
     _note_useless_keys(table, source, where, mistakes)
     changes: dict[str, str | list[str]] = {}
-    with mistakes.noted():
+    with mistakes.collect():
         changes[source] = _resolved_source(table, source, directory, f"{where}.{source}")
-    with mistakes.noted():
+    with mistakes.collect():
         _check_task(table, source, model.task, where)
         tokenizer = _resolved_tokenizer(table, model, directory, f"{where}.tokenizer")
         if tokenizer is None and (
@@ -70,13 +70,13 @@ def resolve_data(
         if tokenizer is not None:
             changes["tokenizer"] = tokenizer
     if table.cache is not None:
-        with mistakes.noted():
-            changes["cache"] = str(expanded_path(table.cache, directory, f"{where}.cache"))
+        with mistakes.collect():
+            changes["cache"] = str(expand_path(table.cache, directory, f"{where}.cache"))
     return msgspec.structs.replace(table, **changes)
 
 
 def resolve_evaluation(
-    table: EvaluationTable, model: ModelTable, directory: Path, mistakes: Mistakes
+    table: EvaluationTable, model: ModelTable, directory: Path, mistakes: ErrorCollector
 ) -> EvaluationTable:
     """Return the table with what is held out: a share of the data, or data of its own."""
     if table.every_steps == 0:
@@ -117,7 +117,7 @@ def _no_single_source(chosen: Sequence[str], where: str) -> ConfigurationError:
     )
 
 
-def _note_useless_keys(table: DataTable, source: str, where: str, mistakes: Mistakes) -> None:
+def _note_useless_keys(table: DataTable, source: str, where: str, mistakes: ErrorCollector) -> None:
     defaults = DataTable()
     for key, sources in _KEY_OF.items():
         if source not in sources and getattr(table, key) != getattr(defaults, key):
@@ -134,7 +134,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
         case "tokens" | "text" | "instructions":
             written = getattr(table, source)
             named = [written] if isinstance(written, str) else list(written)
-            patterns = [str(expanded_path(one, directory, field)) for one in named]
+            patterns = [str(expand_path(one, directory, field)) for one in named]
             try:
                 files = find_files(patterns, _KINDS[source])
             except DataError as error:
@@ -145,7 +145,7 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                 _check_token_files(files, table, field)
             return patterns
         case "megatron":
-            prefix = expanded_path(str(table.megatron), directory, field)
+            prefix = expand_path(str(table.megatron), directory, field)
             for ending in (".idx", ".bin"):
                 if not Path(f"{prefix}{ending}").is_file():
                     raise ConfigurationError(
@@ -155,14 +155,14 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
                     )
             return str(prefix)
         case "images":
-            path = expanded_path(str(table.images), directory, field)
+            path = expand_path(str(table.images), directory, field)
             if not path.is_file():
                 raise ConfigurationError(
                     f"{path} does not exist", field=field, remedy="the path is relative to the job file"
                 )
             return str(path)
         case _:
-            return str(_saved_dataset(expanded_path(str(table.huggingface), directory, field), field))
+            return str(_saved_dataset(expand_path(str(table.huggingface), directory, field), field))
 
 
 def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> None:
@@ -208,7 +208,7 @@ def _resolved_tokenizer(table: DataTable, model: ModelTable, directory: Path, fi
     if table.tokenizer is None:
         place = None if model.huggingface is None else Path(model.huggingface)
         return str(place) if place is not None and _has_tokenizer(place) else None
-    file = expanded_path(table.tokenizer, directory, field)
+    file = expand_path(table.tokenizer, directory, field)
     if file.is_file():
         return str(file)
     place = model_directory(table.tokenizer, directory, field)

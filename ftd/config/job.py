@@ -12,21 +12,21 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ftd.config.checkpoints import check_checkpoint, checkpoint_policy, with_absolute_paths
-from ftd.config.clash import check_clash
 from ftd.config.data import check_evaluation, resolve_data, resolve_evaluation
-from ftd.config.mistakes import Mistakes
+from ftd.config.error_collector import ErrorCollector
+from ftd.config.import_conflicts import check_import_conflicts
 from ftd.config.models import resolve_model
 from ftd.config.optimization import check_optimizer, check_schedule
 from ftd.config.profile_file import load_profile
-from ftd.config.reading import (
+from ftd.config.snapshots import check_snapshot, protection_or_default, snapshot_policy
+from ftd.config.tracking import logging_policy, resolve_logging
+from ftd.config.validation import (
     convert,
+    keep_valid_fields,
     read_toml,
     require_name,
     require_positive,
-    sifted,
 )
-from ftd.config.snapshots import check_snapshot, protection_or_default, snapshot_policy
-from ftd.config.tracking import logging_policy, with_places
 from ftd.errors import ConfigurationError, IncompleteError
 from ftd.transport.wire.public import (
     CheckpointData,
@@ -38,12 +38,12 @@ from ftd.transport.wire.public import (
 )
 from planner.values import Minimum, ModelProfile, PlannerOptions, Policy
 from runtime.sources.errors import DataError
-from runtime.sources.used_files import facts_of
+from runtime.sources.used_files import count_files
 from runtime.wire.recipe import (
     RECIPE,
     DataTable,
     EvaluationTable,
-    FileFacts,
+    FileTotals,
     ModelTable,
     NotNegative,
     OptimizerTable,
@@ -134,8 +134,8 @@ def load_job_data(
     """
     if steps is not None:
         require_positive(steps, "--steps")
-    mistakes = Mistakes(shown_as or path.name)
-    fits = sifted(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
+    mistakes = ErrorCollector(shown_as or path.name)
+    fits = keep_valid_fields(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
     try:
         file = msgspec.convert(fits, JobFile)
     except msgspec.ValidationError:  # What is required is among the mistakes.
@@ -167,7 +167,9 @@ def load_job_data(
     )
     memory_mib = file.planner.device_memory_mib
     named = file.planner.profile
-    profile = None if named is None else mistakes.made(lambda: _submitted_profile(directory / named), None)
+    profile = (
+        None if named is None else mistakes.value_or(lambda: _submitted_profile(directory / named), None)
+    )
     mistakes.raise_any()
     return JobData(
         name=file.name,
@@ -188,7 +190,7 @@ def load_job_data(
             protection=protection_or_default(file.snapshot.protection, zero1=file.training.zero1),
         ),
         checkpoint=with_absolute_paths(file.checkpoint, directory),
-        logging=with_places(file.logging, directory, file.name),
+        logging=resolve_logging(file.logging, directory, file.name),
         profile=profile,
     )
 
@@ -198,11 +200,11 @@ def _values(table: msgspec.Struct, shared: type[msgspec.Struct]) -> dict[str, An
     return {key: getattr(table, key) for key in shared.__struct_fields__}
 
 
-def _what_to_train(file: JobFile, directory: Path, mistakes: Mistakes) -> tuple[str, dict[str, Any]]:
+def _what_to_train(file: JobFile, directory: Path, mistakes: ErrorCollector) -> tuple[str, dict[str, Any]]:
     """Return the training function and its arguments: the user's, or ours that makes a Hugging Face model."""
     if file.model is None:
         _note_tables_of_model(file, mistakes)
-        return mistakes.made(
+        return mistakes.value_or(
             lambda: _function(file.training.function, directory), ""
         ), file.training.arguments
     for key, value in (("function", file.training.function), ("arguments", file.training.arguments or None)):
@@ -223,22 +225,22 @@ def _what_to_train(file: JobFile, directory: Path, mistakes: Mistakes) -> tuple[
         evaluation=resolve_evaluation(file.evaluation, model, directory, mistakes),
         steps=file.steps,
     )
-    if not mistakes.found:
-        with mistakes.noted():
+    if not mistakes.errors:
+        with mistakes.collect():
             recipe = msgspec.structs.replace(recipe, files=_facts_of(recipe))
     arguments: dict[str, Any] = msgspec.to_builtins(recipe)
     return RECIPE, arguments
 
 
-def _facts_of(recipe: Recipe) -> dict[str, FileFacts]:
+def _facts_of(recipe: Recipe) -> dict[str, FileTotals]:
     """:raises ConfigurationError: a file vanished."""
     try:
-        return facts_of(recipe)
+        return count_files(recipe)
     except DataError as error:
         raise ConfigurationError(str(error)) from None
 
 
-def _note_tables_of_model(file: JobFile, mistakes: Mistakes) -> None:
+def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
     """Without ``[model]`` the training function has the say over data, optimizer and schedule."""
     workers = DataTable(workers=file.data.workers)
     when = EvaluationTable(every_steps=file.evaluation.every_steps, batches=file.evaluation.batches)
@@ -345,10 +347,10 @@ def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
     return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
 
 
-def _check_values(file: JobFile, mistakes: Mistakes) -> None:
-    with mistakes.noted():
+def _check_values(file: JobFile, mistakes: ErrorCollector) -> None:
+    with mistakes.collect():
         require_name(file.name, "name")
-    with mistakes.noted():
+    with mistakes.collect():
         _check_tolerance(file.tolerance.failures)
     if not 0 <= file.training.seed < 2**63:
         problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
@@ -364,20 +366,20 @@ def _check_values(file: JobFile, mistakes: Mistakes) -> None:
         ("planner.horizon_s", file.planner.horizon_s),
     ):
         if number is not None:
-            with mistakes.noted():
+            with mistakes.collect():
                 require_positive(number, field)
     if file.training.global_batch > 0 and file.training.microbatch > 0:
-        with mistakes.noted():
+        with mistakes.collect():
             _check_batch(file.training.global_batch, file.training.microbatch)
-    with mistakes.noted():
+    with mistakes.collect():
         check_evaluation(file.evaluation)
     if file.model is not None:
         shard = file.planner.within_node in ("shard", "tensor")
         check_optimizer(file.optimizer, zero1=file.training.zero1, shard=shard, mistakes=mistakes)
         check_schedule(file.schedule, steps=file.steps, mistakes=mistakes)
-    with mistakes.noted():
+    with mistakes.collect():
         check_snapshot(file.snapshot, zero1=file.training.zero1)
-    with mistakes.noted():
+    with mistakes.collect():
         check_checkpoint(file.checkpoint, snapshots=file.snapshot.every_steps != 0)
 
 
@@ -437,13 +439,13 @@ def _function(written: str | None, directory: Path) -> str:
                 field=field,
                 remedy='write "file.py:function" or "package.module:function"',
             )
-        check_clash(directory)
+        check_import_conflicts(directory)
         return written
     script = (directory / place).resolve()
     if not script.is_file():
         raise ConfigurationError(
             f"{script} does not exist", field=field, remedy="the path is relative to the job file"
         )
-    check_clash(directory)
-    check_clash(script.parent)
+    check_import_conflicts(directory)
+    check_import_conflicts(script.parent)
     return f"{script}:{name}"

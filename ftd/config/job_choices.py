@@ -31,7 +31,7 @@ _USUAL_MICROBATCHES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choices:
+class JobChoices:
     """The answers; what is ``None`` is left at its default."""
 
     name: str
@@ -48,7 +48,7 @@ class Choices:
     devices_per_node: int = 1
 
 
-def tables_of(choices: Choices) -> Tables:
+def build_tables(choices: JobChoices) -> Tables:
     """Return the tables of a job file, without what is at its default."""
     devices = choices.nodes * choices.devices_per_node
     batch = _MICROBATCH * devices if devices > _USUAL_MICROBATCHES else None
@@ -86,7 +86,7 @@ def model_table(written: str, size: str, beside: Path) -> Tables:
             raise
         return {"architecture": written, "overrides": _sizes(written, size)}
     named = place == (Path.cwd() / Path(written).expanduser()).resolve()
-    return {"huggingface": path_beside(written, beside) if named else written}
+    return {"huggingface": path_relative_to(written, beside) if named else written}
 
 
 def data_table(written: Sequence[str], field: str | None, beside: Path) -> Tables:
@@ -96,12 +96,12 @@ def data_table(written: Sequence[str], field: str | None, beside: Path) -> Table
     """
     [first, *others] = written
     paths: str | list[str] = (
-        [path_beside(one, beside) for one in written] if others else path_beside(first, beside)
+        [path_relative_to(one, beside) for one in written] if others else path_relative_to(first, beside)
     )
     place = Path(first).expanduser()
     prefix = Path(re.sub(r"\.(bin|idx)$", "", str(place)))
     if prefix.with_name(f"{prefix.name}.idx").is_file():
-        return {"megatron": path_beside(str(prefix), beside)}
+        return {"megatron": path_relative_to(str(prefix), beside)}
     if place.is_dir() and any((place / name).is_file() for name in ("state.json", "dataset_dict.json")):
         return {"huggingface": paths}
     try:
@@ -116,7 +116,7 @@ def data_table(written: Sequence[str], field: str | None, beside: Path) -> Table
         raise ConfigurationError(str(error), field="--data") from None
 
 
-def image_facts(images: Path, model: Tables) -> Tables:
+def image_overrides(images: Path, model: Tables) -> Tables:
     """Return the values of the model's configuration that its images decide; none if the file is damaged."""
     try:
         with np.load(images, allow_pickle=False) as arrays:
@@ -127,7 +127,7 @@ def image_facts(images: Path, model: Tables) -> Tables:
     return {"num_labels": classes} | (size if "architecture" in model else {})
 
 
-def path_beside(written: str, beside: Path) -> str:
+def path_relative_to(written: str, beside: Path) -> str:
     """Return a path that begins at this process's directory as one that begins at ``beside``."""
     if Path(written).is_absolute() or written.startswith(("~", "$")):
         return written

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from ftd.config.job import JobFile
-from ftd.config.reading import kinds_of, meanings_of
+from ftd.config.validation import field_descriptions, member_types
 
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _WIDTH = 100
@@ -56,7 +56,7 @@ def job_tables() -> tuple[JobTable, ...]:
     return tuple(_tables("", JobFile, set(), optional=False))
 
 
-def job_markdown() -> str:
+def render_job_reference() -> str:
     """Return the part of docs/reference/keys.md about job files."""
     shown = "[configuration](configuration.md#a-job-file) shows them at work."
     lines = ["# All keys of a job file", "", f"Made of the classes that read them; {shown}"]
@@ -70,19 +70,19 @@ def job_markdown() -> str:
         ]
         for key in table.keys:
             otherwise = "required" if key.required else "–"
-            default = otherwise if key.default is None else f"`{toml_of(key.default)}`"
+            default = otherwise if key.default is None else f"`{to_toml(key.default)}`"
             meaning = key.meaning.replace("``", "`").replace("|", "\\|")
             lines.append(f"| `{key.name}` | {key.kind} | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
-def toml_of(value: Any) -> str:
+def to_toml(value: Any) -> str:
     """Return a value as it is written in TOML."""
     match value:
         case dict():
-            return "{" + ", ".join(f"{name} = {toml_of(inner)}" for name, inner in value.items()) + "}"
+            return "{" + ", ".join(f"{name} = {to_toml(inner)}" for name, inner in value.items()) + "}"
         case list() | tuple():
-            return "[" + ", ".join(map(toml_of, value)) + "]"
+            return "[" + ", ".join(map(to_toml, value)) + "]"
         case float():
             return repr(value)
         case _:
@@ -94,7 +94,7 @@ def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool)
 
     :param seen: tables that were shown; a second use of one is a key, whose meaning names the first.
     """
-    meanings = meanings_of(kind)
+    meanings = field_descriptions(kind)
     own = vars(kind).get("__annotations__", {})
     keys: list[JobKey] = []
     inner: list[tuple[str, type[Any], bool]] = []
@@ -128,7 +128,9 @@ def _key(field: msgspec.structs.FieldInfo, meaning: str) -> JobKey:
 
 
 def _struct_of(kind: Any) -> type[Any] | None:
-    return next((k for k in kinds_of(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None)
+    return next(
+        (k for k in member_types(kind) if isinstance(k, type) and issubclass(k, msgspec.Struct)), None
+    )
 
 
 def _examples(kind: Any) -> list[Any]:
@@ -137,11 +139,11 @@ def _examples(kind: Any) -> list[Any]:
 
 def _in_words(kind: Any) -> str:
     words: list[str] = []
-    for one in kinds_of(kind):
+    for one in member_types(kind):
         if one is type(None):
             continue
         if get_origin(one) is Literal:
-            words += [f"`{toml_of(word)}`" for word in get_args(one)]
+            words += [f"`{to_toml(word)}`" for word in get_args(one)]
         elif get_origin(one) in (list, tuple):
             words.append("list")
         elif get_origin(one) is dict or _struct_of(one) is not None:
@@ -174,10 +176,10 @@ def _table(table: JobTable, values: Mapping[str, Any]) -> Iterator[str]:
         yield ""
         yield from _comment(_explained(key))
         if key.name in values:
-            yield f"{key.name} = {toml_of(values[key.name])}"
+            yield f"{key.name} = {to_toml(values[key.name])}"
         else:
             shown = key.example if key.default is None else key.default
-            yield f"#{key.name} = {toml_of({} if shown is None else shown)}"
+            yield f"#{key.name} = {to_toml({} if shown is None else shown)}"
 
 
 def _explained(key: JobKey) -> str:
@@ -187,7 +189,7 @@ def _explained(key: JobKey) -> str:
     elif key.default is None:
         default = "example"
     else:
-        default = f"default {toml_of(key.default)}"
+        default = f"default {to_toml(key.default)}"
     return f"{key.meaning} ({key.kind}; {default})"
 
 

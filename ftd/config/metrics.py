@@ -14,7 +14,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsPlace:
+class MetricsAddress:
     """``token`` is ``None`` on loopback alone, where everybody of this host may read."""
 
     host: str
@@ -24,9 +24,9 @@ class MetricsPlace:
     """The key that named the port, for what cannot be known before it is bound."""
 
 
-def metrics_place(
+def metrics_address(
     table: str, host: str, port: int, token_file: str | None, directory: Path
-) -> MetricsPlace | None:
+) -> MetricsAddress | None:
     """``None``: nothing is served.
 
     :param table: ``node`` or ``coordinator``.
@@ -52,4 +52,4 @@ def metrics_place(
             field=field,
             remedy="head -c 24 /dev/urandom | base64 makes one",
         )
-    return MetricsPlace(host=host, port=port, token=token, field=f"{table}.metrics_port")
+    return MetricsAddress(host=host, port=port, token=token, field=f"{table}.metrics_port")

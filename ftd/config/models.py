@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from ftd.config.mistakes import Mistakes
-from ftd.config.reading import expanded_path
+from ftd.config.error_collector import ErrorCollector
+from ftd.config.validation import expand_path
 from ftd.errors import ConfigurationError, IncompleteError
 from runtime.wire.recipe import ModelTable, Task
 
@@ -38,7 +38,7 @@ _ELSEWHERE = {
 _LARGEST_CONFIG_BYTES = 16 * 1024 * 1024
 
 
-def resolve_model(table: ModelTable, directory: Path, mistakes: Mistakes) -> ModelTable:
+def resolve_model(table: ModelTable, directory: Path, mistakes: ErrorCollector) -> ModelTable:
     """Return the table with the model's absolute directory, and its task where the configuration names it.
 
     :param directory: of the job file.
@@ -47,7 +47,7 @@ def resolve_model(table: ModelTable, directory: Path, mistakes: Mistakes) -> Mod
         if name in table.overrides:
             problem = f"{name} cannot be replaced here"
             mistakes.add(ConfigurationError(problem, field="model.overrides", remedy=remedy))
-    return mistakes.made(lambda: _resolved(table, directory), table)
+    return mistakes.value_or(lambda: _resolved(table, directory), table)
 
 
 def _resolved(table: ModelTable, directory: Path) -> ModelTable:
@@ -76,7 +76,7 @@ def model_directory(written: str, directory: Path, field: str = "model.huggingfa
 
     :raises ConfigurationError: neither has it.
     """
-    place = expanded_path(written, directory, field)
+    place = expand_path(written, directory, field)
     if place.is_dir():
         return place.resolve()
     cache = _hub_cache()

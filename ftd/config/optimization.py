@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ftd.config.mistakes import Mistakes
+from ftd.config.error_collector import ErrorCollector
 from ftd.errors import ConfigurationError
 from runtime.wire.recipe import OptimizerTable, ScheduleTable
 
@@ -14,7 +14,7 @@ _SCHEDULES_OF = {
 """Keys that some of the names have, and those names."""
 
 
-def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes: Mistakes) -> None:
+def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes: ErrorCollector) -> None:
     """Note what does not go together.
 
     :param shard: the devices of a node must hold shards.
@@ -38,7 +38,7 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes
         )
 
 
-def check_schedule(table: ScheduleTable, *, steps: int, mistakes: Mistakes) -> None:
+def check_schedule(table: ScheduleTable, *, steps: int, mistakes: ErrorCollector) -> None:
     """Note what does not go together, and a warm-up that never ends."""
     _note_useless_keys(table, ScheduleTable(), _SCHEDULES_OF, "schedule", mistakes)
     if table.warmup_steps is None:
@@ -62,7 +62,7 @@ def check_schedule(table: ScheduleTable, *, steps: int, mistakes: Mistakes) -> N
 
 
 def _note_useless_keys(
-    table: Any, defaults: Any, names_of: dict[str, tuple[str, ...]], where: str, mistakes: Mistakes
+    table: Any, defaults: Any, names_of: dict[str, tuple[str, ...]], where: str, mistakes: ErrorCollector
 ) -> None:
     for key, names in names_of.items():
         if table.name not in names and getattr(table, key) != getattr(defaults, key):

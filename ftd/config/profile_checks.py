@@ -14,10 +14,10 @@ from ftd.config.profile_document import (
     SCHEMA_NAME,
     SCHEMA_VERSION,
     LayerEntry,
+    LayerTimesFile,
     ProfileDocument,
     SpreadEntry,
     TimedLayer,
-    TimedLayers,
 )
 from ftd.errors import ConfigurationError
 
@@ -40,7 +40,7 @@ def check_schema(tree: dict[str, Any]) -> None:
         )
     if written != SCHEMA:
         raise ConfigurationError(
-            f"{shown(written)} is not known", field="schema", remedy=f'known: "{SCHEMA}"'
+            f"{format_value(written)} is not known", field="schema", remedy=f'known: "{SCHEMA}"'
         )
 
 
@@ -69,9 +69,9 @@ def _check_split(document: ProfileDocument, layer: LayerEntry, field: str) -> No
     for index, count in enumerate(devices):
         name = f"{field}.split[{index}].devices"
         if allowed is None and count > rows:
-            refuse(name, count, f"at most microbatch_rows, {rows}: a microbatch is split by rows")
+            reject_value(name, count, f"at most microbatch_rows, {rows}: a microbatch is split by rows")
         if allowed is not None and count not in allowed:
-            refuse(name, count, "one of stage_devices, " + ", ".join(map(str, allowed)))
+            reject_value(name, count, "one of stage_devices, " + ", ".join(map(str, allowed)))
     missing = [d for d in allowed or () if d > rows and d > 1 and d not in devices]
     if missing:
         raise ConfigurationError(
@@ -89,30 +89,34 @@ def _check_measured(layer: LayerEntry, rows: int, field: str) -> None:
             value = getattr(layer, name)
             low, high = spread.minimum_ms, spread.maximum_ms
             if not low <= value <= high:
-                refuse(f"{field}.{name}", value, f"between {low} and {high}, which is what was measured")
+                reject_value(
+                    f"{field}.{name}", value, f"between {low} and {high}, which is what was measured"
+                )
 
 
 def _check_spread(spread: SpreadEntry, field: str) -> None:
     names = ("minimum_ms", "lower_quartile_ms", "median_ms", "upper_quartile_ms", "maximum_ms")
     for low, high in pairwise(names):
         if getattr(spread, low) > getattr(spread, high):
-            refuse(f"{field}.{high}", getattr(spread, high), f"at least {low}, {getattr(spread, low)}")
+            reject_value(f"{field}.{high}", getattr(spread, high), f"at least {low}, {getattr(spread, low)}")
 
 
-def check_timed(timed: TimedLayers) -> None:
+def check_layer_times(timed: LayerTimesFile) -> None:
     """:raises ConfigurationError: layers that list different numbers of devices, or times that are none."""
-    counts = counts_of(timed.layers[0])
+    counts = device_counts(timed.layers[0])
     for number, layer in enumerate(timed.layers):
         field = f"layers[{number}].allreduce_in_node_ms"
         for name, value in layer.allreduce_in_node_ms.items():
             if not re.fullmatch(r"[1-9][0-9]{0,3}", name) or int(name) > MAX_DEVICES:
                 raise ConfigurationError(
-                    f"{shown(name)} is no number of devices", field=field, remedy=f"write 1 to {MAX_DEVICES}"
+                    f"{format_value(name)} is no number of devices",
+                    field=field,
+                    remedy=f"write 1 to {MAX_DEVICES}",
                 )
             usable = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1e9
             if not usable:
-                refuse(f"{field}.{name}", value, "a number from 0 to 1e9")
-        here = counts_of(layer)
+                reject_value(f"{field}.{name}", value, "a number from 0 to 1e9")
+        here = device_counts(layer)
         if here != counts:
             raise ConfigurationError(
                 f"lists {_listed(here)} devices, layer 0 lists {_listed(counts)}",
@@ -126,7 +130,7 @@ def check_timed(timed: TimedLayers) -> None:
     _check_some_time([(layer.forward_ms, layer.backward_ms) for layer in timed.layers])
 
 
-def counts_of(layer: TimedLayer) -> tuple[int, ...]:
+def device_counts(layer: TimedLayer) -> tuple[int, ...]:
     """The numbers of devices that a layer lists, ascending; names that are no numbers are left out."""
     return tuple(sorted(int(n) for n in layer.allreduce_in_node_ms if re.fullmatch(r"[1-9][0-9]{0,3}", n)))
 
@@ -148,16 +152,18 @@ def _check_ascending(counts: tuple[int, ...], field: str, what: str = "") -> Non
             )
 
 
-def refuse(field: str, value: Any, wanted: str) -> NoReturn:
+def reject_value(field: str, value: Any, wanted: str) -> NoReturn:
     """:raises ConfigurationError: with the value and what to write instead."""
-    raise ConfigurationError(f"{shown(value)} is not allowed", field=field or None, remedy=f"write {wanted}")
+    raise ConfigurationError(
+        f"{format_value(value)} is not allowed", field=field or None, remedy=f"write {wanted}"
+    )
 
 
 def _listed(counts: tuple[int, ...]) -> str:
     return ", ".join(map(str, counts)) or "no"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value in a message: short, and as JSON has it."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
@@ -165,6 +171,6 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def joined(field: str, name: str) -> str:
+def join_path(field: str, name: str) -> str:
     """The path of ``name`` in the object at ``field``."""
     return f"{field}.{name}" if field else name

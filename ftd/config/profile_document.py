@@ -207,7 +207,7 @@ class TimedLayer(_Entry, frozen=True, kw_only=True):
     """Number of devices → what their communication adds to the forward, and again to the backward pass."""
 
 
-class TimedLayers(_Entry, frozen=True, kw_only=True):
+class LayerTimesFile(_Entry, frozen=True, kw_only=True):
     """A file of bare layer times: no sizes, no network, no memory."""
 
     kind: Text

@@ -1,7 +1,7 @@
 """Profile files: read, checked to the last entry, and written.
 
 ``load_profile`` knows two formats, both JSON: ftd's own (``ProfileDocument``) and bare layer times
-(``TimedLayers``). Whatever is wrong with a file is a ``ConfigurationError`` that names the field.
+(``LayerTimesFile``). Whatever is wrong with a file is a ``ConfigurationError`` that names the field.
 """
 
 import json
@@ -16,23 +16,23 @@ import msgspec
 
 from ftd.config.profile_checks import (
     check_document,
+    check_layer_times,
     check_schema,
-    check_timed,
-    counts_of,
-    joined,
-    refuse,
-    shown,
+    device_counts,
+    format_value,
+    join_path,
+    reject_value,
 )
 from ftd.config.profile_document import (
     SCHEMA,
     LayerEntry,
+    LayerTimesFile,
     LinkEntry,
     ProfileDocument,
     RecomputationEntry,
     TimedLayer,
-    TimedLayers,
 )
-from ftd.config.reading import convert
+from ftd.config.validation import convert
 from ftd.errors import ConfigurationError
 from planner.values import LayerProfile, Link, ModelProfile, Recomputation, SplitTime, TensorSplit
 
@@ -51,10 +51,10 @@ def load_profile(path: Path) -> ModelProfile:
     :raises ConfigurationError: names the file, the field and the remedy.
     """
     found = load_document(path)
-    return timed_profile(found) if isinstance(found, TimedLayers) else model_profile(found)
+    return timed_profile(found) if isinstance(found, LayerTimesFile) else model_profile(found)
 
 
-def load_document(path: Path) -> ProfileDocument | TimedLayers:
+def load_document(path: Path) -> ProfileDocument | LayerTimesFile:
     """All that a file says, checked.
 
     :raises ConfigurationError: names the file, the field and the remedy.
@@ -64,12 +64,12 @@ def load_document(path: Path) -> ProfileDocument | TimedLayers:
         _check_tree(tree)
         if not isinstance(tree, dict):
             raise ConfigurationError(
-                f"a profile is a JSON object, this is {shown(tree)}",
+                f"a profile is a JSON object, this is {format_value(tree)}",
                 remedy="write one: ftd profile JOB.toml",
             )
         if "schema" not in tree and _has_bare_times(tree):
-            timed = _convert(tree, TimedLayers)
-            check_timed(timed)
+            timed = _convert(tree, LayerTimesFile)
+            check_layer_times(timed)
             return timed
         check_schema(tree)
         document = _convert(tree, ProfileDocument)
@@ -139,9 +139,9 @@ def profile_document(profile: ModelProfile) -> ProfileDocument:
     )
 
 
-def timed_profile(timed: TimedLayers) -> ModelProfile:
+def timed_profile(timed: LayerTimesFile) -> ModelProfile:
     """Layer times as a profile: d devices take forward/d + a[d] and backward/d + a[d]."""
-    counts = counts_of(timed.layers[0])
+    counts = device_counts(timed.layers[0])
     free = Link(latency_ms=0.0)
     return ModelProfile(
         layers=tuple(_timed_layer(layer, counts) for layer in timed.layers),
@@ -261,10 +261,10 @@ def _check_tree(tree: Any) -> None:
     for field, value in _leaves(tree):
         if isinstance(value, _Twice):
             raise ConfigurationError(
-                "is there twice", field=joined(field, value.name), remedy="keep one of the two"
+                "is there twice", field=join_path(field, value.name), remedy="keep one of the two"
             )
         if isinstance(value, float) and not math.isfinite(value):
-            refuse(field, value, "a finite number")
+            reject_value(field, value, "a finite number")
         if isinstance(value, str) and not _is_text(value):
             raise ConfigurationError(f"{value!a} is no valid text", field=field or None, remedy=_REMEDY)
 
@@ -278,7 +278,7 @@ def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):
             for key in value:
                 yield field, key
-            stack += [(joined(field, key), below) for key, below in value.items()]
+            stack += [(join_path(field, key), below) for key, below in value.items()]
         elif isinstance(value, list):
             stack += [(f"{field}[{index}]", below) for index, below in enumerate(value)]
         else:
@@ -298,14 +298,14 @@ def _convert(tree: dict[str, Any], into: type[T]) -> T:
     try:
         return convert(tree, into)
     except ConfigurationError as several:
-        error = several.mistakes[0]  # The rest is likely the same, layer by layer.
+        error = several.errors[0]  # The rest is likely the same, layer by layer.
         if error.remedy is not None or error.field is None:
             raise error from None
         value = _at(tree, error.field)
         if isinstance(value, dict | list):
             raise error from None
         said = error.problem[:1].lower() + error.problem[1:]
-        raise ConfigurationError(f"{shown(value)} is not allowed: {said}", field=error.field) from None
+        raise ConfigurationError(f"{format_value(value)} is not allowed: {said}", field=error.field) from None
 
 
 def _at(tree: Any, field: str) -> Any:

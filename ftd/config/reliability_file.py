@@ -5,15 +5,15 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.config.reading import convert, read_toml, require_positive
+from ftd.config.validation import convert, read_toml, require_positive
 from ftd.errors import ConfigurationError
 from planner.errors import InfeasibleError
-from planner.reliability import FailureLaw, Protection
+from planner.reliability import FailureDistribution, Protection
 
 DAY_S = 86_400.0
 
 
-class LawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FailureLawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``[hardware]``, ``[trainer]``, ``[snapshots]``: survival exp(−rate·t^shape), t in days."""
 
     rate: float | None = None
@@ -45,15 +45,15 @@ class ReliabilityFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     group: int
     losses: int = 1
     threshold: float = 0.9
-    hardware: LawTable
-    trainer: LawTable = LawTable(rate=0.0)
-    snapshots: LawTable = LawTable(rate=0.0)
+    hardware: FailureLawTable
+    trainer: FailureLawTable = FailureLawTable(rate=0.0)
+    snapshots: FailureLawTable = FailureLawTable(rate=0.0)
     persist: PersistTable = PersistTable()
     repair: RepairTable = RepairTable()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReliabilityQuestion:
+class ReliabilityInput:
     """The file, checked."""
 
     protection: Protection
@@ -63,7 +63,7 @@ class ReliabilityQuestion:
     horizon_days: float
 
 
-def load_reliability(path: Path) -> ReliabilityQuestion:
+def load_reliability(path: Path) -> ReliabilityInput:
     """:raises ConfigurationError: names the field and the remedy."""
     file = convert(read_toml(path), ReliabilityFile, where=path.name)
     if not 0 < file.threshold < 1:
@@ -84,7 +84,7 @@ def load_reliability(path: Path) -> ReliabilityQuestion:
         )
     except InfeasibleError as error:
         raise ConfigurationError(f"{path.name}: {error}") from None
-    return ReliabilityQuestion(
+    return ReliabilityInput(
         protection=protection,
         threshold=file.threshold,
         persist_days=file.persist.cost_s / DAY_S,
@@ -93,7 +93,7 @@ def load_reliability(path: Path) -> ReliabilityQuestion:
     )
 
 
-def _law(table: LawTable, name: str) -> FailureLaw:
+def _law(table: FailureLawTable, name: str) -> FailureDistribution:
     require_positive(table.shape, f"{name}.shape")
     if (table.rate is None) == (table.mean_days is None):
         raise ConfigurationError(
@@ -102,6 +102,6 @@ def _law(table: LawTable, name: str) -> FailureLaw:
             remedy="rate is λ of exp(−λ·t^shape), t in days; mean_days is a node's mean time to failure",
         )
     if table.mean_days is None:
-        return FailureLaw(rate=table.rate or 0.0, shape=table.shape)
+        return FailureDistribution(rate=table.rate or 0.0, shape=table.shape)
     require_positive(table.mean_days, f"{name}.mean_days")
-    return FailureLaw.of_mean(table.mean_days, table.shape)
+    return FailureDistribution.of_mean(table.mean_days, table.shape)

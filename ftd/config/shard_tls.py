@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ftd.config.secrets import require_private
 from ftd.errors import ConfigurationError, IncompleteError
-from ftd.transport.tls import no_password, unusable
+from ftd.transport.tls import reject_passphrase, unusable_file_error
 
 FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 
@@ -37,9 +37,9 @@ class ShardTls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
-            context.load_cert_chain(self.cert, self.key, password=no_password)
+            context.load_cert_chain(self.cert, self.key, password=reject_passphrase)
         except (OSError, ssl.SSLError) as error:
-            raise unusable(self.cert, "node.snapshot_tls_cert", error) from None
+            raise unusable_file_error(self.cert, "node.snapshot_tls_cert", error) from None
         return context
 
     def client_context(self) -> ssl.SSLContext:
@@ -52,7 +52,7 @@ class ShardTls:
         try:
             context.load_verify_locations(self.ca)
         except (OSError, ssl.SSLError) as error:
-            raise unusable(self.ca, "node.snapshot_tls_ca", error) from None
+            raise unusable_file_error(self.ca, "node.snapshot_tls_ca", error) from None
         return context
 
 

@@ -1,6 +1,6 @@
 """``[snapshot]`` of a job file and of a submitted job: checked, and as the machines take it."""
 
-from ftd.config.reading import require_positive
+from ftd.config.validation import require_positive
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.public import SnapshotData
 from statemachine.cluster.snapshots.intervals import FIRST_EVERY_STEPS
@@ -14,11 +14,11 @@ def protection_or_default(written: str | None, *, zero1: bool) -> str:
     return written or ("aor" if zero1 else "aec")
 
 
-def check_snapshot(told: SnapshotData, *, zero1: bool) -> None:
+def check_snapshot(table: SnapshotData, *, zero1: bool) -> None:
     """:raises ConfigurationError: names the field and the remedy."""
-    check_interval(told.every_steps, "snapshot.every_steps")
-    require_positive(told.cheap_share, "snapshot.cheap_share")
-    protection = protection_or_default(told.protection, zero1=zero1)
+    check_interval(table.every_steps, "snapshot.every_steps")
+    require_positive(table.cheap_share, "snapshot.cheap_share")
+    protection = protection_or_default(table.protection, zero1=zero1)
     if protection != AUTO:
         check_protection(protection, zero1=zero1, field="snapshot.protection")
 

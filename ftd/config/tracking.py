@@ -18,7 +18,7 @@ _PACKAGES = {
 """Sink → the packages of which one must be installed where a coordinator runs."""
 
 
-def with_places(written: LoggingData, directory: Path, job: str) -> LoggingData:
+def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingData:
     """Return the table with absolute paths and what follows for keys that were left out.
 
     :param directory: of the job file.

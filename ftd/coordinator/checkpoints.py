@@ -23,14 +23,14 @@ from ftd.errors import CheckpointError, ConfigurationError
 from ftd.snapshots.checkpoint_export import run_export
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointFailed,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
     CheckpointFound,
-    CheckpointWritten,
     Event,
+    ExportCompleted,
+    ExportFailed,
 )
-from statemachine.messages.values import Checkpoint, Job, PassedOver, Vote
+from statemachine.messages.values import Checkpoint, Job, SkippedCheckpoint, Vote
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.errors import StorageError
 from storage.layerstate import fingerprint_of
@@ -38,7 +38,7 @@ from storage.layerstate import fingerprint_of
 _log = structlog.get_logger("ftd.checkpoints")
 
 
-class Checkpoints:
+class CheckpointService:
     """What the machine and its clients want to know of, or do to, the places of checkpoints."""
 
     def __init__(self, feed: Callable[[Event], None], now: Callable[[], float]) -> None:
@@ -52,7 +52,7 @@ class Checkpoints:
     # --- the machine's effects -------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> None:
-        """Feeds CheckpointWritten or CheckpointFailed."""
+        """Feeds CheckpointCommitted or CheckpointCommitFailed."""
         self._change(lambda: commit(effect, self._now(), spared=self._exporting))
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
@@ -63,7 +63,7 @@ class Checkpoints:
         """Feeds CheckpointExported or CheckpointExportFailed. Its checkpoint stays until then."""
         self._exporting = effect.step
 
-        def work() -> CheckpointExported | CheckpointExportFailed:
+        def work() -> ExportCompleted | ExportFailed:
             try:
                 return export(effect, self._now)
             finally:
@@ -77,14 +77,14 @@ class Checkpoints:
 
     # --- before a job is submitted ---------------------------------------------------------------
 
-    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
         """Call ``then`` with what the job begins from, and with why it may not begin, or an empty string."""
         loop = asyncio.get_running_loop()
 
         def look() -> None:
             begin, refusal = None, ""
             try:
-                begin = first_checkpoint(job)
+                begin = find_initial_checkpoint(job)
             except ConfigurationError as error:
                 refusal = str(error)
             except Exception as error:
@@ -138,7 +138,7 @@ def _store(job: Job, *, create: bool = False) -> CheckpointStore:
     return CheckpointStore.at(job.checkpoint.url, job=job.name, create=create)
 
 
-def export(effect: ExportCheckpoint, now: Callable[[], float]) -> CheckpointExported | CheckpointExportFailed:
+def export(effect: ExportCheckpoint, now: Callable[[], float]) -> ExportCompleted | ExportFailed:
     """Export a checkpoint of the job; whatever goes wrong is said in words."""
     job, began_at = effect.job, now()
     policy = job.checkpoint
@@ -146,10 +146,8 @@ def export(effect: ExportCheckpoint, now: Callable[[], float]) -> CheckpointExpo
         done = run_export(policy.url, job.name, effect.step, policy.huggingface_directory, effect.limit_s)
     except Exception as error:
         detail = str(error) if isinstance(error, CheckpointError) else _unforeseen(error)
-        return CheckpointExportFailed(
-            at=now(), cause=effect.cause, job_id=job.job_id, step=effect.step, detail=detail
-        )
-    return CheckpointExported(
+        return ExportFailed(at=now(), cause=effect.cause, job_id=job.job_id, step=effect.step, detail=detail)
+    return ExportCompleted(
         at=now(),
         cause=effect.cause,
         job_id=job.job_id,
@@ -162,7 +160,7 @@ def export(effect: ExportCheckpoint, now: Callable[[], float]) -> CheckpointExpo
 
 def commit(
     effect: CommitCheckpoint, at: float, spared: int | None = None
-) -> CheckpointWritten | CheckpointFailed:
+) -> CheckpointCommitted | CheckpointCommitFailed:
     """Write the manifest of what the nodes have written, then remove what is too old.
 
     :param spared: step of a checkpoint that is not removed yet.
@@ -181,16 +179,16 @@ def commit(
             ftd_version=version("ftd"),
         )
     except (StorageError, ValueError) as error:
-        return CheckpointFailed(**said, detail=str(error))
+        return CheckpointCommitFailed(**said, detail=str(error))
     except Exception as error:
-        return CheckpointFailed(**said, detail=_unforeseen(error))
+        return CheckpointCommitFailed(**said, detail=_unforeseen(error))
     pruned: tuple[int, ...] = ()
     try:
         pruned = store.prune(job.checkpoint.keep, newest=effect.step, spared=spared)
     except Exception as error:
         # It is there; what is too old goes next time.
         _log.warning("prune", url=job.checkpoint.url, reason=str(error))
-    return CheckpointWritten(**said, pruned=pruned)
+    return CheckpointCommitted(**said, pruned=pruned)
 
 
 def abandon(effect: AbandonCheckpoint) -> None:
@@ -214,7 +212,7 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
     """The newest one that is complete and not known to be damaged."""
     said: dict[str, Any] = {"at": at, "cause": effect.cause, "generation": effect.generation}
     try:
-        found, skipped = newest_checkpoint(effect.job, effect.spoiled)
+        found, skipped = find_newest_checkpoint(effect.job, effect.corrupt_steps)
     except Exception as error:
         reason = str(error) if isinstance(error, StorageError) else _unforeseen(error)
         return CheckpointFound(**said, checkpoint=None, skipped=(), reason=reason, unreadable=True)
@@ -222,21 +220,21 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
     return CheckpointFound(**said, checkpoint=found, skipped=skipped, reason=reason)
 
 
-def newest_checkpoint(
+def find_newest_checkpoint(
     job: Job, spoiled: tuple[int, ...] = ()
-) -> tuple[Checkpoint | None, tuple[PassedOver, ...]]:
+) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """With what was passed over on the way to it.
 
     :raises StorageError: the place cannot be read.
     """
     store = _store(job)
     manifests = store.manifests()
-    skipped = [PassedOver(step=None, reason=met) for met in (*store.problems, *store.unfinished)]
+    skipped = [SkippedCheckpoint(step=None, reason=met) for met in (*store.problems, *store.unfinished)]
     for manifest in manifests:
         if manifest.step in spoiled:
-            skipped.append(PassedOver(step=manifest.step, reason="a node found it damaged"))
+            skipped.append(SkippedCheckpoint(step=manifest.step, reason="a node found it damaged"))
         elif problem := _problem_of(store, manifest):
-            skipped.append(PassedOver(step=manifest.step, reason=problem))
+            skipped.append(SkippedCheckpoint(step=manifest.step, reason=problem))
         else:
             return _checkpoint(manifest), tuple(skipped)
     return None, tuple(skipped)
@@ -267,7 +265,7 @@ def _checkpoint(manifest: CheckpointManifest) -> Checkpoint:
     )
 
 
-def first_checkpoint(job: Job) -> Checkpoint | None:
+def find_initial_checkpoint(job: Job) -> Checkpoint | None:
     """What a submitted job begins from; makes the directory where it is not there yet.
 
     :raises ConfigurationError: the place cannot be used, or holds what the job would mix with.
@@ -279,7 +277,7 @@ def first_checkpoint(job: Job) -> Checkpoint | None:
         _make_exports(policy.huggingface_directory)
     try:
         _store(job, create=True)
-        begin, skipped = newest_checkpoint(job)
+        begin, skipped = find_newest_checkpoint(job)
     except StorageError as error:
         raise ConfigurationError(
             str(error),

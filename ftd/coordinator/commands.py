@@ -10,15 +10,15 @@ import structlog
 from ftd.transport.mqtt.session import ECHO_S
 from ftd.transport.wire.codec import check_not_retained, decode_to_nodes, encode_to_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
-from statemachine.effects import BroadcastCommand, ForgetNode, SendCommand
+from statemachine.effects import BroadcastCommand, RemoveNode, SendCommand
 
 _log = structlog.get_logger("ftd.coordinator")
 
-MOST_SAID = 64
+MAX_UNCONFIRMED_BROADCASTS = 64
 """Broadcasts that are known again when the broker sends them to us, too."""
 
 
-class Session(Protocol):
+class CommandSession(Protocol):
     """The seat, as far as it is used here."""
 
     @property
@@ -27,18 +27,18 @@ class Session(Protocol):
     def publish(self, topic: str, payload: bytes, *, retain: bool = False) -> None: ...
 
 
-class Commands:
+class CommandSender:
     """See the module.
 
     It hears the topic of all nodes itself, and refuses for all of them what they cannot read.
     """
 
-    def __init__(self, topics: Topics, session: Session) -> None:
+    def __init__(self, topics: Topics, session: CommandSession) -> None:
         self._topics, self._session = topics, session
-        self._said: deque[bytes] = deque(maxlen=MOST_SAID)
+        self._said: deque[bytes] = deque(maxlen=MAX_UNCONFIRMED_BROADCASTS)
 
-    def send(self, effect: SendCommand | BroadcastCommand | ForgetNode) -> None:
-        if isinstance(effect, ForgetNode):
+    def send(self, effect: SendCommand | BroadcastCommand | RemoveNode) -> None:
+        if isinstance(effect, RemoveNode):
             self._session.publish(self._topics.node_state(effect.node), b"", retain=True)
         elif isinstance(effect, SendCommand):
             self._session.publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
@@ -48,11 +48,11 @@ class Commands:
             self._session.publish(self._topics.command, payload)
             asyncio.get_running_loop().call_later(ECHO_S, self._miss, payload)
 
-    def connected(self) -> None:
+    def on_connected(self) -> None:
         """A new session: what went out by the one before does not come back."""
         self._said.clear()
 
-    def overhear(self, payload: bytes, retained: bool) -> None:
+    def receive_broadcast(self, payload: bytes, retained: bool) -> None:
         """What came on the topic of all nodes: mostly our own words, which are not read again.
 
         :raises WireError: no node can act on it.

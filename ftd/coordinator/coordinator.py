@@ -16,22 +16,22 @@ from typing import Any, assert_never, cast
 
 import structlog
 
-from ftd.config.reading import NAME
-from ftd.coordinator.commands import Commands
+from ftd.config.validation import NAME_PATTERN
+from ftd.coordinator.commands import CommandSender
 from ftd.coordinator.events import EventStream
-from ftd.coordinator.hearing import Hearing
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import FollowerCallbacks, LeaderCallbacks, Leadership, Takeover, cause_suffix
+from ftd.coordinator.message_router import CoordinatorMessageRouter
 from ftd.coordinator.ports import Ports
 from ftd.coordinator.public_state import cancel_all, public_state
-from ftd.coordinator.requests import Requests
-from ftd.coordinator.restoring import check_restore
+from ftd.coordinator.requests import RequestHandler
+from ftd.coordinator.restore_check import check_restore
 from ftd.driver import Driver
 from ftd.transport.wire.checking import encode_state
-from ftd.transport.wire.coordinators import JournalCopy, packer
+from ftd.transport.wire.coordinator_messages import JournalCopy, state_compressor
 from ftd.transport.wire.topics import Topics
+from statemachine.cluster.durable.durability import durability_key
 from statemachine.cluster.durable.outbox import OUTBOX
-from statemachine.cluster.durable.promises import promised
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import (
     AbandonCheckpoint,
@@ -41,21 +41,21 @@ from statemachine.effects import (
     CancelTemplates,
     CheckRestore,
     CommitCheckpoint,
+    ComparePlan,
     ComputePlan,
     Effect,
     EmitEvent,
     ExportCheckpoint,
     FindCheckpoint,
-    ForeseePlan,
-    ForgetNode,
     PersistState,
+    PlanAhead,
     PublishCluster,
     RecordSteps,
+    RemoveNode,
     SendCommand,
-    WeighPlan,
 )
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import BrokerConnected, BrokerLost, Event, StepsMissed
+from statemachine.events import BrokerConnected, BrokerDisconnected, Event, StepsMissed
 from statemachine.messages.cluster import Prepare
 from statemachine.messages.values import ClusterPhase
 from statemachine.timing import Timing
@@ -70,8 +70,8 @@ STATE_LATER = 25
 GOODBYE_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
-    | CancelTemplates | ForeseePlan | ComputePlan | WeighPlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
-    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | ForgetNode | RecordSteps
+    | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
+    | AbandonCheckpoint | FindCheckpoint | AnswerRequest | RemoveNode | RecordSteps
 )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ class Coordinator:
         cluster: str,
         directory: Path,
         timing: Timing,
-        anew: bool = False,
+        reset: bool = False,
         state_period_s: float = STATE_PERIOD_S,
         watch: Callable[[Event | Effect], None] | None = None,
     ) -> None:
@@ -106,21 +106,21 @@ class Coordinator:
         self._incarnation = me.incarnation
         self._state_period_s = state_period_s
         self.journal = Journal(directory, disk=ports.disk, clock=ports.clock)
-        self._pack = packer().fold
+        self._pack = state_compressor().compress
         self._stopping = False
         self._forced_for: tuple[Any, ...] = ()
         self._published_at, self._publish_took_s = -state_period_s, 0.0
         self._publish_timer: asyncio.TimerHandle | None = None
         self._timing = timing
         self._leading = False
-        self._takeover = Takeover(timing, self.journal, ports.clock, ports.program, anew=anew)
+        self._takeover = Takeover(timing, self.journal, ports.clock, ports.program, reset=reset)
         self.machine = ClusterMachine(timing)
         self.driver = Driver(
             self.machine,
             self._perform,
             watch,
-            together=self._steps,
-            carried_out=self._carried_out,
+            step_batch=self._steps,
+            on_effects_done=self._carried_out,
             clock=ports.clock,
             suffix=cause_suffix(me),
         )
@@ -129,13 +129,13 @@ class Coordinator:
         self._events = EventStream(
             self.topics,
             self.journal,
-            emitted=self._observer.emitted,
-            heard=self._observer.heard,
-            shown=self._observer.shown,
+            emitted=self._observer.on_own_event,
+            heard=self._observer.on_node_event,
+            shown=self._observer.on_published,
         )
         self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
-        self._commands = Commands(self.topics, self.leadership)
-        self._requests = Requests(
+        self._commands = CommandSender(self.topics, self.leadership)
+        self._requests = RequestHandler(
             topics=self.topics,
             session=self.leadership,
             driver=self.driver,
@@ -145,7 +145,7 @@ class Coordinator:
             public_state=self.public_state,
             job=lambda: self.machine.job,
         )
-        self._hearing = Hearing(
+        self._hearing = CoordinatorMessageRouter(
             self.topics,
             self.driver,
             requests=self._requests,
@@ -182,14 +182,14 @@ class Coordinator:
     ) -> None:
         """Stop deciding, publish that nobody decides any more and why, then leave."""
         self._stopping = True
-        self._observer.stopping()
+        self._observer.on_stopping()
         await cancel_all(first)
         self.driver.stop_timers()
         if self._publish_timer is not None:
             self._publish_timer.cancel()
         why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
-        gone = self.leadership.unreachable(f"the coordinator {why}", graceful=problem is None)
-        await self.leadership.say_goodbye(gone, GOODBYE_S)
+        gone = self.leadership.unreachable_state(f"the coordinator {why}", graceful=problem is None)
+        await self.leadership.leave(gone, GOODBYE_S)
         await cancel_all([leading])
 
     def _new_leadership(self, ports: Ports, me: Peer) -> Leadership:
@@ -214,17 +214,17 @@ class Coordinator:
             ),
             follower=FollowerCallbacks(
                 position=lambda: self.journal.position,
-                met=self.journal.share,
-                alive=self._observer.alive,
-                keep=self._takeover.keep,
-                heard=self._events.overheard,
-                seen=self._seen,
+                on_peer=self.journal.mark_shared,
+                on_broker_alive=self._observer.on_broker_alive,
+                save_journal=self._takeover.save_copy,
+                on_event=self._events.receive_as_follower,
+                on_state=self._seen,
             ),
             shared=self.journal.shared,
             on_message=self._on_message,
             on_connected=self._on_connected,
             on_lost=self._on_lost,
-            on_acknowledged=self._observer.acknowledged,
+            on_acknowledged=self._observer.on_acknowledged,
         )
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -233,24 +233,24 @@ class Coordinator:
     # --- what happens ------------------------------------------------------------------------------
 
     def _stamp(self) -> dict[str, Any]:
-        return {"at": self.driver.now(), "cause": self.driver.cause()}
+        return {"at": self.driver.now(), "cause": self.driver.new_cause()}
 
     # --- who leads ---------------------------------------------------------------------------------
 
     def status(self) -> str:
         """Return what this coordinator does, in words."""
-        return f"{self.leadership.role_in_words()}, cluster {self.topics.cluster}"
+        return f"{self.leadership.describe_role()}, cluster {self.topics.cluster}"
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
         """Go on from the newest of what the last leader left at the broker and what is known here."""
         begun = self._takeover.begin(copy, leader.incarnation)
         self.machine = begun.machine
         if self.machine.job_id is not None:
-            self.journal.attribute(self.machine.job_id)
-        self.driver.replace(self.machine)
+            self.journal.set_job(self.machine.job_id)
+        self.driver.replace_machine(self.machine)
         self._leading = True
         self._forced_for = ()
-        self._events.go_on(self.leadership, begun.outbox, self.machine.plan_in_words)
+        self._events.publish_unacknowledged(self.leadership, begun.outbox, self.machine.plan_details)
         for effect in begun.effects:
             self._perform(effect)
 
@@ -260,13 +260,13 @@ class Coordinator:
         if self.machine.job_id is not None:
             self.planning.cancel(CancelTemplates(cause="deposed", job_id=self.machine.job_id))
         self.machine = ClusterMachine(self._timing)
-        self._observer.follow(None, 0, None)
+        self._observer.track_job(None, 0, None)
         self._events.outbox.clear()
-        self.driver.replace(self.machine)
+        self.driver.replace_machine(self.machine)
         if self._publish_timer is not None:
             self._publish_timer.cancel()
             self._publish_timer = None
-        self._observer.status(self.status())
+        self._observer.on_status(self.status())
 
     def feed(self, event: Event) -> None:
         """Feed the machine, while this coordinator leads: what it asked for as the leader counts for so long."""
@@ -274,13 +274,13 @@ class Coordinator:
             self.driver.feed(event)
 
     def _on_connected(self) -> None:
-        self._commands.connected()
-        self._observer.status(self.status())
+        self._commands.on_connected()
+        self._observer.on_status(self.status())
         self.driver.feed(BrokerConnected(**self._stamp()))
 
     def _on_lost(self) -> None:
-        self._observer.status("waiting for the broker")
-        self.driver.feed(BrokerLost(**self._stamp()))
+        self._observer.on_status("waiting for the broker")
+        self.driver.feed(BrokerDisconnected(**self._stamp()))
 
     def _refused(self, event: EmitEvent) -> None:
         """A payload that nobody can act on: tell the world, go on."""
@@ -295,11 +295,11 @@ class Coordinator:
             case EmitEvent():
                 self._emit(effect)
             case RecordSteps():
-                self._events.recall(effect.steps, self.driver.now())
+                self._events.record_steps(effect.steps, self.driver.now())
             case SendCommand(command=Prepare(profile=True)):
-                self.planning.expect()
+                self.planning.prepare()
                 self._commands.send(effect)
-            case SendCommand() | BroadcastCommand() | ForgetNode():
+            case SendCommand() | BroadcastCommand() | RemoveNode():
                 self._commands.send(effect)
             case PersistState():
                 self._persist()
@@ -309,8 +309,8 @@ class Coordinator:
                 self.planning.build(effect)
             case CancelTemplates():
                 self.planning.cancel(effect)
-            case ForeseePlan() | ComputePlan() | WeighPlan():
-                self.planning.ask(effect)
+            case PlanAhead() | ComputePlan() | ComparePlan():
+                self.planning.compute(effect)
             case CheckRestore():
                 self.driver.feed(check_restore(effect, self.driver.now()))
             case CommitCheckpoint():
@@ -342,14 +342,14 @@ class Coordinator:
         state = self._durable()
         kept_as = self._pack(state)
         position = self.leadership.replicate(kept_as, self.driver.now())
-        promise = promised(state)
+        promise = durability_key(state)
         forced = promise != self._forced_for or state["generation"] > self.journal.reserved
         self.journal.save(kept_as, forced=forced, position=position)
         self._forced_for = promise
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
         effects = self.machine.steps(cast(Any, events), bug)
-        self._events.decide(effects, self.driver.now())
+        self._events.add_to_outbox(effects, self.driver.now())
         return effects
 
     def public_state(self) -> dict[str, Any]:
@@ -364,7 +364,7 @@ class Coordinator:
         if self._leading:
             phase = self.machine.phase
             outcome = str(phase) if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED) else None
-            self._observer.follow(self.machine.job, self.leadership.machine.term, outcome)
+            self._observer.track_job(self.machine.job, self.leadership.machine.term, outcome)
 
     def fetch_missed(self, first: int, last: int) -> None:
         """Ask the nodes for steps whose events this coordinator's journal lacks."""
@@ -376,7 +376,7 @@ class Coordinator:
             details = {"sink": sink, "detail": detail}
             reason = f"{sink}: {detail}"
             self._emit(
-                EmitEvent(cause=self.driver.cause(), name="LoggingFailed", reason=reason, details=details)
+                EmitEvent(cause=self.driver.new_cause(), name="LoggingFailed", reason=reason, details=details)
             )
             self.journal.flush()
 
@@ -384,8 +384,8 @@ class Coordinator:
         """Take the state that another coordinator publishes: the steps that it reports are of this job."""
         self._observer.on_state(state)
         job = state.get("job")
-        if isinstance(job, dict) and isinstance(name := job.get("id"), str) and NAME.fullmatch(name):
-            self.journal.attribute(name)
+        if isinstance(job, dict) and isinstance(name := job.get("id"), str) and NAME_PATTERN.fullmatch(name):
+            self.journal.set_job(name)
 
     def _publish_state_soon(self) -> None:
         """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
@@ -405,4 +405,4 @@ class Coordinator:
         self._track()
         self._publish_took_s = self._clock.cpu_s() - began_s
         if self.machine.phase is ClusterPhase.RUNNING:
-            self.journal.tidy(generation=self.machine.generation)
+            self.journal.maintain(generation=self.machine.generation)

@@ -11,7 +11,7 @@ import structlog
 
 from ftd import systemd
 from ftd.config.daemon import DaemonConfig
-from ftd.coordinator.checkpoints import Checkpoints
+from ftd.coordinator.checkpoints import CheckpointService
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
 from ftd.coordinator.plan_cache import PlanCache
@@ -22,7 +22,7 @@ from ftd.driver import Driver, SystemClock
 from ftd.observe.dashboard.dashboard import Dashboard
 from ftd.observe.metrics.cluster import ClusterMetrics
 from ftd.observe.metrics.server import MetricsServer
-from ftd.observe.tracking.process import Tracking
+from ftd.observe.tracking.writer_process import TrackingWriterProcess
 from ftd.transport.mqtt.transport import MqttTransport
 from ftd.transport.wire.public import EventMessage
 from statemachine.cluster.durable import durable
@@ -39,7 +39,7 @@ class CoordinatorDaemon:
     It is the ``Observer`` of its coordinator: what it observes goes to metrics, dashboard, tracking and systemd.
     """
 
-    def __init__(self, config: DaemonConfig, *, anew: bool = False) -> None:
+    def __init__(self, config: DaemonConfig, *, reset: bool = False) -> None:
         """Open the journal.
 
         :param anew: forget the job, here and at the broker, once this coordinator leads.
@@ -55,20 +55,20 @@ class CoordinatorDaemon:
                 transport=MqttTransport(config.broker, config.cluster),
                 disk=LocalDisk(),
                 planning=self._new_planning,
-                checkpoints=lambda feed, driver: Checkpoints(feed, driver.now),
+                checkpoints=lambda feed, driver: CheckpointService(feed, driver.now),
                 observer=self,
             ),
             Peer(name=config.coordinator, incarnation=time.time_ns() // 1000, priority=config.priority),
             cluster=config.cluster,
             directory=config.state_dir,
             timing=config.timing,
-            anew=anew,
+            reset=reset,
         )
         coordinator = self._coordinator
-        self._tracking = Tracking(
+        self._tracking = TrackingWriterProcess(
             coordinator.journal.path,
-            failed=coordinator.report_logging_failure,
-            missed=coordinator.fetch_missed,
+            on_failed=coordinator.report_logging_failure,
+            on_missing=coordinator.fetch_missed,
         )
         self._metrics = ClusterMetrics(
             state=self._state,
@@ -77,7 +77,7 @@ class CoordinatorDaemon:
             leading=lambda: coordinator.leadership.connected,
             internal_errors=lambda: coordinator.driver.bugs,
         )
-        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.own.registry)
+        self._metrics_server = MetricsServer(config.coordinator_metrics, self._metrics.common.registry)
 
     def _new_planning(self, feed: Feed, driver: Driver, on_progress: Callable[[], None]) -> PlanningService:
         self._planning = PlanningService(feed, driver, self._cache, on_progress=on_progress)
@@ -102,7 +102,7 @@ class CoordinatorDaemon:
             loop.add_signal_handler(number, stop.set)
         self._planning.warm_up()
         _log.info("run", cluster=self._cluster)
-        watchdog = asyncio.ensure_future(systemd.watchdog())
+        watchdog = asyncio.ensure_future(systemd.feed_watchdog())
         systemd.notify("READY=1", f"STATUS={coordinator.status()}")
         try:
             await coordinator.run(stop)
@@ -118,38 +118,38 @@ class CoordinatorDaemon:
 
     # --- as the observer ---------------------------------------------------------------------------
 
-    def emitted(self, event: EmitEvent) -> None:
+    def on_own_event(self, event: EmitEvent) -> None:
         """Count an event of this coordinator."""
-        self._metrics.emitted(event)
+        self._metrics.on_event(event)
 
-    def heard(self, message: EventMessage) -> None:
+    def on_node_event(self, message: EventMessage) -> None:
         """Count an event of a node."""
-        self._metrics.heard(message)
+        self._metrics.on_node_event(message)
 
-    def shown(self, message: EventMessage, own: bool) -> None:
+    def on_published(self, message: EventMessage, own: bool) -> None:
         """Show an event on the dashboard."""
         self._dashboard.on_event(message, own)
 
-    def alive(self) -> None:
+    def on_broker_alive(self) -> None:
         """Show on the dashboard that the broker delivers."""
-        self._dashboard.on_news()
+        self._dashboard.on_broker_message()
 
     def on_state(self, state: dict[str, Any]) -> None:
         """Show the cluster's state on the dashboard."""
         self._dashboard.on_state(state)
 
-    def acknowledged(self, seconds: float) -> None:
+    def on_acknowledged(self, seconds: float) -> None:
         """Count how long the broker took for a message."""
-        self._metrics.own.broker_round_trip.observe(seconds)
+        self._metrics.common.broker_round_trip.observe(seconds)
 
-    def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
+    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
         """Log the job's steps."""
-        self._tracking.follow(job, term, outcome)
+        self._tracking.set_job(job, term, outcome)
 
-    def status(self, text: str) -> None:
+    def on_status(self, text: str) -> None:
         """Tell systemd what this coordinator does."""
         systemd.notify(f"STATUS={text}")
 
-    def stopping(self) -> None:
+    def on_stopping(self) -> None:
         """Tell systemd that this coordinator is about to leave."""
         systemd.notify("STOPPING=1")

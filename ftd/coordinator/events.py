@@ -1,8 +1,8 @@
 """The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
 
-What was decided is in the durable state, with its events, before anybody hears of it (``decide``,
+What was decided is in the durable state, with its events, before anybody hears of it (``add_to_outbox``,
 ``statemachine.cluster.durable.outbox``); whoever leads next tells what the broker never acknowledged
-(``go_on``).
+(``publish_unacknowledged``).
 
 Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
 it tells the whole story.
@@ -17,11 +17,11 @@ import structlog
 
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
-from ftd.driver import EventGate
+from ftd.driver import EventRateLimiter
 from ftd.errors import WireError
-from ftd.transport.wire.catalogue import TOLD_BY_OTHERS
+from ftd.transport.wire.catalogue import EVENTS_OF_OTHERS
 from ftd.transport.wire.checking import encode_event, problem_of_details
-from ftd.transport.wire.codec import MOST_NUMBER, check_size
+from ftd.transport.wire.codec import MAX_COUNTER, check_size
 from ftd.transport.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable.outbox import EventOutbox, is_kept
@@ -32,7 +32,7 @@ _log = structlog.get_logger("ftd.events")
 SOURCE = "coordinator"
 PLAN_IN_WORDS = frozenset({"pipelines", "considered"})
 """Of ``PlanChosen``: what ``ClusterMachine.plan_in_words`` gives."""
-MOST_HEARD_BYTES = 16 * 1024
+MAX_EVENT_BYTES = 16 * 1024
 """Of what others tell: the journal keeps it."""
 
 
@@ -52,13 +52,13 @@ class EventStream:
         :param shown: all that are published; ``True``: our own."""
         self._topic = topics.events
         self._journal = journal
-        self._gate = EventGate()
+        self._gate = EventRateLimiter()
         self._emitted, self._heard, self._shown = emitted, heard, shown
         self.outbox: EventOutbox[str] = EventOutbox()
         self._decided: dict[int, tuple[EmitEvent, EventMessage]] = {}
         """Of the step under way: each event by its identity."""
 
-    def decide(self, effects: Iterable[Effect], now: float) -> None:
+    def add_to_outbox(self, effects: Iterable[Effect], now: float) -> None:
         """What a step tells, before any of its effects is carried out."""
         self._decided = {}
         for effect in effects:
@@ -67,7 +67,7 @@ class EventStream:
                 self._decided[id(effect)] = effect, message
                 self.outbox.add(message.id, encode_json(_without_plan(message)).decode())
 
-    def go_on(
+    def publish_unacknowledged(
         self, session: Leadership, untold: Iterable[Any], plan_in_words: Callable[[int], dict[str, Any]]
     ) -> None:
         """Tell what the last leader decided and may not have told, each as it was.
@@ -94,13 +94,13 @@ class EventStream:
     def emit(self, session: Leadership, event: EmitEvent, now: float) -> None:
         """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
         self._emitted(event)
-        held_back = self._gate.admit(event, now)
-        if held_back is None:
+        suppressed = self._gate.admit(event, now)
+        if suppressed is None:
             return
         if (decided := self._decided.pop(id(event), None)) is not None:
             message = msgspec.structs.replace(decided[1], at=timestamp(), monotonic=now)
         else:
-            message = event_message(event, monotonic=now, held_back=held_back, source=SOURCE)
+            message = event_message(event, monotonic=now, suppressed=suppressed, source=SOURCE)
         self._journal.record(message)
         self._publish(session, message)
         log = _log.debug if event.name == "StepCommitted" else _log.info
@@ -115,16 +115,16 @@ class EventStream:
         )
         self._shown(message, True)
 
-    def recall(self, steps: Iterable[EmitEvent], now: float) -> None:
+    def record_steps(self, steps: Iterable[EmitEvent], now: float) -> None:
         """Remember what another coordinator reported while this one was away."""
         for event in steps:
             self._journal.record(event_message(event, monotonic=now, source=SOURCE))
 
     def _publish(self, session: Leadership, message: EventMessage) -> None:
         there = partial(self.outbox.acknowledge, message.id)
-        session.publish(self._topic, encode_event(message), keep=True, there=there)
+        session.publish(self._topic, encode_event(message), queue_offline=True, on_done=there)
 
-    def overheard(self, payload: bytes) -> None:
+    def receive_as_follower(self, payload: bytes) -> None:
         """While another coordinator leads: what it tells is for our journal's history, too. Nothing is
         decided by that, so whoever may write the topic can forge no more than history.
 
@@ -134,7 +134,7 @@ class EventStream:
         if self._journal.record(message):
             self._shown(message, message.source == SOURCE)
 
-    def heard(self, payload: bytes) -> None:
+    def receive_as_leader(self, payload: bytes) -> None:
         """A message on the event topic; our own were recorded when they were emitted.
 
         The topic is shared: whoever may write it could claim anything, so only what nodes tell counts.
@@ -144,13 +144,13 @@ class EventStream:
         message: EventMessage = decode_json(payload, EventMessage)
         if message.source == SOURCE:
             return
-        if message.event not in TOLD_BY_OTHERS:
+        if message.event not in EVENTS_OF_OTHERS:
             raise WireError(
                 f"only the coordinator tells {message.event[:80]!r}, and not {message.source[:80]!r}"
             )
         if message.source.startswith("node/") and message.source != f"node/{message.node}":
             raise WireError(f"an event of {str(message.node)[:80]!r} that {message.source[:80]!r} tells")
-        check_size(payload, MOST_HEARD_BYTES)
+        check_size(payload, MAX_EVENT_BYTES)
         if self._journal.record(_checked(message)):
             self._heard(message)
             self._shown(message, False)
@@ -169,6 +169,6 @@ def _checked(message: EventMessage) -> EventMessage:
     if (problem := problem_of_details(message.event, encode_json(message.details))) is not None:
         raise WireError(problem[:500])
     for name in ("generation", "step"):
-        if not 0 <= (getattr(message, name) or 0) <= MOST_NUMBER:
+        if not 0 <= (getattr(message, name) or 0) <= MAX_COUNTER:
             raise WireError(f"{name} is {getattr(message, name)}")
     return message

@@ -2,7 +2,7 @@
 
 The state is durable before anything that follows from it is published. A write always survives a SIGKILL
 of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise
-(``statemachine.cluster.durable.promises``). A generation number must never be used twice, not even after a
+(``statemachine.cluster.durable.durability``). A generation number must never be used twice, not even after a
 power cut: they are reserved in quiet (``reserve``), and a host that was started anew goes on behind those.
 """
 
@@ -19,10 +19,10 @@ from typing import Any
 from ftd.coordinator.ports import Disk
 from ftd.driver import Clock, SystemClock
 from ftd.errors import JournalError
+from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import EventMessage, encode_json
-from ftd.transport.wire.repeats import Repeats
+from statemachine.cluster.durable.durability import RESERVED
 from statemachine.cluster.durable.outbox import MOST
-from statemachine.cluster.durable.promises import RESERVED
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);
@@ -59,7 +59,7 @@ Position = tuple[int, int]
 """The leader's term, and how many states it had written under it: the greater, the newer."""
 
 
-Foreign = tuple[int, int, str]
+ForeignJournal = tuple[int, int, str]
 """Of a journal that cannot be read here: its schema, the protocol of its nodes, the version that wrote it."""
 
 
@@ -79,7 +79,7 @@ class Journal:
         self.path = directory / "journal.sqlite"
         self._disk, self._system_clock = disk or LocalDisk(), clock or SystemClock()
         self._buffer: list[tuple[EventMessage, bool]] = []
-        self._repeats = Repeats()
+        self._repeats = DuplicateFilter()
         self._writes = self._commits = 0
         try:
             self._db = self._disk.open(directory)
@@ -113,7 +113,7 @@ class Journal:
         """There was another coordinator beside this one, once: it may know more."""
         offset, _, boot = known.get("clock", f"0 {self._boot}").partition(" ")
         self._clock = boot, float(offset)
-        self._foreign: tuple[Position, Foreign] | None = (
+        self._foreign: tuple[Position, ForeignJournal] | None = (
             _foreign(known["foreign"]) if "foreign" in known else None
         )
 
@@ -136,7 +136,7 @@ class Journal:
         self._clock = boot, offset_s
 
     @property
-    def ahead_s(self) -> float:
+    def clock_ahead_s(self) -> float:
         """Of the monotonic clock that the saved state's times are of, this host's is so much ahead: the state
         may be another host's, or from before this one's last start."""
         boot, offset_s = self._clock
@@ -197,9 +197,9 @@ class Journal:
         :raises JournalError: as ``save``.
         """
         self.save(state, forced=False, position=position, theirs_s=theirs_s)
-        self.share()
+        self.mark_shared()
 
-    def share(self) -> None:
+    def mark_shared(self) -> None:
         """Remember that there is, or was, another coordinator."""
         if not self.shared:
             with self._failing("written"):
@@ -207,26 +207,26 @@ class Journal:
             self.shared = True
 
     @property
-    def foreign(self) -> Foreign | None:
+    def foreign_journal(self) -> ForeignJournal | None:
         """There is, or was, a newer journal of another version of ftd; ``None``: ours is the newest known."""
         if self._foreign is None or self._foreign[0] <= self.position:
             return None
         return self._foreign[1]
 
-    def bar(self, position: Position, schema: int, protocol: int, version: str) -> None:
+    def remember_foreign_journal(self, position: Position, schema: int, protocol: int, version: str) -> None:
         """Remember that there is a newer journal that cannot be read here.
 
         :raises JournalError: as ``save``.
         """
         foreign = (schema, protocol, version)
-        if self.foreign == foreign:
+        if self.foreign_journal == foreign:
             return  # And newer still.
         text = f"{position[0]} {position[1]} {schema} {protocol} {version}"
         with self._failing("written"):
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('foreign', ?)", (text,))
         self._foreign = position, foreign
 
-    def attribute(self, job: str) -> None:
+    def set_job(self, job: str) -> None:
         """What is recorded from here on is of this job: its ``JobSubmitted`` may have been another
         coordinator's to record, or lost with the process that had just accepted it.
 
@@ -250,7 +250,7 @@ class Journal:
             with self._transaction(forced=False):
                 pass
 
-    def tidy(self, *, generation: int) -> None:
+    def maintain(self, *, generation: int) -> None:
         """At a quiet moment, of this generation, what a recovery would wait for: reserve the next ones, and
         move the write-ahead log into the file if it is long. Both take some ten milliseconds."""
         with contextlib.suppress(JournalError):  # What hinders it, the next write tells.
@@ -335,7 +335,7 @@ class Journal:
     def _write_buffer(self) -> None:
         for message, is_new in self._buffer:
             if message.event == "JobSubmitted":
-                self.attribute(str(message.details.get("job", "")))
+                self.set_job(str(message.details.get("job", "")))
             if (table := _TABLE_OF.get(message.event)) is not None:
                 self._db.execute(
                     f"INSERT INTO {table} (job, step, generation, at, details) VALUES (?, ?, ?, ?, ?)",
@@ -372,7 +372,7 @@ class Journal:
             ) from None
 
 
-def _foreign(text: str) -> tuple[Position, Foreign]:
+def _foreign(text: str) -> tuple[Position, ForeignJournal]:
     term, serial, schema, protocol, version = text.split(" ", 4)
     return (int(term), int(serial)), (int(schema), int(protocol), version)
 

@@ -24,25 +24,25 @@ from ftd.coordinator.journal import SAME_CLOCK_S, Journal
 from ftd.coordinator.ports import Program, Transport
 from ftd.driver import Clock, Driver
 from ftd.errors import JournalError, WireError
-from ftd.transport.mqtt.session import MAX_KEPT, Kept, Will
+from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
 from ftd.transport.wire.checking import encode_event
-from ftd.transport.wire.coordinators import (
+from ftd.transport.wire.coordinator_messages import (
     JournalCopy,
     PeerMessage,
     decode_copy,
     decode_leader,
+    decompress_state,
     encode_copy,
     encode_leader,
     encode_peer,
     encode_unreachable,
-    is_packed,
-    unpack,
+    is_compressed,
 )
-from ftd.transport.wire.public import CoordinatorSaid, decode_json, event_message
+from ftd.transport.wire.public import ClusterStateHeader, decode_json, event_message
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.durability import beyond
 from statemachine.cluster.durable.outbox import OUTBOX
-from statemachine.cluster.durable.promises import beyond
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, PublishCluster
 from statemachine.election.leadership import (
@@ -62,7 +62,7 @@ from statemachine.election.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
-    RefuseTakeover,
+    RejectTakeover,
     ReleaseLeadership,
     Role,
     SendLeaderHeartbeat,
@@ -81,7 +81,7 @@ _log = structlog.get_logger("ftd.leadership")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class InitialLead:
     """The state that a coordinator begins to lead with."""
 
     machine: ClusterMachine
@@ -90,9 +90,9 @@ class Restored:
     """Events that the last leader decided and may not have published: identifiers, and events as they are kept."""
 
 
-def restored(
+def restore_newest(
     timing: Timing, journal: Journal, copy: JournalCopy | None, clock: Clock, incarnation: int
-) -> Restored:
+) -> InitialLead:
     """Restore the newer one of this host's journal and the copy at the broker.
 
     Where there is another coordinator, generations are left out: the broker may have lost the newest journal, or have
@@ -102,25 +102,25 @@ def restored(
     :param incarnation: of the coordinator that is to lead.
     :raises JournalError: it is damaged, or of another version.
     """
-    now, saved, where, moved_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.ahead_s
+    now, saved, where, moved_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.clock_ahead_s
     if copy is not None and copy.position > journal.position:
         saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
         ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
         moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
-        return Restored(machine=ClusterMachine(timing), effects=[])
+        return InitialLead(machine=ClusterMachine(timing), effects=[])
     try:
-        state = durable.moved(msgspec.msgpack.decode(unpack(saved)), moved_s)
+        state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), moved_s)
         if journal.shared:
-            state = durable.unseen(state, incarnation)
+            state = durable.skip_unseen_generations(state, incarnation)
         state = beyond(state, journal.floor)
         machine, effects = ClusterMachine.restore(timing, state, now, "restored")
         untold = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
-        return Restored(machine=machine, effects=effects, outbox=untold)
+        return InitialLead(machine=machine, effects=effects, outbox=untold)
     except (ValueError, RecursionError, WireError) as error:  # It is no msgpack, or no state of ftd.
         raise JournalError(
             f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
-            "ftd coordinator --anew)"
+            "ftd coordinator --reset)"
         ) from None
 
 
@@ -128,24 +128,24 @@ class Takeover:
     """The journals from which this coordinator could begin to lead."""
 
     def __init__(
-        self, timing: Timing, journal: Journal, clock: Clock, program: Program, *, anew: bool
+        self, timing: Timing, journal: Journal, clock: Clock, program: Program, *, reset: bool
     ) -> None:
         """:param anew: begin the first lead with an empty state, whatever is in the journals.
 
         :raises JournalError: the own journal cannot be read.
         """
         self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
-        self._anew = anew
-        if not anew:
-            restored(timing, journal, None, clock, 0)
+        self._anew = reset
+        if not reset:
+            restore_newest(timing, journal, None, clock, 0)
 
     @property
     def ineligible(self) -> str:
         """Reason why this coordinator must not lead, as far as its journal remembers; empty: it may."""
-        known = self._journal.foreign
+        known = self._journal.foreign_journal
         return "" if self._anew or known is None else self._unreadable(*known)
 
-    def keep(self, copy: JournalCopy) -> str:
+    def save_copy(self, copy: JournalCopy) -> str:
         """Keep the leader's journal, as a standby, so that it is not lost with the broker's memory.
 
         Of a journal that this program cannot read only its position is remembered: a coordinator that began from an
@@ -157,9 +157,9 @@ class Takeover:
         if copy.position <= self._journal.position:
             return ""
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
-            self._journal.bar(copy.position, copy.schema, copy.protocol, copy.version)
+            self._journal.remember_foreign_journal(copy.position, copy.schema, copy.protocol, copy.version)
             return "" if self._anew else problem
-        unpack(copy.state)
+        decompress_state(copy.state)
         self._journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
         return ""
 
@@ -170,20 +170,20 @@ class Takeover:
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             return problem
         try:
-            restored(self._timing, self._journal, copy, self._clock, 0)
+            restore_newest(self._timing, self._journal, copy, self._clock, 0)
         except JournalError as error:
             return str(error)
         return ""
 
-    def begin(self, copy: JournalCopy | None, incarnation: int) -> Restored:
-        """Return the state to lead with. Parameters as for ``restored``.
+    def begin(self, copy: JournalCopy | None, incarnation: int) -> InitialLead:
+        """Return the state to lead with. Parameters as for ``restore_newest``.
 
-        :raises JournalError: as ``restored``.
+        :raises JournalError: as ``restore_newest``.
         """
         anew, self._anew = self._anew, False
         if anew:
-            return Restored(machine=ClusterMachine(self._timing), effects=[])
-        return restored(self._timing, self._journal, copy, self._clock, incarnation)
+            return InitialLead(machine=ClusterMachine(self._timing), effects=[])
+        return restore_newest(self._timing, self._journal, copy, self._clock, incarnation)
 
     def _unreadable(self, schema: int, protocol: int, theirs: str) -> str:
         """Return why this program cannot read a journal, with the remedy; empty where it can.
@@ -227,9 +227,9 @@ class LeaderSession:
         :param on_message: called for messages once ``leads`` is set.
         :param on_over: the session ended, and ``leave`` was not called.
         """
-        self.found: Leader | None = None
+        self.last_leader: Leader | None = None
         """Record of the last leader, as it is retained."""
-        self.copy: JournalCopy | None = None
+        self.last_journal: JournalCopy | None = None
         """Journal of the last leader, as it is retained."""
         self.leads = False
         """The record and the journal of this coordinator have been sent, so everything else may follow."""
@@ -287,11 +287,11 @@ class LeaderSession:
     def _read_retained(self, topic: str, payload: bytes) -> None:
         try:
             if topic == self._topics.leader:
-                self.found = decode_leader(payload)
+                self.last_leader = decode_leader(payload)
             else:
                 copy = decode_copy(payload)
-                unpack(copy.state)
-                self.copy = copy
+                decompress_state(copy.state)
+                self.last_journal = copy
         except WireError as error:
             _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
 
@@ -302,15 +302,15 @@ class FollowerCallbacks:
 
     position: Callable[[], tuple[int, int]]
     """Returns the position of the newest state in its journal."""
-    met: Callable[[], None]
+    on_peer: Callable[[], None]
     """Another coordinator is there, whoever leads."""
-    alive: Callable[[], None]
+    on_broker_alive: Callable[[], None]
     """The broker sent something, whoever leads: with a healthy leader twice in a second."""
-    keep: Callable[[JournalCopy], str]
+    save_journal: Callable[[JournalCopy], str]
     """Takes the leader's journal while this one follows; returns why it could not begin from it, or an empty string."""
-    heard: Callable[[bytes], None]
+    on_event: Callable[[bytes], None]
     """Takes an event while this one follows."""
-    seen: Callable[[dict[str, Any]], None]
+    on_state: Callable[[dict[str, Any]], None]
     """Takes the cluster's state while this one follows."""
 
 
@@ -343,20 +343,20 @@ class FollowerSession:
             topics.cluster_state: self._take_state,
             topics.journal: self._take_journal,
             topics.leader: self._take_leader,
-            topics.leader_beat: self._take_heartbeat,
+            topics.leader_heartbeat: self._take_heartbeat,
         }
         """By topic; what comes on any other one is about a peer."""
         self.session = transport.session(
             client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
             subscriptions=(
                 topics.leader,
-                topics.leader_beat,
+                topics.leader_heartbeat,
                 topics.journal,
                 topics.coordinator_peer(),
                 topics.cluster_state,
             ),
             unacknowledged=(topics.events,),
-            will=Will(topic=self._own, payload=encode_peer(me, self._version, gone=True)),
+            will=Will(topic=self._own, payload=encode_peer(me, self._version, departed=True)),
             on_message=self._receive,
             on_connected=self._connected,
             on_lost=self._lost,
@@ -396,7 +396,7 @@ class FollowerSession:
         self._feed(FollowerSessionLost(**self._stamp()))
 
     def _receive(self, topic: str, payload: bytes, retained: bool) -> None:
-        self._callbacks.alive()
+        self._callbacks.on_broker_alive()
         if not self._began and topic == self._own and not retained:
             self._began = True
             # The record of who leads comes before the last will of that leader.
@@ -430,15 +430,15 @@ class FollowerSession:
 
     def _take_event(self, payload: bytes) -> None:
         if not self._leading():
-            self._callbacks.heard(payload)
+            self._callbacks.on_event(payload)
 
     def _take_state(self, payload: bytes) -> None:
-        said = decode_json(payload, CoordinatorSaid)
+        said = decode_json(payload, ClusterStateHeader)
         if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
             graceful = said.graceful is True
             self._feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
         if not self._leading():
-            self._callbacks.seen(decode_json(payload, dict[str, Any]))
+            self._callbacks.on_state(decode_json(payload, dict[str, Any]))
 
     def _take_journal(self, payload: bytes) -> None:
         if payload and not self._leading():
@@ -452,7 +452,7 @@ class FollowerSession:
         self._feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
 
     def _check(self, copy: JournalCopy) -> None:
-        problem = self._callbacks.keep(copy)
+        problem = self._callbacks.save_journal(copy)
         if problem != self._me.ineligible:
             self._feed(JournalChecked(**self._stamp(), problem=problem))
 
@@ -461,10 +461,10 @@ class FollowerSession:
             raise WireError(f"it claims to be of {seen.incarnation}")
         self._feed_peer(topic, seen)
         if seen.name != self._me.name:  # Otherwise an earlier process of this coordinator left it.
-            self._callbacks.met()
+            self._callbacks.on_peer()
 
     def _feed_peer(self, topic: str, seen: PeerMessage) -> None:
-        if seen.gone:
+        if seen.departed:
             self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))
             if self._leading():
                 self._forget(topic)
@@ -477,7 +477,7 @@ class FollowerSession:
             incarnation=seen.incarnation,
             priority=seen.priority,
             position=seen.position,
-            ineligible=seen.barred,
+            ineligible=seen.ineligible,
         )
         self._feed(PeerSeen(**self._stamp(), peer=peer))
 
@@ -544,7 +544,7 @@ class Leadership:
         self._driver = Driver(self.machine, self._perform, clock=clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
         self._leading = False
-        self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._follower_session = FollowerSession(
             transport,
@@ -600,8 +600,8 @@ class Leadership:
         *,
         retain: bool = False,
         qos: int = 1,
-        keep: bool = False,
-        there: Callable[[], None] = lambda: None,
+        queue_offline: bool = False,
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         """Publish as the leader, in the order of the calls.
 
@@ -610,12 +610,12 @@ class Leadership:
         """
         if self.connected and self._leader_session is not None:
             self._leader_session.session.publish(
-                topic, payload, retain=retain, qos=qos, keep=keep, there=there
+                topic, payload, retain=retain, qos=qos, queue_offline=queue_offline, on_done=on_done
             )
-        elif keep:
-            self._kept.append((topic, payload, retain, there))
+        elif queue_offline:
+            self._kept.append((topic, payload, retain, on_done))
 
-    async def say_goodbye(self, state: bytes, timeout_s: float) -> None:
+    async def leave(self, state: bytes, timeout_s: float) -> None:
         """Leave on purpose, so that the next leader need not wait.
 
         :param state: the cluster's state to publish, if this coordinator leads.
@@ -639,7 +639,7 @@ class Leadership:
             schema=self._program.schema,
             protocol=PROTOCOL,
             state=state,
-            packed=is_packed(state),
+            compressed=is_compressed(state),
         )
         if self.connected:
             try:
@@ -661,10 +661,10 @@ class Leadership:
             "leader": self._me.name,
             "term": machine.term,
             "standbys": [peer.name for peer in others if not peer.ineligible],
-            "barred": {peer.name: peer.ineligible for peer in others if peer.ineligible},
+            "ineligible": {peer.name: peer.ineligible for peer in others if peer.ineligible},
         }
 
-    def unreachable(self, reason: str, *, graceful: bool, whose: int | None = None) -> bytes:
+    def unreachable_state(self, reason: str, *, graceful: bool, whose: int | None = None) -> bytes:
         """Return the cluster's state for the time in which nobody leads.
 
         :param whose: incarnation of the last leader, where that was another coordinator.
@@ -672,7 +672,7 @@ class Leadership:
         incarnation = self._me.incarnation if whose is None else whose
         return encode_unreachable(reason, incarnation=incarnation, graceful=graceful)
 
-    def role_in_words(self) -> str:
+    def describe_role(self) -> str:
         """Return what this coordinator does, for systemd's status line."""
         machine = self.machine
         if self._leading:
@@ -684,7 +684,7 @@ class Leadership:
         return "waiting for the broker"
 
     def _stamp(self) -> dict[str, Any]:
-        return {"at": self._driver.now(), "cause": self._driver.cause()}
+        return {"at": self._driver.now(), "cause": self._driver.new_cause()}
 
     # --- effects of the election -----------------------------------------------------------------------
 
@@ -700,7 +700,7 @@ class Leadership:
             | StepDown
             | SendLeaderHeartbeat
             | AnnouncePeer
-            | RefuseTakeover,
+            | RejectTakeover,
             effect,
         )  # The driver handles timers.
         match wanted:
@@ -719,18 +719,18 @@ class Leadership:
                 self._step_down(wanted.leader)
             case SendLeaderHeartbeat():
                 heartbeat = encode_leader(wanted.leader, self._program.version)
-                self.publish(self._topics.leader_beat, heartbeat, qos=0)
+                self.publish(self._topics.leader_heartbeat, heartbeat, qos=0)
             case EmitEvent():
                 self._leader.emit(wanted)
             case PublishCluster():
                 self._leader.publish_state()
             case AnnouncePeer():
                 self._follower_session.announce(self._present(wanted.peer))
-            case RefuseTakeover():
+            case RejectTakeover():
                 event, before = wanted.event, self.machine.leader
                 whose = before.incarnation if before is not None else None  # As its last will says.
                 self._follower_session.refuse(
-                    event, self.unreachable(event.reason, graceful=False, whose=whose)
+                    event, self.unreachable_state(event.reason, graceful=False, whose=whose)
                 )
             case _:
                 assert_never(wanted)
@@ -755,12 +755,16 @@ class Leadership:
         )
 
     def _opened(self, session: LeaderSession) -> None:
-        copy = session.copy
+        copy = session.last_journal
         newest = max(self._follower.position(), copy.position if copy is not None else (0, 0))
         problem = self._leader.check(copy)
         self._driver.feed(
             LeaderSessionOpened(
-                **self._stamp(), found=session.found, newest=newest, kept=copy is not None, problem=problem
+                **self._stamp(),
+                found=session.last_leader,
+                newest=newest,
+                has_journal=copy is not None,
+                problem=problem,
             )
         )
 
@@ -770,7 +774,7 @@ class Leadership:
             self._leader_session.session.publish(self._topics.leader, record, retain=True)
 
     def _lost(self, session: LeaderSession) -> None:
-        self._kept.extend(session.session.take_kept())
+        self._kept.extend(session.session.take_pending())
         self._leader_session = None
         self._driver.feed(LeaderSessionLost(**self._stamp(), why=session.session.problem))
 
@@ -786,16 +790,16 @@ class Leadership:
         session = self._leader_session
         if session is None:
             return  # It was lost again, and the election is told so.
-        if not order.again or not self._leading:
+        if not order.resumed or not self._leading:
             self._kept.clear()
             self.serial = 0
-            self._leader.begin(order.leader, session.copy)
-        _log.info("lead", cluster=self._topics.cluster, term=order.leader.term, again=order.again)
+            self._leader.begin(order.leader, session.last_journal)
+        _log.info("lead", cluster=self._topics.cluster, term=order.leader.term, again=order.resumed)
         self._leading = session.leads = True
         self.replicate(self._leader.state(), self._driver.now())
-        kept, self._kept = self._kept, deque(maxlen=MAX_KEPT)
+        kept, self._kept = self._kept, deque(maxlen=MAX_PENDING)
         for topic, payload, retain, there in kept:  # Kept again, where the connection has just been lost.
-            self.publish(topic, payload, retain=retain, keep=True, there=there)
+            self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
         self._on_connected()
         session.deliver_early()
 

@@ -16,11 +16,11 @@ import msgspec
 import structlog
 
 import planner
-from ftd.coordinator.plan_worker import Work
+from ftd.coordinator.plan_worker import PrecomputeRequest
 
 _log = structlog.get_logger("ftd.planning")
 
-NEWEST_KEPT = 32
+MAX_FILES = 32
 MAX_FILE_BYTES = 256 * 1024 * 1024
 _SUFFIX = ".plan"
 _MAGIC = b"ftd plans 1\n"
@@ -32,10 +32,10 @@ class PlanCache:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self.hits = self.misses = self.refused = 0
-        """``refused``: files that were there and not to be trusted."""
+        self.hits = self.misses = self.discarded = 0
+        """``discarded``: files that were there and not to be trusted."""
 
-    def key(self, work: Work) -> str:
+    def key(self, work: PrecomputeRequest) -> str:
         """Of everything that the answer depends on. ``present`` is not: it is only about the order."""
         inputs = (_code_of_the_planner(), work.profile, work.policy, work.max_nodes)
         return hashlib.sha256(msgspec.msgpack.encode(inputs)).hexdigest()
@@ -57,17 +57,17 @@ class PlanCache:
             self.misses += 1
             return None
         except (OSError, ValueError) as error:
-            self.refuse(key, str(error))
+            self.discard(key, str(error))
             return None
         self.hits += 1
         with contextlib.suppress(OSError):
             os.utime(path)  # The newest are kept.
         return precomputed
 
-    def refuse(self, key: str, why: str) -> None:
+    def discard(self, key: str, why: str) -> None:
         """A file that cannot be used: out of the way with it."""
-        self.refused += 1
-        _log.warning("refuse", path=str(self._path(key)), why=why, refused=self.refused)
+        self.discarded += 1
+        _log.warning("refuse", path=str(self._path(key)), why=why, refused=self.discarded)
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
@@ -82,7 +82,7 @@ class PlanCache:
                 beside.replace(path)
             finally:
                 beside.unlink(missing_ok=True)
-            for old in self._oldest_first()[:-NEWEST_KEPT]:
+            for old in self._oldest_first()[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             _log.warning("write", path=str(path), why=str(error))
@@ -102,10 +102,10 @@ def _digest(key: str, precomputed: bytes) -> bytes:
 @cache
 def _code_of_the_planner() -> str:
     """A planner that was changed must not find what it would have answered before."""
-    return code_of(Path(planner.__file__).parent)
+    return code_digest(Path(planner.__file__).parent)
 
 
-def code_of(package: Path) -> str:
+def code_digest(package: Path) -> str:
     """A digest of all modules of a package, those of its subpackages included."""
     code = hashlib.sha256()
     for module in sorted(package.rglob("*.py")):

@@ -7,7 +7,14 @@ from collections.abc import AsyncGenerator, Sequence
 
 import msgspec
 
-from ftd.coordinator.plan_worker import LENGTH_BYTES, MAX_FRAME_BYTES, Answer, Done, Refused, Work
+from ftd.coordinator.plan_worker import (
+    LENGTH_BYTES,
+    MAX_FRAME_BYTES,
+    PrecomputeAnswer,
+    PrecomputeFinished,
+    PrecomputeRejected,
+    PrecomputeRequest,
+)
 from ftd.errors import PeerError
 from ftd.processes import module_command
 
@@ -50,8 +57,9 @@ class PlanProcess:
         if self._process is not None:
             await _end(self._process, None)
 
-    async def run(self, work: Work) -> AsyncGenerator[Answer, None]:
-        """Its answers; the last is ``Done`` or ``Refused``. Left early, by a cancellation or otherwise, the
+    async def run(self, work: PrecomputeRequest) -> AsyncGenerator[PrecomputeAnswer, None]:
+        """Its answers; the last is ``PrecomputeFinished`` or ``PrecomputeRejected``. Left early, by a
+        cancellation or otherwise, the
         process is killed.
 
         :raises PeerError: it could not be started, ended before its last answer, or said something else.
@@ -70,7 +78,7 @@ class PlanProcess:
                     code = await process.wait()
                     raise PeerError(f"the planning process ended with {code}: {await said}")
                 yield answer
-                if isinstance(answer, Done | Refused):
+                if isinstance(answer, PrecomputeFinished | PrecomputeRejected):
                     return
         finally:
             ending = asyncio.ensure_future(_end(process, said))
@@ -94,7 +102,7 @@ async def _end(process: asyncio.subprocess.Process, said: asyncio.Future[str] | 
     await process.communicate()
 
 
-async def _read(stream: asyncio.StreamReader) -> Answer | None:
+async def _read(stream: asyncio.StreamReader) -> PrecomputeAnswer | None:
     """One frame; ``None`` at the end.
 
     :raises PeerError: it is none of ours.
@@ -118,4 +126,4 @@ async def _last_words(stream: asyncio.StreamReader) -> str:
     return kept.decode("utf-8", errors="replace").strip() or "it said nothing"
 
 
-_DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+_DECODER: msgspec.msgpack.Decoder[PrecomputeAnswer] = msgspec.msgpack.Decoder(PrecomputeAnswer)

@@ -1,7 +1,9 @@
 """The process that precomputes: ``python -P -m ftd.coordinator.plan_worker PARENT``, one for each build.
 
-It imports the planner, reads one ``Work`` from stdin, which may come later or never, and answers with frames on
-stdout (``plan_process`` is the other end): how far it is, what it has so far, and at last ``Done`` or ``Refused``.
+It imports the planner, reads one ``PrecomputeRequest`` from stdin, which may come later or never, and
+answers with frames on
+stdout (``plan_process`` is the other end): how far it is, what it has so far, and at last
+``PrecomputeFinished`` or ``PrecomputeRejected``.
 A frame is four bytes of length, big endian, and msgpack. It runs at low priority, and the kernel ends it with its
 parent.
 """
@@ -27,7 +29,7 @@ _FIRST_PART_S = 0.5
 holds all, so that any of them will do."""
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What to precompute."""
 
     profile: ModelProfile
@@ -37,31 +39,31 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     """Nodes that are there: their number comes first."""
 
 
-class Progressed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrecomputeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Instantiations made, of all."""
 
     done: int
     total: int
 
 
-class Made(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PartialResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All that was made so far; the first has what is needed for ``Work.present`` nodes."""
 
     precomputed: msgspec.Raw
     """A ``planner.precomputed.Precomputed``."""
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The ``Made`` before this one has everything."""
+class PrecomputeFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The ``PartialResult`` before this one has everything."""
 
 
-class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PrecomputeRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The planner cannot plan for this job; ``reason`` is for the user."""
 
     reason: str
 
 
-Answer = Progressed | Made | Done | Refused
+PrecomputeAnswer = PrecomputeProgress | PartialResult | PrecomputeFinished | PrecomputeRejected
 
 
 def write_frame(stream: BinaryIO, value: msgspec.Struct) -> None:
@@ -84,7 +86,7 @@ class _Teller:
         now = time.monotonic()
         if done == 0 or now - self._told_at >= _TELL_EVERY_S:
             self._told_at = now
-            write_frame(self._out, Progressed(done=done, total=total))
+            write_frame(self._out, PrecomputeProgress(done=done, total=total))
 
     def part_is_due(self, done: int) -> bool:
         """The first as soon as one count of nodes is done."""
@@ -95,7 +97,7 @@ class _Teller:
         return True
 
 
-def work(given: Work, out: BinaryIO) -> None:
+def precompute(given: PrecomputeRequest, out: BinaryIO) -> None:
     """Precompute, and tell of it."""
     # Here, so that the daemon, which knows only the frames, does not load numpy and scipy in its event loop.
     from planner.planner import Planner
@@ -111,13 +113,15 @@ def work(given: Work, out: BinaryIO) -> None:
                 send_part()
 
         def send_part() -> None:
-            write_frame(out, Made(precomputed=msgspec.Raw(msgspec.msgpack.encode(planner.precomputed()))))
+            write_frame(
+                out, PartialResult(precomputed=msgspec.Raw(msgspec.msgpack.encode(planner.precomputed())))
+            )
 
         planner.precompute(given.max_nodes, told, present=given.present)
         send_part()
-        write_frame(out, Done())
+        write_frame(out, PrecomputeFinished())
     except PlanningError as error:
-        write_frame(out, Refused(reason=explain(error)))
+        write_frame(out, PrecomputeRejected(reason=explain(error)))
 
 
 def explain(error: PlanningError) -> str:
@@ -142,8 +146,8 @@ def main() -> None:
     if not header:
         return  # It was started in advance, and is not needed.
     length = int.from_bytes(header, "big")
-    given = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=Work)
-    work(given, out)
+    given = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=PrecomputeRequest)
+    precompute(given, out)
 
 
 if __name__ == "__main__":

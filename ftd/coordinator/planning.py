@@ -21,9 +21,16 @@ import structlog
 
 from ftd.coordinator.plan_cache import PlanCache
 from ftd.coordinator.plan_process import COMMAND, PlanProcess
-from ftd.coordinator.plan_worker import Done, Made, Progressed, Refused, Work, explain
-from ftd.coordinator.planning_ahead import Foresight, first_or_next_plan, rehearse
-from ftd.coordinator.protection_choice import protect
+from ftd.coordinator.plan_worker import (
+    PartialResult,
+    PrecomputeFinished,
+    PrecomputeProgress,
+    PrecomputeRejected,
+    PrecomputeRequest,
+    explain,
+)
+from ftd.coordinator.protection_choice import choose_protection
+from ftd.coordinator.speculative_planning import SpeculativePlan, make_plan, plan_likely_losses
 from ftd.driver import Driver
 from ftd.errors import PeerError
 from planner.errors import (
@@ -34,12 +41,12 @@ from planner.errors import (
     TooFewNodesError,
 )
 from planner.values import Plan, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
+from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
 from statemachine.events import (
     Event,
+    PlanCompared,
     PlanImpossible,
     PlanReady,
-    PlanWeighed,
     TemplatesFailed,
     TemplatesReady,
 )
@@ -53,12 +60,12 @@ T = TypeVar("T")
 
 PROGRESS_AFTER_S = 1.0
 """Planning that takes no longer is not worth a progress bar."""
-REHEARSE_AFTER_S = 1.0
+PLAN_LOSSES_AFTER_S = 1.0
 """What follows a plan is more urgent than what may be asked next."""
 
 _OBJECTS_BEFORE_COLLECTION = 20_000
 """More than one recovery of a thousand nodes leaves; Python's own is 700."""
-FORESEE_AFTER_S = 0.001
+SPECULATE_AFTER_S = 0.001
 """Behind the command to stop, which is more urgent, and behind other losses of the same moment."""
 
 
@@ -88,8 +95,8 @@ class PlanningService:
         """Starts the process for the next build in advance."""
         self._building: asyncio.Task[None] | None = None
         self._rehearsal: asyncio.Task[None] | None = None
-        self._foresight = Foresight()
-        self._expected: ForeseePlan | None = None
+        self._foresight = SpeculativePlan()
+        self._expected: PlanAhead | None = None
         """Still to be looked at."""
         self._work: set[asyncio.Task[None]] = set()
         self.progress: tuple[int, int] | None = None
@@ -109,7 +116,7 @@ class PlanningService:
         """Now, in the worker thread, and not on the path of a failure."""
         self._start(self._in_thread(_warm_up))
 
-    def expect(self) -> None:
+    def prepare(self) -> None:
         """A model is being measured: the process can import the planner meanwhile."""
         if self._expecting is None and not self.building:
             self._expecting = asyncio.ensure_future(_started(PlanProcess(self._command)))
@@ -138,8 +145,8 @@ class PlanningService:
         if effect.job_id == self._planned_job:
             self._stop_building()
 
-    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
-        if isinstance(effect, WeighPlan):
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
+        if isinstance(effect, ComparePlan):
             self._start(self._weigh(effect))
             return
         if self._rehearsal is not None:
@@ -220,7 +227,7 @@ class PlanningService:
         """:raises PlanningError: the job cannot run. :raises PeerError: the process failed."""
         profiled = effect.profiled
         planner = await self._in_thread(lambda: self._planner_for(effect))
-        work = Work(
+        work = PrecomputeRequest(
             profile=profiled.profile,
             policy=profiled.job.policy,
             max_nodes=max(effect.max_nodes, planner.n0),
@@ -270,11 +277,11 @@ class PlanningService:
         try:
             _restore(planner, found)
         except (msgspec.DecodeError, RestoreError) as error:
-            self._cache.refuse(key, str(error))
+            self._cache.discard(key, str(error))
             return False
         return True
 
-    async def _precompute(self, effect: BuildTemplates, planner: "Planner", work: Work) -> bytes:
+    async def _precompute(self, effect: BuildTemplates, planner: "Planner", work: PrecomputeRequest) -> bytes:
         """In a process; its parts go into the planner as they come. What it made in the end, or nothing where
         the job was refused.
 
@@ -285,17 +292,17 @@ class PlanningService:
         async with aclosing(process.run(work)) as answers:
             async for answer in answers:
                 match answer:
-                    case Progressed(done=done, total=total):
+                    case PrecomputeProgress(done=done, total=total):
                         if time.monotonic() - began_at >= PROGRESS_AFTER_S:
                             self._tell((done, total))
-                    case Made(precomputed=part):
+                    case PartialResult(precomputed=part):
                         ready, made = bool(made), bytes(part)
                         await self._in_thread(partial(_take_part, planner, made))
                         if not ready:
                             self._ready(effect)
-                    case Refused(reason=reason):
+                    case PrecomputeRejected(reason=reason):
                         self._fail(effect, reason)
-                    case Done():
+                    case PrecomputeFinished():
                         took_s = round(time.monotonic() - began_at, 3)
                         _log.info("precompute", nodes=work.max_nodes, seconds=took_s, size_bytes=len(made))
         return made
@@ -311,20 +318,20 @@ class PlanningService:
     async def _foresee(self) -> None:
         """The newest only: nodes that are lost together are lost one behind the other."""
         while (effect := self._expected) is not None:
-            await asyncio.sleep(FORESEE_AFTER_S)
+            await asyncio.sleep(SPECULATE_AFTER_S)
             if self._expected is effect:
                 self._expected = None
                 if (planner := self._planner) is not None:
-                    await self._in_thread(partial(self._foresight.look, planner, effect))
+                    await self._in_thread(partial(self._foresight.compute, planner, effect))
 
     async def _rehearse(self, situation: Situation, plan: Plan) -> None:
         """Once nothing is precomputed: what is not yet would be made here."""
-        await asyncio.sleep(REHEARSE_AFTER_S)
+        await asyncio.sleep(PLAN_LOSSES_AFTER_S)
         if self._building is not None:
             await asyncio.wait([self._building])
         planner = self._planner
         if planner is not None:
-            await self._in_thread(lambda: rehearse(planner, situation, plan))
+            await self._in_thread(lambda: plan_likely_losses(planner, situation, plan))
 
     def _answer(self, effect: ComputePlan) -> Event:
         """In the worker thread."""
@@ -334,14 +341,14 @@ class PlanningService:
         try:
             if self._planner is not None:
                 plan = self._foresight.take(effect.situation)
-                plan = plan or first_or_next_plan(self._planner, effect.situation)
+                plan = plan or make_plan(self._planner, effect.situation)
                 wish, layers = effect.protection, self._planner.profile.layers
                 return PlanReady(
                     at=self._driver.now(),
                     cause=effect.cause,
                     generation=effect.generation,
                     plan=plan,
-                    protection=None if wish is None else protect(plan, layers, wish),
+                    protection=None if wish is None else choose_protection(plan, layers, wish),
                 )
         except PlanningError as error:
             reason = explain(error)
@@ -362,24 +369,24 @@ class PlanningService:
             lost_layers=lost_layers,
         )
 
-    async def _weigh(self, effect: WeighPlan) -> None:
+    async def _weigh(self, effect: ComparePlan) -> None:
         """Where there is no better plan, whatever the reason, nothing is to be gained."""
         present_s, possible_s = await self._in_thread(lambda: self._weighed(effect))
         self._feed(
-            PlanWeighed(
+            PlanCompared(
                 at=self._driver.now(),
                 cause=effect.cause,
                 generation=effect.generation,
-                present_s=present_s,
-                possible_s=possible_s,
+                current_s=present_s,
+                best_s=possible_s,
             )
         )
 
-    def _weighed(self, effect: WeighPlan) -> tuple[float, float]:
+    def _weighed(self, effect: ComparePlan) -> tuple[float, float]:
         """In the worker thread."""
         try:
             if self._planner is not None:
-                return self._planner.weigh(effect.situation)
+                return self._planner.compare_iteration_s(effect.situation)
         except PlanningError as error:
             _log.warning("weigh", generation=effect.generation, cause=effect.cause, error=explain(error))
         except Exception:

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ftd.driver import Clock, Driver
-from ftd.transport.mqtt.session import Kept, Will
+from ftd.transport.mqtt.session import PendingMessage, Will
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import (
     AbandonCheckpoint,
     BuildTemplates,
     CancelTemplates,
     CommitCheckpoint,
+    ComparePlan,
     ComputePlan,
     EmitEvent,
     ExportCheckpoint,
     FindCheckpoint,
-    ForeseePlan,
-    WeighPlan,
+    PlanAhead,
 )
 from statemachine.events import Event
 from statemachine.messages.values import Checkpoint, Job
@@ -46,7 +46,7 @@ class BrokerSession(Protocol):
 
     async def run_once(self) -> None: ...
 
-    def take_kept(self) -> list[Kept]: ...
+    def take_pending(self) -> list[PendingMessage]: ...
 
     def publish(
         self,
@@ -55,8 +55,8 @@ class BrokerSession(Protocol):
         *,
         retain: bool = False,
         qos: int = 1,
-        keep: bool = False,
-        there: Callable[[], None] = ...,
+        queue_offline: bool = False,
+        on_done: Callable[[], None] = ...,
     ) -> None: ...
 
     async def flush(self, timeout_s: float = ...) -> None: ...
@@ -110,7 +110,7 @@ class Planning(Protocol):
     def progress(self) -> tuple[int, int] | None:
         """Number of instantiations that are precomputed, and of all; ``None`` while none are computed."""
 
-    def expect(self) -> None:
+    def prepare(self) -> None:
         """Prepare for ``build``: a model is being measured."""
 
     def build(self, effect: BuildTemplates) -> None:
@@ -119,18 +119,18 @@ class Planning(Protocol):
     def cancel(self, effect: CancelTemplates) -> None:
         """Stop precomputing: the job is over."""
 
-    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
-        """Feed PlanReady, PlanImpossible or PlanWeighed; nothing for ForeseePlan."""
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
+        """Feed PlanReady, PlanImpossible or PlanCompared; nothing for PlanAhead."""
 
     def check_solver(self, answer: Callable[[str], None]) -> None:
         """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""
 
 
-class CheckpointPlaces(Protocol):
+class CheckpointOperations(Protocol):
     """The places of persistent checkpoints. The answers are fed as events."""
 
     def commit(self, effect: CommitCheckpoint) -> None:
-        """Feed CheckpointWritten or CheckpointFailed."""
+        """Feed CheckpointCommitted or CheckpointCommitFailed."""
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
         """Remove what is left of an attempt."""
@@ -141,38 +141,38 @@ class CheckpointPlaces(Protocol):
     def find(self, effect: FindCheckpoint) -> None:
         """Feed CheckpointFound."""
 
-    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
         """Call ``then`` with the checkpoint that the job begins from, and with why it may not begin or ''."""
 
 
 class Observer(Protocol):
     """Metrics, dashboard and tracking: what watches a coordinator and decides nothing."""
 
-    def emitted(self, event: EmitEvent) -> None:
+    def on_own_event(self, event: EmitEvent) -> None:
         """Take an event of this coordinator, before the gate may hold it back."""
 
-    def heard(self, message: EventMessage) -> None:
+    def on_node_event(self, message: EventMessage) -> None:
         """Take an event of a node."""
 
-    def shown(self, message: EventMessage, own: bool) -> None:
+    def on_published(self, message: EventMessage, own: bool) -> None:
         """Take an event that is published; ``own``: by a coordinator."""
 
-    def alive(self) -> None:
+    def on_broker_alive(self) -> None:
         """Note that the broker delivered something."""
 
     def on_state(self, state: dict[str, Any]) -> None:
         """Take the cluster's state, this coordinator's or the present leader's."""
 
-    def acknowledged(self, seconds: float) -> None:
+    def on_acknowledged(self, seconds: float) -> None:
         """Note how long the broker took for a message."""
 
-    def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log this job's steps; see ``ftd.observe.tracking.process.Tracking.follow``."""
+    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
+        """Log this job's steps; see ``ftd.observe.tracking.writer_process.Tracking.follow``."""
 
-    def status(self, text: str) -> None:
+    def on_status(self, text: str) -> None:
         """Take what this coordinator does, in words."""
 
-    def stopping(self) -> None:
+    def on_stopping(self) -> None:
         """Note that this coordinator is about to leave."""
 
 
@@ -195,5 +195,5 @@ class Ports:
     disk: Disk
     planning: Callable[[Feed, Driver, Callable[[], None]], Planning]
     """Makes the planner; the last argument is called when its progress has changed."""
-    checkpoints: Callable[[Feed, Driver], CheckpointPlaces]
+    checkpoints: Callable[[Feed, Driver], CheckpointOperations]
     observer: Observer

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ftd.snapshots.protection import code_for, stated_guarantee
 from planner.values import LayerProfile, Plan
-from statemachine.cluster.snapshots.buddies import buddies_of
+from statemachine.cluster.snapshots.replica_peers import buddies_of
 from statemachine.cluster.snapshots.snapshots import groups_of
-from statemachine.messages.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 from storage.arena import SLOTS
 from storage.shards import ShardLayout
 
@@ -35,7 +35,9 @@ class _Candidate:
     """Bytes read and written to make them, the same."""
 
 
-def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) -> ProtectionChoice:
+def choose_protection(
+    plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionRequest
+) -> ProtectionChoice:
     """What protects the snapshots of a plan: what is wished for, or the best there is for its owners."""
     owners = len(plan.pipelines)
     limits = [wish.limits[node] for node in plan.nodes if wish.limits.get(node)]
@@ -45,7 +47,7 @@ def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) 
         return _fullest_bytes(plan, layers, scheme, zero1=wish.zero1)
 
     if wish.scheme is None:
-        return choose(
+        return choose_scheme(
             owners,
             wish.losses,
             zero1=wish.zero1,
@@ -57,12 +59,12 @@ def protect(plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionWish) 
         code_for(wish.scheme, owners)
     except ValueError as error:
         losses = stated_guarantee(wish.scheme, owners)
-        choice = choose(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
+        choice = choose_scheme(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
         return ProtectionChoice(scheme=choice.scheme, reason=f"{error}; {choice.reason}", fallback=True)
     return ProtectionChoice(scheme=wish.scheme, reason="as it was asked for")
 
 
-def choose(
+def choose_scheme(
     owners: int,
     losses: int,
     *,

@@ -9,16 +9,16 @@ import msgspec
 import structlog
 
 from ftd.config.job import job_from_data, profile_from_data
-from ftd.config.reading import require_name
 from ftd.config.snapshots import check_interval, check_protection
 from ftd.config.tracking import check_installed
+from ftd.config.validation import require_name
 from ftd.coordinator.journal import Journal
 from ftd.coordinator.leadership import Leadership
-from ftd.coordinator.ports import CheckpointPlaces
+from ftd.coordinator.ports import CheckpointOperations
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
 from ftd.snapshots.protection import code_for
-from ftd.transport.wire.codec import MOST_NUMBER
+from ftd.transport.wire.codec import MAX_COUNTER
 from ftd.transport.wire.public import (
     Answer,
     AnyRequest,
@@ -33,7 +33,7 @@ from ftd.transport.wire.public import (
 )
 from ftd.transport.wire.topics import Topics
 from planner.values import ModelProfile
-from statemachine.events import DrainRequested, JobSubmitted, SnapshotRequested, StopRequested
+from statemachine.events import DrainRequested, SnapshotRequested, StopRequested, SubmitRequested
 from statemachine.messages.values import Checkpoint, Job
 
 _log = structlog.get_logger("ftd.requests")
@@ -49,7 +49,7 @@ class _Sender(msgspec.Struct, frozen=True):
     reply: str
 
 
-class Requests:
+class RequestHandler:
     """Serves the request topic: what changes the cluster goes to the machine, the rest is answered here."""
 
     def __init__(
@@ -59,7 +59,7 @@ class Requests:
         session: Leadership,
         driver: Driver,
         journal: Journal,
-        checkpoints: CheckpointPlaces,
+        checkpoints: CheckpointOperations,
         check_solver: Callable[[Callable[[str], None]], None],
         public_state: Callable[[], dict[str, Any]],
         job: Callable[[], Job | None],
@@ -115,7 +115,7 @@ class Requests:
         self._send(reply, answer)
 
     def _serve(self, request: AnyRequest) -> None:
-        at, cause = self._driver.now(), self._driver.cause()
+        at, cause = self._driver.now(), self._driver.new_cause()
         match request:
             case SubmitRequest(request=number, job=data):
                 job = job_from_data(
@@ -157,14 +157,16 @@ class Requests:
             if refusal:
                 self.answer(request, accepted=False, detail=refusal)
                 return
-            at, cause = self._driver.now(), self._driver.cause()
+            at, cause = self._driver.now(), self._driver.new_cause()
             self._driver.feed(
-                JobSubmitted(at=at, cause=cause, request=request, job=job, profile=profile, begin=begin)
+                SubmitRequested(
+                    at=at, cause=cause, request=request, job=job, profile=profile, start_checkpoint=begin
+                )
             )
 
         def begin(problem: str) -> None:
             if not problem and job.checkpoint.url:
-                self._checkpoints.begin(job, submit)
+                self._checkpoints.find_initial(job, submit)
             else:
                 submit(None, problem)
 
@@ -187,7 +189,7 @@ class Requests:
 
     def _history(self, request: HistoryRequest) -> dict[str, Any]:
         page = self._journal.events if request.what == "events" else self._journal.steps
-        after = max(0, min(request.after, MOST_NUMBER))
+        after = max(0, min(request.after, MAX_COUNTER))
         rows, last = page(after=after, limit=request.limit, newest=request.newest)
         return {request.what: rows, "last": last}
 

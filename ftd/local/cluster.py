@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ftd.errors import PeerError
-from ftd.local.fleet import Child, Fleet, shared_memory
-from ftd.local.namespaces import Network
-from ftd.processes import module_command, tail
+from ftd.local.child_processes import ChildProcess, ChildProcesses, shared_memory
+from ftd.local.namespaces import NamespaceNetwork
+from ftd.processes import module_command, read_tail
 from ftd.transport.address import BrokerAddress, parse_broker
 from ftd.transport.mqtt.embedded import await_ready, embedded_command
 from ftd.transport.mqtt.mosquitto import await_listening, free_port, mosquitto_command
-from runtime.streaming import streaming_environment
+from runtime.streaming_stores import streaming_environment
 
 BROKER = "broker"
 COORDINATOR = "coordinator"
@@ -45,7 +45,7 @@ class ClusterOptions:
     """``node.preload``: nothing here, where the daemons start with the job, unless the job needs it."""
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
-    network: Network | None = None
+    network: NamespaceNetwork | None = None
     """Broker and coordinator on its host ``hub``, each node on one of its own; mosquitto only."""
 
 
@@ -55,7 +55,7 @@ class LocalCluster:
     def __init__(self, directory: Path, options: ClusterOptions) -> None:
         self.options = options
         self.directory = directory
-        self.fleet = Fleet(logs=directory / "logs", environment=_environment())
+        self.processes = ChildProcesses(logs=directory / "logs", environment=_environment())
         self._secret = secrets.token_hex(16)
         self._address: BrokerAddress | None = None
         self._node_names: list[str] = []
@@ -86,7 +86,7 @@ class LocalCluster:
         return self.options.broker in ("embedded", "mosquitto")
 
     @property
-    def central(self) -> tuple[str, ...]:
+    def central_services(self) -> tuple[str, ...]:
         """The processes without which there is no cluster to follow."""
         return (BROKER, *self.coordinators) if self.owns_broker else self.coordinators
 
@@ -118,7 +118,7 @@ class LocalCluster:
             command = mosquitto_command(self.directory, port, "0.0.0.0")
         else:
             command = embedded_command(ready, port) if embedded else mosquitto_command(self.directory, port)
-        child = await self.fleet.start(BROKER, self._placed(HUB, command))
+        child = await self.processes.start(BROKER, self._placed(HUB, command))
         await self._reach(port)
         self._address = BrokerAddress(host=HOST, port=port)
 
@@ -132,18 +132,18 @@ class LocalCluster:
         ended = asyncio.ensure_future(child.process.wait())
         await asyncio.wait([listening, ended], return_when=asyncio.FIRST_COMPLETED)
         if not listening.done():
-            raise PeerError(f"the broker ended with {child.process.returncode}: {tail(child.log, 2000)}")
+            raise PeerError(f"the broker ended with {child.process.returncode}: {read_tail(child.log, 2000)}")
         ended.cancel()
         await listening
 
     async def _reach(self, port: int) -> None:
         """The broker of another network, on the same port of this one's loopback."""
-        if self.options.network is None or self.fleet.running(RELAY):
+        if self.options.network is None or self.processes.running(RELAY):
             return
         listening = socket.create_server((HOST, port))
         try:
             command = module_command("ftd.local.relay", str(listening.fileno()), HOST, str(port))
-            await self.fleet.start(RELAY, self._placed(HUB, command), inherit=[listening.fileno()])
+            await self.processes.start(RELAY, self._placed(HUB, command), inherit=[listening.fileno()])
         finally:
             listening.close()
 
@@ -159,7 +159,7 @@ class LocalCluster:
         for name in self.coordinators:
             await self.start_coordinator(name)
 
-    async def start_coordinator(self, name: str = COORDINATOR) -> Child:
+    async def start_coordinator(self, name: str = COORDINATOR) -> ChildProcess:
         """Start it, or start it again upon the same journal and with the same page."""
         page = self._pages.get(name, "")
         tables = (
@@ -168,9 +168,9 @@ class LocalCluster:
         )
         config = self._write(name, tables)
         command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
-        return await self.fleet.start(name, self._placed(HUB, command))
+        return await self.processes.start(name, self._placed(HUB, command))
 
-    async def start_node(self, name: str, devices: int | None = None) -> Child:
+    async def start_node(self, name: str, devices: int | None = None) -> ChildProcess:
         """Start a daemon of this name, known or new.
 
         :param devices: how many the node has, if not as many as every other.
@@ -178,7 +178,7 @@ class LocalCluster:
         """
         if name in (BROKER, *self.coordinators, RELAY, HUB):
             raise PeerError(f"{name!r} is not free as a node's name here")
-        child = await self.fleet.start(name, self.node_command(name, devices))
+        child = await self.processes.start(name, self.node_command(name, devices))
         if name not in self._node_names:
             self._node_names.append(name)
         return child
@@ -201,9 +201,9 @@ class LocalCluster:
 
     def pid(self, name: str) -> int:
         """:raises PeerError: it does not run."""
-        if not self.fleet.running(name):
+        if not self.processes.running(name):
             raise PeerError(f"{name} is not running")
-        return self.fleet.children[name].pid
+        return self.processes.children[name].pid
 
     async def kill(self, name: str) -> None:
         """SIGKILL the broker, a coordinator or a node's daemon (whose trainers die with it).
@@ -211,7 +211,7 @@ class LocalCluster:
         :raises PeerError: it does not run.
         """
         self.pid(name)
-        await self.fleet.kill(name)
+        await self.processes.kill(name)
 
     async def restart(self, name: str) -> int:
         """Start the broker, a coordinator or a node's daemon again; return its pid.
@@ -243,11 +243,11 @@ class LocalCluster:
 
     async def stop_coordinators(self) -> None:
         """Let them end by themselves: what they log of a job is then complete."""
-        await self.fleet.terminate(self.coordinators, grace_s=LOGGED_S)
+        await self.processes.terminate(self.coordinators, grace_s=LOGGED_S)
 
     async def end(self) -> None:
         """Leave no process, and no memory."""
-        await self.fleet.end()
+        await self.processes.end()
         shutil.rmtree(shared_memory(self.directory), ignore_errors=True)
 
     def _write(self, name: str, tables: str) -> Path:

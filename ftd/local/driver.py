@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 from ftd.errors import PeerError
+from ftd.local.child_processes import private_directory, shared_memory
 from ftd.local.cluster import HUB, ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory, shared_memory
-from ftd.local.mounts import small_file_system
-from ftd.local.namespaces import Network
-from ftd.observe.run import Fact, Run
-from ftd.processes import tail
+from ftd.local.mounts import mount_tmpfs
+from ftd.local.namespaces import NamespaceNetwork
+from ftd.observe.run_model import Fact, RunModel
+from ftd.processes import read_tail
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import JobData, StopRequest, SubmitRequest
@@ -25,7 +25,7 @@ _LOG_BYTES = 2000
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ClusterResources:
     """What a cluster has to itself on this machine."""
 
     memory_mib: int | None = None
@@ -51,13 +51,13 @@ class LocalDriver:
         options: ClusterOptions,
         nodes: Sequence[str],
         *,
-        surroundings: Surroundings | None = None,
+        surroundings: ClusterResources | None = None,
         logs: Path | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
         """The nodes that the cluster starts with."""
         self.logs = logs
-        self.run = Run()
+        self.run = RunModel()
         """What was seen of the cluster."""
         self.cluster: LocalCluster
         """Its processes; known in the first block."""
@@ -67,7 +67,7 @@ class LocalDriver:
         self.disk: Path
         """A directory for checkpoints."""
         self._options = options
-        self._surroundings = surroundings or Surroundings()
+        self._surroundings = surroundings or ClusterResources()
         self._devices = options.devices_per_node
         self._news = asyncio.Event()
         self._undo = contextlib.AsyncExitStack()
@@ -96,9 +96,11 @@ class LocalDriver:
             (self.disk, wanted.disk_mib, "cluster.disk_mib"),
         ):
             if size_mib is not None:
-                undo.enter_context(small_file_system(place, size_mib, name))
+                undo.enter_context(mount_tmpfs(place, size_mib, name))
         if wanted.network:
-            options = dataclasses.replace(options, network=undo.enter_context(Network([HUB, *self.nodes])))
+            options = dataclasses.replace(
+                options, network=undo.enter_context(NamespaceNetwork([HUB, *self.nodes]))
+            )
         self.cluster = LocalCluster(directory, options)
         undo.push_async_callback(self._end)
         await self.cluster.start_broker()
@@ -107,7 +109,7 @@ class LocalDriver:
     async def _end(self) -> None:
         await asyncio.shield(self.cluster.end())
         if self.logs is not None:
-            shutil.copytree(self.cluster.fleet.logs, self.logs, dirs_exist_ok=True)
+            shutil.copytree(self.cluster.processes.logs, self.logs, dirs_exist_ok=True)
 
     @contextlib.asynccontextmanager
     async def connected(
@@ -159,12 +161,12 @@ class LocalDriver:
         return self.run.state
 
     async def submit(self, job: JobData, timeout_s: float = REQUEST_S) -> str:
-        """Return the id of the job. :raises RequestRefused: it cannot run. :raises Unreachable: nobody answers."""
+        """Return the id of the job. :raises RequestRejected: it cannot run. :raises Unreachable: nobody answers."""
         request = SubmitRequest(**self._envelope(), job=job)
         return (await self.client.request(request, timeout_s=timeout_s)).detail
 
     async def stop(self, job: str) -> None:
-        """Stop a job. :raises RequestRefused: it does not run. :raises Unreachable: nobody answers."""
+        """Stop a job. :raises RequestRejected: it does not run. :raises Unreachable: nobody answers."""
         await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
 
     def _envelope(self) -> dict[str, Any]:
@@ -188,35 +190,35 @@ class LocalDriver:
         """
         try:
             async with asyncio.timeout(limit_s):
-                while self.run.missing(self.nodes, self._devices):
+                while self.run.list_unready_nodes(self.nodes, self._devices):
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             # The news may have come with the end of the wait.
-            if late := self.run.missing(self.nodes, self._devices):
-                raise self.death(late[0], f"{late[0]} was not ready within {limit_s:g} s") from None
+            if late := self.run.list_unready_nodes(self.nodes, self._devices):
+                raise self.exit_error(late[0], f"{late[0]} was not ready within {limit_s:g} s") from None
 
     @property
     def healthy(self) -> bool:
         """Whether all nodes whose daemons run can take a job."""
-        running = [name for name in self.cluster.nodes if self.cluster.fleet.running(name)]
-        return not self.run.missing(running, self._devices)
+        running = [name for name in self.cluster.nodes if self.cluster.processes.running(name)]
+        return not self.run.list_unready_nodes(running, self._devices)
 
     def ended(self, absent: set[str]) -> list[str]:
         """Return which of the broker and the coordinators have ended, but for those that are away on purpose."""
-        self.cluster.fleet.reap_adopted()
+        self.cluster.processes.reap_adopted()
         return [
             name
-            for name in self.cluster.central
-            if not self.cluster.fleet.running(name) and name not in absent
+            for name in self.cluster.central_services
+            if not self.cluster.processes.running(name) and name not in absent
         ]
 
-    def death(self, name: str, what: str) -> PeerError:
+    def exit_error(self, name: str, what: str) -> PeerError:
         """Return an error about a process that carries the end of its log."""
-        said = tail(self.cluster.fleet.logs / f"{name}.log", _LOG_BYTES)
+        said = read_tail(self.cluster.processes.logs / f"{name}.log", _LOG_BYTES)
         return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
 
-    async def guarded(self, work: Awaitable[Any], *guards: asyncio.Future[None]) -> None:
+    async def run_guarded(self, work: Awaitable[Any], *guards: asyncio.Future[None]) -> None:
         """Do ``work``; an error of a guard, or of following the events, ends it."""
         task = asyncio.ensure_future(work)
         watched = (self.following, *guards)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from ftd.errors import FtdError, PeerError
 from ftd.faults.chaos.inject import RemoteInjector
-from ftd.faults.chaos.targets import Layout
-from ftd.faults.chaos.values import Central, Fault, Part, Scenario
+from ftd.faults.chaos.targets import ClusterLayout
+from ftd.faults.chaos.values import CentralService, Fault, Scenario, Service
 from ftd.local.cluster import BROKER, COORDINATOR, LocalCluster
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.catalogue import severity_of
@@ -26,7 +26,7 @@ class LocalInjector:
         cluster: LocalCluster,
         on_start: Callable[[str, int], None],
         *,
-        layout: Callable[[], Layout],
+        layout: Callable[[], ClusterLayout],
         seed: int = 0,
     ) -> None:
         self._client = client
@@ -44,22 +44,22 @@ class LocalInjector:
     async def inject(self, fault: Fault) -> tuple[str, ...]:
         """Which nodes it struck. :raises FtdError: it could not be done."""
         match fault.target, fault.do:
-            case Central(part=part), "kill":
+            case CentralService(service=part), "kill":
                 await self._outage(fault, part)
-            case Central(part=part), _:
+            case CentralService(service=part), _:
                 await self._announce(fault, part)
                 await self._cluster.freeze(self._process(part), fault.for_s or 0.0)
             case _, "cut":
                 return await self._cut(fault)
             case _, "start":
-                for name in self._remote.struck(fault):
+                for name in self._remote.resolve_targets(fault):
                     child = await self._cluster.start_node(name)
                     self._on_start(name, child.pid)
             case _:
                 return await self._remote.inject(fault)
-        return self._remote.struck(fault)
+        return self._remote.resolve_targets(fault)
 
-    async def _outage(self, fault: Fault, part: Part) -> None:
+    async def _outage(self, fault: Fault, part: Service) -> None:
         name = self._process(part)
         self.absent.add(name)
         try:
@@ -72,7 +72,7 @@ class LocalInjector:
         await self._cluster.restart(name)
         self.absent.discard(name)
 
-    def _process(self, part: Part) -> str:
+    def _process(self, part: Service) -> str:
         """Of several coordinators, the one that leads."""
         if part == "broker":
             return BROKER
@@ -84,7 +84,7 @@ class LocalInjector:
         network = self._cluster.options.network
         if network is None:
             raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
-        nodes = self._remote.struck(fault)
+        nodes = self._remote.resolve_targets(fault)
         await self._announce(fault, "node", nodes)
         for node in nodes:
             network.cut(node)
@@ -101,7 +101,7 @@ class LocalInjector:
 
     async def _announce_one(self, fault: Fault, target: str, node: str | None) -> None:
         details = {"fault": fault.do, "at": time.monotonic(), "target": target, "for_s": fault.for_s}
-        await self._client.announce(
+        await self._client.publish_event(
             EventMessage(
                 event="ChaosInjected",
                 node=node,

@@ -11,7 +11,7 @@ _COMMAND_S = 10.0
 
 
 @contextlib.contextmanager
-def small_file_system(directory: Path, size_mib: int, field: str) -> Iterator[None]:
+def mount_tmpfs(directory: Path, size_mib: int, field: str) -> Iterator[None]:
     """``directory``, made if need be, has so much room and no more; unmounted at the end.
 
     :raises ConfigurationError: it cannot be mounted here.

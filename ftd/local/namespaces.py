@@ -19,14 +19,14 @@ PREFIX = "ftd"
 COMMAND_S = 10.0
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Why this machine cannot have such a network; None when it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
         return "the command ip (iproute2) is not installed"
     try:
-        with Network(["probe"]):
+        with NamespaceNetwork(["probe"]):
             return None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         said = (error.stderr or b"").decode(errors="replace").strip()
@@ -49,7 +49,7 @@ def _remove_left_behind(prefix: str) -> None:
                 _ip("netns", "delete", name)
 
 
-class Network:
+class NamespaceNetwork:
     """``with Network(["hub", "a"]) as network``: hosts that reach each other; all gone afterwards."""
 
     def __init__(self, hosts: Sequence[str], *, prefix: str = PREFIX) -> None:

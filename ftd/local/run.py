@@ -12,19 +12,19 @@ from typing import Any
 
 from rich.console import Console
 
-from ftd.config.clusters import Announcement, claimed
+from ftd.config.clusters import ClusterRegistration, register_cluster
 from ftd.config.daemon_file import NodeTable
 from ftd.config.job import load_job_data
-from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
-from ftd.faults.chaos.conductor import Conductor
+from ftd.errors import ConfigurationError, FtdError, PeerError, UnreachableError
 from ftd.faults.chaos.inject import require_known_nodes
 from ftd.faults.chaos.scenario import load_scenario
-from ftd.faults.chaos.targets import layout_of
-from ftd.faults.chaos.values import AfterTime, Central, Fault, Scenario
+from ftd.faults.chaos.scheduler import FaultScheduler
+from ftd.faults.chaos.targets import read_layout
+from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
-from ftd.observe.run import Fact, JobEnded, RecoveryCompleted
+from ftd.observe.run_model import Fact, JobEnded, RecoveryCompleted
 from ftd.observe.view.live.view import LiveView
 from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
@@ -74,7 +74,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
         require_known_nodes(scenario, names, options.chaos.name)
     _require_means(scenario, options)
     require_writable(options.report)
-    with claimed(_wanted_name(options), options.job) as announcement:
+    with register_cluster(_wanted_name(options), options.job) as announcement:
         wanted = ClusterOptions(
             devices_per_node=options.devices_per_node,
             broker=options.broker,
@@ -100,7 +100,7 @@ class LocalRun:
         job: JobData,
         scenario: Scenario,
         driver: LocalDriver,
-        announcement: Announcement,
+        announcement: ClusterRegistration,
         console: Console,
     ) -> None:
         self._options = options
@@ -112,7 +112,7 @@ class LocalRun:
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
         self._begun = False
-        self._conductor: Conductor | None = None
+        self._conductor: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
         """Why the run was given up: what the paused job waits for and nobody will bring."""
@@ -129,7 +129,7 @@ class LocalRun:
         view = self._view
         try:
             with (
-                self._announcement.reachable(self._driver.address.broker.url),
+                self._announcement.publish_broker(self._driver.address.broker.url),
                 view or contextlib.nullcontext(),
             ):
                 async with self._driver.connected(
@@ -152,15 +152,15 @@ class LocalRun:
             driver.client,
             self._cluster,
             driver.on_start,
-            layout=lambda: layout_of(driver.state),
+            layout=lambda: read_layout(driver.state),
             seed=self._scenario.seed,
         )
-        conductor = Conductor(self._scenario, inject=injector.inject, on_failure=self._note_failure)
+        conductor = FaultScheduler(self._scenario, inject=injector.inject, on_failure=self._note_failure)
         self._conductor = conductor
         watching = asyncio.ensure_future(self._watch(injector, conductor))
         try:
-            await driver.guarded(self._submit(), watching)
-            await driver.guarded(_wait_for(self._over), watching)
+            await driver.run_guarded(self._submit(), watching)
+            await driver.run_guarded(_wait_for(self._over), watching)
             driver.following.cancel()  # What comes now is the cluster at rest.
             self._notes += [f"never happened: {fault}" for fault in conductor.waiting]
             await self._fill_gaps()
@@ -172,7 +172,7 @@ class LocalRun:
     async def _submit(self) -> None:
         """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all of them.
 
-        :raises PeerError: the nodes do not appear. :raises RequestRefused: the job cannot run.
+        :raises PeerError: the nodes do not appear. :raises RequestRejected: the job cannot run.
         """
         await self._driver.ready()
         await self._driver.submit(self._job)
@@ -184,11 +184,11 @@ class LocalRun:
             self._conductor.on_event(event)
         elif isinstance(fact, RecoveryCompleted) and self._conductor is not None:
             self._begun = True  # It is the start's: the first step is committed.
-            self._conductor.begin()
+            self._conductor.start()
         if isinstance(fact, JobEnded):
             self._end(fact.event)
 
-    async def _watch(self, injector: LocalInjector, conductor: Conductor) -> None:
+    async def _watch(self, injector: LocalInjector, conductor: FaultScheduler) -> None:
         """The parts that nobody replaces must live, and a pause must have a chance to end.
 
         :raises PeerError: one has ended; carries the end of its log.
@@ -200,19 +200,19 @@ class LocalRun:
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
-                    raise self._driver.death(name, f"{name} has ended")
+                    raise self._driver.exit_error(name, f"{name} has ended")
                 told = f"{name} has ended; {', '.join(sorted(others))} stays"
                 self._console.print(told, style="yellow", markup=False, highlight=False)
             self._give_up_when_stuck(conductor)
 
-    def _give_up_when_stuck(self, conductor: Conductor) -> None:
+    def _give_up_when_stuck(self, conductor: FaultScheduler) -> None:
         """End a job that waits for nodes, when all that run are healthy and the scenario starts no more.
 
         A start at a step or on an event does not count: while the job is paused, neither comes. What the
         coordinator itself gives up after a while, it may go on with from a checkpoint.
         """
         state = self._driver.state
-        if state.get("phase") != "PAUSED" or state.get("gives_up"):
+        if state.get("phase") != "PAUSED" or state.get("pause_limited"):
             self._paused_at = None
             return
         self._paused_at = self._paused_at or time.monotonic()
@@ -225,7 +225,7 @@ class LocalRun:
     async def _fill_gaps(self) -> None:
         """What the broker lost (an outage), the coordinator's journal knows."""
         client, run = self._driver.client, self._driver.run
-        with contextlib.suppress(Unreachable):
+        with contextlib.suppress(UnreachableError):
             for event in await client.history():
                 run.on_event(event)
             for row in await client.history(what="steps"):
@@ -302,7 +302,7 @@ def _require_means(scenario: Scenario, options: LocalOptions) -> None:
             )
     if options.broker in ("embedded", "mosquitto"):
         return
-    if any(fault.target == Central(part="broker") for fault in scenario.faults):
+    if any(fault.target == CentralService(service="broker") for fault in scenario.faults):
         raise ConfigurationError(
             f"the scenario strikes the broker, but {options.broker} is not ours",
             field="--broker",

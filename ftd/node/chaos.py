@@ -16,11 +16,11 @@ from typing import Any, Protocol, assert_never
 import structlog
 
 from ftd.faults.chaos.values import DEFAULT_FOR_S
-from ftd.node.disturbance import Disturbance, Weather
-from ftd.node.full_disk import Filler
-from ftd.processes import die_with_parent, kill_group
+from ftd.node.full_disk import DiskFiller
+from ftd.node.message_faults import LinkFaults, MessageFaultInjector
+from ftd.processes import die_with_parent, signal_group
 from ftd.transport.wire.public import Answer, ChaosRequest, decode_json
-from statemachine.messages.trainer import Raise, Sleep, Slow
+from statemachine.messages.trainer import RaiseError, Sleep, Slow
 
 log = structlog.get_logger()
 
@@ -36,14 +36,14 @@ MOST_FACTOR = 1000.0
 MOST_LATE_S = 60.0
 
 
-class Hands(Protocol):
+class FaultActions(Protocol):
     """What chaos may touch: all of it belongs to this node."""
 
     def trainer_pids(self, device: int | None) -> list[int]: ...
 
     def zygote_pid(self) -> int | None: ...
 
-    def send(self, device: int, frame: Sleep | Slow | Raise) -> bool:
+    def send(self, device: int, frame: Sleep | Slow | RaiseError) -> bool:
         """To the trainer of this device, if it has one."""
 
     def leave(self, reason: str) -> None:
@@ -61,7 +61,7 @@ class Hands(Protocol):
         """Return when everything published is acknowledged, or after ``timeout_s``."""
 
 
-class Memory(Protocol):
+class SnapshotFaultTarget(Protocol):
     """What this node keeps of snapshots."""
 
     def stores(self, device: int | None) -> bool:
@@ -79,22 +79,24 @@ class Memory(Protocol):
         """Where the job's persistent checkpoints go, if that is a directory of this host."""
 
 
-class Chaos:
+class NodeFaultInjector:
     """Takes the payloads of ``chaos/<node>``.
 
     :param devices: how many trainers this node has.
     """
 
-    def __init__(self, *, node: str, devices: int, allowed: bool, hands: Hands, memory: Memory) -> None:
+    def __init__(
+        self, *, node: str, devices: int, allowed: bool, hands: FaultActions, memory: SnapshotFaultTarget
+    ) -> None:
         self._node = node
         self._devices = devices
         self._allowed = allowed
         self._hands, self._memory = hands, memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
-        self.disturbance = Disturbance(node)
+        self.disturbance = MessageFaultInjector(node)
         """Of the messages between this node and the coordinator."""
-        self._filler = Filler()
+        self._filler = DiskFiller()
         self._slowed: dict[int, int] = {}
         """How often each device's trainer was made slow: a later fault outlives the end of an earlier one."""
 
@@ -107,14 +109,14 @@ class Chaos:
         if (known := self._answered.get(request.request)) is not None:
             self._hands.answer(request.reply, known)  # Asked again: the first answer was lost or late.
             return
-        if request.only_check:
+        if request.dry_run:
             problem = self._lasting_problem(request)
             self._answer(request, accepted=problem is None, detail=problem or "it could be done")
             return
         problem = self._problem(request)
         if problem is not None:
             log.warning("chaos_refused", do=request.do, reason=problem)
-            self._hands.announce("ChaosRefused", problem, {"fault": request.do})
+            self._hands.announce("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return
         task = asyncio.get_running_loop().create_task(self._strike(request))
@@ -194,10 +196,10 @@ class Chaos:
         match request.do:
             case "kill":
                 for pid in self._pids(request):
-                    kill_group(pid, signal.SIGKILL)
+                    signal_group(pid, signal.SIGKILL)
                 if _whole_node(request):
                     if (zygote := self._hands.zygote_pid()) is not None:
-                        kill_group(zygote, signal.SIGKILL)
+                        signal_group(zygote, signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 self._stop(request)
@@ -216,7 +218,7 @@ class Chaos:
                 # Other words each time: it is not the job's code that is wrong.
                 words = f"ftd chaos raise {request.request} ({request.reply})"
                 for device in self._struck(request):
-                    self._hands.send(device, Raise(detail=words))
+                    self._hands.send(device, RaiseError(detail=words))
             case "lossy":
                 self.disturbance.begin(_weather(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":
@@ -280,8 +282,10 @@ class Chaos:
         self._hands.answer(request.reply, answer)
 
 
-def _weather(request: ChaosRequest) -> Weather:
-    return Weather(drop=request.drop or 0.0, duplicate=request.duplicate or 0.0, late_s=request.late_s or 0.0)
+def _weather(request: ChaosRequest) -> LinkFaults:
+    return LinkFaults(
+        drop=request.drop or 0.0, duplicate=request.duplicate or 0.0, late_s=request.late_s or 0.0
+    )
 
 
 def _weather_problem(request: ChaosRequest) -> str | None:

@@ -18,32 +18,37 @@ from ftd import systemd
 from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError
-from ftd.node.chaos import Chaos
-from ftd.node.hearing import Hearing
+from ftd.node.chaos import NodeFaultInjector
 from ftd.node.instructions import prepare_instruction, resume_instruction
+from ftd.node.message_router import NodeMessageRouter
+from ftd.node.publisher import NodePublisher
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.starving import Starving
-from ftd.node.supervisor import Supervisor
-from ftd.node.traces import Traces
-from ftd.node.voice import Voice
-from ftd.observe.metrics.node import NodeMetrics, NodeNow
+from ftd.node.starvation import StarvationMonitor
+from ftd.node.supervisor import TrainerSupervisor
+from ftd.node.traces import TraceService
+from ftd.observe.metrics.node import NodeMetrics, NodeSample
 from ftd.observe.metrics.server import MetricsServer
-from ftd.processes import adopt_orphans, compile_cache, remove_stale, trainer_environment
-from ftd.snapshots.service import Snapshots
+from ftd.processes import (
+    become_subreaper,
+    prepare_compile_cache,
+    remove_stale_directories,
+    trainer_environment,
+)
+from ftd.snapshots.service import SnapshotService
 from ftd.transport.wire.public import Answer, NodeStateMessage
 from ftd.transport.wire.topics import Topics
 from planner.values import Device
-from runtime.wire.store_protocol import mark_of
+from runtime.wire.store_protocol import secret_fingerprint
 from statemachine import effects
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
     TerminationRequested,
+    TrainerConnected,
     TrainerReported,
-    TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
-from statemachine.events import BrokerConnected, BrokerLost, Event
+from statemachine.events import BrokerConnected, BrokerDisconnected, Event
 from statemachine.messages import trainer as protocol
 from statemachine.messages.cluster import ToNode
 from statemachine.messages.common import Quiesce, Resumed
@@ -62,11 +67,11 @@ AgentEffect = (
     | effects.EmitEvent
     | effects.StartTrainer
     | effects.KillTrainer
-    | effects.TrainerPrepare
-    | effects.TrainerResume
+    | effects.PrepareTrainer
+    | effects.ResumeTrainer
     | effects.InstructTrainer
-    | effects.SendCopy
-    | effects.KeepCopies
+    | effects.SendSnapshotCopy
+    | effects.RetainSnapshotCopies
     | effects.RemoveSnapshots
     | effects.PersistLayers
     | effects.StopPersisting
@@ -87,13 +92,13 @@ class NodeDaemon:
         self._incarnation = 0
         self._directory = config.runtime_dir / str(os.getpid())
         self._metrics = NodeMetrics(config.devices, self._now)
-        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.own.registry)
+        self._metrics_server = MetricsServer(config.node_metrics, self._metrics.common.registry)
         machine = AgentMachine(config.node, config.timing)
-        self._driver = Driver(machine, self._perform, self._metrics.note)
+        self._driver = Driver(machine, self._perform, self._metrics.observe)
         self._rendezvous = RendezvousServer(
             self._secret, host=_listening_address(config.host), port=config.rendezvous_port
         )
-        self._snapshots = Snapshots(
+        self._snapshots = SnapshotService(
             config,
             self._secret,
             host=_listening_address(config.host),
@@ -102,12 +107,14 @@ class NodeDaemon:
             tell=self.announce,
             trainers=self,
         )
-        self._chaos = Chaos(
+        self._chaos = NodeFaultInjector(
             node=config.node, devices=config.devices, allowed=config.chaos, hands=self, memory=self._snapshots
         )
-        self._traces = Traces(node=config.node, devices=config.devices, send=self.send, answer=self.answer)
-        self._hearing = Hearing(self._topics, self._node, self)
-        self._voice: Voice | None = None
+        self._traces = TraceService(
+            node=config.node, devices=config.devices, send=self.send, answer=self.answer
+        )
+        self._hearing = NodeMessageRouter(self._topics, self._node, self)
+        self._voice: NodePublisher | None = None
         self._signals = 0
 
     async def run(self) -> int:
@@ -118,19 +125,19 @@ class NodeDaemon:
         """
         loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = loop.create_future()
-        adopt_orphans()
+        become_subreaper()
         self._make_directory()
         self._make_compile_cache()
-        self._supervisor = Supervisor(
+        self._supervisor = TrainerSupervisor(
             devices=self._config.devices,
             directory=self._directory,
             feed=self._on_trainer,
-            cause=self._driver.cause,
+            cause=self._driver.new_cause,
             environment=self._trainer_environment,
             preload=self._config.preload,
             aside=self._on_aside,
         )
-        self._starving = Starving(self._supervisor.pids, self._driver.feed, self._stamp)
+        self._starving = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
         try:
             await self._listen()
             await self._metrics_server.start()
@@ -150,7 +157,7 @@ class NodeDaemon:
     async def _serve(self) -> int:
         """Run the machine, and others beside it, until the machine or a signal ends the daemon."""
         driving = asyncio.ensure_future(self._driver.run())
-        beside = [asyncio.ensure_future(work) for work in (systemd.watchdog(), self._starving.run())]
+        beside = [asyncio.ensure_future(work) for work in (systemd.feed_watchdog(), self._starving.run())]
         ending: list[asyncio.Future[Any]] = [self._exit, driving]
         try:
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +195,7 @@ class NodeDaemon:
             )
         try:
             self._config.runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-            remove_stale(self._config.runtime_dir)
+            remove_stale_directories(self._config.runtime_dir)
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory.mkdir(mode=0o700)
         except OSError as error:
@@ -205,7 +212,7 @@ class NodeDaemon:
         """Without one, torch takes a directory below /tmp, and the node works as well."""
         self._compile_cache: dict[str, str] = {}
         try:
-            self._compile_cache = compile_cache(self._config.compile_cache_dir)
+            self._compile_cache = prepare_compile_cache(self._config.compile_cache_dir)
         except OSError as error:
             path = str(self._config.compile_cache_dir)
             log.warning("compile_cache_not_usable", path=path, reason=error.strerror or str(error))
@@ -230,26 +237,26 @@ class NodeDaemon:
             chaos_allowed=self._config.chaos,
             snapshot_port=self._snapshots.port,
             snapshot_bytes=self._snapshots.size_bytes,
-            mark=mark_of(self._secret),
+            secret_fingerprint=secret_fingerprint(self._secret),
         )
         log.info("begin_incarnation", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
-        self._voice = Voice(
+        self._voice = NodePublisher(
             self._config,
             self._incarnation,
             disturbance=self._chaos.disturbance,
             clock=self._driver.now,
             on_message=self._hearing.on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
-            on_lost=lambda: self._driver.feed(BrokerLost(**self._stamp())),
-            on_acknowledged=self._metrics.own.broker_round_trip.observe,
-            watch=self._metrics.told,
+            on_lost=lambda: self._driver.feed(BrokerDisconnected(**self._stamp())),
+            on_acknowledged=self._metrics.common.broker_round_trip.observe,
+            watch=self._metrics.on_published,
         )
 
     # --- what happens ------------------------------------------------------------------------------
 
     def _stamp(self) -> dict[str, Any]:
-        return {"at": self._driver.now(), "cause": self._driver.cause()}
+        return {"at": self._driver.now(), "cause": self._driver.new_cause()}
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first leaves gracefully, a second does not wait for the coordinator, a third for nobody."""
@@ -260,11 +267,11 @@ class NodeDaemon:
 
     def _on_trainer(self, event: Event) -> None:
         match event:
-            case TrainerReported(report=protocol.Beat()):
+            case TrainerReported(report=protocol.TrainerHeartbeat()):
                 self._starving.heard(event.device, event.at)
             case TrainerReported(report=Resumed(generation=generation)):
                 self._snapshots.stager.resumed(event.device, generation)
-            case TrainerUp():
+            case TrainerConnected():
                 self.announce(
                     "TrainerStarted",
                     f"process {event.pid}",
@@ -272,13 +279,13 @@ class NodeDaemon:
                 )
         self._driver.feed(event)
 
-    def _on_aside(self, device: int, frame: protocol.AsideReport) -> None:
+    def _on_aside(self, device: int, frame: protocol.DaemonReport) -> None:
         match frame:
             case Traced():
                 self._traces.on_traced(device, frame)
-            case protocol.StagingSpoiled():
+            case protocol.StagingCorrupted():
                 self._snapshots.stager.spoiled(device, frame)
-            case protocol.Described():
+            case protocol.ModelDescribed():
                 self._snapshots.described(frame.job_id, frame.description)
 
     # --- what the machine wants ----------------------------------------------------------------------
@@ -296,17 +303,17 @@ class NodeDaemon:
                 self._supervisor.start_trainer(wanted.device)
             case effects.KillTrainer():
                 self._supervisor.kill_trainer(wanted.device, wanted.grace_s)
-            case effects.TrainerPrepare():
+            case effects.PrepareTrainer():
                 self._prepare(wanted)
             case effects.InstructTrainer():
                 if isinstance(wanted.instruction, Quiesce):
                     self._snapshots.abandon()
                 self._supervisor.send(wanted.device, wanted.instruction)
-            case effects.TrainerResume():
+            case effects.ResumeTrainer():
                 self._resume(wanted)
-            case effects.SendCopy():
+            case effects.SendSnapshotCopy():
                 self._snapshots.send_copy(wanted)
-            case effects.KeepCopies():
+            case effects.RetainSnapshotCopies():
                 order = wanted.order
                 self._snapshots.keep_copies(order.job_id, order.step, order.restore)
             case effects.RemoveSnapshots():
@@ -324,20 +331,20 @@ class NodeDaemon:
             case _:
                 assert_never(wanted)
 
-    def _now(self) -> NodeNow:
-        return NodeNow(
+    def _now(self) -> NodeSample:
+        return NodeSample(
             connected=self._voice is not None and self._voice.connected,
             internal_errors=self._driver.bugs,
             trainers=len(self._supervisor.pids()),
-            rendezvous_refused=self._rendezvous.refused,
+            rendezvous_rejected=self._rendezvous.rejected,
             **self._snapshots.figures(),
         )
 
-    def _speaking(self) -> Voice:
+    def _speaking(self) -> NodePublisher:
         assert self._voice is not None, "the machine is fed only after the first incarnation began"
         return self._voice
 
-    def _prepare(self, effect: effects.TrainerPrepare) -> None:
+    def _prepare(self, effect: effects.PrepareTrainer) -> None:
         try:
             arena, limit_bytes = self._snapshots.prepare(effect.job, effect.device)
             # One device's trainer is enough: all of them have the whole model.
@@ -348,7 +355,7 @@ class NodeDaemon:
             return
         self._supervisor.send(effect.device, frame)
 
-    def _resume(self, effect: effects.TrainerResume) -> None:
+    def _resume(self, effect: effects.ResumeTrainer) -> None:
         resume, device = effect.resume, Device(node=self._node, index=effect.device)
 
         def send(staged: str) -> None:
@@ -393,7 +400,7 @@ class NodeDaemon:
     def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None:
         """Say something on this node's own account, not the machine's."""
         effect = effects.EmitEvent(
-            cause=self._driver.cause(), name=event, reason=reason, node=self._node, details=details
+            cause=self._driver.new_cause(), name=event, reason=reason, node=self._node, details=details
         )
         self._speaking().event(effect, aloud=aloud)
 

@@ -18,7 +18,7 @@ _LEAST_BYTES = 64 * 1024
 _TRIES = 20
 
 
-class Filler:
+class DiskFiller:
     """Takes what is free, in files without a name: they go with this process, however it ends."""
 
     def __init__(self) -> None:

@@ -15,9 +15,9 @@ def world_data(plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ..
     ranks = {device: rank for rank, device in enumerate(plan.devices)}
     return trainer.WorldData(
         pipelines=tuple(
-            trainer.PipelineData(
+            trainer.WorldPipeline(
                 stages=tuple(
-                    trainer.StageData(
+                    trainer.WorldStage(
                         first_layer=stage.first_layer,
                         end_layer=stage.end_layer,
                         ranks=tuple(ranks[device] for device in stage.devices),
@@ -63,15 +63,15 @@ def rank_of(plan: Plan, device: Device) -> int:
 
 def resume_instruction(
     resume: cluster.Resume, device: Device, token: str, restore: str = ""
-) -> trainer.Resume:
+) -> trainer.ResumeRank:
     """The instruction for one device.
 
     :param restore: the directory in which its layers are staged; empty: it keeps what it holds.
     :raises ValueError: the rendezvous address is no host:port.
     """
     host, _, port = resume.rendezvous.rpartition(":")
-    released = next((each for each in resume.plan.released if each.device == device), None)
-    return trainer.Resume(
+    released = next((each for each in resume.plan.released_layers if each.device == device), None)
+    return trainer.ResumeRank(
         generation=resume.generation,
         step=resume.step,
         vote=resume.vote,
@@ -97,10 +97,10 @@ def prepare_instruction(
     arena_limit_bytes: int | None = None,
     *,
     describe: bool = False,
-) -> trainer.Prepare:
+) -> trainer.PrepareJob:
     """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
     training = msgspec.convert(job.training, trainer.TrainingData)
-    return trainer.Prepare(
+    return trainer.PrepareJob(
         job_id=job.job_id,
         training=training,
         profile=profile,

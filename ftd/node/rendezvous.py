@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from ftd.transport.complaints import Complaints
+from ftd.transport.rate_limited_log import RateLimitedLog
 from runtime.wire.frames import Decoder, ProtocolError, encode
 from runtime.wire.store_protocol import (
     MAX_HELLO_BYTES,
@@ -28,12 +28,12 @@ from runtime.wire.store_protocol import (
     StoreDelete,
     StoreGet,
     StoreHello,
-    StoreRefused,
+    StoreRejected,
     StoreReply,
     StoreRequest,
     StoreSet,
     StoreValues,
-    proof_of,
+    make_proof,
 )
 
 log = structlog.get_logger()
@@ -48,11 +48,11 @@ HELLO_TIMEOUT_S = 10.0
 MAX_GET_TIMEOUT_S = 600.0
 
 
-class Refused(Exception):
+class RendezvousRejected(Exception):
     """A request cannot be served; the text is for whoever asked."""
 
 
-class _Unproven(Refused):
+class _Unproven(RendezvousRejected):
     """Whoever asked is no trainer of this cluster."""
 
 
@@ -69,10 +69,10 @@ class _Generation:
 
     def put(self, key: str, value: bytes) -> None:
         if key not in self.values and len(self.values) >= MAX_KEYS:
-            raise Refused(f"generation {self.number} has {MAX_KEYS} keys; no more are allowed")
+            raise RendezvousRejected(f"generation {self.number} has {MAX_KEYS} keys; no more are allowed")
         grown = self.size_bytes - len(self.values.get(key, b"")) + len(value)
         if grown > MAX_STORED_BYTES:
-            raise Refused(
+            raise RendezvousRejected(
                 f"generation {self.number} would hold {grown} bytes; {MAX_STORED_BYTES} are allowed"
             )
         self.size_bytes = grown
@@ -95,10 +95,12 @@ class _Generation:
                 while not self.superseded and not all(key in self.values for key in keys):
                     await self.changed.wait()
         if self.superseded:
-            raise Refused(f"generation {self.number} is superseded")
+            raise RendezvousRejected(f"generation {self.number} is superseded")
         missing = [key for key in keys if key not in self.values]
         if missing:
-            raise Refused(f"no {missing[0]!r} within {timeout_s:g} s ({len(missing)} of {len(keys)} missing)")
+            raise RendezvousRejected(
+                f"no {missing[0]!r} within {timeout_s:g} s ({len(missing)} of {len(keys)} missing)"
+            )
         return tuple(self.values[key] for key in keys)
 
 
@@ -115,10 +117,10 @@ class RendezvousServer:
         self._newest = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
-        self._complaints = Complaints(log, "rendezvous_refused")
+        self._complaints = RateLimitedLog(log, "rendezvous_rejected")
 
     @property
-    def refused(self) -> int:
+    def rejected(self) -> int:
         """Connections that could not prove that they belong here, or spoke something else."""
         return self._complaints.count
 
@@ -165,14 +167,14 @@ class RendezvousServer:
             await self._converse(reader, writer)
         except (ConnectionError, asyncio.CancelledError, TimeoutError):
             pass  # The trainer went away, said nothing, or this daemon stops: all of them normal.
-        except (ProtocolError, Refused) as error:
+        except (ProtocolError, RendezvousRejected) as error:
             peer = writer.get_extra_info("peername")
             if isinstance(error, _Unproven | ProtocolError):
-                self._complaints.note(reason=str(error), peer=peer)
+                self._complaints.warn(reason=str(error), peer=peer)
             else:
                 log.info("superseded", reason=str(error), peer=peer)
             with contextlib.suppress(ConnectionError):
-                writer.write(encode(StoreRefused(reason=str(error))))
+                writer.write(encode(StoreRejected(reason=str(error))))
         finally:
             self._connections.discard(task)
             self._strangers.pop(task, None)
@@ -197,11 +199,11 @@ class RendezvousServer:
         """:raises Refused: not a hello, a wrong proof, or a generation that is over."""
         if not isinstance(request, StoreHello):
             raise _Unproven("the first frame must be StoreHello")
-        proof = proof_of(self._secret, request.generation)
+        proof = make_proof(self._secret, request.generation)
         if not hmac.compare_digest(request.proof.encode(), proof.encode()):
             raise _Unproven("wrong secret, or the proof of another generation: the same secret on all nodes?")
         if request.generation < self._newest:
-            raise Refused(f"generation {request.generation} is over; {self._newest} is forming")
+            raise RendezvousRejected(f"generation {request.generation} is over; {self._newest} is forming")
         self._newest = request.generation
         for old in [number for number in self._generations if number < self._newest]:
             stale = self._generations.pop(old)
@@ -219,10 +221,10 @@ class RendezvousServer:
     async def _answer(self, generation: _Generation, request: StoreRequest) -> StoreReply:
         """:raises Refused: the generation is over, or a limit is exceeded: the connection ends."""
         if generation.superseded:
-            raise Refused(f"generation {generation.number} is superseded")
+            raise RendezvousRejected(f"generation {generation.number} is superseded")
         match request:
             case StoreHello():
-                raise Refused("a second StoreHello on one connection")
+                raise RendezvousRejected("a second StoreHello on one connection")
             case StoreSet(key=key, value=value):
                 generation.put(key, value)
                 return StoreValues(values=())
@@ -230,16 +232,16 @@ class RendezvousServer:
                 try:
                     total = int(generation.values.get(key, b"0")) + amount
                 except ValueError:
-                    raise Refused(f"{key!r} holds no number") from None
+                    raise RendezvousRejected(f"{key!r} holds no number") from None
                 generation.put(key, b"%d" % total)
                 return StoreValues(values=(b"%d" % total,))
             case StoreGet(keys=keys, timeout_s=timeout_s):
                 if not math.isfinite(timeout_s):
-                    raise Refused(f"timeout_s is {timeout_s}")
+                    raise RendezvousRejected(f"timeout_s is {timeout_s}")
                 try:
                     return StoreValues(values=await generation.get(keys, timeout_s))
-                except Refused as refusal:
-                    return StoreRefused(reason=str(refusal))
+                except RendezvousRejected as refusal:
+                    return StoreRejected(reason=str(refusal))
             case StoreCheck(keys=keys):
                 return StoreValues(values=(b"1" if all(k in generation.values for k in keys) else b"0",))
             case StoreDelete(key=key):

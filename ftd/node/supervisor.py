@@ -22,12 +22,12 @@ import msgspec
 import structlog
 
 from ftd.node.zygote import Zygote
-from ftd.processes import bury, kill_group
+from ftd.processes import reap, signal_group
 from ftd.transport.wire.profiles import problem_of_profile
 from planner.values import ModelProfile
 from runtime.wire import zygote_protocol
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from statemachine.agent.events import TrainerFailed, TrainerReported, TrainerUp
+from statemachine.agent.events import TrainerConnected, TrainerFailed, TrainerReported
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
 from statemachine.messages.common import Prepared
@@ -49,7 +49,7 @@ _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Trainer:
+class TrainerProcess:
     """One trainer process, from the request to fork it until its end is known."""
 
     device: int
@@ -63,7 +63,7 @@ class Trainer:
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Supervisor:
+class TrainerSupervisor:
     """Starts, feeds and ends the trainers of this node.
 
     :param directory: private to this user; holds the socket the trainers connect to.
@@ -83,7 +83,7 @@ class Supervisor:
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
         preload: Sequence[str] = (),
-        aside: Callable[[int, protocol.AsideReport], None],
+        aside: Callable[[int, protocol.DaemonReport], None],
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
@@ -91,9 +91,9 @@ class Supervisor:
         self._cause = cause
         self._environment = environment
         self._aside = aside
-        self._current: dict[int, Trainer] = {}
-        self._unborn: dict[int, list[Trainer]] = {device: [] for device in range(devices)}
-        self._by_pid: dict[int, Trainer] = {}
+        self._current: dict[int, TrainerProcess] = {}
+        self._unborn: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
+        self._by_pid: dict[int, TrainerProcess] = {}
         self._births: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._insisting: set[asyncio.Task[None]] = set()
@@ -128,10 +128,10 @@ class Supervisor:
     # --- what the agent machine asks for ---------------------------------------------------------
 
     def start_trainer(self, device: int) -> None:
-        """Fork a trainer for ``device``; ``TrainerUp`` or ``TrainerFailed`` follows."""
+        """Fork a trainer for ``device``; ``TrainerConnected`` or ``TrainerFailed`` follows."""
         if device in self._current:
             self.kill_trainer(device, grace_s=0.0)
-        trainer = Trainer(device=device)
+        trainer = TrainerProcess(device=device)
         self._current[device] = trainer
         self._unborn[device].append(trainer)
         self._zygote.spawn(
@@ -180,7 +180,7 @@ class Supervisor:
 
     def _zygote_said(self, notice: zygote_protocol.ZygoteNotice) -> None:
         match notice:
-            case zygote_protocol.Warm():
+            case zygote_protocol.ZygoteReady():
                 log.info("zygote_warm", pid=notice.pid, import_s=round(notice.import_s, 3))
             case zygote_protocol.Spawned():
                 self._spawned(notice)
@@ -190,7 +190,7 @@ class Supervisor:
 
     def _spawned(self, notice: zygote_protocol.Spawned) -> None:
         if not self._unborn.get(notice.device):
-            kill_group(notice.pid, signal.SIGKILL)
+            signal_group(notice.pid, signal.SIGKILL)
             return
         trainer = self._unborn[notice.device].pop(0)
         trainer.pid = notice.pid
@@ -198,11 +198,11 @@ class Supervisor:
         if notice.pid in self._births:
             self._births.pop(notice.pid).set()
         if trainer.reported:  # It was ended before it was born.
-            kill_group(notice.pid, signal.SIGKILL)
+            signal_group(notice.pid, signal.SIGKILL)
 
-    async def _exited(self, trainer: Trainer, notice: zygote_protocol.Exited) -> None:
+    async def _exited(self, trainer: TrainerProcess, notice: zygote_protocol.Exited) -> None:
         trainer.exited.set()
-        kill_group(notice.pid, signal.SIGKILL)  # What it started itself must not outlive it.
+        signal_group(notice.pid, signal.SIGKILL)  # What it started itself must not outlive it.
         if not trainer.reported:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(trainer.output_ended.wait(), _LAST_WORDS_S)
@@ -215,14 +215,14 @@ class Supervisor:
             return
         log.warning("zygote_ended", status=status, detail=detail)
         lost = [*self._by_pid.values(), *(t for unborn in self._unborn.values() for t in unborn)]
-        asyncio.get_running_loop().call_later(1.0, bury, set(self._by_pid))
+        asyncio.get_running_loop().call_later(1.0, reap, set(self._by_pid))
         self._by_pid.clear()
         for unborn in self._unborn.values():
             unborn.clear()
         for trainer in lost:
             trainer.exited.set()
             if trainer.pid is not None:
-                kill_group(trainer.pid, signal.SIGKILL)
+                signal_group(trainer.pid, signal.SIGKILL)
             if not trainer.reported:
                 self._fail(
                     trainer, "exited", f"the zygote that forked it ended ({_exit_sentence(status)}) {detail}"
@@ -260,18 +260,18 @@ class Supervisor:
 
     async def _greeting(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> protocol.Greeting:
+    ) -> protocol.FirstFrame:
         length = int.from_bytes(await reader.readexactly(4), "big")
         if length > _MAX_GREETING_BYTES:
             raise ProtocolError(f"a greeting of {length} bytes")
         body = await reader.readexactly(length)
-        greeting: protocol.Greeting = msgspec.msgpack.decode(body, type=protocol.Greeting)
+        greeting: protocol.FirstFrame = msgspec.msgpack.decode(body, type=protocol.FirstFrame)
         pid = _peer_pid(writer)
         if pid != greeting.pid:
             raise ProtocolError(f"process {pid} claims to be {greeting.pid}")
         return greeting
 
-    async def _newborn(self, pid: int) -> Trainer | None:
+    async def _newborn(self, pid: int) -> TrainerProcess | None:
         """The trainer of this pid. It may connect before the zygote's word of its birth is read."""
         if pid not in self._by_pid:
             birth = self._births.setdefault(pid, asyncio.Event())
@@ -281,14 +281,14 @@ class Supervisor:
 
     async def _listen(
         self,
-        trainer: Trainer,
+        trainer: TrainerProcess,
         attached: protocol.Attached,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         trainer.writer = writer
         decoder: Decoder[protocol.Report] = Decoder(protocol.Report)
-        self._feed(TrainerUp(**self._stamp(), device=trainer.device, pid=attached.pid))
+        self._feed(TrainerConnected(**self._stamp(), device=trainer.device, pid=attached.pid))
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 try:
@@ -303,7 +303,7 @@ class Supervisor:
         except TimeoutError:
             self._fail(trainer, "exited", "it closed its connection but did not exit")
 
-    def _hear(self, trainer: Trainer, frame: protocol.Report) -> None:
+    def _hear(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
         if trainer.reported:
             return
         match frame:
@@ -311,7 +311,7 @@ class Supervisor:
                 self._fail(trainer, "exited", "its frames cannot be understood: it attached twice")
             case protocol.Raised():
                 self._fail(trainer, _CAUSES[frame.where], frame.detail)
-            case Traced() | protocol.StagingSpoiled() | protocol.Described():
+            case Traced() | protocol.StagingCorrupted() | protocol.ModelDescribed():
                 self._aside(trainer.device, frame)
             case Prepared(profile=ModelProfile() as profile) if problem := problem_of_profile(profile):
                 detail = f"the model was measured, but the profile's {problem}"
@@ -322,7 +322,7 @@ class Supervisor:
     def _stamp(self) -> dict[str, Any]:
         return {"at": time.monotonic(), "cause": self._cause()}
 
-    async def _collect(self, trainer: Trainer, reader: asyncio.StreamReader) -> None:
+    async def _collect(self, trainer: TrainerProcess, reader: asyncio.StreamReader) -> None:
         """Keep the tail of what the trainer prints, and pass whole lines on to the log."""
         line = bytearray()
         try:
@@ -336,13 +336,13 @@ class Supervisor:
         finally:
             trainer.output_ended.set()
 
-    async def _expect_attachment(self, trainer: Trainer) -> None:
+    async def _expect_attachment(self, trainer: TrainerProcess) -> None:
         await self._zygote.warm()
         await asyncio.sleep(ATTACH_TIMEOUT_S)
         if trainer.writer is None and not trainer.reported:
             self._fail(trainer, "exited", f"it did not connect within {ATTACH_TIMEOUT_S:g} s of its start")
 
-    def _fail(self, trainer: Trainer, cause: FailureCause, what: str) -> None:
+    def _fail(self, trainer: TrainerProcess, cause: FailureCause, what: str) -> None:
         """Tell the machine that this trainer is lost, and make sure that it is."""
         if trainer.reported:
             return
@@ -361,24 +361,24 @@ class Supervisor:
             )
         )
 
-    def _end(self, trainer: Trainer, grace_s: float) -> None:
+    def _end(self, trainer: TrainerProcess, grace_s: float) -> None:
         trainer.reported = True
         if trainer.pid is None or trainer.exited.is_set():
             return
         if grace_s <= 0 or self._closing:
-            kill_group(trainer.pid, signal.SIGKILL)
+            signal_group(trainer.pid, signal.SIGKILL)
             return
-        kill_group(trainer.pid, signal.SIGTERM)
-        kill_group(trainer.pid, signal.SIGCONT)  # A stopped process would never see the SIGTERM.
+        signal_group(trainer.pid, signal.SIGTERM)
+        signal_group(trainer.pid, signal.SIGCONT)  # A stopped process would never see the SIGTERM.
         task = asyncio.get_running_loop().create_task(self._insist(trainer, trainer.pid, grace_s))
         self._insisting.add(task)
         task.add_done_callback(self._insisting.discard)
 
-    async def _insist(self, trainer: Trainer, pid: int, grace_s: float) -> None:
+    async def _insist(self, trainer: TrainerProcess, pid: int, grace_s: float) -> None:
         try:
             await asyncio.wait_for(trainer.exited.wait(), grace_s)
         except TimeoutError:
-            kill_group(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from ftd.transport.wire.public import Answer, TraceData, TraceRequest, decode_json
-from runtime.watch.tracing import MOST_STEPS
+from runtime.monitoring.tracing import MAX_STEPS
 from statemachine.messages.trace import Trace, Traced
 
 log = structlog.get_logger()
@@ -21,7 +21,7 @@ _REMEMBERED = 64
 """Requests whose answer is kept for a client that asks again: its first answer was lost or late."""
 
 
-class Traces:
+class TraceService:
     """Takes the payloads of ``trace/<node>`` and the trainers' ``Traced``.
 
     :param send: a frame to the trainer of a device; ``False`` where it has none.
@@ -104,8 +104,8 @@ class Traces:
         """Why this request cannot be obeyed, or ``None``."""
         if not 0 <= request.device < self._devices:
             return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
-        if not 1 <= request.steps <= MOST_STEPS:
-            return f"steps is {request.steps}; 1 to {MOST_STEPS} can be traced"
+        if not 1 <= request.steps <= MAX_STEPS:
+            return f"steps is {request.steps}; 1 to {MAX_STEPS} can be traced"
         if request.first_step < 0:
             return f"first_step is {request.first_step}; give 0 to begin with the next step"
         if not 0 < request.within_s <= MOST_WITHIN_S:

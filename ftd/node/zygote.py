@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from ftd.processes import module_command
-from runtime.streaming import streaming_environment
+from runtime.streaming_stores import streaming_environment
 from runtime.wire import frames, zygote_protocol
 
 log = structlog.get_logger()
@@ -118,7 +118,7 @@ class Zygote:
                 log.error("zygote_not_understood", reason=str(error))
                 return
             for notice in notices:
-                if isinstance(notice, zygote_protocol.Warm):
+                if isinstance(notice, zygote_protocol.ZygoteReady):
                     self._warm.set()
                     waiting, self._waiting = self._waiting, []
                     for request in waiting:

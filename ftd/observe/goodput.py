@@ -10,7 +10,7 @@ MOST_STEPS = 100_000
 """Remembered for a rollback; of one that goes back further only so many are taken off."""
 
 
-class Goodput:
+class GoodputMeter:
     """Times in seconds on one clock."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import StorageError
 from storage.huggingface import MAX_SHARD_BYTES, appearing, export_base, export_huggingface
-from storage.safetensors_file import Exported, count_tensors
+from storage.safetensors_file import ExportSummary, count_tensors
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MOST_BYTES = 256 * 1024 * 1024
@@ -58,7 +58,7 @@ def export_to_huggingface(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files_from: Path | None = None,
     merge: bool = False,
-) -> Exported:
+) -> ExportSummary:
     """Write ``directory``, which must not be there yet or be empty.
 
     :param files_from: take the configuration and the tokenizer from this directory.
@@ -90,7 +90,7 @@ def export_to_huggingface(
             weights = list(draft.glob("*.safetensors"))
             tensors = sum(count_tensors(path) for path in weights)
             size_bytes = sum(path.stat().st_size for path in weights)
-    return Exported(tensors=tensors, size_bytes=size_bytes)
+    return ExportSummary(tensors=tensors, size_bytes=size_bytes)
 
 
 def _merge(parts: Path, max_shard_bytes: int) -> None:

@@ -18,18 +18,18 @@ from typing import Any, TypeVar
 
 import structlog
 
-from ftd.snapshots.restoring.restore import DamageTold, RestoreError, Restorer
-from ftd.snapshots.restoring.staging import OneByOne, Put
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.restoring.restore import DamageTold, LayerRestoreError, Restorer
+from ftd.snapshots.restoring.staging import LayerStream, Put
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
-from statemachine.messages.values import LayerOnDisk, Restore
-from storage.checkpoint import Checkpoint, CheckpointStore, Draft
+from statemachine.messages.values import LayerFile, Restore
+from storage.checkpoint import Checkpoint, CheckpointDraft, CheckpointStore
 from storage.description import decode_description
-from storage.errors import DamagedError, ForeignError, MissingError, StorageError
-from storage.flow import Flow
+from storage.errors import CheckpointMissingError, CorruptDataError, ForeignCheckpointError, StorageError
+from storage.rate_limit import RateLimiter
 from storage.shards import Bytes
 
 log = structlog.get_logger("ftd.node")
@@ -50,7 +50,7 @@ class Persister:
         self,
         *,
         node: str,
-        arenas: Arenas,
+        arenas: NodeArenas,
         token: str,
         tls: ssl.SSLContext | None = None,
         rate_bytes_s: float | None,
@@ -62,7 +62,7 @@ class Persister:
         self._rate_bytes_s = rate_bytes_s
         self._feed, self._stamp, self._tell = feed, stamp, tell
         self._order: Persist | None = None
-        self._flow = Flow()
+        self._flow = RateLimiter()
         self._described: tuple[str, bytes] = ("", b"")
         self._task: asyncio.Task[None] | None = None
 
@@ -70,7 +70,7 @@ class Persister:
         """Write this into checkpoints of the job: with layer 0, if this node writes it."""
         try:
             left_out = decode_description(description, "the description of the model").left_out
-        except DamagedError as error:
+        except CorruptDataError as error:
             log.warning("description", job=job_id, reason=str(error))
             return
         if left_out:
@@ -80,7 +80,7 @@ class Persister:
     def begin(self, order: Persist) -> None:
         """Feed ``PersistEnded`` some time. What was begun before is given up."""
         self.stop()
-        self._order, self._flow = order, Flow(self._rate_bytes_s)
+        self._order, self._flow = order, RateLimiter(self._rate_bytes_s)
         self._task = asyncio.ensure_future(self._work(order, self._flow))
 
     def stop(self, attempt: str | None = None) -> None:
@@ -97,11 +97,11 @@ class Persister:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _work(self, order: Persist, flow: Flow) -> None:
+    async def _work(self, order: Persist, flow: RateLimiter) -> None:
         began = time.monotonic()
         try:
             layers = await self._write(order, flow)
-        except (RestoreError, StorageError) as error:
+        except (LayerRestoreError, StorageError) as error:
             self._fail(order, str(error))
         except Exception as error:  # Whatever it is, somebody waits for an answer, and training goes on.
             self._fail(order, f"{type(error).__name__}: {error}")
@@ -127,13 +127,13 @@ class Persister:
         )
         self._feed(PersistEnded(**self._stamp(), answer=failed))
 
-    async def _write(self, order: Persist, flow: Flow) -> list[LayerOnDisk]:
-        written: list[LayerOnDisk] = []
+    async def _write(self, order: Persist, flow: RateLimiter) -> list[LayerFile]:
+        written: list[LayerFile] = []
         store, draft = await aside(lambda: _begin(order))
         job_id, description = self._described
         if job_id == order.job_id and 0 in order.layers:
             await aside(partial(store.write_description, draft, description), _NICENESS)
-        under_way: asyncio.Task[LayerOnDisk] | None = None
+        under_way: asyncio.Task[LayerFile] | None = None
 
         async def settle() -> None:
             if under_way is not None:
@@ -161,7 +161,7 @@ class Persister:
                 tell=self._tell(order.job_id, record.step),
             )
             try:
-                await restorer.run(order.layers, OneByOne(put))
+                await restorer.run(order.layers, LayerStream(put))
                 await settle()
             except BaseException:
                 flow.cancel()
@@ -172,7 +172,7 @@ class Persister:
         return written
 
 
-def _begin(order: Persist) -> tuple[CheckpointStore, Draft]:
+def _begin(order: Persist) -> tuple[CheckpointStore, CheckpointDraft]:
     store = CheckpointStore.at(order.url, job=order.job_name)
     return store, store.begin(order.record.step, order.attempt)
 
@@ -180,7 +180,7 @@ def _begin(order: Persist) -> tuple[CheckpointStore, Draft]:
 async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> int:
     """Put each of ``layers`` out of the persistent checkpoint that ``restore`` names; their bytes.
 
-    :raises RestoreError: they cannot be read; ``damaged`` where the checkpoint itself is to blame.
+    :raises RestoreError: they cannot be read; ``corrupt`` where the checkpoint itself is to blame.
     Whatever ``put`` raises ends it, too.
     """
     size_bytes, left = 0, iter(layers)
@@ -197,13 +197,13 @@ async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> 
         checkpoint = await aside(lambda: _open(restore, layers))
         readers += [asyncio.ensure_future(read(checkpoint)) for _ in range(_READERS)]
         await asyncio.gather(*readers)
-    except MissingError as error:
+    except CheckpointMissingError as error:
         # Others found it there: that is not the checkpoint's fault.
         hint = "is this place the same for this node as for the coordinator?"
-        raise RestoreError(f"{error}; {hint}") from None
+        raise LayerRestoreError(f"{error}; {hint}") from None
     except StorageError as error:
-        damaged = isinstance(error, DamagedError | ForeignError)
-        raise RestoreError(f"the checkpoint of step {restore.step}: {error}", damaged=damaged) from None
+        damaged = isinstance(error, CorruptDataError | ForeignCheckpointError)
+        raise LayerRestoreError(f"the checkpoint of step {restore.step}: {error}", damaged=damaged) from None
     finally:
         for reader in readers:
             reader.cancel()
@@ -214,7 +214,7 @@ async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> 
 def _open(restore: Restore, layers: Sequence[int]) -> Checkpoint:
     checkpoint = CheckpointStore.at(restore.url, job=restore.job_name).open(restore.step)
     if missing := [layer for layer in layers if layer >= len(checkpoint.manifest.layers)]:
-        raise ForeignError(f"it has no layers {missing}")
+        raise ForeignCheckpointError(f"it has no layers {missing}")
     return checkpoint
 
 

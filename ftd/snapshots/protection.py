@@ -40,7 +40,7 @@ class ProtectedGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replicas:
+class ReplicaMemory:
     """What AOR takes beside snapshots, on the node with most: of parameters and optimizer state alone."""
 
     host_bytes: int
@@ -63,7 +63,7 @@ class SnapshotProtection:
     groups: tuple[ProtectedGroup, ...]
     buddy: bool = False
     """Groups have one owner, and another node keeps a copy of each."""
-    replicas: Replicas | None = None
+    replicas: ReplicaMemory | None = None
     """With ``aor``, where several owners share the optimizer's state out and the profile has bytes."""
     reason: str = ""
     """Why this scheme, where it was not asked for."""
@@ -141,7 +141,7 @@ def _has_replicas(scheme: str) -> bool:
     return "aor" in {name for name, _ in parse_scheme(scheme)}
 
 
-def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> Replicas:
+def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> ReplicaMemory:
     owners = len(seen.instantiation.sizes)
     found = []
     for size in set(seen.instantiation.sizes):
@@ -156,7 +156,7 @@ def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> Replicas:
             host = -(-(parameters + states) // owners)
             whole = parameters + states
             sharded = parameters + -(-states // owners) + host
-            found.append(Replicas(host_bytes=host, sharded_bytes=sharded, whole_bytes=whole))
+            found.append(ReplicaMemory(host_bytes=host, sharded_bytes=sharded, whole_bytes=whole))
     return max(found, key=lambda one: one.sharded_bytes)
 
 

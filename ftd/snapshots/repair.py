@@ -14,16 +14,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.bucket import Store
 from ftd.snapshots.restoring.group_layout import GroupLayout, layouts_of
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.restoring.read_plan import FetchedRanges
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.codes import make_code
-from storage.errors import DamagedError, LostError
-from storage.manifest import Manifest, Part
-from storage.partimage import ShardedImage, TensorBytes, find_bytes, tensor_bytes
+from storage.errors import CorruptDataError, TooManyLossesError
+from storage.manifest import SnapshotManifest, SnapshotPart
+from storage.partimage import ShardedImage, TensorByteRange, find_bytes, tensor_bytes
 from storage.shards import Bytes, ShardLayout, needed_for, remake
 
 
@@ -32,7 +32,7 @@ class RepairError(PeerError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remade:
+class RepairedBlock:
     """A block as it was written."""
 
     data: bytes
@@ -45,8 +45,8 @@ class _Kept:
     """A part in some node's memory; ``held`` where it is this one's."""
 
     node: str
-    part: Part
-    held: Held | None
+    part: SnapshotPart
+    held: ArenaSnapshot | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class _Parts:
 
     node: str
     image: ShardedImage
-    shard: Part | None
-    replica: Part | None
+    shard: SnapshotPart | None
+    replica: SnapshotPart | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,13 +65,13 @@ class Repairer:
 
     restore: Restore
     node: str
-    arenas: Arenas
+    arenas: NodeArenas
     client: ShardClient
-    _theirs: dict[str, tuple[Manifest, ...]] = field(default_factory=dict)
+    _theirs: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
     """Why a node could not help."""
 
-    async def remake(self, held: Held, part: Part, number: int) -> Remade:
+    async def remake(self, held: ArenaSnapshot, part: SnapshotPart, number: int) -> RepairedBlock:
         """:raises RepairError: it cannot be made. :raises OSError: this node's own memory is gone."""
         first, end = part.block(number)
         for twins in (self._twins_here, self._twins_there):
@@ -81,8 +81,8 @@ class Repairer:
                 except PeerError as error:
                     self._reasons[kept.node] = str(error)
                     continue
-                if part.sound(number, data):
-                    return Remade(data=data, sources=(kept.node,))
+                if part.is_block_intact(number, data):
+                    return RepairedBlock(data=data, sources=(kept.node,))
                 self._reasons[kept.node] = f"{kept.part.name} is damaged there, too"
         mine = None if held.owner else self._share_of(held, part)
         if mine is None:
@@ -93,17 +93,17 @@ class Repairer:
         else:
             target, sources = await self._decoded(layout.within(group), layout, part, first, end)
         data = target.tobytes()
-        if not part.sound(number, data):
+        if not part.is_block_intact(number, data):
             raise self._lost(part, f"what {', '.join(sources)} keep makes other bytes than were written")
-        return Remade(data=data, sources=sources)
+        return RepairedBlock(data=data, sources=sources)
 
-    def _lost(self, part: Part, why: str) -> RepairError:
+    def _lost(self, part: SnapshotPart, why: str) -> RepairError:
         reasons = "; ".join(f"{node}: {reason}" for node, reason in sorted(self._reasons.items()))
         return RepairError(f"{part.name}: {why}{f' ({reasons})' if reasons else ''}")
 
     # --- the same bytes elsewhere ------------------------------------------------------------------
 
-    async def _twins_here(self, held: Held, part: Part) -> list[_Kept]:
+    async def _twins_here(self, held: ArenaSnapshot, part: SnapshotPart) -> list[_Kept]:
         found = self.arenas.find(self.restore.job_id, self.restore.step)
         return [
             _Kept(self.node, other, one)
@@ -113,7 +113,7 @@ class Repairer:
             if _same(other, part) and (one, other) != (held, part)
         ]
 
-    async def _twins_there(self, _: Held, part: Part) -> list[_Kept]:
+    async def _twins_there(self, _: ArenaSnapshot, part: SnapshotPart) -> list[_Kept]:
         there = [(node, await self._of(node)) for node in sorted(set(self.restore.sources) - {self.node})]
         return [
             _Kept(node, other, None)
@@ -123,9 +123,9 @@ class Repairer:
             if _same(other, part)
         ]
 
-    async def _of(self, node: str) -> tuple[Manifest, ...]:
+    async def _of(self, node: str) -> tuple[SnapshotManifest, ...]:
         if node not in self._theirs:
-            source = Source(node=node, address=self.restore.sources[node])
+            source = SnapshotSource(node=node, address=self.restore.sources[node])
             self._theirs[node] = ()
             try:
                 answer = await self.client.manifest(source, self.restore.job_id, self.restore.step)
@@ -143,19 +143,25 @@ class Repairer:
         await self.client.fetch([self._wanted(kept.node, kept.part, first, memoryview(target))])
         return bytes(target)
 
-    def _wanted(self, node: str, part: Part, first: int, into: memoryview) -> Wanted:
-        place = Located(
-            source=Source(node=node, address=self.restore.sources[node]),
+    def _wanted(self, node: str, part: SnapshotPart, first: int, into: memoryview) -> RangeRequest:
+        place = PartLocation(
+            source=SnapshotSource(node=node, address=self.restore.sources[node]),
             job_id=self.restore.job_id,
             step=self.restore.step,
             part=part,
         )
-        return Wanted(places=(place,), first=first, into=into)
+        return RangeRequest(places=(place,), first=first, into=into)
 
     # --- out of others' parts ------------------------------------------------------------------------
 
     async def _out_of_parts(
-        self, group: SnapshotGroup, mine: GroupLayout, held: Held, part: Part, first: int, end: int
+        self,
+        group: SnapshotGroup,
+        mine: GroupLayout,
+        held: ArenaSnapshot,
+        part: SnapshotPart,
+        first: int,
+        end: int,
     ) -> tuple[Bytes, tuple[str, ...]]:
         """From the same elements elsewhere, whatever the ranges are that others keep."""
         image = self._own_image(held, mine)
@@ -176,13 +182,13 @@ class Repairer:
                 left = replace(left, start=left.start + size)
         return target, tuple(sorted(sources))
 
-    def _own_image(self, held: Held, mine: GroupLayout) -> ShardedImage | None:
+    def _own_image(self, held: ArenaSnapshot, mine: GroupLayout) -> ShardedImage | None:
         """Out of the small part or its twin."""
         for kind in ("small", "small-twin"):
             for small in held.manifest.parts:
                 if small.name == mine.name_of(kind):
                     image = _image(bytes(self.arenas.view(held, small)))
-                    if image is not None and small.intact(self.arenas.view(held, small)):
+                    if image is not None and small.is_intact(self.arenas.view(held, small)):
                         return image
         return None
 
@@ -200,7 +206,7 @@ class Repairer:
                             found.append(_Parts(node, image, shards[0], shards[1]))
         return found
 
-    async def _image_of(self, node: str, small: Part) -> ShardedImage | None:
+    async def _image_of(self, node: str, small: SnapshotPart) -> ShardedImage | None:
         try:
             return _image(await self._read(_Kept(node, small, None), 0, small.size_bytes))
         except PeerError as error:
@@ -208,7 +214,7 @@ class Repairer:
             return None
 
     async def _fetch_elements(
-        self, others: list[_Parts], wanted: TensorBytes, into: Bytes
+        self, others: list[_Parts], wanted: TensorByteRange, into: Bytes
     ) -> tuple[int, str]:
         """Fetch the first of these bytes; how many came, and from whom. Who fails is not asked again."""
         for one in list(others):
@@ -230,7 +236,7 @@ class Repairer:
 
     # --- out of other bytes ------------------------------------------------------------------------
 
-    def _share_of(self, held: Held, part: Part) -> tuple[SnapshotGroup, GroupLayout] | None:
+    def _share_of(self, held: ArenaSnapshot, part: SnapshotPart) -> tuple[SnapshotGroup, GroupLayout] | None:
         """The group that a part is a shard or replica of, and what this node's manifest says of it."""
         for group in self.restore.groups:
             if self.node in group.owners:
@@ -240,7 +246,7 @@ class Repairer:
         return None
 
     async def _decoded(
-        self, group: SnapshotGroup, mine: GroupLayout, part: Part, first: int, end: int
+        self, group: SnapshotGroup, mine: GroupLayout, part: SnapshotPart, first: int, end: int
     ) -> tuple[Bytes, tuple[str, ...]]:
         owner = mine.owner
         layout = ShardLayout(
@@ -251,9 +257,9 @@ class Repairer:
             present = frozenset(shards)
             try:
                 ranges = await asyncio.to_thread(needed_for, layout, owner, present, first, end)
-            except LostError as error:
+            except TooManyLossesError as error:
                 raise self._lost(part, str(error)) from None
-            stores = {other: Store(some) for other, some in ranges.items()}
+            stores = {other: FetchedRanges(some) for other, some in ranges.items()}
             failed = await self._fill(group, shards, stores)
             if not failed:
                 break
@@ -271,9 +277,9 @@ class Repairer:
         )
         return target, tuple(group.owners[other] for other in sorted(stores))
 
-    async def _shards(self, group: SnapshotGroup, layout: ShardLayout, owner: int) -> dict[int, Part]:
+    async def _shards(self, group: SnapshotGroup, layout: ShardLayout, owner: int) -> dict[int, SnapshotPart]:
         """By owner: what the others have of the very same group."""
-        found: dict[int, Part] = {}
+        found: dict[int, SnapshotPart] = {}
         for other, node in enumerate(group.owners):
             if other == owner or node not in self.restore.sources:
                 continue
@@ -291,11 +297,11 @@ class Repairer:
         return found
 
     async def _fill(
-        self, group: SnapshotGroup, shards: dict[int, Part], stores: dict[int, Store]
+        self, group: SnapshotGroup, shards: dict[int, SnapshotPart], stores: dict[int, FetchedRanges]
     ) -> Iterable[int]:
         """Fetch what the stores want, from all at once; whose bytes are not to be had."""
 
-        async def fill(other: int, store: Store) -> None:
+        async def fill(other: int, store: FetchedRanges) -> None:
             await self.client.fetch(
                 self._wanted(group.owners[other], shards[other], some.start, memory.data)
                 for some, memory in store.pieces
@@ -317,10 +323,10 @@ class Repairer:
 def _image(small: bytes) -> ShardedImage | None:
     try:
         return ShardedImage.from_bytes(small)
-    except DamagedError:
+    except CorruptDataError:
         return None
 
 
-def _same(one: Part, other: Part) -> bool:
+def _same(one: SnapshotPart, other: SnapshotPart) -> bool:
     """Were these the same bytes when they were written?"""
     return (one.digest, one.size_bytes) == (other.digest, other.size_bytes)

@@ -2,7 +2,7 @@
 
 Once when it is complete everywhere, once when it was gone back to, then every ``Timing.scrub_s``; own parts,
 and copies kept for others. One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time,
-and what it finds changed is told (``ShardDamaged``), made again by ``ftd.snapshots.repair`` and written
+and what it finds changed is told (``ShardCorrupted``), made again by ``ftd.snapshots.repair`` and written
 back (``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another
 snapshot at once.
 """
@@ -18,29 +18,29 @@ import structlog
 from ftd.errors import PeerError
 from ftd.snapshots.persist import aside
 from ftd.snapshots.repair import Repairer, RepairError
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from statemachine.messages.values import Restore
-from storage.flow import Flow
-from storage.manifest import Part
+from storage.manifest import SnapshotPart
+from storage.rate_limit import RateLimiter
 
 log = structlog.get_logger("ftd.node")
 
 _NICENESS = 19
 """Of the thread that reads: everything else goes first."""
 
-Mend = Callable[[Held, Part, int, bytes], Awaitable[None]]
+Mend = Callable[[ArenaSnapshot, SnapshotPart, int, bytes], Awaitable[None]]
 """Writes a block of a part again; raises ``RepairError`` where it is not there afterwards."""
 Said = Callable[[str, str, dict[str, Any]], None]
 """Takes an event's name, reason and details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Changed:
+class CorruptBlocks:
     """Blocks of a part that are not what was written."""
 
-    held: Held
-    part: Part
+    held: ArenaSnapshot
+    part: SnapshotPart
     blocks: tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ class Scrubber:
         self,
         *,
         node: str,
-        arenas: Arenas,
+        arenas: NodeArenas,
         token: str,
         tls: ssl.SSLContext | None,
         rate_bytes_s: float,
@@ -64,7 +64,7 @@ class Scrubber:
         self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
         self._mend, self._say, self._spoiled = mend, say, spoiled
         self._kept: Restore | None = None
-        self._flow = Flow()
+        self._flow = RateLimiter()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -80,7 +80,7 @@ class Scrubber:
         before, self._kept = self._kept, kept
         if at_once or before is None or _key(before) != _key(kept):
             self.stop()
-            self._kept, self._flow = kept, Flow(self._rate_bytes_s)
+            self._kept, self._flow = kept, RateLimiter(self._rate_bytes_s)
             self._task = asyncio.ensure_future(self._work(self._flow))
 
     def stop(self) -> None:
@@ -97,7 +97,7 @@ class Scrubber:
         if task is not None:
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _work(self, flow: Flow) -> None:
+    async def _work(self, flow: RateLimiter) -> None:
         while (kept := self._kept) is not None:
             try:
                 held = self._held(kept)
@@ -110,11 +110,11 @@ class Scrubber:
                 log.warning("scrub", step=kept.step, reason=str(error))
             await asyncio.sleep(self._period_s)
 
-    def _held(self, kept: Restore) -> list[Held]:
+    def _held(self, kept: Restore) -> list[ArenaSnapshot]:
         found = self._arenas.find(kept.job_id, kept.step)
         return [one for one in found if one.manifest.generation == kept.generation]
 
-    def _read(self, held: list[Held], flow: Flow) -> list[Changed]:
+    def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
         """In a thread. What was found before it was cancelled counts for nothing."""
         found = []
         for one in held:
@@ -124,13 +124,13 @@ class Scrubber:
                     first, end = part.block(number)
                     if not flow.passed(end - first):
                         return []
-                    if not part.sound(number, self._arenas.view(one, part)[first:end]):
+                    if not part.is_block_intact(number, self._arenas.view(one, part)[first:end]):
                         blocks.append(number)
                 if blocks:
-                    found.append(Changed(held=one, part=part, blocks=tuple(blocks)))
+                    found.append(CorruptBlocks(held=one, part=part, blocks=tuple(blocks)))
         return found
 
-    async def _repair(self, kept: Restore, changed: list[Changed]) -> None:
+    async def _repair(self, kept: Restore, changed: list[CorruptBlocks]) -> None:
         for one in changed:
             self._tell_damaged(kept, one, "it is made again from what others keep")
         spoiled = False
@@ -153,19 +153,19 @@ class Scrubber:
         if spoiled:
             self._spoiled(kept.step)
 
-    def _details(self, kept: Restore, one: Changed) -> dict[str, Any]:
+    def _details(self, kept: Restore, one: CorruptBlocks) -> dict[str, Any]:
         owner = one.held.owner or self._node
         return {"owner": owner, "job": kept.job_id, "step": kept.step, "part": one.part.name}
 
-    def _tell_damaged(self, kept: Restore, one: Changed, remedy: str) -> None:
+    def _tell_damaged(self, kept: Restore, one: CorruptBlocks, remedy: str) -> None:
         self._say(
-            "ShardDamaged",
+            "ShardCorrupted",
             f"{self._node}: {_blocks(one)} of {_called(one)} of the snapshot of step {kept.step} changed in "
             f"memory; {remedy}",
             self._details(kept, one),
         )
 
-    def _tell_repaired(self, kept: Restore, one: Changed, sources: list[str]) -> None:
+    def _tell_repaired(self, kept: Restore, one: CorruptBlocks, sources: list[str]) -> None:
         size_bytes = sum(end - first for first, end in map(one.part.block, one.blocks))
         self._say(
             "ShardRepaired",
@@ -179,9 +179,9 @@ def _key(kept: Restore) -> tuple[str, int, int]:
     return kept.job_id, kept.step, kept.generation
 
 
-def _blocks(one: Changed) -> str:
+def _blocks(one: CorruptBlocks) -> str:
     return "1 block" if len(one.blocks) == 1 else f"{len(one.blocks)} blocks"
 
 
-def _called(one: Changed) -> str:
+def _called(one: CorruptBlocks) -> str:
     return f"{one.part.name} (a copy for {one.held.owner})" if one.held.owner else one.part.name

@@ -1,7 +1,7 @@
 """Snapshots in a node's memory, for its daemon: arenas, the server, copies, checkpoints, layers staged.
 
 Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
-arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.snapshots.stager``) and the
+arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.snapshots.trainer_staging``) and the
 writing of persistent checkpoints (``ftd.snapshots.persist``).
 """
 
@@ -16,20 +16,26 @@ import structlog
 
 from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError, PeerError
-from ftd.snapshots.mend import Mender, Trainers
 from ftd.snapshots.persist import Persister
+from ftd.snapshots.repair_writer import RepairWriter, TrainerControl
 from ftd.snapshots.restoring.restore import DamageTold
 from ftd.snapshots.scrub import Scrubber
-from ftd.snapshots.shards.arenas import Arenas, Damage
+from ftd.snapshots.shards.arenas import Corruption, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.copies import Copies
+from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.copy_sender import CopySender
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.shards.sources import Source
-from ftd.snapshots.stager import Stager
-from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, SnapshotSpoiled
-from statemachine.effects import SendCopy
+from ftd.snapshots.shards.sources import SnapshotSource
+from ftd.snapshots.trainer_staging import TrainerStaging
+from statemachine.agent.events import (
+    SnapshotCopiesChanged,
+    SnapshotCopyCommitted,
+    SnapshotCopyFailed,
+    SnapshotCorrupted,
+    SnapshotsFound,
+)
+from statemachine.effects import SendSnapshotCopy
 from statemachine.events import Event
 from statemachine.messages.cluster import Persist
 from statemachine.messages.common import SnapshotFailed
@@ -42,7 +48,7 @@ Told = Callable[[str, str, dict[str, Any]], None]
 """Takes an event's name, reason and details."""
 
 
-class Snapshots:
+class SnapshotService:
     """``await start()`` before any trainer runs; ``await close()`` when none does any more."""
 
     def __init__(
@@ -54,7 +60,7 @@ class Snapshots:
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
         tell: Told,
-        trainers: Trainers,
+        trainers: TrainerControl,
     ) -> None:
         """:param host: where the server listens. :param stamp: ``at`` and ``cause`` of an event."""
         self._config = config
@@ -62,10 +68,10 @@ class Snapshots:
         self._token = bearer_token(secret)
         tls = config.snapshot_tls
         self._tls = tls.client_context() if tls is not None else None
-        self._arenas = Arenas(
+        self._arenas = NodeArenas(
             config.snapshot_dir, devices=config.devices, limit_bytes=config.snapshot_limit_bytes
         )
-        self._copies = Copies(self._arenas, node=config.node, changed=self._say_copies)
+        self._copies = CopyStore(self._arenas, node=config.node, changed=self._say_copies)
         self._server = ShardServer(
             self._arenas,
             self._token,
@@ -85,7 +91,7 @@ class Snapshots:
             stamp=stamp,
             tell=self._teller,
         )
-        self._mender = Mender(self._arenas, self._copies, trainers)
+        self._mender = RepairWriter(self._arenas, self._copies, trainers)
         self._scrubber = Scrubber(
             node=config.node,
             arenas=self._arenas,
@@ -95,7 +101,7 @@ class Snapshots:
             period_s=config.timing.scrub_s,
             mend=self._mender.mend,
             say=tell,
-            spoiled=lambda step: feed(SnapshotSpoiled(**stamp(), step=step)),
+            spoiled=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
         self.stager = self._made_stager()
         """Layers staged for trainers that go back."""
@@ -103,8 +109,8 @@ class Snapshots:
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def _made_stager(self) -> Stager:
-        return Stager(
+    def _made_stager(self) -> TrainerStaging:
+        return TrainerStaging(
             node=self._config.node,
             arenas=self._arenas,
             token=self._token,
@@ -175,14 +181,14 @@ class Snapshots:
         self._arenas.close()
 
     async def take_stock(self) -> None:
-        """Feed ``HeldSnapshots``: what earlier daemons of this name left, read and verified."""
+        """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
         began = time.monotonic()
         held, problems = await asyncio.to_thread(self._arenas.take_stock)
         for problem in problems:
             self._say_damaged(self._config.node, problem)
         if held:
             log.info("take_stock", snapshots=held, took_s=round(time.monotonic() - began, 3))
-            self._feed(HeldSnapshots(**self._stamp(), snapshots=_named(held)))
+            self._feed(SnapshotsFound(**self._stamp(), snapshots=_named(held)))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
@@ -251,13 +257,13 @@ class Snapshots:
         if stored := self._mender.stored(self._scrubber.kept, device):
             self._mender.flip(stored)
 
-    def send_copy(self, order: SendCopy) -> None:
-        """Feed CopyCommitted or CopyFailed; an order that is under way is over."""
+    def send_copy(self, order: SendSnapshotCopy) -> None:
+        """Feed SnapshotCopyCommitted or SnapshotCopyFailed; an order that is under way is over."""
         if self._sending is not None:
             self._sending.cancel()
         self._sending = asyncio.ensure_future(self._send_copy(order))
 
-    async def _send_copy(self, order: SendCopy) -> None:
+    async def _send_copy(self, order: SendSnapshotCopy) -> None:
         began = time.monotonic()
         said: dict[str, Any] = {"generation": order.generation, "step": order.step}
         held = [
@@ -265,7 +271,7 @@ class Snapshots:
             for one in self._arenas.find(order.job_id, order.step)
             if not one.owner and one.manifest.generation == order.generation
         ]
-        to = Source(node=order.buddy.node, address=order.buddy.address)
+        to = SnapshotSource(node=order.replica_peer.node, address=order.replica_peer.address)
         try:
             if not held:
                 raise PeerError("what was written is not in this node's memory")
@@ -273,25 +279,25 @@ class Snapshots:
                 sender = CopySender(client, self._arenas, owner=self._config.node, rate=self._server.rate)
                 size = await sender.send(held, to)
         except (PeerError, OSError, ValueError) as error:
-            detail = f"no copy at its buddy {order.buddy.node}: {error}"
+            detail = f"no copy at its buddy {order.replica_peer.node}: {error}"
             log.warning("send_copy", reason=detail, **said)
-            self._feed(CopyFailed(**self._stamp(), failure=SnapshotFailed(**said, detail=detail)))
+            self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**said, detail=detail)))
         else:
             log.info("send_copy", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
-            self._feed(CopyCommitted(**self._stamp(), **said, size_bytes=size))
+            self._feed(SnapshotCopyCommitted(**self._stamp(), **said, size_bytes=size))
 
     def _say_copies(self) -> None:
-        self._feed(CopiesHeld(**self._stamp(), snapshots=_named(self._copies.held())))
+        self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_named(self._copies.held())))
 
     def _teller(self, job_id: str, step: int) -> DamageTold:
         return lambda node, part, detail: self._say_damaged(
-            node, Damage(job_id=job_id, step=step, part=part, detail=detail)
+            node, Corruption(job_id=job_id, step=step, part=part, detail=detail)
         )
 
-    def _say_damaged(self, node: str, damage: Damage) -> None:
+    def _say_damaged(self, node: str, damage: Corruption) -> None:
         where = f"{damage.part} of the snapshot of step {damage.step}" if damage.step else damage.part
         self._tell(
-            "ShardDamaged",
+            "ShardCorrupted",
             f"{node}: {where} cannot be used: {damage.detail}",
             {"owner": node, "job": damage.job_id, "step": damage.step, "part": damage.part},
         )

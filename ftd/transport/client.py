@@ -11,10 +11,11 @@ import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self
 
-from ftd.errors import RequestRefused, Unreachable, WireError
+from ftd.errors import RequestRejected, UnreachableError, WireError
 from ftd.transport.address import ClusterAddress
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.checking import encode_event
+from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import (
     Answer,
     ChaosRequest,
@@ -27,7 +28,6 @@ from ftd.transport.wire.public import (
     decode_json,
     encode_json,
 )
-from ftd.transport.wire.repeats import Repeats
 from ftd.transport.wire.topics import Topics
 
 CONNECT_S = 3.0
@@ -56,7 +56,7 @@ class ClusterClient:
         self._answers: dict[str, asyncio.Future[Answer]] = {}
         self._state: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._repeats = Repeats()
+        self._repeats = DuplicateFilter()
         self._on_state, self._on_node = on_state, on_node
         own = [self.topics.reply(self.client_id), self.topics.cluster_state]
         self._session = MqttSession(
@@ -104,7 +104,7 @@ class ClusterClient:
 
         :param timeout_s: ``None``: as long as the answer to such a request may take.
 
-        :raises RequestRefused: the answer is no.
+        :raises RequestRejected: the answer is no.
         :raises Unreachable: nobody answers.
         """
         if timeout_s is None:
@@ -118,14 +118,14 @@ class ClusterClient:
             while not answer.done():
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
-                    raise Unreachable(self._nobody(topic))
+                    raise UnreachableError(self._nobody(topic))
                 self._session.publish(topic or self.topics.request, payload)
                 await asyncio.wait([answer], timeout=min(1.0, left_s))
         finally:
             del self._answers[request.request]
         found = answer.result()
         if not found.accepted:
-            raise RequestRefused(found.detail)
+            raise RequestRejected(found.detail)
         return found
 
     async def state(self, timeout_s: float = 1.0) -> dict[str, Any]:
@@ -133,7 +133,7 @@ class ClusterClient:
         try:
             return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)
         except TimeoutError:
-            raise Unreachable(self._nobody(None)) from None
+            raise UnreachableError(self._nobody(None)) from None
 
     async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
         """Events (or steps) of the journal, oldest first: all of them, or the ``newest`` so many.
@@ -164,14 +164,14 @@ class ClusterClient:
         while True:
             yield await self._events.get()
 
-    async def announce(self, event: EventMessage, timeout_s: float = 1.0) -> None:
+    async def publish_event(self, event: EventMessage, timeout_s: float = 1.0) -> None:
         """Publish an event and wait for the broker's acknowledgement, or for ``timeout_s``."""
         self.publish(self.topics.events, encode_event(event))
         await self._session.flush(timeout_s)
 
     def publish(self, topic: str, payload: bytes) -> None:
         """Any payload on any topic; kept for the next connection while there is none."""
-        self._session.publish(topic, payload, keep=True)
+        self._session.publish(topic, payload, queue_offline=True)
 
     def _nobody(self, topic: str | None) -> str:
         broker, cluster = self._address.broker, self._address.cluster

@@ -17,14 +17,14 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=str(tls.ca_file) if tls.ca_file else None)
     except (OSError, ssl.SSLError) as error:
-        raise unusable(tls.ca_file, "broker.ca_file", error) from None
+        raise unusable_file_error(tls.ca_file, "broker.ca_file", error) from None
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if tls.cert_file is not None and tls.key_file is not None:
         require_private(tls.key_file, "broker.key_file")
         try:
-            context.load_cert_chain(tls.cert_file, tls.key_file, password=no_password)
+            context.load_cert_chain(tls.cert_file, tls.key_file, password=reject_passphrase)
         except (OSError, ssl.SSLError) as error:
-            raise unusable(tls.cert_file, "broker.cert_file", error) from None
+            raise unusable_file_error(tls.cert_file, "broker.cert_file", error) from None
     return context
 
 
@@ -35,13 +35,13 @@ class TlsFields:
     name: str = "broker.url"
     """Says which name is expected."""
     ca: str = "broker.ca_file"
-    whose: str = "the broker's certificate"
+    certificate: str = "the broker's certificate"
 
 
 BROKER = TlsFields()
 
 
-def explained(error: BaseException, fields: TlsFields = BROKER) -> str:
+def describe_tls_error(error: BaseException, fields: TlsFields = BROKER) -> str:
     """Why no connection came about, with the remedy where there is a likely one."""
     match _origin(error):
         case ssl.SSLCertVerificationError(verify_message=message):
@@ -64,7 +64,7 @@ def _origin(error: BaseException) -> BaseException:
 
 def _remedy(message: str, fields: TlsFields) -> str:
     if "expired" in message:
-        return f" (renew {fields.whose}; or is this host's clock wrong?)"
+        return f" (renew {fields.certificate}; or is this host's clock wrong?)"
     if "not yet valid" in message:
         return " (is this host's clock wrong?)"
     if "ismatch" in message:
@@ -74,12 +74,12 @@ def _remedy(message: str, fields: TlsFields) -> str:
     return ""
 
 
-def no_password() -> str:
+def reject_passphrase() -> str:
     """Instead of asking on the terminal, for which a daemon would wait for ever."""
     raise ssl.SSLError("the key is encrypted with a passphrase; take one without")
 
 
-def unusable(path: Path | None, field: str, error: Exception) -> ConfigurationError:
+def unusable_file_error(path: Path | None, field: str, error: Exception) -> ConfigurationError:
     reason = getattr(error, "strerror", None) or str(error)
     return ConfigurationError(
         f"{path} cannot be used: {reason}", field=field, remedy="a PEM file that this user may read"

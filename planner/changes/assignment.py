@@ -20,15 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from planner.changes.cover import Held, Masks, Needs, cover, layers_of, whole_layers
-from planner.changes.transition import Room
+from planner.changes.cover import Held, Masks, StateNeeds, cover, layers_of, whole_layers
+from planner.changes.transition import MemoryHeadroom
 from planner.errors import StateLostError
 from planner.values import Device, ModelProfile, Template
 
 Kind = TypeVar("Kind", bound=Hashable)
 Floats = NDArray[np.float64]
 Range = tuple[int, int]
-Place = tuple[Range, ...]
+NodeSlot = tuple[Range, ...]
 """Layers [first, end) of each device of the place."""
 
 Position = tuple[int, int]
@@ -42,7 +42,7 @@ def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts)
 
 
-def places_of(template: Template) -> tuple[Place, ...]:
+def template_slots(template: Template) -> tuple[NodeSlot, ...]:
     """One place per node of the template."""
     ranges: list[list[Range]] = [[] for _ in range(template.nodes)]
     for stage in template.stages:
@@ -82,7 +82,7 @@ class Assigner:
         self._state_bytes = [layer.state_bytes for layer in profile.layers]
         self._sizes: Floats = np.array(self._state_bytes, dtype=np.float64)
         self._everything = (1 << self._layers) - 1
-        self._fits: dict[tuple[Held, Place], _Fit] = {}
+        self._fits: dict[tuple[Held, NodeSlot], _Fit] = {}
 
     def masks(self, nodes: Iterable[str], devices: int, holdings: Mapping[Device, frozenset[int]]) -> Masks:
         """What the devices of these nodes hold, by their index; a device without holdings holds nothing."""
@@ -99,12 +99,12 @@ class Assigner:
 
     def assign(
         self,
-        pipelines: Sequence[Sequence[Place]],
+        pipelines: Sequence[Sequence[NodeSlot]],
         nodes: Sequence[str],
         masks: Masks,
         habits: Mapping[str, Position],
-        needs: Needs | None = None,
-        rooms: Sequence[Sequence[Room]] = (),
+        needs: StateNeeds | None = None,
+        rooms: Sequence[Sequence[MemoryHeadroom]] = (),
     ) -> Assignment:
         """The fewest bytes over all choices of nodes that hold every layer; others stay idle.
 
@@ -128,23 +128,23 @@ class Assigner:
         needs = needs or whole_layers(masks, self._layers)
 
         def seat(seated: dict[Position, str]) -> Assignment:
-            self._seat_others(seated, places, nodes, masks, habits, (), room_of)
+            self._assign_others(seated, places, nodes, masks, habits, (), room_of)
             if not needs.held_by(seated.values()):
                 needed = cover(nodes, needs, len(places))
                 seated = {}
-                self._seat_others(seated, places, nodes, masks, habits, needed, room_of)
+                self._assign_others(seated, places, nodes, masks, habits, needed, room_of)
             return self._assignment(pipelines, seated, masks, room_of)
 
-        found = seat(_seat_exact(places, nodes, masks, habits))
+        found = seat(_assign_exact(places, nodes, masks, habits))
         if found.excess_bytes:
             found = min(found, seat({}), key=lambda each: each.moved_bytes + each.excess_bytes)
         return found
 
-    def order_inside(self, held: Held, place: Place) -> tuple[int, ...]:
+    def order_inside(self, held: Held, place: NodeSlot) -> tuple[int, ...]:
         """Which of a node's devices takes each range of a place, so that the fewest bytes move."""
         return self._fit(held, place).order
 
-    def _fit(self, held: Held, place: Place) -> _Fit:
+    def _fit(self, held: Held, place: NodeSlot) -> _Fit:
         key = (held, place)
         fit = self._fits.get(key)
         if fit is None:
@@ -156,15 +156,15 @@ class Assigner:
             fit = self._fits[key] = _Fit(order, lacking)
         return fit
 
-    def _seat_others(
+    def _assign_others(
         self,
         seated: dict[Position, str],
-        places: Sequence[tuple[Position, Place]],
+        places: Sequence[tuple[Position, NodeSlot]],
         nodes: Sequence[str],
         masks: Masks,
         habits: Mapping[str, Position],
         needed: Sequence[str],
-        room_of: Mapping[Position, Room],
+        room_of: Mapping[Position, MemoryHeadroom],
     ) -> None:
         """Nodes for the places that are not ``seated`` yet, from those that are not, into ``seated``.
 
@@ -196,7 +196,9 @@ class Assigner:
         missing: Floats = before[:, edges[:, 1]] - before[:, edges[:, 0]]
         return missing
 
-    def _costs(self, kinds: Sequence[Held], wanted: Sequence[tuple[Place, Room | None]]) -> Floats:
+    def _costs(
+        self, kinds: Sequence[Held], wanted: Sequence[tuple[NodeSlot, MemoryHeadroom | None]]
+    ) -> Floats:
         """Bytes that a node of each kind must receive for each place, and of old layers that it has no room for;
         shape (kinds, wanted)."""
         masks, mask_of = _numbered([mask for held in kinds for mask in held])
@@ -231,7 +233,7 @@ class Assigner:
         old: Floats = (bits(masks, self._layers) @ self._sizes)[:, None] - inside
         return old
 
-    def _excess(self, held: Held, place: Place, room: Room) -> int:
+    def _excess(self, held: Held, place: NodeSlot, room: MemoryHeadroom) -> int:
         """Bytes of old layers that a node's devices have no room for in a place."""
         excess = 0
         for (first, end), index, free in zip(place, self._fit(held, place).order, room, strict=True):
@@ -244,14 +246,14 @@ class Assigner:
 
     def _assignment(
         self,
-        pipelines: Sequence[Sequence[Place]],
+        pipelines: Sequence[Sequence[NodeSlot]],
         seated: Mapping[Position, str],
         masks: Masks,
-        room_of: Mapping[Position, Room],
+        room_of: Mapping[Position, MemoryHeadroom],
     ) -> Assignment:
         taken: list[tuple[str, ...]] = []
-        pairs: dict[tuple[Held, Place], int] = {}
-        crowded: dict[tuple[Held, Place, Room], int] = {}
+        pairs: dict[tuple[Held, NodeSlot], int] = {}
+        crowded: dict[tuple[Held, NodeSlot, MemoryHeadroom], int] = {}
         for number, slots in enumerate(pipelines):
             names = tuple(seated[number, offset] for offset in range(len(slots)))
             taken.append(names)
@@ -289,8 +291,8 @@ class Assigner:
         return float((held @ (wanted * self._sizes / np.maximum(copies, 1.0))).max())
 
 
-def _seat_exact(
-    places: Sequence[tuple[Position, Place]],
+def _assign_exact(
+    places: Sequence[tuple[Position, NodeSlot]],
     nodes: Sequence[str],
     masks: Masks,
     habits: Mapping[str, Position],
@@ -299,7 +301,7 @@ def _seat_exact(
 
     Of the nodes that hold the same, those that come from nowhere in this layout go to others' places first.
     """
-    exactly: dict[Place, Held] = {
+    exactly: dict[NodeSlot, Held] = {
         place: tuple(sorted((1 << end) - (1 << first) for first, end in place)) for _, place in places
     }
     sorted_held = {held: tuple(sorted(held)) for held in set(masks.values())}

@@ -18,12 +18,12 @@ from typing import Literal
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.values import Method
 
-KEPT_LAYOUTS = 2
+MAX_KEEP_LAYOUTS = 2
 """How many layouts that keep intact pipelines are weighed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PipelineLayout:
     """Template sizes in the plan's order, each with the previous pipeline it goes on from, if any."""
 
     method: Method
@@ -34,19 +34,19 @@ class Layout:
         return [size for size, _ in self.pipelines]
 
 
-def first_layout(best: Instantiation) -> Layout:
+def first_layout(best: Instantiation) -> PipelineLayout:
     """At a job's start."""
-    return Layout("initial", tuple((size, None) for size in best.sizes))
+    return PipelineLayout("initial", tuple((size, None) for size in best.sizes))
 
 
-def layouts(
+def candidate_layouts(
     before: Sequence[int],
     left: Sequence[int],
     nodes: int,
     templates: Sequence[int],
     instantiator: Instantiator,
     most: int,
-) -> list[Layout]:
+) -> list[PipelineLayout]:
     """Different ones, the best instantiation always among them; of equal ones the first of these is named.
 
     * *simple*, *borrow*, *merge*: the published steps, unless they dead-end or leave nodes out;
@@ -69,9 +69,9 @@ def layouts(
         *_grown(before, left, nodes, templates),
         *_kept(before, left, best.nodes, templates[0], instantiator),
         *_evened(before, left, best.nodes),
-        Layout("best", _aligned(best.sizes, before, left, range(len(before)))),
+        PipelineLayout("best", _aligned(best.sizes, before, left, range(len(before)))),
     ]
-    found: dict[tuple[int, ...], Layout] = {}
+    found: dict[tuple[int, ...], PipelineLayout] = {}
     for layout in proposed:
         sizes = layout.sizes
         fits = sum(sizes) == best.nodes and fewest <= len(sizes) <= most and available.issuperset(sizes)
@@ -80,12 +80,14 @@ def layouts(
     return list(found.values())
 
 
-def _stepped(before: Sequence[int], left: Sequence[int], templates: Sequence[int]) -> list[Layout]:
+def _stepped(before: Sequence[int], left: Sequence[int], templates: Sequence[int]) -> list[PipelineLayout]:
     mended = reinstantiate(before, left, templates)
-    return [] if mended is None else [Layout(mended.method, _going_on(mended.sizes))]
+    return [] if mended is None else [PipelineLayout(mended.method, _going_on(mended.sizes))]
 
 
-def _grown(before: Sequence[int], left: Sequence[int], nodes: int, templates: Sequence[int]) -> list[Layout]:
+def _grown(
+    before: Sequence[int], left: Sequence[int], nodes: int, templates: Sequence[int]
+) -> list[PipelineLayout]:
     free = nodes - sum(left)
     if not free or not any(left):
         return []
@@ -102,38 +104,38 @@ def _grown(before: Sequence[int], left: Sequence[int], nodes: int, templates: Se
         grown[min(takers, key=lambda index: (grown[index], index))] += 1
         free -= 1
     mended = reinstantiate(before, grown, templates)
-    return [] if mended is None else [Layout("grow", _going_on(mended.sizes))]
+    return [] if mended is None else [PipelineLayout("grow", _going_on(mended.sizes))]
 
 
 def _kept(
     before: Sequence[int], left: Sequence[int], usable: int, n0: int, instantiator: Instantiator
-) -> list[Layout]:
+) -> list[PipelineLayout]:
     intact = [index for index, count in enumerate(left) if count and count == before[index]]
     intact.sort(key=lambda index: (-before[index], index))
-    found: list[Layout] = []
-    while intact and len(found) < KEPT_LAYOUTS:
+    found: list[PipelineLayout] = []
+    while intact and len(found) < MAX_KEEP_LAYOUTS:
         kept = sum(before[index] for index in intact)
         rest = usable - kept
         if rest == 0:
-            found.append(Layout("keep", tuple((before[index], index) for index in sorted(intact))))
+            found.append(PipelineLayout("keep", tuple((before[index], index) for index in sorted(intact))))
         elif rest >= n0:
             others = sorted(set(range(len(left))).difference(intact))
             anew = _aligned(instantiator.best(rest).sizes, before, left, others)
             going_on = [(before[index], index) for index in intact]
             known = sorted((index, size) for size, index in (*going_on, *anew) if index is not None)
             new = tuple(pair for pair in anew if pair[1] is None)
-            found.append(Layout("keep", (*((size, index) for index, size in known), *new)))
+            found.append(PipelineLayout("keep", (*((size, index) for index, size in known), *new)))
         intact.pop()
     return found
 
 
-def _evened(before: Sequence[int], left: Sequence[int], usable: int) -> list[Layout]:
+def _evened(before: Sequence[int], left: Sequence[int], usable: int) -> list[PipelineLayout]:
     pipelines = sum(count > 0 for count in left)
     if not pipelines:
         return []
     size, larger = divmod(usable, pipelines)
     sizes = [size + 1] * larger + [size] * (pipelines - larger)
-    return [Layout("even", _aligned(sizes, before, left, range(len(before))))] if size else []
+    return [PipelineLayout("even", _aligned(sizes, before, left, range(len(before))))] if size else []
 
 
 def _going_on(sizes: Sequence[int]) -> tuple[tuple[int, int | None], ...]:

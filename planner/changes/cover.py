@@ -15,7 +15,7 @@ Masks = dict[str, Held]
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class StateNeeds:
     """What the nodes of a plan must have among them: items, as the bits of an integer."""
 
     held: Mapping[str, Sequence[int]]
@@ -34,12 +34,12 @@ class Needs:
         return sorted({layer for item in layers_of(items) for layer in self.layers[item]})
 
 
-def whole_layers(masks: Mapping[str, Sequence[int]], layers: int) -> Needs:
+def whole_layers(masks: Mapping[str, Sequence[int]], layers: int) -> StateNeeds:
     """A layer is held, or not."""
-    return Needs(masks, (1 << layers) - 1, tuple((layer,) for layer in range(layers)))
+    return StateNeeds(masks, (1 << layers) - 1, tuple((layer,) for layer in range(layers)))
 
 
-def cover(nodes: Sequence[str], needs: Needs, most: int) -> list[str]:
+def cover(nodes: Sequence[str], needs: StateNeeds, most: int) -> list[str]:
     """Few nodes, at most ``most``, that have every item among them.
 
     The item with the fewest kinds of holders is covered first, by the kind that has most of what is

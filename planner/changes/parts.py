@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import pairwise
 
-from planner.changes.cover import Masks, Needs
+from planner.changes.cover import Masks, StateNeeds
 from planner.values import Device, ModelProfile, PipelinePlacement, StagePlacement, StatePart
 
 Run = tuple[Fraction, Fraction]
@@ -23,7 +23,7 @@ Cell = tuple[int, Fraction]
 
 def part_needs(
     nodes: Iterable[str], devices: int, parts: Mapping[Device, Sequence[StatePart]], layers: int
-) -> Needs:
+) -> StateNeeds:
     """The cells of all layers; those that the same devices have are one item."""
     numbers = {Device(node=node, index=index): 0 for node in nodes for index in range(devices)}
     cuts = _cuts(parts.values(), layers)
@@ -42,7 +42,7 @@ def part_needs(
     held: Masks = {}
     for device, mask in numbers.items():
         held[device.node] = (*held.get(device.node, ()), mask)
-    return Needs(held, (1 << len(items)) - 1, tuple(tuple(sorted(of)) for of in items.values()))
+    return StateNeeds(held, (1 << len(items)) - 1, tuple(tuple(sorted(of)) for of in items.values()))
 
 
 def incomplete(parts: Iterable[Sequence[StatePart]], layers: int) -> list[int]:
@@ -65,7 +65,7 @@ def share_of(stage: StagePlacement, device: Device) -> Run:
     return Fraction(index, count), Fraction(index + 1, count)
 
 
-def kept_parts(
+def retained_parts(
     stages: Sequence[StagePlacement], number: int, device: Device, *, zero1: bool, replica: bool = False
 ) -> list[Run]:
     """Return of which ranges of a layer a device keeps the optimizer's state; ascending.
@@ -107,7 +107,7 @@ def moved_bytes(
                 begin, end = share_of(stage, device)
                 for layer in range(stage.first_layer, stage.end_layer):
                     of, has = profile.layers[layer], runs.get(layer, [])
-                    for low, high in kept_parts(stages_of[layer], number, device, zero1=zero1):
+                    for low, high in retained_parts(stages_of[layer], number, device, zero1=zero1):
                         lacking += of.optimizer_bytes * (high - low - _overlap(has, low, high))
                     if layer not in holdings.get(device, frozenset()):
                         lacking += of.parameter_bytes * (end - begin - _overlap(has, begin, end))

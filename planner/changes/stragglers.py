@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from planner.changes.cover import Masks
 from planner.changes.tradeoff import expected_iteration_s
-from planner.changes.transition import transfers
+from planner.changes.transition import plan_transfers
 from planner.mapping.recut import recut
-from planner.pipelines.batch import distribute_for
+from planner.pipelines.batch import distribute_batch
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import PipelineClock
 from planner.values import Device, PipelinePlacement, StagePlacement, StageTemplate
@@ -28,13 +28,13 @@ Placements = tuple[PipelinePlacement, ...]
 Speeds = Mapping[str, float]
 """Speed of nodes as factors of what the profile says; 1 for those not named."""
 
-NOTABLE = 0.05
+NOTABLE_SLOWDOWN = 0.05
 """Relative: speeds and times that differ by less count as equal."""
 
 
-def notable(speeds: Speeds, nodes: Sequence[str]) -> bool:
+def has_notable_stragglers(speeds: Speeds, nodes: Sequence[str]) -> bool:
     """Whether the speed of any of these nodes makes a difference."""
-    return any(abs(speeds.get(node, 1.0) - 1.0) > NOTABLE for node in nodes)
+    return any(abs(speeds.get(node, 1.0) - 1.0) > NOTABLE_SLOWDOWN for node in nodes)
 
 
 def slowness(stages: Sequence[StagePlacement], speeds: Speeds) -> list[float]:
@@ -91,19 +91,21 @@ def estimates_s(
     )
 
 
-def still_true(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> bool:
+def estimates_still_hold(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> bool:
     """Whether these pipelines take as long as they were estimated to: they were made for such speeds."""
     return all(
-        abs(now_s - placement.estimated_s) <= NOTABLE * placement.estimated_s
+        abs(now_s - placement.estimated_s) <= NOTABLE_SLOWDOWN * placement.estimated_s
         for now_s, placement in zip(estimates_s(costs, placements, speeds), placements, strict=True)
     )
 
 
-def share_out(costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
+def redistribute_batch(
+    costs: StageCosts, placements: Sequence[PipelinePlacement], speeds: Speeds
+) -> Placements:
     """The same places with the best shares for these speeds, and their estimated times."""
     placed = _placed(costs, placements, speeds)
     policy = costs.policy
-    shares = distribute_for(
+    shares = distribute_batch(
         policy.batch_objective,
         [pipeline.cost_ms for pipeline in placed],
         policy.microbatches,
@@ -140,7 +142,7 @@ def rebalance(
             if best is not None and iteration_s >= least_s:
                 continue
             found_s = expected_iteration_s(iteration_s, _moving_s(costs, placements, masks), horizon_s)
-            if best is None or found_s < least_s * (1 - NOTABLE):
+            if best is None or found_s < least_s * (1 - NOTABLE_SLOWDOWN):
                 best, least_s = placements, found_s
     assert best is not None, "there is at least one start"
     return best
@@ -148,16 +150,16 @@ def rebalance(
 
 def _variants(costs: StageCosts, start: Placements, speeds: Speeds) -> Iterable[Placements]:
     """What moves no byte first."""
-    yield share_out(costs, start, speeds)
-    together = share_out(costs, put_together(start, speeds), speeds)
+    yield redistribute_batch(costs, start, speeds)
+    together = redistribute_batch(costs, group_slow_nodes(start, speeds), speeds)
     yield together
-    yield share_out(costs, [_recut(costs, placement, speeds) for placement in together], speeds)
+    yield redistribute_batch(costs, [_recut(costs, placement, speeds) for placement in together], speeds)
 
 
 def _recut(costs: StageCosts, placement: PipelinePlacement, speeds: Speeds) -> PipelinePlacement:
     """Cut anew for the speeds of its stages, where they differ."""
     factors = slowness(placement.stages, speeds)
-    if max(factors) <= min(factors) * (1 + NOTABLE):
+    if max(factors) <= min(factors) * (1 + NOTABLE_SLOWDOWN):
         return placement
     cuts = recut(costs, [_unplaced(stage) for stage in placement.stages], factors, placement.microbatches)
     stages = tuple(
@@ -177,14 +179,14 @@ def _moving_s(costs: StageCosts, placements: Placements, masks: Masks) -> float:
     """Until the device that receives or sends most is done with it, as ``tradeoff.transfer_s``."""
     received: dict[Device, int] = {}
     sent: dict[Device, int] = {}
-    for move in transfers(costs.profile, placements, masks) or ():
+    for move in plan_transfers(costs.profile, placements, masks) or ():
         received[move.target] = received.get(move.target, 0) + move.size_bytes
         sent[move.source] = sent.get(move.source, 0) + move.size_bytes
     most = max(max(received.values(), default=0), max(sent.values(), default=0))
     return most / costs.profile.link.bytes_per_s
 
 
-def put_together(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
+def group_slow_nodes(placements: Sequence[PipelinePlacement], speeds: Speeds) -> Placements:
     """Slow nodes in as few pipelines as can be had by changes between equal places.
 
     Pipelines with equal stages form a family. At each of its places the slowest node goes to the family's
@@ -215,7 +217,7 @@ def _slowest_first(taken: list[list[str]], ranked: Sequence[int], place: int, sp
     for position, number in enumerate(ranked):
         here = taken[number][place]
         later = min(ranked[position:], key=lambda other: _speed(taken[other][place], speeds))
-        if _speed(taken[later][place], speeds) < _speed(here, speeds) * (1 - NOTABLE):
+        if _speed(taken[later][place], speeds) < _speed(here, speeds) * (1 - NOTABLE_SLOWDOWN):
             taken[number][place], taken[later][place] = taken[later][place], here
 
 

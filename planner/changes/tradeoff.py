@@ -7,52 +7,52 @@ a step*, T·e^(t/H), is taken: the transfer is paid back by the steps until the 
 number. With H → ∞ only T counts; a transfer that takes as long as H makes each step e times as dear.
 
 Of layouts whose steps take nearly as long, those come first whose devices have room for old and new layers
-together (``planner.changes.transition``). ``placed`` puts the layout that was taken on its nodes.
+together (``planner.changes.transition``). ``place_stages`` puts the layout that was taken on its nodes.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from planner.changes.assignment import Assigner, Assignment, Place, Position, places_of
-from planner.changes.candidates import Layout
-from planner.changes.cover import Masks, Needs
-from planner.changes.transition import rooms_of
+from planner.changes.assignment import Assigner, Assignment, NodeSlot, Position, template_slots
+from planner.changes.candidates import PipelineLayout
+from planner.changes.cover import Masks, StateNeeds
+from planner.changes.transition import memory_headroom
 from planner.errors import StateLostError
 from planner.pipelines.instantiation import Instantiation, Instantiator
 from planner.stages.memory import MemoryModel
-from planner.values import Considered, Device, Link, PipelinePlacement, Plan, StagePlacement, Template
+from planner.values import ConsideredPlan, Device, Link, PipelinePlacement, Plan, StagePlacement, Template
 
 DEFAULT_HORIZON_S = 3600.0
 """Where nothing is known: an hour, the middle one of the failure rates that Oobleck was measured at (§7.2:
 every 6 hours, every hour, every 10 minutes)."""
 
-PRECISION = 1e-9
+TIE_TOLERANCE = 1e-9
 """Relative: expected times that differ by less count as equal, and the fewest bytes decide."""
 
 COUNTED_NODES = 128
 """Up to here bytes are counted for all layouts, for the user to see: it takes a few milliseconds."""
 
-ROOM_WORTH = 0.05
+MEMORY_FIT_TOLERANCE = 0.05
 """Relative: a layout that has room for old and new state together is taken unless another's expected time of a step
 is that much less."""
 
-_SHORTEST_S = 1e-3
+_SHORTEST_HORIZON_S = 1e-3
 """A horizon below is taken for this."""
 
-_DEAREST = 500.0
+_LARGEST_EXPONENT = 500.0
 """Largest exponent, so that every figure stays finite."""
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class CandidatePlan:
     """A layout with its nodes and what it costs in all."""
 
-    layout: Layout
+    layout: PipelineLayout
     instantiation: Instantiation
-    places: tuple[tuple[Place, ...], ...]
+    places: tuple[tuple[NodeSlot, ...], ...]
     assignment: Assignment
-    considered: Considered
+    considered: ConsideredPlan
 
 
 def transfer_s(assignment: Assignment, link: Link) -> float:
@@ -65,23 +65,23 @@ def transfer_s(assignment: Assignment, link: Link) -> float:
 
 def expected_iteration_s(iteration_s: float, moving_s: float, horizon_s: float) -> float:
     """T·e^(t/H): what a step takes if the transfer is paid back until the next failure; always finite."""
-    return iteration_s * math.exp(min(moving_s / max(horizon_s, _SHORTEST_S), _DEAREST))
+    return iteration_s * math.exp(min(moving_s / max(horizon_s, _SHORTEST_HORIZON_S), _LARGEST_EXPONENT))
 
 
-def weigh(
-    layouts: Sequence[Layout],
+def choose_layout(
+    layouts: Sequence[PipelineLayout],
     *,
     templates: Mapping[int, Template],
     instantiator: Instantiator,
     assigner: Assigner,
     nodes: Sequence[str],
     masks: Masks,
-    needs: Needs,
+    needs: StateNeeds,
     previous: Plan | None,
     link: Link,
     horizon_s: float,
     memory: MemoryModel | None = None,
-) -> tuple[Weighed, tuple[Considered, ...]]:
+) -> tuple[CandidatePlan, tuple[ConsideredPlan, ...]]:
     """The layout to take, and all that were considered: it first, then by their expected time of a step.
 
     On many nodes bytes are not counted for layouts that are slower before they have moved any.
@@ -92,8 +92,8 @@ def weigh(
     """
     earlier = [pipeline.nodes for pipeline in previous.pipelines] if previous is not None else []
     proposed = [(layout, instantiator.of(layout.sizes)) for layout in layouts]
-    found: list[Weighed] = []
-    skipped: list[Considered] = []
+    found: list[CandidatePlan] = []
+    skipped: list[ConsideredPlan] = []
     least_s = math.inf
     lost: StateLostError | None = None
     for layout, instantiation in sorted(proposed, key=lambda pair: pair[1].iteration_ms):
@@ -101,27 +101,29 @@ def weigh(
         if len(nodes) > COUNTED_NODES and iteration_s > least_s:
             skipped.append(_considered(layout, iteration_s, None, None, iteration_s))
             continue
-        shapes = {size: places_of(templates[size]) for size in instantiation.sizes}
+        shapes = {size: template_slots(templates[size]) for size in instantiation.sizes}
         places = tuple(shapes[size] for size in layout.sizes)
-        free = {size: () if memory is None else rooms_of(templates[size], memory) for size in shapes}
+        free = {size: () if memory is None else memory_headroom(templates[size], memory) for size in shapes}
         rooms = [free[size] for size in layout.sizes]
         try:
-            assignment = assigner.assign(places, nodes, masks, _habits(layout, earlier), needs, rooms)
+            assignment = assigner.assign(
+                places, nodes, masks, _previous_positions(layout, earlier), needs, rooms
+            )
         except StateLostError as error:
             lost = error
             continue
         moving_s = transfer_s(assignment, link)
         expected_s = expected_iteration_s(iteration_s, moving_s, horizon_s)
         considered = _considered(layout, iteration_s, assignment.moved_bytes, moving_s, expected_s)
-        found.append(Weighed(layout, instantiation, places, assignment, considered))
+        found.append(CandidatePlan(layout, instantiation, places, assignment, considered))
         least_s = min(least_s, expected_s)
     if not found:
         assert lost is not None, "there is always the best instantiation"
         raise lost
     roomy = [each for each in found if not each.assignment.excess_bytes]
     roomy_s = min((each.considered.expected_iteration_s for each in roomy), default=math.inf)
-    among, least_s = (roomy, roomy_s) if roomy_s <= least_s * (1 + ROOM_WORTH) else (found, least_s)
-    equal = [each for each in among if each.considered.expected_iteration_s <= least_s * (1 + PRECISION)]
+    among, least_s = (roomy, roomy_s) if roomy_s <= least_s * (1 + MEMORY_FIT_TOLERANCE) else (found, least_s)
+    equal = [each for each in among if each.considered.expected_iteration_s <= least_s * (1 + TIE_TOLERANCE)]
     order = list(layouts)
     chosen = min(equal, key=lambda each: (each.assignment.moved_bytes, order.index(each.layout)))
     others = [*(each.considered for each in found if each is not chosen), *skipped]
@@ -130,13 +132,13 @@ def weigh(
 
 
 def _considered(
-    layout: Layout,
+    layout: PipelineLayout,
     iteration_s: float,
     transfer_bytes: int | None,
     moving_s: float | None,
     expected_s: float,
-) -> Considered:
-    return Considered(
+) -> ConsideredPlan:
+    return ConsideredPlan(
         method=layout.method,
         sizes=tuple(layout.sizes),
         iteration_s=iteration_s,
@@ -146,7 +148,7 @@ def _considered(
     )
 
 
-def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
+def _previous_positions(layout: PipelineLayout, earlier: Sequence[Sequence[str]]) -> dict[str, Position]:
     """Where in the layout each node would be if it stayed; ``earlier``: nodes of the previous pipelines."""
     return {
         node: (number, offset)
@@ -156,8 +158,8 @@ def _habits(layout: Layout, earlier: Sequence[Sequence[str]]) -> dict[str, Posit
     }
 
 
-def placed(
-    weighed: Weighed, by_size: Mapping[int, Template], assigner: Assigner, masks: Masks
+def place_stages(
+    weighed: CandidatePlan, by_size: Mapping[int, Template], assigner: Assigner, masks: Masks
 ) -> tuple[PipelinePlacement, ...]:
     """Return the pipelines on named nodes, in the order of the layout; of equal ones the first get the larger
     shares."""

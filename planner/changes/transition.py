@@ -19,14 +19,14 @@ from planner.values import (
     Device,
     ModelProfile,
     PipelinePlacement,
-    Released,
+    ReleasedLayers,
     StagePlacement,
     Template,
     Transfer,
 )
 
 
-def transfers(
+def plan_transfers(
     profile: ModelProfile, pipelines: Sequence[PipelinePlacement], masks: Masks
 ) -> tuple[Transfer, ...] | None:
     """Largest first; from a device of the same node where one holds the layer, else from the one that has
@@ -96,12 +96,12 @@ class _Sources:
         return rank
 
 
-Room = tuple[int, ...]
+MemoryHeadroom = tuple[int, ...]
 """For each device of a place, the bytes that it has beside what its stage takes."""
 
 
-def rooms_of(template: Template, memory: MemoryModel) -> tuple[Room, ...]:
-    """Return the room of each place of the template (``planner.changes.assignment.places_of``); empty where memory
+def memory_headroom(template: Template, memory: MemoryModel) -> tuple[MemoryHeadroom, ...]:
+    """Return the room of each place of the template (``planner.changes.assignment.template_slots``); empty where memory
     has no limit."""
     if memory.limit_bytes is None:
         return ()
@@ -111,14 +111,14 @@ def rooms_of(template: Template, memory: MemoryModel) -> tuple[Room, ...]:
     return tuple(tuple(room) for room in rooms)
 
 
-def released(
+def layers_to_release(
     profile: ModelProfile,
     memory: MemoryModel,
     pipelines: Sequence[PipelinePlacement],
     masks: Masks,
     moves: Sequence[Transfer],
     tolerate: int,
-) -> tuple[Released, ...]:
+) -> tuple[ReleasedLayers, ...]:
     """Return what devices without room for their old layers beside their new stage park or drop.
 
     :param masks: layers whose state each device has in its memory.
@@ -162,7 +162,9 @@ def released(
             if excess > 0:
                 parked.append(layer)
                 excess -= size_of[layer]
-        found.append(Released(device=device, parked=tuple(sorted(parked)), dropped=tuple(sorted(dropped))))
+        found.append(
+            ReleasedLayers(device=device, parked=tuple(sorted(parked)), dropped=tuple(sorted(dropped)))
+        )
     return tuple(found)
 
 

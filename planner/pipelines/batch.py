@@ -47,7 +47,7 @@ def check_batch(global_batch: int, microbatch_rows: int, pipelines: int) -> None
     raise BatchError(f"global_batch {global_batch} {what}; {recommended}", nearest)
 
 
-def distribute_for(
+def distribute_batch(
     objective: BatchObjective, costs: Sequence[Cost], microbatches: int, solver: BatchSolver = "exact"
 ) -> tuple[int, ...]:
     """Return the shares that are best by ``Policy.batch_objective``, found by ``Policy.batch_solver``.
@@ -83,7 +83,7 @@ def microbatch_ms(costs: Sequence[Cost], microbatches: int) -> list[float]:
 
 
 def score_ms(objective: BatchObjective, costs: Sequence[Cost], shares: Sequence[int]) -> float:
-    """What ``distribute_for`` minimises: the slowest time, or the standard deviation of N_i·T_i."""
+    """What ``distribute_batch`` minimises: the slowest time, or the standard deviation of N_i·T_i."""
     if objective == "minmax":
         return max(cost(share) for cost, share in set(zip(costs, shares, strict=True)))
     times = microbatch_ms(costs, sum(shares))

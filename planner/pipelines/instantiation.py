@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from planner.errors import TooFewNodesError
-from planner.pipelines.batch import check_batch, distribute_for
+from planner.pipelines.batch import check_batch, distribute_batch
 from planner.pipelines.search import Search
 from planner.stages.costs import StageCosts
 from planner.stages.makespan import PipelineClock
@@ -78,7 +78,7 @@ class Instantiator:
             costs = [per_size[size] for size in ordered]
             check_batch(self._policy.global_batch, self._policy.microbatch_rows, len(ordered))
             policy = self._policy
-            shares = distribute_for(policy.batch_objective, costs, policy.microbatches, policy.batch_solver)
+            shares = distribute_batch(policy.batch_objective, costs, policy.microbatches, policy.batch_solver)
             known = self._of[ordered] = Instantiation(
                 sizes=ordered,
                 microbatches=shares,

@@ -24,10 +24,10 @@ Found = tuple[float, int]
 """Milliseconds in which the batch can be done, and by how many templates."""
 
 
-COARSE = (3e-3, 3e-4, 3e-5)
+COARSE_PRECISIONS = (3e-3, 3e-4, 3e-5)
 """Precisions of searches before the last: it is not to find its way through many small improvements."""
 
-FEW = 64
+FEW_PIPELINES = 64
 """Step times among which the target is looked for one by one."""
 
 
@@ -62,7 +62,7 @@ class Search:
         best = self._guess(nodes, fewest, most) if fewest <= most else None
         if best is None:
             return None
-        for precision in (*COARSE, PRECISION):
+        for precision in (*COARSE_PRECISIONS, PRECISION):
             best = self._improve(nodes, best, fewest, most, precision)
         best = self._most_as_good(nodes, best, most)
         self._last = nodes, best[1]
@@ -152,7 +152,7 @@ class Search:
         enough_ms, count = found
         short_ms, reach = 0.0, 1 / 32
         all_done, none_done = self._shares(enough_ms, count), np.zeros(len(self._sizes), dtype=np.int64)
-        while (all_done - none_done).sum() > FEW:
+        while (all_done - none_done).sum() > FEW_PIPELINES:
             # What is found is near the optimum; and far below, times are slow to find out.
             middle_ms = max((short_ms + enough_ms) / 2, enough_ms * (1 - reach))
             reach *= 2

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from planner.errors import InfeasibleError
-from planner.stages.layers import Mode, layer_ms, shard_ms, tensor_ms, tensor_problem
+from planner.stages.layers import Mode, explain_no_tensor_split, layer_ms, shard_ms, tensor_ms
 from planner.stages.makespan import Floats, Ints, PipelineClock, paper_objective_ms
 from planner.stages.memory import MemoryModel, in_flight
 from planner.values import (
@@ -57,7 +57,7 @@ class StageCosts:
         """How many devices a stage can have, ascending."""
         self.max_devices = self.stage_devices[-1]
         _check_within(profile, policy, self.max_devices)
-        self._tensor_devices = {d for d in self.stage_devices if tensor_problem(profile, d) is None}
+        self._tensor_devices = {d for d in self.stage_devices if explain_no_tensor_split(profile, d) is None}
         self.memory = MemoryModel(profile, policy)
         self.modes = _modes(profile, policy, self.memory, self.stage_devices)
         """What a stage can have; the first is the quickest where it fits, and of equally quick ones the first is
@@ -324,7 +324,9 @@ def _modes(
             withins = (*withins, "shard")
         # Neither is tensor parallelism where rows can be split evenly.
         uneven = any(policy.microbatch_rows % devices for devices in several)
-        if (tight or uneven) and any(tensor_problem(profile, devices) is None for devices in several):
+        if (tight or uneven) and any(
+            explain_no_tensor_split(profile, devices) is None for devices in several
+        ):
             withins = (*withins, "tensor")
     return tuple(Mode(recompute, within) for recompute in recomputes for within in withins)
 
@@ -369,12 +371,14 @@ def _stage_devices(profile: ModelProfile, policy: Policy) -> tuple[int, ...]:
     """:raises InfeasibleError: a node of so many devices cannot be split into such stages."""
     most = policy.devices_per_node
     measured = profile.stage_devices
-    tensor = [d for d in range(1, most + 1) if d == 1 or tensor_problem(profile, d) is None]
+    tensor = [d for d in range(1, most + 1) if d == 1 or explain_no_tensor_split(profile, d) is None]
     allowed = tuple(range(1, min(most, policy.microbatch_rows) + 1)) if measured is None else measured
     if policy.within_node == "tensor" and most > 1:
         allowed = tuple(d for d in tensor if measured is None or d in measured)
         if max(allowed, default=1) == 1:
-            problem = tensor_problem(profile) or tensor_problem(profile, max(measured or (most,)))
+            problem = explain_no_tensor_split(profile) or explain_no_tensor_split(
+                profile, max(measured or (most,))
+            )
             raise InfeasibleError(
                 "within_node = tensor, and no stage can compute its layers in parts: "
                 f"{problem or 'the profile knows stages of 1 device only'}; use within_node = replicate, shard or "

@@ -14,7 +14,7 @@ from planner.values import Recompute, Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fullest:
+class FullestStage:
     """The stage that needs most memory, in a mapping that needs as little as possible."""
 
     first_layer: int
@@ -91,7 +91,7 @@ def fewest_nodes(costs: StageCosts) -> int | None:
     return None
 
 
-def fullest_stage(costs: StageCosts, nodes: int) -> Fullest:
+def find_fullest_stage(costs: StageCosts, nodes: int) -> FullestStage:
     """Of all numbers of stages on ``nodes`` nodes, the cut whose fullest stage needs fewest bytes.
 
     Stages are spread evenly over the nodes: each has as many devices as the node with most stages allows.
@@ -106,14 +106,14 @@ def fullest_stage(costs: StageCosts, nodes: int) -> Fullest:
     return min(cuts, key=lambda cut: cut.size_bytes)
 
 
-def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fullest]:
+def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[FullestStage]:
     """The fullest stage of the emptiest cut into each number of stages, all on so many devices."""
     never = np.iinfo(np.int64).max
     starts = np.arange(costs.layers + 1)
     longer = starts[None, :] > starts[:, None]
     fullest: Sizes = np.where(starts == costs.layers, 0, never)
     choices: list[Ints] = []
-    found: list[Fullest] = []
+    found: list[FullestStage] = []
     for after in range(max(counts)):
         least = np.min([costs.memory.table(devices, after, *mode) for mode in costs.modes], axis=0)
         table = np.where(longer, least, never)
@@ -125,9 +125,9 @@ def _emptiest(costs: StageCosts, devices: int, counts: list[int]) -> list[Fulles
     return found
 
 
-def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> Fullest:
+def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> FullestStage:
     """The fullest of the stages that begin at layer 0 and end where ``choices[stages behind][u]`` says."""
-    stages: list[Fullest] = []
+    stages: list[FullestStage] = []
     first = 0
     for after in reversed(range(len(choices))):
         end = int(choices[after][first])
@@ -138,7 +138,7 @@ def _follow(costs: StageCosts, devices: int, choices: list[Ints]) -> Fullest:
         size, number = min(least)
         recompute, within = costs.modes[number]
         stages.append(
-            Fullest(
+            FullestStage(
                 first_layer=first,
                 end_layer=end,
                 stages_after=after,

@@ -50,7 +50,7 @@ def divided_bytes(layer: LayerProfile) -> int:
     return min(layer.parameter_bytes, layer.gradient_bytes)
 
 
-def tensor_problem(profile: ModelProfile, devices: int = 1) -> str | None:
+def explain_no_tensor_split(profile: ModelProfile, devices: int = 1) -> str | None:
     """Return why so many devices cannot compute parts of this model's layers, in words; ``None``: they can."""
     if profile.shard_problem is not None:
         return profile.shard_problem

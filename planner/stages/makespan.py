@@ -17,7 +17,7 @@ ROUNDING = 1e-12
 """Two sums of the same terms in another order differ by less, relatively."""
 
 
-AS_IT_IS = 256
+EXACT_MICROBATCHES = 256
 """Rounds that are simulated whether or not they repeat themselves: their times are true to the last bit."""
 
 PERIODIC = 1e-11
@@ -71,7 +71,7 @@ class PipelineClock:
     def _look_for_period(self) -> None:
         """Compare with what was seen last, which is taken anew after 1, 2, 4, 8, … rounds (Brent)."""
         stages, rounds = len(self._forward_ms), len(self._forwarded[0])
-        since = rounds - max(stages, AS_IT_IS)
+        since = rounds - max(stages, EXACT_MICROBATCHES)
         if since < 0:
             return
         now = [times[-1] for times in (*self._forwarded, *self._backwarded)]

@@ -43,12 +43,14 @@ def _stack(values: Sequence[Any], path: str) -> Batch:
         case Tensor():
             return _stack_tensors(values, path)
         case str():
-            _check_alike(values, path, lambda value: "a string" if isinstance(value, str) else kind_of(value))
+            _check_alike(
+                values, path, lambda value: "a string" if isinstance(value, str) else describe_type(value)
+            )
             return [str(value) for value in values]
         case np.ndarray() | np.generic() | bool() | int() | float():
             return _stack_arrays(values, path)
         case None:
-            _check_alike(values, path, lambda value: "None" if value is None else kind_of(value))
+            _check_alike(values, path, lambda value: "None" if value is None else describe_type(value))
             return None
         case Mapping():
             _check_alike(values, path, _mapping_kind)
@@ -60,23 +62,27 @@ def _stack(values: Sequence[Any], path: str) -> Batch:
             parts = [_stack([value[i] for value in values], f"{path}[{i}]") for i in range(len(first))]
             return tuple(parts) if isinstance(first, tuple) else parts
     if is_dataclass(first) and not isinstance(first, type):
-        _check_alike(values, path, kind_of)
+        _check_alike(values, path, describe_type)
         names = [field.name for field in fields(first)]
         return {name: _stack([getattr(value, name) for value in values], f"{path}.{name}") for name in names}
     raise TrainingError(
-        f"{_field(path)} is {kind_of(first)}, which cannot be stacked to a batch; "
+        f"{_field(path)} is {describe_type(first)}, which cannot be stacked to a batch; "
         "return tensors, numpy arrays or numbers from the data set, or give Training.collate"
     )
 
 
 def _stack_tensors(values: Sequence[Any], path: str) -> Tensor:
-    _check_alike(values, path, lambda value: "a tensor" if isinstance(value, Tensor) else kind_of(value))
+    _check_alike(
+        values, path, lambda value: "a tensor" if isinstance(value, Tensor) else describe_type(value)
+    )
     _check_shapes([tuple(value.shape) for value in values], path)
     return torch.stack([value.detach() for value in values])
 
 
 def _stack_arrays(values: Sequence[Any], path: str) -> Tensor:
-    _check_alike(values, path, lambda value: "an array of numbers" if _is_array(value) else kind_of(value))
+    _check_alike(
+        values, path, lambda value: "an array of numbers" if _is_array(value) else describe_type(value)
+    )
     arrays = [np.asarray(value) for value in values]
     _check_shapes([array.shape for array in arrays], path)
     array = np.stack(arrays)
@@ -117,19 +123,23 @@ def _check_alike(values: Sequence[Any], path: str, kind: Callable[[Any], str]) -
 
 def _mapping_kind(value: Any) -> str:
     return (
-        f"a dict of {', '.join(sorted(map(repr, value)))}" if isinstance(value, Mapping) else kind_of(value)
+        f"a dict of {', '.join(sorted(map(repr, value)))}"
+        if isinstance(value, Mapping)
+        else describe_type(value)
     )
 
 
 def _sequence_kind(value: Any) -> str:
-    return f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
+    return (
+        f"{describe_type(value)} of {len(value)}" if isinstance(value, tuple | list) else describe_type(value)
+    )
 
 
 def _field(path: str) -> str:
     return f"sample{path}" if path else "the sample"
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Return what a value is, with an article, for messages."""
     if value is None:
         return "None"
@@ -142,7 +152,7 @@ def kind_of(value: object) -> str:
 # --- checking what a collate function returned -----------------------------------------------------
 
 
-def checked_batch(value: Any) -> Batch:
+def check_batch(value: Any) -> Batch:
     """Return what a collate function made as a batch of plain dicts, tuples, lists and CPU tensors.
 
     Other mappings (such as transformers' ``BatchEncoding``) become dicts and numpy arrays tensors.
@@ -188,7 +198,7 @@ def _checked(value: Any, path: str) -> Batch:
         case list():
             return [_checked(item, f"{path}[{i}]") for i, item in enumerate(value)]
     raise TrainingError(
-        f"batch{path}, as the collate function returned it, is {kind_of(value)}; a batch consists of "
+        f"batch{path}, as the collate function returned it, is {describe_type(value)}; a batch consists of "
         "tensors, numbers, strings and None in dicts, tuples and lists"
     )
 
@@ -196,11 +206,11 @@ def _checked(value: Any, path: str) -> Batch:
 def _summary(value: Any) -> str:
     match value:
         case Mapping():
-            return f"{kind_of(value)} with {', '.join(map(repr, value)) or 'no keys'}"
+            return f"{describe_type(value)} with {', '.join(map(repr, value)) or 'no keys'}"
         case tuple() | list():
-            return f"{kind_of(value)} of {len(value)}"
+            return f"{describe_type(value)} of {len(value)}"
         case _:
-            return kind_of(value)
+            return describe_type(value)
 
 
 # --- using batches -----------------------------------------------------------------------------------
@@ -232,7 +242,7 @@ def leaves_of(batch: Batch) -> Iterator[Any]:
             yield batch
 
 
-def rows_of_batch(batch: Batch) -> int:
+def count_rows(batch: Batch) -> int:
     """Return the size of dim 0 of the first tensor that has dimensions.
 
     :raises TrainingError: no tensor has any.
@@ -322,7 +332,7 @@ def signature(batch: Batch) -> Hashable:
 
     Numbers, strings and ``None`` count with their type alone.
     """
-    return _signature(batch, rows_of_batch(batch))
+    return _signature(batch, count_rows(batch))
 
 
 def _signature(batch: Batch, rows: int) -> Hashable:

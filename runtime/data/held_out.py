@@ -16,7 +16,7 @@ _FIRST_STEP = -16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
+class HeldOutSampler:
     """The evaluations of one job."""
 
     length: int
@@ -26,14 +26,14 @@ class HeldOut:
     steps: int
     every_steps: int
     """Evaluate after every so many steps, and after the last one; 0: never."""
-    most_batches: int = 0
+    max_batches: int = 0
     """Global batches of one evaluation, at most; 0: all there are."""
 
     @property
     def batches(self) -> int:
         """Global batches of one evaluation."""
         there = -(-self.length // self.global_batch)
-        return min(there, self.most_batches or there)
+        return min(there, self.max_batches or there)
 
     @property
     def samples(self) -> int:
@@ -41,7 +41,7 @@ class HeldOut:
         return min(self.length, self.batches * self.global_batch)
 
     @property
-    def rows_of_last(self) -> int:
+    def last_microbatch_rows(self) -> int:
         """Rows of the microbatch that the end of the set falls into; 0 where they are all whole."""
         return self.samples % self.microbatch_rows
 
@@ -59,12 +59,12 @@ class HeldOut:
         first = batch * self.global_batch + microbatch * self.microbatch_rows
         return max(0, min(self.microbatch_rows, self.samples - first))
 
-    def step_of(self, batch: int) -> int:
+    def pseudo_step(self, batch: int) -> int:
         """Return what stands for a batch where random numbers follow from a step."""
         return _FIRST_STEP - batch
 
     def batch_of(self, step: int) -> int:
-        """Undo ``step_of``."""
+        """Undo ``pseudo_step``."""
         return _FIRST_STEP - step
 
     @property
@@ -75,7 +75,7 @@ class HeldOut:
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of a batch, as far as there are any.
 
-        :param step: what stands for the batch (``step_of``).
+        :param step: what stands for the batch (``pseudo_step``).
         """
         start = self.batch_of(step) * self.global_batch + first_row
         return [Draw(_EPOCH, index) for index in range(start, min(start + rows, self.samples))]

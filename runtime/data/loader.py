@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from runtime.data.batches import Batch, map_leaves
-from runtime.data.reading import BatchReader, BatchReaders, FindProblem, HeldOutReader, Key
+from runtime.data.reading import BatchReader, BatchReaders, FindProblem, HeldOutReader, MicrobatchKey
 from runtime.data.sampling import Sampler
-from runtime.data.workers import WorkerServer
+from runtime.data.workers import ForkServer
 from runtime.training import TrainingError
 
 PREFETCH_PER_WORKER = 2
@@ -70,14 +70,16 @@ class BatchLoader:
         self._pinned = pinned
         self._pool = _Pool(self._readers, workers, pinned=pinned) if workers else None
 
-    def plan(self, keys: Iterable[tuple[int, int] | Key]) -> None:
+    def plan(self, keys: Iterable[tuple[int, int] | MicrobatchKey]) -> None:
         """Announce what will be loaded next, in order; the plan before is void.
 
         :param keys: may be endless; it is consumed little by little, in calls of ``load``. A pair is a microbatch of
             training: (step, microbatch).
         """
         if self._pool is not None:
-            self._pool.plan(key if isinstance(key, Key) else Key(key[0], 0, key[1]) for key in keys)
+            self._pool.plan(
+                key if isinstance(key, MicrobatchKey) else MicrobatchKey(key[0], 0, key[1]) for key in keys
+            )
 
     def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.
@@ -88,7 +90,7 @@ class BatchLoader:
             raises ends the call.
         :raises TrainingError: the data set or the collate function failed, or workers were lost.
         """
-        return self._load(Key(step, 0, microbatch), check)
+        return self._load(MicrobatchKey(step, 0, microbatch), check)
 
     def load_held_out(
         self, step: int, batch: int, microbatch: int, check: Callable[[], None] = lambda: None
@@ -97,9 +99,9 @@ class BatchLoader:
 
         :param step: after which it is evaluated; the microbatch is the same after every step.
         """
-        return self._load(Key(step, batch + 1, microbatch), check)
+        return self._load(MicrobatchKey(step, batch + 1, microbatch), check)
 
-    def _load(self, key: Key, check: Callable[[], None]) -> Batch:
+    def _load(self, key: MicrobatchKey, check: Callable[[], None]) -> Batch:
         if self._pool is not None:
             return self._pool.take(key, check)
         batch = self._readers.read(key, check)
@@ -119,19 +121,19 @@ class _Pool:
     def __init__(self, readers: BatchReaders, workers: int, *, pinned: bool) -> None:
         self._pinned = pinned
         self._depth = PREFETCH_PER_WORKER * workers
-        self._server = WorkerServer(readers)
+        self._server = ForkServer(readers)
         self._server_lock = threading.Lock()
         self._workers = [self._server.fork(number) for number in range(workers)]
-        self._plan: Iterator[Key] = iter(())
+        self._plan: Iterator[MicrobatchKey] = iter(())
         self._changed = threading.Condition()
         # The following are guarded by `_changed`.
-        self._needed: Key | None = None
+        self._needed: MicrobatchKey | None = None
         """The trainer waits for this one: it is read next, however much is ready."""
-        self._ahead: deque[Key] = deque()
+        self._ahead: deque[MicrobatchKey] = deque()
         """The next keys of the plan that nobody reads yet."""
-        self._reading: set[Key] = set()
+        self._reading: set[MicrobatchKey] = set()
         """Keys that are being read and still wanted."""
-        self._ready: dict[Key, Batch | TrainingError] = {}
+        self._ready: dict[MicrobatchKey, Batch | TrainingError] = {}
         self._closed = False
         self._threads = [
             threading.Thread(target=self._run, args=(number,), name=f"data-worker-{number}", daemon=True)
@@ -142,7 +144,7 @@ class _Pool:
 
     # --- in the trainer's thread ---------------------------------------------------------------
 
-    def plan(self, keys: Iterator[Key]) -> None:
+    def plan(self, keys: Iterator[MicrobatchKey]) -> None:
         with self._changed:
             newest = max((key.step for key in (*self._reading, *self._ready)), default=0)
             ahead = list(islice(keys, self._depth))
@@ -159,7 +161,7 @@ class _Pool:
             self._needed = None
             self._changed.notify_all()
 
-    def take(self, key: Key, check: Callable[[], None]) -> Batch:
+    def take(self, key: MicrobatchKey, check: Callable[[], None]) -> Batch:
         with self._changed:
             if self._closed:
                 raise RuntimeError("the loader is closed")
@@ -182,7 +184,7 @@ class _Pool:
             raise outcome
         return outcome
 
-    def _drop_before(self, key: Key) -> None:
+    def _drop_before(self, key: MicrobatchKey) -> None:
         """Forget earlier batches: whoever loads one is through with them, or will announce them again."""
         first = key._replace(microbatch=0)
         self._ready = {one: batch for one, batch in self._ready.items() if one >= first}
@@ -216,7 +218,7 @@ class _Pool:
                     self._ready[key] = outcome
                     self._changed.notify_all()
 
-    def _next(self) -> Key | None:
+    def _next(self) -> MicrobatchKey | None:
         """Wait for something to read; ``None`` when the pool is closed."""
         with self._changed:
             while not self._closed:
@@ -227,7 +229,7 @@ class _Pool:
                 self._changed.wait()
         return None
 
-    def _choose(self) -> Key | None:
+    def _choose(self) -> MicrobatchKey | None:
         needed = self._needed
         if needed is not None and needed not in self._reading and needed not in self._ready:
             with suppress(ValueError):
@@ -241,7 +243,7 @@ class _Pool:
         earlier = sum(key < self._ahead[0] for key in (*self._reading, *self._ready))
         return self._ahead.popleft() if earlier < self._depth else None
 
-    def _read(self, number: int, key: Key) -> Batch | TrainingError:
+    def _read(self, number: int, key: MicrobatchKey) -> Batch | TrainingError:
         """Have worker ``number`` read; if it is lost meanwhile, replace it and repeat the reading once.
 
         :raises TrainingError: the server is gone, or the loader was closed.

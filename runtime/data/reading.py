@@ -20,14 +20,14 @@ from torch.utils.data import DataLoader, Dataset
 from runtime.data.batches import (
     Batch,
     cast_floating,
-    checked_batch,
+    check_batch,
     default_collate,
+    describe_type,
     first_difference,
-    kind_of,
 )
-from runtime.data.held_out import HeldOut
+from runtime.data.held_out import HeldOutSampler
 from runtime.data.sampling import Draw, stream_seed
-from runtime.tracebacks import describe_error, users_traceback
+from runtime.tracebacks import describe_error, user_traceback
 from runtime.training import TrainingError
 
 _HOST = torch.device("cpu")
@@ -51,7 +51,7 @@ def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, list(dataset)[:5]))
         raise TrainingError(
-            f"{name} is {kind_of(dataset)} with {names}; hand over one of them, "
+            f"{name} is {describe_type(dataset)} with {names}; hand over one of them, "
             f"such as dataset[{next(iter(dataset), 'train')!r}]"
         )
     getitem = getattr(type(dataset), "__getitem__", None)
@@ -60,7 +60,7 @@ def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     missing += ["__getitem__"] if getitem in (None, Dataset.__getitem__) else []
     if missing:
         raise TrainingError(
-            f"{name} is {kind_of(dataset)}, which has no {' and no '.join(missing)}. Which "
+            f"{name} is {describe_type(dataset)}, which has no {' and no '.join(missing)}. Which "
             "samples a step uses follows from (seed, step), and after a failure any sample must be found "
             "again by its index, which is impossible in a stream. Hand over a map-style data set (len() "
             "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
@@ -77,11 +77,11 @@ def _length_of(dataset: Any, name: str) -> int:
         return len(dataset)
     except Exception as error:
         raise TrainingError(
-            f"len() of {name} raised {describe_error(error)}\n{users_traceback(error)}"
+            f"len() of {name} raised {describe_error(error)}\n{user_traceback(error)}"
         ) from error
 
 
-class Order(Protocol):
+class SampleOrder(Protocol):
     """Which samples the rows of each global batch are."""
 
     @property
@@ -107,7 +107,7 @@ class BatchReader:
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any] | None,
-        sampler: Order,
+        sampler: SampleOrder,
         *,
         microbatch_rows: int,
         seed: int,
@@ -133,7 +133,7 @@ class BatchReader:
         self._check_length()
         first_row = microbatch * self._rows
         draws = self._sampler.draws(step, first_row, self._rows)
-        with generators_kept():
+        with preserve_generators():
             samples = self._samples(draws, step, first_row, check)
             if self._found_repeatable:
                 return self._collated(samples, draws, step, microbatch)
@@ -177,7 +177,7 @@ class BatchReader:
             )
             raise TrainingError(
                 f"{self.name} raised for index {draw.index} ({place}): {describe_error(error)}; make "
-                f"dataset[{draw.index}] work, or leave this sample out of the data set\n{users_traceback(error)}"
+                f"dataset[{draw.index}] work, or leave this sample out of the data set\n{user_traceback(error)}"
             ) from error
 
     def _collated(self, samples: list[Any], draws: list[Draw], step: int, microbatch: int) -> Batch:
@@ -189,10 +189,10 @@ class BatchReader:
             raise TrainingError(f"{where}: {error}") from error
         except (Exception, SystemExit) as error:
             raise TrainingError(
-                f"the collate function raised for {where}: {describe_error(error)}\n{users_traceback(error)}"
+                f"the collate function raised for {where}: {describe_error(error)}\n{user_traceback(error)}"
             ) from error
         try:
-            batch = checked_batch(collated)
+            batch = check_batch(collated)
         except TrainingError as error:
             raise TrainingError(f"{where}: {error}") from error
         problem = None if self._find_problem is None else self._find_problem(batch)
@@ -212,7 +212,7 @@ class HeldOutReader(BatchReader):
         self,
         dataset: Any,
         collate: Callable[[list[Any]], Any] | None,
-        held_out: HeldOut,
+        held_out: HeldOutSampler,
         *,
         seed: int,
         dtype: torch.dtype | None = None,
@@ -231,14 +231,14 @@ class HeldOutReader(BatchReader):
 
     def read_batch(self, batch: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return microbatch ``microbatch`` of global batch ``batch``, both from 0."""
-        return self.read(self._held_out.step_of(batch), microbatch, check)
+        return self.read(self._held_out.pseudo_step(batch), microbatch, check)
 
     def describe(self, step: int) -> str:
         """Name a global batch for people."""
         return f"held-out batch {self._held_out.batch_of(step)}"
 
 
-class Key(NamedTuple):
+class MicrobatchKey(NamedTuple):
     """One microbatch; keys are in the order in which a job comes to them."""
 
     step: int
@@ -262,7 +262,7 @@ class BatchReaders:
         self._training = training
         self._held_out = held_out
 
-    def read(self, key: Key, check: Callable[[], None] = lambda: None) -> Batch:
+    def read(self, key: MicrobatchKey, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a microbatch: see ``BatchReader.read``."""
         if key.batch == 0:
             return self._training.read(key.step, key.microbatch, check)
@@ -314,7 +314,7 @@ def _seed_generators(seed: int) -> None:
 
 
 @contextmanager
-def generators_kept(device: torch.device = _HOST) -> Iterator[None]:
+def preserve_generators(device: torch.device = _HOST) -> Iterator[None]:
     """Restore the states of this process's generators at the end: of torch on the host and on ``device``, of random and
     of numpy."""
     own = random.getstate(), np.random.get_state()

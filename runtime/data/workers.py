@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from runtime.data.batches import Batch, leaves_of
-from runtime.data.reading import BatchReaders, Key
+from runtime.data.reading import BatchReaders, MicrobatchKey
 from runtime.parent import die_with_parent
 from runtime.precision import dtype_name
 from runtime.training import TrainingError
 from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
 
-class Read(Frame, frozen=True, kw_only=True):
+class ReadRequest(Frame, frozen=True, kw_only=True):
     """Read a microbatch: see ``runtime.data.reading.Key``."""
 
     step: int
@@ -71,13 +71,13 @@ class ValueNode(Frame, frozen=True, kw_only=True):
 Node = TensorNode | SequenceNode | DictNode | ValueNode
 
 
-class Loaded(Frame, frozen=True, kw_only=True):
+class MicrobatchLoaded(Frame, frozen=True, kw_only=True):
     """The microbatch that was asked for."""
 
     batch: Node
 
 
-class Failed(Frame, frozen=True, kw_only=True):
+class ReadFailed(Frame, frozen=True, kw_only=True):
     """The microbatch cannot be made; ``detail`` says why."""
 
     detail: str
@@ -88,7 +88,7 @@ _Received = TypeVar("_Received")
 
 def send_batch(stream: socket.socket, batch: Batch) -> None:
     """Write :class:`Loaded` and the bytes of the batch's tensors."""
-    stream.sendall(encode(Loaded(batch=_node_of(batch))))
+    stream.sendall(encode(MicrobatchLoaded(batch=_node_of(batch))))
     for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor) and leaf.numel():
             stream.sendall(_bytes_of(leaf))
@@ -157,7 +157,7 @@ def _receive_into(stream: socket.socket, view: memoryview) -> None:
         view = view[received:]
 
 
-class Fork(Frame, frozen=True, kw_only=True):
+class ForkRequest(Frame, frozen=True, kw_only=True):
     """Fork worker ``number``; answered with :class:`Forked` and the worker's socket."""
 
     number: int
@@ -169,7 +169,7 @@ class Forked(Frame, frozen=True, kw_only=True):
     pid: int
 
 
-class Reap(Frame, frozen=True, kw_only=True):
+class ReapRequest(Frame, frozen=True, kw_only=True):
     """End worker ``pid``, if it has not ended, and wait for it; answered with :class:`Reaped`."""
 
     pid: int
@@ -181,9 +181,13 @@ class Reaped(Frame, frozen=True, kw_only=True):
     status: int
 
 
-_ORDERS: "msgspec.msgpack.Decoder[Fork | Reap]" = msgspec.msgpack.Decoder(Fork | Reap)
-_ANSWERS: "msgspec.msgpack.Decoder[Loaded | Failed]" = msgspec.msgpack.Decoder(Loaded | Failed)
-_READS = msgspec.msgpack.Decoder(Read)
+_ORDERS: "msgspec.msgpack.Decoder[ForkRequest | ReapRequest]" = msgspec.msgpack.Decoder(
+    ForkRequest | ReapRequest
+)
+_ANSWERS: "msgspec.msgpack.Decoder[MicrobatchLoaded | ReadFailed]" = msgspec.msgpack.Decoder(
+    MicrobatchLoaded | ReadFailed
+)
+_READS = msgspec.msgpack.Decoder(ReadRequest)
 _FORKED = msgspec.msgpack.Decoder(Forked)
 _REAPED = msgspec.msgpack.Decoder(Reaped)
 
@@ -192,7 +196,7 @@ class WorkerLost(RuntimeError):
     """The worker ended although it was not asked to; the message says how."""
 
 
-class WorkerServer:
+class ForkServer:
     """The trainer's end of the server. Use one instance from one thread at a time.
 
     Construct it in a thread that lives as long as the trainer, before the first step.
@@ -208,19 +212,19 @@ class WorkerServer:
             _become_server(readers, theirs, trainer)
         theirs.close()
 
-    def fork(self, number: int) -> "Worker":
+    def fork(self, number: int) -> "DataWorker":
         """Start worker ``number``.
 
         :raises TrainingError: the server is gone.
         """
         try:
-            self._control.sendall(encode(Fork(number=number)))
+            self._control.sendall(encode(ForkRequest(number=number)))
             forked = receive_frame(self._control, _FORKED)
             # The socket travels with a byte of its own, so that it is not lost while the frame is read.
             _, descriptors, _, _ = socket.recv_fds(self._control, 1, 1, flags=socket.MSG_CMSG_CLOEXEC)
         except (OSError, EOFError) as error:
             raise self._gone() from error
-        return Worker(number, forked.pid, socket.socket(fileno=descriptors[0]))
+        return DataWorker(number, forked.pid, socket.socket(fileno=descriptors[0]))
 
     def reap(self, pid: int) -> int:
         """End a worker and return its exit code, or minus the number of the signal that ended it.
@@ -228,7 +232,7 @@ class WorkerServer:
         :raises TrainingError: the server is gone.
         """
         try:
-            self._control.sendall(encode(Reap(pid=pid)))
+            self._control.sendall(encode(ReapRequest(pid=pid)))
             return receive_frame(self._control, _REAPED).status
         except (OSError, EOFError) as error:
             raise self._gone() from error
@@ -248,7 +252,7 @@ class WorkerServer:
         )
 
 
-class Worker:
+class DataWorker:
     """The trainer's end of one worker. Use one instance from one thread, except for :meth:`interrupt`."""
 
     def __init__(self, number: int, pid: int, stream: socket.socket) -> None:
@@ -256,16 +260,18 @@ class Worker:
         self.pid = pid
         self._stream = stream
 
-    def read(self, key: Key, *, pinned: bool) -> Batch:
+    def read(self, key: MicrobatchKey, *, pinned: bool) -> Batch:
         """Return a microbatch.
 
         :raises TrainingError: the data set or the collate function failed.
         :raises EOFError: the worker has ended, or :meth:`interrupt` was called.
         """
         try:
-            self._stream.sendall(encode(Read(step=key.step, batch=key.batch, microbatch=key.microbatch)))
+            self._stream.sendall(
+                encode(ReadRequest(step=key.step, batch=key.batch, microbatch=key.microbatch))
+            )
             answer = receive_frame(self._stream, _ANSWERS)
-            if isinstance(answer, Failed):
+            if isinstance(answer, ReadFailed):
                 raise TrainingError(answer.detail)
             return receive_batch(self._stream, answer.batch, pinned=pinned)
         except (OSError, ProtocolError) as error:
@@ -322,7 +328,7 @@ def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
             order = receive_frame(control, _ORDERS)
         except EOFError:
             return
-        if isinstance(order, Reap):
+        if isinstance(order, ReapRequest):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(order.pid, signal.SIGKILL)  # Without effect on the status of one that has ended.
             _, status = os.waitpid(order.pid, 0)
@@ -365,9 +371,9 @@ def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
         except EOFError:
             return
         try:
-            batch = readers.read(Key(order.step, order.batch, order.microbatch))
+            batch = readers.read(MicrobatchKey(order.step, order.batch, order.microbatch))
         except TrainingError as error:
-            stream.sendall(encode(Failed(detail=str(error))))
+            stream.sendall(encode(ReadFailed(detail=str(error))))
         else:
             send_batch(stream, batch)
 

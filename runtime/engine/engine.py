@@ -3,7 +3,7 @@
 A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three things is true, because that
 is what a quiesced trainer reports and what a recovery builds on:
 
-* it holds the layers ``complete`` at ``committed_step``, and nothing else is worth anything;
+* it holds the layers ``complete_layers`` at ``committed_step``, and nothing else is worth anything;
 * it also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE);
 * or it is inside APPLY, which nothing interrupts.
 
@@ -23,36 +23,44 @@ from torch import Tensor
 
 from runtime.allocator import give_back_memory
 from runtime.data.batches import to_device
-from runtime.data.held_out import HeldOut
+from runtime.data.held_out import HeldOutSampler
 from runtime.data.loader import BatchLoader
-from runtime.data.reading import HeldOutReader, Key, generators_kept
+from runtime.data.reading import HeldOutReader, MicrobatchKey, preserve_generators
 from runtime.data.sampling import Sampler
 from runtime.device import DeviceRuntime
-from runtime.engine.alike import check_alike
 from runtime.engine.evaluation import EvaluationExecutor
 from runtime.engine.executor import StageExecutor
-from runtime.engine.gradients import Gradients
+from runtime.engine.gradients import GradientBuffers
 from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageTotals
-from runtime.engine.staged_state import SpoiledError, StagedState
+from runtime.engine.model_agreement import check_model_agreement
+from runtime.engine.staged_state import StagedStateLoader, StagingCorruptedError
 from runtime.engine.step_hook import StepHook
-from runtime.groups.communicator import Communicator, Members, Talk
+from runtime.groups.communicator import CommunicationEdge, Communicator, Members
 from runtime.layers.model import Model, first_batch
 from runtime.layers.optimizer import Optimization
 from runtime.layers.parked import ParkedLayers
 from runtime.layers.state import LayerStates, StateError
-from runtime.layers.transfer import Exchange, WholeLayers
-from runtime.layers.world import Seat, check_world, has_shards, is_sharded, owners_of_layer, seat_of, talks_of
+from runtime.layers.transfer import LayerEndpoint, StateExchange
+from runtime.layers.world import (
+    RankAssignment,
+    check_world,
+    communication_edges,
+    has_shards,
+    is_sharded,
+    owners_of_layer,
+    rank_assignment,
+)
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.precision import PRECISIONS
-from runtime.snapshots.groups import groups_of, layer_bytes
-from runtime.snapshots.schedule import Elapsed
+from runtime.snapshots.groups import layer_bytes, layer_groups
+from runtime.snapshots.schedule import StepTimes
 from runtime.snapshots.writer import SnapshotWriter
 from runtime.training import Training, TrainingError, load_training
-from runtime.watch.pace import Pace
 from runtime.zero.cells import common_cells, stage_of
 from runtime.zero.sharded_optimizer import NotElementwiseError, ShardedOptimization
-from runtime.zero.sharding import Diverged, Sharding
-from statemachine.messages.trainer import Resume, TrainingData, WorldData
+from runtime.zero.sharding import Divergence, ShardedState
+from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData
 from statemachine.messages.values import Evaluation, Vote
 from storage.buckets import Bucket, derive_buckets
 
@@ -62,7 +70,7 @@ class EngineError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entered:
+class EntryStats:
     """What it took to be ready to train under a generation."""
 
     bytes_moved: int
@@ -73,15 +81,15 @@ class Entered:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     vote: Vote
-    stop: bool
+    stop_requested: bool
     """Somebody wants everybody to stop behind this step."""
-    snap: bool
+    snapshot_requested: bool
     """Somebody wants a snapshot of the state behind this step: ``begin_snapshot``."""
     step_s: float
     bubble_s: float
     microbatch_ms: float
     """Computing alone, for one microbatch; 0 where this rank has none."""
-    diverged: tuple[Diverged, ...] = ()
+    diverged: tuple[Divergence, ...] = ()
 
 
 class Engine:
@@ -94,30 +102,30 @@ class Engine:
         self,
         data: TrainingData,
         device: torch.device,
-        pace: Pace,
+        monitor: ProgressMonitor,
         *,
         verified: bool = False,
         runtime: DeviceRuntime | None = None,
     ) -> None:
-        pace.show("running the training function")
+        monitor.set_build_progress("running the training function")
         training = load_training(data)
         self.data = data
-        self.pace = pace
-        pace.show(
+        self.monitor = monitor
+        monitor.set_build_progress(
             "cutting the model into layers" if verified else "cutting the model into layers and verifying it"
         )
         self.model = Model(training, data, device, verified=verified, runtime=runtime)
-        pace.runtime = self.model.runtime
-        pace.tick()
-        self.optimization = optimization_of(self.model, data)
-        self.sharding: Sharding | None = None
+        monitor.runtime = self.model.runtime
+        monitor.tick()
+        self.optimization = make_optimization(self.model, data)
+        self.sharding: ShardedState | None = None
         if isinstance(self.optimization, ShardedOptimization):
             self.model.make_contiguous()
-            self.optimization.refresh()
-            self.sharding = Sharding(
+            self.optimization.refresh_parameters()
+            self.sharding = ShardedState(
                 self.model,
                 self.optimization,
-                pace,
+                monitor,
                 zero1=data.zero1,
                 tensor_parallel=data.within_node in ("auto", "tensor"),
             )
@@ -126,7 +134,7 @@ class Engine:
         """Layers that are complete, in host memory."""
         sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
         dtype = PRECISIONS[data.precision].parameters
-        self._held_out = held_out_of(training, data)
+        self._held_out = make_held_out(training, data)
         reader = None
         if self._held_out is not None:
             reader = HeldOutReader(
@@ -162,22 +170,22 @@ class Engine:
         """Of the state after ``committed_step``, if the present group evaluated it."""
         self._evaluated = 0
         """The newest step whose evaluation is known."""
-        self.complete: set[int] = set(range(self.model.layer_count))
+        self.complete_layers: set[int] = set(range(self.model.layer_count))
         self.lineage = 0
         """Of the last Resume obeyed."""
         self.snapshots: SnapshotWriter | None = None
-        self.owned: frozenset[int] = frozenset()
+        self.owned_layers: frozenset[int] = frozenset()
         """Layers of this rank's stage in the newest generation; only these are kept up to date."""
         self._sharded = False
         """This rank's stage shards: it has no layer whole."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._communicator: Communicator | None = None
-        self._gradients: Gradients | None = None
+        self._gradients: GradientBuffers | None = None
         self._executor: StageExecutor | None = None
         self._evaluator: EvaluationExecutor | None = None
         self._hook: StepHook | None = None
         if training.on_step is not None:
-            self._hook = StepHook(training.on_step, data.global_batch, pace)
+            self._hook = StepHook(training.on_step, data.global_batch, monitor)
         self._calls_hook = False
         """This rank calls it in the present generation."""
 
@@ -187,8 +195,8 @@ class Engine:
             batch = first_batch(
                 self.model.training, self.data.microbatch_rows, PRECISIONS[self.data.precision].parameters
             )
-            with self.pace.read():  # The compiler may take long without being hung.
-                self.model.warm_up(to_device(batch, self.model.device), self.pace.tick)
+            with self.monitor.reading_data():  # The compiler may take long without being hung.
+                self.model.warm_up(to_device(batch, self.model.device), self.monitor.tick)
 
     def close(self) -> None:
         """End the processes that read samples: another job's engine takes this one's place."""
@@ -196,8 +204,8 @@ class Engine:
 
     # --- between generations ---------------------------------------------------------------------
 
-    def settle(
-        self, step: int, vote: Vote | None, lineage: int = 0, again: frozenset[int] = frozenset()
+    def commit_or_discard(
+        self, step: int, vote: Vote | None, lineage: int = 0, refilled_layers: frozenset[int] = frozenset()
     ) -> None:
         """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
 
@@ -209,7 +217,7 @@ class Engine:
             self.snapshots.finish()
         undone, self.lineage = lineage != self.lineage, lineage
         if undone:
-            self._start_anew(step, vote, again)
+            self._start_anew(step, vote, refilled_layers)
         elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
                 raise EngineError(f"step {step} is to be applied, but its vote is missing")
@@ -218,24 +226,24 @@ class Engine:
             self._discard()
         else:
             # Fresh, or it was away: nothing here is of use, all of it comes from others.
-            self._start_anew(step, vote, again)
+            self._start_anew(step, vote, refilled_layers)
         self._leave()
 
-    def layers_under(self, resume: Resume) -> frozenset[int]:
+    def stage_layers(self, resume: ResumeRank) -> frozenset[int]:
         """Of this rank's stage."""
         return frozenset(self._seat(resume).layers)
 
-    def _seat(self, resume: Resume) -> Seat:
+    def _seat(self, resume: ResumeRank) -> RankAssignment:
         coupled = self.model.couples_rows
-        return seat_of(resume.world, resume.rank, self.data.microbatch_rows, coupled=coupled)
+        return rank_assignment(resume.world, resume.rank, self.data.microbatch_rows, coupled=coupled)
 
-    def restore(self, directory: Path, resume: Resume) -> None:
-        """Behind ``settle``: take the layers of this rank's stage that are staged there, and no others.
+    def restore(self, directory: Path, resume: ResumeRank) -> None:
+        """Behind ``commit_or_discard``: take the layers of this rank's stage that are staged there, and no others.
 
-        :raises StateError: they are not of this model. :raises SpoiledError: they cannot be had from there.
+        :raises StateError: they are not of this model. :raises StagingCorruptedError: they cannot be had from there.
         Nothing is held then.
         """
-        layers = self.layers_under(resume)
+        layers = self.stage_layers(resume)
         self._start_anew(resume.step, resume.vote, layers)
         stage = stage_of(resume.world, resume.rank)
         sharded = self.sharding if is_sharded(stage) else None
@@ -243,26 +251,26 @@ class Engine:
             sharded.begin_restoring(layers)
         reuse = self.sharding is None
         try:
-            with StagedState(directory, self.states, self.pace.tick, reuse=reuse) as staged:
+            with StagedStateLoader(directory, self.states, self.monitor.tick, reuse=reuse) as staged:
                 for layer in sorted(layers):
-                    self.pace.tick()
-                    staged.take(layer)
+                    self.monitor.tick()
+                    staged.load_layer(layer)
                     if sharded is not None:
                         staged.finish()
-                        sharded.restored_share(layer, stage, resume.rank)
-                staged.check()
-        except (StateError, SpoiledError):
+                        sharded.set_restored_part(layer, stage, resume.rank)
+                staged.verify()
+        except (StateError, StagingCorruptedError):
             self._start_anew(resume.step, resume.vote)
             raise
         if self._hook is not None:
             self._hook.called_step = resume.step
         if sharded is not None:
             return
-        self.complete |= layers
+        self.complete_layers |= layers
         if self.sharding is not None:
-            self.sharding.restored(sorted(layers))
+            self.sharding.set_restored(sorted(layers))
 
-    def enter(self, resume: Resume, communicator: Communicator) -> Entered:
+    def enter(self, resume: ResumeRank, communicator: Communicator) -> EntryStats:
         """Meet the others, get the state that is missing, and be ready for ``step``.
 
         :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
@@ -282,36 +290,36 @@ class Engine:
             self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
         )
         started = time.monotonic()
-        with self.pace.idle():
+        with self.monitor.idle():
             communicator.form(self._groups(world, buckets), self._talks(world))
         formed = time.monotonic()
         self._make_room(resume, seat)
         self._provide(seat, world)
         if self.sharding is not None:
             received_bytes = self.sharding.enter(
-                resume, communicator, buckets, self.complete, self.states.digest
+                resume, communicator, buckets, self.complete_layers, self.states.digest
             )
         else:
-            exchange = Exchange(
+            exchange = StateExchange(
                 world.transfers,
-                packer=WholeLayers(self.states, self.complete, self.parked),
+                endpoint=LayerEndpoint(self.states, self.complete_layers, self.parked),
                 communicator=communicator,
-                pace=self.pace,
+                monitor=self.monitor,
                 device=self.model.device,
             )
             exchange.run()
             received_bytes = exchange.received_bytes
-        self._sharded = self.model.sharded == frozenset(seat.layers)
-        missing = set(seat.layers) - self.complete
+        self._sharded = self.model.sharded_layers == frozenset(seat.layers)
+        missing = set(seat.layers) - self.complete_layers
         if missing and not self._sharded:
             raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
-        self.owned = frozenset(seat.layers)
+        self.owned_layers = frozenset(seat.layers)
         if resume.step == 0:
             layers, sharding = self.model.layer_count, self.sharding
-            digests = self.digests() if sharding is None else sharding.first_digests
-            check_alike(digests, layers, communicator, self.model.device, self.pace)
+            digests = self.compute_digests() if sharding is None else sharding.first_digests
+            check_model_agreement(digests, layers, communicator, self.model.device, self.monitor)
         if self.snapshots is not None:
-            groups = groups_of(
+            groups = layer_groups(
                 world,
                 resume.nodes,
                 resume.rank,
@@ -320,7 +328,7 @@ class Engine:
                 zero1=self.data.zero1,
                 coupled=self.model.couples_rows,
             )
-            self.snapshots.enter(groups, resume.step)
+            self.snapshots.begin_generation(groups, resume.step)
         self._communicator, self._calls_hook = communicator, resume.rank == 0
         self.model.set_recompute(seat.recompute)
         if (
@@ -328,20 +336,20 @@ class Engine:
             and has_shards(world)
             and self.sharding is not None
         ):
-            self._gradients = Gradients.of_cells(
+            self._gradients = GradientBuffers.from_cells(
                 self.model, self.sharding.shape, world, communicator, self.optimization.shards
             )
         else:
-            self._gradients = Gradients.of_buckets(self.model, buckets, communicator)
-        links = StageLinks(self.model, communicator, self.pace)
+            self._gradients = GradientBuffers.from_buckets(self.model, buckets, communicator)
+        links = StageLinks(self.model, communicator, self.monitor)
         self._executor = StageExecutor(
             model=self.model,
             loader=self._loader,
-            seat=seat,
+            assignment=seat,
             communicator=communicator,
             links=links,
             gradients=self._gradients,
-            pace=self.pace,
+            monitor=self.monitor,
         )
         self.evaluation, self._evaluated = None, resume.evaluated
         if self._held_out is not None:
@@ -352,17 +360,17 @@ class Engine:
                 world=world,
                 communicator=communicator,
                 links=links,
-                pace=self.pace,
+                monitor=self.monitor,
             )
         if seat.rows and (seat.is_first or seat.is_last or self.model.needs_batch):
             self._loader.plan(self._keys(seat))
-        return Entered(
+        return EntryStats(
             bytes_moved=received_bytes,
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
 
-    def _make_room(self, resume: Resume, seat: Seat) -> None:
+    def _make_room(self, resume: ResumeRank, seat: RankAssignment) -> None:
         """Before new state arrives: drop what did not arrive whole, and park and drop what the plan says.
 
         Under ZeRO-1 parts are kept, and parameters that are not complete may be filled from them.
@@ -371,27 +379,29 @@ class Engine:
             return
         needed = frozenset(seat.layers)
         dropped = frozenset(resume.dropped) - needed
-        self.complete -= dropped
-        self.parked.forget(dropped)
-        self.model.drop(self.model.held - self.complete)
-        self.optimization.forget_dropped()
-        for layer in sorted((frozenset(resume.parked) & self.complete & self.model.held) - needed):
-            self.pace.tick()
+        self.complete_layers -= dropped
+        self.parked.free(dropped)
+        self.model.drop(self.model.held_layers - self.complete_layers)
+        self.optimization.release_dropped()
+        for layer in sorted(
+            (frozenset(resume.parked) & self.complete_layers & self.model.held_layers) - needed
+        ):
+            self.monitor.tick()
             self.parked.park(layer)
         give_back_memory()
         for layer in sorted(needed & self.parked.layers):
-            self.pace.tick()
-            self.parked.take_back(layer)
+            self.monitor.tick()
+            self.parked.unpark(layer)
 
-    def _provide(self, seat: Seat, world: WorldData) -> None:
+    def _provide(self, seat: RankAssignment, world: WorldData) -> None:
         """Hold what this rank needs of the layers that it is to begin with, and nothing else of them."""
-        if not self.model.provides or self.committed_step > 0:
+        if not self.model.can_provide or self.committed_step > 0:
             return
         sent = {transfer.layer for transfer in world.transfers if transfer.source == seat.rank}
         needed = sent if is_sharded(stage_of(world, seat.rank)) else {*seat.layers, *sent}
-        self.model.drop(self.model.held - needed)
-        for layer in sorted(needed & self.complete):
-            self.pace.tick()
+        self.model.drop(self.model.held_layers - needed)
+        for layer in sorted(needed & self.complete_layers):
+            self.monitor.tick()
             self.model.provide([layer])
 
     def _groups(self, world: WorldData, buckets: Collection[Bucket]) -> list[Members]:
@@ -406,25 +416,27 @@ class Engine:
         groups |= {stage.ranks for p in world.pipelines for stage in p.stages if is_sharded(stage)}
         return sorted(groups)
 
-    def _talks(self, world: WorldData) -> frozenset[Talk]:
+    def _talks(self, world: WorldData) -> frozenset[CommunicationEdge]:
         """Return which ranks will talk to each other; other rows of a microbatch go to other devices."""
         rows = {self.data.microbatch_rows}
-        if self._held_out is not None and self._held_out.rows_of_last:
-            rows.add(self._held_out.rows_of_last)
+        if self._held_out is not None and self._held_out.last_microbatch_rows:
+            rows.add(self._held_out.last_microbatch_rows)
         coupled = self.model.couples_rows
-        return frozenset().union(*(talks_of(world, number, coupled=coupled) for number in rows))
+        return frozenset().union(*(communication_edges(world, number, coupled=coupled) for number in rows))
 
-    def _keys(self, seat: Seat) -> Iterator[Key]:
+    def _keys(self, seat: RankAssignment) -> Iterator[MicrobatchKey]:
         """Yield the microbatches that this rank, which has rows, will read in the present generation; endless."""
         first, evaluator, held_out = seat.first_microbatch, self._evaluator, self._held_out
         numbers = range(first, first + seat.microbatches)
         evaluated = self._evaluated
         for step in count(self.committed_step):
             if step > self.committed_step:
-                yield from (Key(step, 0, number) for number in numbers)
+                yield from (MicrobatchKey(step, 0, number) for number in numbers)
             if evaluator is not None and held_out is not None and step > evaluated and held_out.is_due(step):
                 for batch in range(held_out.batches):
-                    yield from (Key(step, batch + 1, first + own) for own in evaluator.microbatches(batch))
+                    yield from (
+                        MicrobatchKey(step, batch + 1, first + own) for own in evaluator.microbatches(batch)
+                    )
 
     # --- the user's hook ---------------------------------------------------------------------------
 
@@ -470,11 +482,11 @@ class Engine:
             raise EngineError("no generation was entered, or there is nothing to evaluate on")
         names, started = self.model.metric_names, time.monotonic()
         sums = [0.0] * (2 + 2 * len(names))
-        with self.model.buffers_kept(), generators_kept(self.model.device):
+        with self.model.preserve_buffers(), preserve_generators(self.model.device):
             for batch in range(held_out.batches):
                 totals = evaluator.run(self.committed_step, batch)
                 took_s = time.monotonic() - started
-                own = [stop_wanted(), held_out.length, took_s, *totals.numbers(names)]
+                own = [stop_wanted(), held_out.length, took_s, *totals.to_list(names)]
                 stops, length, took_s, *more = self._summed(own)
                 self._check_length(length, held_out)
                 sums = [total + part for total, part in zip(sums, more, strict=True)]
@@ -491,7 +503,7 @@ class Engine:
         self._evaluated = self.committed_step
         return stops > 0
 
-    def _check_length(self, total: float, held_out: HeldOut) -> None:
+    def _check_length(self, total: float, held_out: HeldOutSampler) -> None:
         """:raises TrainingError: the held-out data set has not the same length on all ranks."""
         assert self._communicator is not None
         if total != held_out.length * self._communicator.size:
@@ -504,16 +516,16 @@ class Engine:
     def _summed(self, numbers: list[float | Tensor]) -> list[float]:
         """Return the sums over all ranks; waits for the device once, for all of them."""
         assert self._communicator is not None
-        self.pace.tick()
+        self.monitor.tick()
         known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
         ballot = torch.tensor(known, dtype=torch.float64, device=self.model.device)
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 ballot[index] = number
         pending = self._communicator.all_reduce(ballot, self._communicator.world)
-        with self.pace.idle("vote"):
-            self._communicator.settle(pending)
-        sums: list[float] = self.pace.values(ballot)
+        with self.monitor.idle("vote"):
+            self._communicator.confirm(pending)
+        sums: list[float] = self.monitor.read_values(ballot)
         return sums
 
     # --- the step --------------------------------------------------------------------------------
@@ -530,31 +542,31 @@ class Engine:
         if executor is None or gradients is None:
             raise EngineError("no generation was entered")
         started, began_s = time.monotonic(), time.time()
-        self.pace.begin_step()
+        self.monitor.begin_step()
         self._keep_buffers()
         if self.sharding is not None:
-            self.sharding.begin()
+            self.sharding.begin_step()
         scale = self.optimization.loss_scale
         loss_scale = 1.0 if scale is None else scale.value
         totals = executor.run(self.committed_step + 1, loss_scale / self._nominal_weight)
-        gradients.finish(self.pace)
+        gradients.finish(self.monitor)
         self.ready_step = self.committed_step + 1
         vote, stop, snap = self._ask(totals, loss_scale, stop_wanted(), snap_wanted())
-        self.pace.note_bubbles()
-        bubble_s, sums_s = self.pace.bubble_s, self.pace.sums_s
+        self.monitor.account_bubbles()
+        bubble_s, sums_s = self.monitor.bubble_s, self.monitor.sync_s
         if self.snapshots is not None:
             self.snapshots.finish()
-        with self.pace.trace.span("apply"):
+        with self.monitor.trace.span("apply"):
             self._apply(vote)
-            diverged = self.sharding.check(self.committed_step) if self.sharding is not None else ()
+            diverged = self.sharding.check_replicas(self.committed_step) if self.sharding is not None else ()
         step_s = time.monotonic() - started
-        self.pace.trace.add("step", began_s, began_s + step_s, self.committed_step)
+        self.monitor.trace.add("step", began_s, began_s + step_s, self.committed_step)
         if self.snapshots is not None:
-            self.snapshots.committed(Elapsed(step_s=step_s, waits_s=bubble_s, sums_s=sums_s))
+            self.snapshots.record_step(StepTimes(step_s=step_s, waits_s=bubble_s, sums_s=sums_s))
         return StepResult(
             vote=vote,
-            stop=stop,
-            snap=snap,
+            stop_requested=stop,
+            snapshot_requested=snap,
             step_s=step_s,
             bubble_s=bubble_s,
             microbatch_ms=executor.microbatch_ms(),
@@ -562,19 +574,19 @@ class Engine:
         )
 
     def begin_snapshot(self, generation: int) -> None:
-        """Behind a step that said ``snap``: its state is copied while the next is computed."""
+        """Behind a step that said ``snapshot_requested``: its state is copied while the next is computed."""
         assert self.snapshots is not None and self.vote is not None
         # Bubbles are those of the next step from here on.
-        self.pace.begin_step()
-        with self.pace.trace.span("snapshot"):
+        self.monitor.begin_step()
+        with self.monitor.trace.span("snapshot"):
             self.snapshots.begin(generation, self.committed_step, self.vote)
 
-    def digests(self) -> dict[int, str]:
+    def compute_digests(self) -> dict[int, str]:
         """Of the parameters of each owned layer."""
         digests = {}
-        for layer in sorted(self.owned):
-            self.pace.tick()
-            with self.model.put_together(layer), self.pace.device():
+        for layer in sorted(self.owned_layers):
+            self.monitor.tick()
+            with self.model.whole_layer(layer), self.monitor.waiting_for_device():
                 digests[layer] = self.states.digest(layer)
         return digests
 
@@ -587,7 +599,7 @@ class Engine:
         assert self._gradients is not None
         squared, broken = self._gradients.squared_norm()
         names = self.model.metric_names
-        sums = self._summed([squared, broken, stop, snap, *totals.numbers(names)])
+        sums = self._summed([squared, broken, stop, snap, *totals.to_list(names)])
         total_squared, total_broken, stops, snaps, loss, weight, *metrics = sums
         vote = Vote(
             loss=loss / weight if weight else 0.0,
@@ -613,7 +625,7 @@ class Engine:
         :raises CommunicationError: they cannot; the layers are not complete here.
         """
         assert self.ready_step is not None and self._gradients is not None
-        self.pace.tick()
+        self.monitor.tick()
         clip = self.data.clip_gradient_norm
         if not vote.skipped:
             factor = 1 / self._divisor(vote.weight, vote.loss_scale)
@@ -622,29 +634,29 @@ class Engine:
             if factor != 1:
                 self._gradients.scale(factor)
         if self.sharding is not None:
-            self.sharding.update(self.owned, skipped=vote.skipped)
+            self.sharding.update(self.owned_layers, skipped=vote.skipped)
         else:
-            self.optimization.step(self.owned, skipped=vote.skipped)
+            self.optimization.step(self.owned_layers, skipped=vote.skipped)
         if self.optimization.loss_scale is not None and vote.weight:
             self.optimization.loss_scale.advance(overflowed=vote.skipped)
         self.committed_step, self.ready_step, self.vote = self.ready_step, None, vote
         self.evaluation = None
         self._buffers = []
-        whole = frozenset() if self._sharded else self.owned
-        if self.model.held != whole or self.complete != whole:
+        whole = frozenset() if self._sharded else self.owned_layers
+        if self.model.held_layers != whole or self.complete_layers != whole:
             # The first commit of a generation: what others own now is out of date here.
-            self.complete = set(whole)
-            self.parked.forget()
+            self.complete_layers = set(whole)
+            self.parked.free()
             self.model.drop(set(range(self.model.layer_count)) - whole)
-            self.optimization.forget_dropped()
-            self.model.forget_beginning()
+            self.optimization.release_dropped()
+            self.model.release_initial_values()
             give_back_memory()
-        self.pace.tick()
+        self.monitor.tick()
         if self.data.zero1 and self.sharding is not None and not vote.skipped:
-            self.complete = set()
+            self.complete_layers = set()
             if gather:
-                self.sharding.gather()
-                self.complete = set(whole)
+                self.sharding.gather_parameters()
+                self.complete_layers = set(whole)
 
     # --- undoing ---------------------------------------------------------------------------------
 
@@ -652,23 +664,23 @@ class Engine:
         """Running statistics change in COMPUTE; a step that is redone must not count its rows twice."""
         self._buffers = [
             (tensor.value, tensor.value.clone())
-            for layer in sorted(self.owned)
+            for layer in sorted(self.owned_layers)
             for tensor in self.model.tensors_of(layer)
             if tensor.kind == "buffer"
         ]
 
     def _start_anew(self, step: int, vote: Vote | None, again: frozenset[int] = frozenset()) -> None:
-        """Hold nothing, at ``step``; the memory of layers that come ``again`` stays.
+        """Hold nothing, at ``step``; the memory of layers that come ``refilled_layers`` stays.
 
         Under ZeRO-1 none does: who gathered parameters in place may be stuck, and write into them yet.
         """
         self._discard()
         layers = frozenset(range(self.model.layer_count))
-        self.parked.forget()
+        self.parked.free()
         if self.sharding is not None:
-            self.sharding.forget()
+            self.sharding.clear()
         self.model.drop(layers - again if self.sharding is None else layers)
-        self.complete = set()
+        self.complete_layers = set()
         self.committed_step, self.vote, self.evaluation = step, vote, None
 
     def _discard(self) -> None:
@@ -694,7 +706,7 @@ def _means(names: Sequence[str], sums: list[float]) -> dict[str, float]:
     return {name: total / weight for name, total, weight in found if weight}
 
 
-def optimization_of(model: Model, data: TrainingData) -> Optimization:
+def make_optimization(model: Model, data: TrainingData) -> Optimization:
     """Return the optimizer over parts of layers where the job needs that, or may come to need it; over whole ones
     otherwise.
 
@@ -710,15 +722,15 @@ def optimization_of(model: Model, data: TrainingData) -> Optimization:
         return Optimization(model)
 
 
-def held_out_of(training: Training, data: TrainingData) -> HeldOut | None:
+def make_held_out(training: Training, data: TrainingData) -> HeldOutSampler | None:
     """Return what evaluations are made of; ``None``: the job makes none."""
     if data.evaluation_every_steps < 1 or training.evaluation is None:
         return None
-    return HeldOut(
+    return HeldOutSampler(
         length=len(training.evaluation),
         global_batch=data.global_batch,
         microbatch_rows=data.microbatch_rows,
         steps=data.steps,
         every_steps=data.evaluation_every_steps,
-        most_batches=data.evaluation_batches,
+        max_batches=data.evaluation_batches,
     )

@@ -8,16 +8,16 @@ last sum knows the same result as all others. Nothing of the training's state ch
 
 from torch import Tensor
 
-from runtime.data.held_out import HeldOut
+from runtime.data.held_out import HeldOutSampler
 from runtime.data.loader import BatchLoader
 from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageMicrobatches, StageTotals
-from runtime.engine.schedule import AwaitSent, Forward, ReceiveActivation, SendActivation, forward_only
+from runtime.engine.schedule import AwaitReceived, Forward, ReceiveActivation, SendActivation, forward_only
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
-from runtime.layers.world import Seat, seat_of
-from runtime.watch.pace import Pace
-from runtime.watch.stopwatch import Stopwatch
+from runtime.layers.world import RankAssignment, rank_assignment
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.monitoring.stopwatch import Stopwatch
 from statemachine.messages.trainer import WorldData
 
 
@@ -28,23 +28,23 @@ class EvaluationExecutor:
         self,
         *,
         model: Model,
-        held_out: HeldOut,
+        held_out: HeldOutSampler,
         loader: BatchLoader,
         world: WorldData,
         communicator: Communicator,
         links: StageLinks,
-        pace: Pace,
+        monitor: ProgressMonitor,
     ) -> None:
         self._model = model
         self._held_out = held_out
         self._loader = loader
         self._communicator = communicator
         self._links = links
-        self._pace = pace
-        self._stopwatch = Stopwatch(model.runtime, pace)
+        self._monitor = monitor
+        self._stopwatch = Stopwatch(model.runtime, monitor)
         self._seats = {
-            rows: seat_of(world, communicator.rank, rows, coupled=model.couples_rows)
-            for rows in {held_out.microbatch_rows, held_out.rows_of_last}
+            rows: rank_assignment(world, communicator.rank, rows, coupled=model.couples_rows)
+            for rows in {held_out.microbatch_rows, held_out.last_microbatch_rows}
             if rows
         }
 
@@ -67,21 +67,21 @@ class EvaluationExecutor:
         operations = forward_only(seat.stage, seat.stages, self.microbatches(batch))
         microbatches = StageMicrobatches(
             self._model,
-            self._pace,
+            self._monitor,
             read=lambda microbatch: self._loader.load_held_out(
                 step, batch, seat.first_microbatch + microbatch, self._communicator.check
             ),
-            seat=lambda microbatch: self._own(batch, microbatch),
-            step=self._held_out.step_of(batch),
+            assignment=lambda microbatch: self._own(batch, microbatch),
+            step=self._held_out.pseudo_step(batch),
             rows=self._held_out.microbatch_rows,
         )
-        self._stopwatch.begin()
+        self._stopwatch.begin_step()
         self._links.begin((o for o in operations if isinstance(o, ReceiveActivation)), microbatches)
         for operation in operations:
             self._communicator.check()
-            self._pace.tick()
+            self._monitor.tick()
             match operation:
-                case AwaitSent(microbatch=microbatch):
+                case AwaitReceived(microbatch=microbatch):
                     self._links.await_sent(microbatch)
                 case ReceiveActivation(microbatch=microbatch):
                     inputs[microbatch] = self._links.receive()
@@ -96,15 +96,15 @@ class EvaluationExecutor:
         for microbatch in range(seat.microbatches):
             own = self._seat(batch, microbatch)
             if own is not None and not own.rows:
-                self._model.attend(seat.first_layer, seat.end_layer)
+                self._model.join_gathers(seat.first_layer, seat.end_layer)
         return totals
 
-    def _own(self, batch: int, microbatch: int) -> Seat:
+    def _own(self, batch: int, microbatch: int) -> RankAssignment:
         seat = self._seat(batch, microbatch)
         assert seat is not None, "microbatches beyond the end are left out"
         return seat
 
-    def _seat(self, batch: int, microbatch: int) -> Seat | None:
+    def _seat(self, batch: int, microbatch: int) -> RankAssignment | None:
         """Return this rank's part of a microbatch of its pipeline; ``None`` beyond the end of the data set."""
         whole = self._seats[self._held_out.microbatch_rows]
         rows = self._held_out.rows(batch, whole.first_microbatch + microbatch)

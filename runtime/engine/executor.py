@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime.data.loader import BatchLoader
-from runtime.engine.gradients import Gradients
+from runtime.engine.gradients import GradientBuffers
 from runtime.engine.links import StageLinks
 from runtime.engine.microbatches import StageMicrobatches, StageTotals
 from runtime.engine.schedule import (
@@ -24,9 +24,9 @@ from runtime.engine.schedule import (
 )
 from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
-from runtime.layers.world import Seat
-from runtime.watch.pace import Pace
-from runtime.watch.stopwatch import Stopwatch
+from runtime.layers.world import RankAssignment
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.monitoring.stopwatch import Stopwatch
 
 
 class StageExecutor:
@@ -37,22 +37,26 @@ class StageExecutor:
         *,
         model: Model,
         loader: BatchLoader,
-        seat: Seat,
+        assignment: RankAssignment,
         communicator: Communicator,
         links: StageLinks,
-        gradients: Gradients,
-        pace: Pace,
+        gradients: GradientBuffers,
+        monitor: ProgressMonitor,
     ) -> None:
         self._model = model
         self._loader = loader
-        self._seat = seat
+        self._seat = assignment
         self._communicator = communicator
         self._links = links
         self._gradients = gradients
-        self._pace = pace
-        self._stopwatch = Stopwatch(model.runtime, pace)
+        self._monitor = monitor
+        self._stopwatch = Stopwatch(model.runtime, monitor)
         # With fewer rows than devices some device of a stage has none, and nothing to do but to sync.
-        self._operations = one_f_one_b(seat.stage, seat.stages, seat.microbatches) if seat.rows else ()
+        self._operations = (
+            one_f_one_b(assignment.stage, assignment.stages, assignment.microbatches)
+            if assignment.rows
+            else ()
+        )
         self._last = max((o.microbatch for o in self._operations if isinstance(o, Backward)), default=-1)
 
     def run(self, step: int, scale: float) -> StageTotals:
@@ -71,22 +75,22 @@ class StageExecutor:
         seat, load, check = self._seat, self._loader.load, self._communicator.check
         self._microbatches = StageMicrobatches(
             self._model,
-            self._pace,
+            self._monitor,
             read=lambda microbatch: load(step, seat.first_microbatch + microbatch, check),
-            seat=lambda _: seat,
+            assignment=lambda _: seat,
             step=step,
             rows=seat.microbatch_rows,
         )
         self._gradients.begin()
-        self._stopwatch.begin()
+        self._stopwatch.begin_step()
         receives = (o for o in self._operations if isinstance(o, ReceiveActivation | ReceiveGradient))
         self._links.begin(receives, self._microbatches)
-        with self._model.checked(
+        with self._model.interruptible(
             check
         ):  # A stage may take long: an abort does not wait for all of its layers.
             for operation in self._operations:
                 check()
-                self._pace.tick()
+                self._monitor.tick()
                 try:
                     self._do(operation)
                 except Exception:
@@ -133,7 +137,7 @@ class StageExecutor:
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o.requires_grad]
         if not pairs:
             return
-        with self._pace.trace.span("backward", microbatch), self._stopwatch.computing(microbatch):
+        with self._monitor.trace.span("backward", microbatch), self._stopwatch.time_microbatch(microbatch):
             try:
                 torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
             except Exception:

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending
+from runtime.groups.communicator import CommunicationError, Communicator, Members, PendingOperation
 from runtime.layers.model import Model
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.cells import common_cells
-from runtime.zero.parts import Shape
+from runtime.zero.parts import ParameterLayout
 from runtime.zero.shards import StageShards
 from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
-PIECE_BYTES = 8 * 1024 * 1024
+SLICE_BYTES = 8 * 1024 * 1024
 _NORM_RUN = 64 * 1024
 """Elements whose squares are added up in their own type."""
 
@@ -42,11 +42,11 @@ class _Piece:
     """Parameters whose gradient of the last microbatch has not come yet."""
 
 
-class Gradients:
+class GradientBuffers:
     """Belongs to one generation: after an abort a stuck all-reduce may still write into the old buffers.
 
-    Of whole parameters, made of the buckets that ``communicator.rank`` owns (``of_buckets``); or of cells of
-    vectors, where stages shard (``of_cells``).
+    Of whole parameters, made of the buckets that ``communicator.rank`` owns (``from_buckets``); or of cells of
+    vectors, where stages shard (``from_cells``).
     """
 
     def __init__(self, model: Model, communicator: Communicator) -> None:
@@ -62,11 +62,13 @@ class Gradients:
         """By vector, where stages shard."""
         self._armed = False
         self._launched: dict[Members, int] = {}
-        self._pending: list[Pending] = []
+        self._pending: list[PendingOperation] = []
         self._failure: CommunicationError | None = None
 
     @classmethod
-    def of_buckets(cls, model: Model, buckets: Collection[Bucket], communicator: Communicator) -> "Gradients":
+    def from_buckets(
+        cls, model: Model, buckets: Collection[Bucket], communicator: Communicator
+    ) -> "GradientBuffers":
         """:param buckets: of the whole model; those that ``communicator.rank`` does not own are left out."""
         gradients = cls(model, communicator)
         parameters = dict(model.named_parameters(range(model.layer_count)))
@@ -83,14 +85,14 @@ class Gradients:
         return gradients
 
     @classmethod
-    def of_cells(
+    def from_cells(
         cls,
         model: Model,
-        shape: Shape,
+        shape: ParameterLayout,
         world: WorldData,
         communicator: Communicator,
         shards: StageShards | None,
-    ) -> "Gradients":
+    ) -> "GradientBuffers":
         """:param shards: this rank's, where its own stage shards."""
         gradients = cls(model, communicator)
         gradients._shards = shards
@@ -107,7 +109,7 @@ class Gradients:
                 for name, (start, end) in zip(vector.names, pairwise(vector.offsets), strict=True):
                     gradients._views.append((parameters[name], flat[start:end].view_as(parameters[name])))
             else:
-                begin, flat = shards.runs[number][0], shards.gradients[number]
+                begin, flat = shards.ranges[number][0], shards.gradients[number]
             for cell in reversed(cells):
                 start, end = cell.elements(vector.numel)
                 if communicator.rank in cell.owners and start < end:
@@ -162,7 +164,7 @@ class Gradients:
         if self._shards is not None:
             self._shards.end_backward()
 
-    def finish(self, pace: Pace) -> None:
+    def finish(self, monitor: ProgressMonitor) -> None:
         """Send what has not left yet (parameters without a gradient) and wait until all sums are here.
 
         :raises CommunicationError: aborted, or a peer is lost.
@@ -173,11 +175,11 @@ class Gradients:
                 piece.missing.clear()
             self._launch(members)
         for pending in self._pending:
-            pace.wait(self._communicator, pending, "sync")
+            monitor.wait(self._communicator, pending, "sync")
         if self._pending:
-            with pace.idle("sync"):
+            with monitor.idle("sync"):
                 # Saying "ready" is a promise to peers that roll forward: the sums must really be there.
-                self._communicator.settle(self._pending[-1])
+                self._communicator.confirm(self._pending[-1])
 
     def squared_norm(self) -> tuple[Tensor | float, Tensor | int]:
         """Of the buffers whose lowest owner is this rank, so that a sum over ranks counts each once.
@@ -263,13 +265,13 @@ def _squared_norm(flat: Tensor) -> float:
 
 
 def _pieces(bucket: Bucket, flat: Tensor) -> list[_Piece]:
-    """The bucket cut at parameters into pieces of ``PIECE_BYTES`` or somewhat more, the last one first."""
+    """The bucket cut at parameters into pieces of ``SLICE_BYTES`` or somewhat more, the last one first."""
     pieces: list[_Piece] = []
     names: list[str] = []
     end = bucket.numel
     for name, offset in zip(reversed(bucket.parameters), reversed(bucket.offsets), strict=True):
         names.append(name)
-        if (end - offset) * flat.element_size() >= PIECE_BYTES or name == bucket.parameters[0]:
+        if (end - offset) * flat.element_size() >= SLICE_BYTES or name == bucket.parameters[0]:
             piece = _Piece(
                 flat=flat[offset:end], owners=bucket.owners, names=frozenset(names), missing=set(names)
             )

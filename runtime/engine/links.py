@@ -17,11 +17,11 @@ from torch import Tensor
 
 from runtime.engine.microbatches import StageMicrobatches
 from runtime.engine.schedule import ReceiveActivation, ReceiveGradient
-from runtime.groups.communicator import Channel, Communicator, Pending
+from runtime.groups.communicator import Channel, Communicator, PendingOperation
 from runtime.layers.activations import ActivationShape, TensorShape
 from runtime.layers.model import Model
 from runtime.layers.world import Route
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 
 _PREFETCH = 2
 """Receives posted before they are needed: gloo moves nothing before the receiver has posted."""
@@ -49,7 +49,7 @@ class _Arriving:
     operation: Receive
     tensors: tuple[Tensor, ...] | None = None
     """Buffers; ``None`` while their shapes are not known."""
-    pendings: list[Pending] = field(default_factory=list)
+    pendings: list[PendingOperation] = field(default_factory=list)
     announcement: Tensor | None = None
 
 
@@ -59,17 +59,17 @@ class StageLinks:
     Buffers are allocated for each microbatch and never reused.
     """
 
-    def __init__(self, model: Model, communicator: Communicator, pace: Pace) -> None:
+    def __init__(self, model: Model, communicator: Communicator, monitor: ProgressMonitor) -> None:
         self._model = model
         self._communicator = communicator
-        self._pace = pace
+        self._monitor = monitor
         self._announced: set[tuple[Any, int]] = set()
         """Signatures of batches, each with a peer that was told the shapes of activations."""
         self._heard: set[tuple[Any, int]] = set()
         """Signatures, each with a peer that said the shapes of what it sends."""
         self._arriving: deque[_Arriving] = deque()
         self._to_post: Iterator[Receive] = iter(())
-        self._sent: dict[int, list[Pending]] = {}
+        self._sent: dict[int, list[PendingOperation]] = {}
 
     def begin(self, receives: Iterable[Receive], microbatches: StageMicrobatches) -> None:
         """Begin a step or a held-out batch, and post the first receives.
@@ -85,9 +85,9 @@ class StageLinks:
 
     def send_activation(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Send the stage's output to the next stage; does not wait for it."""
-        routes = self._microbatches.seat(microbatch).following
+        routes = self._microbatches.assignment(microbatch).activations_to
         layer, key = (
-            self._microbatches.seat(microbatch).end_layer - 1,
+            self._microbatches.assignment(microbatch).end_layer - 1,
             self._microbatches.signature(microbatch),
         )
         unaware = [route.peer for route in routes if not self._knows(self._announced, key, route.peer)]
@@ -102,12 +102,12 @@ class StageLinks:
 
     def send_gradient(self, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
         """Send the gradients of what ``ReceiveActivation(microbatch)`` brought; does not wait."""
-        self._send(gradients, self._microbatches.seat(microbatch).gradients_to, "gradient")
+        self._send(gradients, self._microbatches.assignment(microbatch).gradients_to, "gradient")
 
     def await_sent(self, microbatch: int) -> None:
         """Wait until the next stage has taken the activations of a microbatch."""
         for pending in self._sent.pop(microbatch):
-            self._pace.wait(self._communicator, pending, "bubble")
+            self._monitor.wait(self._communicator, pending, "bubble")
 
     def receive(self) -> tuple[Tensor, ...]:
         """Return what the oldest receive brought."""
@@ -119,10 +119,12 @@ class StageLinks:
             if arriving.announcement is not None:
                 microbatch = arriving.operation.microbatch
                 layer, key = (
-                    self._microbatches.seat(microbatch).first_layer - 1,
+                    self._microbatches.assignment(microbatch).first_layer - 1,
                     self._microbatches.signature(microbatch),
                 )
-                self._model.learn_shape(layer, key, _announced(self._pace.values(arriving.announcement)))
+                self._model.set_output_shape(
+                    layer, key, _announced(self._monitor.read_values(arriving.announcement))
+                )
             self._post(arriving)
         self._arriving.popleft()
         assert arriving.tensors is not None
@@ -136,7 +138,7 @@ class StageLinks:
 
     def _send(
         self, tensors: tuple[Tensor, ...], routes: tuple[Route, ...], channel: Channel
-    ) -> list[Pending]:
+    ) -> list[PendingOperation]:
         return [
             self._communicator.send(
                 tensor.detach()[route.start : route.end].contiguous(), route.peer, channel
@@ -154,14 +156,14 @@ class StageLinks:
             return
         arriving = _Arriving(operation)
         self._arriving.append(arriving)
-        seat = self._microbatches.seat(operation.microbatch)
+        seat = self._microbatches.assignment(operation.microbatch)
         key = self._microbatches.signature(operation.microbatch)
         match operation:
             case ReceiveGradient():
                 if self._model.output_shape(seat.end_layer - 1, key) is not None:
                     self._post(arriving)
             case ReceiveActivation():
-                silent = [r.peer for r in seat.previous if not self._knows(self._heard, key, r.peer)]
+                silent = [r.peer for r in seat.activations_from if not self._knows(self._heard, key, r.peer)]
                 if not silent:
                     self._post(arriving)
                     return
@@ -179,10 +181,10 @@ class StageLinks:
     def _post(self, arriving: _Arriving) -> None:
         """Allocate buffers and receive into them."""
         operation = arriving.operation
-        seat = self._microbatches.seat(operation.microbatch)
+        seat = self._microbatches.assignment(operation.microbatch)
         channel: Channel
         if isinstance(operation, ReceiveActivation):
-            channel, routes, layer = "activation", seat.previous, seat.first_layer - 1
+            channel, routes, layer = "activation", seat.activations_from, seat.first_layer - 1
         else:
             channel, routes, layer = "gradient", seat.gradients_from, seat.end_layer - 1
         shape = self._model.output_shape(layer, self._microbatches.signature(operation.microbatch))
@@ -197,9 +199,9 @@ class StageLinks:
             for tensor in tensors
         ]
 
-    def _wait(self, pendings: list[Pending]) -> None:
+    def _wait(self, pendings: list[PendingOperation]) -> None:
         for pending in pendings:
-            self._pace.wait(self._communicator, pending, "bubble")
+            self._monitor.wait(self._communicator, pending, "bubble")
 
 
 def _announce(shape: ActivationShape) -> Tensor:

@@ -10,9 +10,9 @@ from torch import Tensor
 from runtime.data.batches import Batch, signature, slice_rows, to_device
 from runtime.layers.activations import Activation, flatten, shape_of
 from runtime.layers.model import Model
-from runtime.layers.world import Seat
-from runtime.watch.pace import Pace
-from runtime.watch.stopwatch import Stopwatch
+from runtime.layers.world import RankAssignment
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.monitoring.stopwatch import Stopwatch
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class StageTotals:
             before = self.metrics.get(name)
             self.metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
-    def numbers(self, metric_names: tuple[str, ...]) -> list[Tensor | float]:
+    def to_list(self, metric_names: tuple[str, ...]) -> list[Tensor | float]:
         """Return what ranks sum up: loss, weight, and sum and weight of each metric."""
         metrics = [number for name in metric_names for number in self.metrics.get(name, (0.0, 0.0))]
         return [self.loss, self.weight, *metrics]
@@ -50,17 +50,17 @@ class StageMicrobatches:
     def __init__(
         self,
         model: Model,
-        pace: Pace,
+        monitor: ProgressMonitor,
         *,
         read: Callable[[int], Batch],
-        seat: Callable[[int], Seat],
+        assignment: Callable[[int], RankAssignment],
         step: int,
         rows: int,
     ) -> None:
         self._model = model
-        self._pace = pace
+        self._monitor = monitor
         self._read = read
-        self.seat = seat
+        self.assignment = assignment
         self._step = step
         self._rows = rows
         self._batches: dict[int, Batch] = {}
@@ -69,22 +69,22 @@ class StageMicrobatches:
 
     def load(self, microbatch: int) -> None:
         """Load a microbatch now, where the stage takes more of it than activations."""
-        seat = self.seat(microbatch)
+        seat = self.assignment(microbatch)
         if self._model.needs_batch or seat.is_first or seat.is_last:
             self.batch(microbatch)
 
     def batch(self, microbatch: int) -> Batch:
         """Return this rank's rows of a microbatch, on its device."""
         if microbatch not in self._batches:
-            seat = self.seat(microbatch)
-            with self._pace.read():
+            seat = self.assignment(microbatch)
+            with self._monitor.reading_data():
                 whole = self._read(microbatch)
             own = slice_rows(whole, seat.first_row, seat.first_row + seat.rows, seat.microbatch_rows)
             self._on_host[microbatch] = own
             self._batches[microbatch] = to_device(own, self._model.device)
         return self._batches[microbatch]
 
-    def on_host(self, microbatch: int) -> Batch:
+    def host_batch(self, microbatch: int) -> Batch:
         """Return the same in host memory, for what must not wait for the device."""
         self.batch(microbatch)
         return self._on_host[microbatch]
@@ -103,7 +103,7 @@ class StageMicrobatches:
         :param received: what the previous stage sent; empty on the first stage.
         :returns: what the stage's last layer returns.
         """
-        seat, model = self.seat(microbatch), self._model
+        seat, model = self.assignment(microbatch), self._model
         batch = self._batches.get(microbatch)
         x = None if seat.is_first else self._assembled(microbatch, received)
         row = (seat.first_microbatch + microbatch) * self._rows + seat.first_row
@@ -125,20 +125,20 @@ class StageMicrobatches:
         :param totals: the last stage adds what it computed.
         :returns: what is to be sent to the next stage; the last stage's sum of losses.
         """
-        seat, model = self.seat(microbatch), self._model
+        seat, model = self.assignment(microbatch), self._model
         self.load(microbatch)
-        with self._pace.trace.span("forward", microbatch), stopwatch.computing(microbatch):
+        with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
             output = self.run(microbatch, received, train=train)
             if seat.is_last:
                 batch = self.batch(microbatch)
                 with torch.set_grad_enabled(train):
-                    total, weight = model.loss(output, batch, seat.rows, self.on_host(microbatch))
-                if seat.speaks:
-                    totals.add(total, weight, model.metrics(output, batch, seat.rows))
+                    total, weight = model.compute_loss(output, batch, seat.rows, self.host_batch(microbatch))
+                if seat.is_representative:
+                    totals.add(total, weight, model.compute_metrics(output, batch, seat.rows))
                 outputs: tuple[Tensor, ...] = (total,)
             else:
                 outputs = flatten(output)
-                model.learn_shape(seat.end_layer - 1, self.signature(microbatch), shape_of(output))
+                model.set_output_shape(seat.end_layer - 1, self.signature(microbatch), shape_of(output))
         self.release(microbatch)
         return outputs
 
@@ -149,7 +149,7 @@ class StageMicrobatches:
 
     def _assembled(self, microbatch: int, received: tuple[Tensor, ...]) -> Activation:
         """Return what the previous stage sent, as the stage's first layer takes it."""
-        layer = self.seat(microbatch).first_layer - 1
+        layer = self.assignment(microbatch).first_layer - 1
         shape = self._model.output_shape(layer, self.signature(microbatch))
         assert shape is not None
         return shape.assemble(received)

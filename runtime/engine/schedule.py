@@ -7,14 +7,14 @@ not block until they are received: stage s sends an activation while stage s + 1
 gradient.
 
 ``forward_only`` lists what one stage does to evaluate microbatches. Nothing flows back that would hold a stage up,
-so it waits now and then until the next stage has taken what it sent (``AwaitSent``): otherwise the activations of
+so it waits now and then until the next stage has taken what it sent (``AwaitReceived``): otherwise the activations of
 all microbatches could pile up in the memory of the first stage.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SENT_AHEAD = 2
+MAX_UNRECEIVED = 2
 """Activations that a stage of ``forward_only`` may have sent and that were not taken yet."""
 
 
@@ -57,14 +57,14 @@ class SendGradient:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitSent:
+class AwaitReceived:
     """Wait until the next stage has taken what ``SendActivation(microbatch)`` sent."""
 
     microbatch: int
 
 
 Operation = ReceiveActivation | Forward | SendActivation | ReceiveGradient | Backward | SendGradient
-ForwardOperation = ReceiveActivation | Forward | SendActivation | AwaitSent
+ForwardOperation = ReceiveActivation | Forward | SendActivation | AwaitReceived
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, ...]:
@@ -107,13 +107,13 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, 
 def forward_only(stage: int, stages: int, microbatches: Sequence[int]) -> tuple[ForwardOperation, ...]:
     """Return the operations of ``stage`` (0 … stages − 1) to run these microbatches forward, in this order.
 
-    Before a microbatch is computed, at most ``SENT_AHEAD - 1`` activations are on their way to the next stage.
+    Before a microbatch is computed, at most ``MAX_UNRECEIVED - 1`` activations are on their way to the next stage.
     """
     _check_stage(stage, stages)
     operations: list[ForwardOperation] = []
     for position, microbatch in enumerate(microbatches):
-        if stage < stages - 1 and position >= SENT_AHEAD:
-            operations.append(AwaitSent(microbatches[position - SENT_AHEAD]))
+        if stage < stages - 1 and position >= MAX_UNRECEIVED:
+            operations.append(AwaitReceived(microbatches[position - MAX_UNRECEIVED]))
         if stage > 0:
             operations.append(ReceiveActivation(microbatch))
         operations.append(Forward(microbatch))

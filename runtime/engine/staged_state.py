@@ -1,7 +1,7 @@
 """Layers that the node staged (``storage.staged``), on their way into this trainer's tensors.
 
 Straight out of where they lie, on several threads: each block that the node lends is verified and, while it
-is in the cache, copied, while the next layer is made ready. A layer counts when ``check`` has found all of it
+is in the cache, copied, while the next layer is made ready. A layer counts when ``verify`` has found all of it
 sound, and what was lent still there.
 """
 
@@ -18,19 +18,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.layers.state import LayerStates, Reused
-from storage.errors import DamagedError
-from storage.layerstate import Entry, padded
-from storage.manifest import BLOCK_BYTES, Part
-from storage.pages import Bytes, mapped
-from storage.staged import Lender, Piece, read_staged
+from runtime.layers.state import LayerStates, ReusedMemory
+from storage.errors import CorruptDataError
+from storage.layerstate import LayerEntry, padded_size
+from storage.manifest import BLOCK_BYTES, SnapshotPart
+from storage.pages import Bytes, map_file
+from storage.staged import BorrowedSnapshot, PayloadChunk, read_staged
 
 _THREADS = 4
 _TASK_BYTES = 4 * BLOCK_BYTES
 """Of one task of a thread."""
 
 
-class SpoiledError(RuntimeError):
+class StagingCorruptedError(RuntimeError):
     """What was staged is not what was written, or is gone; ``part`` is to blame where it is known."""
 
     def __init__(self, detail: str, part: str = "") -> None:
@@ -54,7 +54,7 @@ class _Run:
 class _Block:
     """Bytes that are verified, where they are lent, and copied."""
 
-    lent: Part | None
+    lent: SnapshotPart | None
     number: int
     """Of ``lent``."""
     data: Bytes
@@ -67,7 +67,7 @@ class _Block:
 
     def copy(self) -> bool:
         """False: it is not as it was written."""
-        if self.lent is not None and not self.lent.sound(self.number, self.data):
+        if self.lent is not None and not self.lent.is_block_intact(self.number, self.data):
             return False
         for target, source in self.copies:
             target[:] = source
@@ -85,10 +85,10 @@ class _Begun:
     """What is to be copied by torch from where it is put."""
 
 
-class StagedState:
-    """``with StagedState(directory, states, tick) as staged``.
+class StagedStateLoader:
+    """``with StagedStateLoader(directory, states, tick) as staged``.
 
-    :param tick: called now and then by the thread that calls ``take``.
+    :param tick: called now and then by the thread that calls ``load_layer``.
     :param reuse: the optimizer's tensors of layers that are held are filled, and not made anew.
     """
 
@@ -99,8 +99,8 @@ class StagedState:
         self._states = states
         self._tick = tick
         self._files: dict[str, Bytes] = {}
-        self._lenders: set[Lender] = set()
-        self._reused: Reused | None = {} if reuse else None
+        self._lenders: set[BorrowedSnapshot] = set()
+        self._reused: ReusedMemory | None = {} if reuse else None
         self._begun: _Begun | None = None
         self._beside: Bytes = np.empty(0, dtype=np.uint8)
         """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
@@ -116,41 +116,41 @@ class StagedState:
         self._begun = None
         self._files.clear()
 
-    def take(self, layer: int) -> None:
+    def load_layer(self, layer: int) -> None:
         """Begin to hold the layer; when this returns, the one before is copied.
 
-        :raises StateError: it is of another model. :raises SpoiledError: its bytes, or those of the one
+        :raises StateError: it is of another model. :raises StagingCorruptedError: its bytes, or those of the one
         before, are not what was written, or are not there any more.
         """
         try:
             staged = read_staged(self._directory, layer)
-            sources = [(piece, self._file(piece)) for piece in staged.pieces]
-        except (OSError, DamagedError) as error:
-            raise SpoiledError(f"layer {layer}: {error}") from error
-        places = self._states.make(layer, staged.header, staged.size_bytes, self._reused)
+            sources = [(piece, self._file(piece)) for piece in staged.chunks]
+        except (OSError, CorruptDataError) as error:
+            raise StagingCorruptedError(f"layer {layer}: {error}") from error
+        places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
         runs, others = self._runs(places)
         tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, runs))]
         self.finish()
         self._begun = _Begun(layer, tasks, others)
-        self._lenders |= set(staged.lenders)
+        self._lenders |= set(staged.borrowed)
         if others:
             self.finish()  # The next one's are put into the same memory.
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """All layers are held.
 
-        :raises SpoiledError: the last one is not what was written, or what was copied may have been written
+        :raises StagingCorruptedError: the last one is not what was written, or what was copied may have been written
         over meanwhile.
         """
         self.finish()
         for lender in self._lenders:
             if not lender.there():
-                raise SpoiledError(f"{lender.manifest} is gone or another one")
+                raise StagingCorruptedError(f"{lender.manifest} is gone or another one")
 
     def finish(self) -> None:
         """Return when the layer that was taken last is copied.
 
-        :raises SpoiledError: it is not what was written.
+        :raises StagingCorruptedError: it is not what was written.
         """
         begun, self._begun = self._begun, None
         if begun is None:
@@ -158,28 +158,30 @@ class StagedState:
         for task in begun.tasks:
             self._tick()
             if (block := task.result()) is not None:
-                raise SpoiledError(f"layer {begun.layer}: its digest does not match", block.part)
+                raise StagingCorruptedError(f"layer {begun.layer}: its digest does not match", block.part)
         for memory, tensor in begun.others:
             tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
-    def _file(self, piece: Piece) -> Bytes:
-        """All of the file that a piece lies in. :raises OSError, DamagedError: it is not there."""
+    def _file(self, piece: PayloadChunk) -> Bytes:
+        """All of the file that a piece lies in. :raises OSError, CorruptDataError: it is not there."""
         if not piece.path:
             return np.frombuffer(piece.data, dtype=np.uint8)
         if piece.path not in self._files:
             with Path(piece.path).open("r+b") as file:
-                self._files[piece.path] = mapped(file.fileno(), os.fstat(file.fileno()).st_size)
+                self._files[piece.path] = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
         memory = self._files[piece.path]
         part = piece.part or piece
         if max(piece.offset + piece.size_bytes, part.offset + part.size_bytes) > len(memory):
-            raise DamagedError(f"{piece.path} has only {len(memory)} bytes")
+            raise CorruptDataError(f"{piece.path} has only {len(memory)} bytes")
         return memory
 
-    def _runs(self, places: Sequence[tuple[Entry, Tensor]]) -> tuple[list[_Run], list[tuple[Bytes, Tensor]]]:
+    def _runs(
+        self, places: Sequence[tuple[LayerEntry, Tensor]]
+    ) -> tuple[list[_Run], list[tuple[Bytes, Tensor]]]:
         """Where the payload's bytes go, ascending; and of tensors that bytes cannot be copied into what is
         copied for them instead."""
         apart = [_memory(tensor) is None for _, tensor in places]
-        sizes = [padded(entry.size_bytes) for entry, _ in places]
+        sizes = [padded_size(entry.size_bytes) for entry, _ in places]
         needed = sum(size for size, beside in zip(sizes, apart, strict=True) if beside)
         if len(self._beside) < needed:
             self._beside = np.empty(needed, dtype=np.uint8)
@@ -206,7 +208,7 @@ def _memory(tensor: Tensor) -> Bytes | None:
     return memory
 
 
-def _blocks(pieces: Iterable[tuple[Piece, Bytes]], runs: Sequence[_Run]) -> list[_Block]:
+def _blocks(pieces: Iterable[tuple[PayloadChunk, Bytes]], runs: Sequence[_Run]) -> list[_Block]:
     """What is copied together, and verified before: each block of what is lent once."""
     ends = [run.end for run in runs]
     found: dict[tuple[str, int], _Block] = {}
@@ -242,7 +244,7 @@ def _copied(blocks: Iterable[_Block]) -> _Block | None:
     return next((block for block in blocks if not block.copy()), None)
 
 
-def _cut(piece: Piece) -> Iterator[tuple[int, range]]:
+def _cut(piece: PayloadChunk) -> Iterator[tuple[int, range]]:
     """The blocks of its file that it lies in, numbered where they are verified."""
     part, end = piece.part, piece.offset + piece.size_bytes
     if part is None:

@@ -6,18 +6,18 @@ the hook may be missing for the committed step alone, and the group sums up whet
 
 from collections.abc import Callable
 
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.tracebacks import describe_error
 from runtime.training import StepInfo, TrainingError
-from runtime.watch.pace import Pace
 from statemachine.messages.values import Vote
 
 
 class StepHook:
     """One rank's part in calling the hook."""
 
-    def __init__(self, hook: Callable[[StepInfo], object], rows: int, pace: Pace) -> None:
+    def __init__(self, hook: Callable[[StepInfo], object], rows: int, monitor: ProgressMonitor) -> None:
         """:param rows: samples of a global batch."""
-        self._hook, self._rows, self._pace = hook, rows, pace
+        self._hook, self._rows, self._monitor = hook, rows, monitor
         self.called_step = 0
         """The newest step that needs no call: this rank made it, or the state came from a snapshot."""
 
@@ -41,7 +41,7 @@ class StepHook:
             tokens_per_s=vote.weight / step_s if step_s and counts_tokens else None,
         )
         try:
-            with self._pace.read():  # It may wait for a disk or a server without being hung.
+            with self._monitor.reading_data():  # It may wait for a disk or a server without being hung.
                 self._hook(info)
         except (Exception, SystemExit) as error:
             raise TrainingError(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from runtime.device import DeviceRuntime
-from runtime.groups.communicator import GROUP_TIMEOUT_S, Communicator, SoloCommunicator
+from runtime.groups.communicator import MIN_GROUP_TIMEOUT_S, Communicator, SoloCommunicator
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
 from runtime.groups.staged import StagedGlooCommunicator
@@ -16,7 +16,7 @@ def make_communicator(
     rank: int,
     hosts: Sequence[str],
     runtime: DeviceRuntime,
-    timeout_s: float = GROUP_TIMEOUT_S,
+    timeout_s: float = MIN_GROUP_TIMEOUT_S,
 ) -> Communicator:
     """The communicator for a job's ``backend``; not yet formed, but it can already be aborted.
 

@@ -15,19 +15,19 @@ Members = tuple[int, ...]
 """Global ranks of a group, ascending."""
 Channel = Literal["activation", "gradient", "state"]
 """What travels between two ranks; each channel of a pair of ranks is first in, first out."""
-GROUP_TIMEOUT_S = 60.0
+MIN_GROUP_TIMEOUT_S = 60.0
 """Least timeout of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
 held for as long. It does not detect failures: the control plane does that."""
 STEPS_PER_TIMEOUT = 20
-MOST_GROUP_TIMEOUT_S = 6 * 3600.0
-Talk = tuple[Channel, int, int]
+MAX_GROUP_TIMEOUT_S = 6 * 3600.0
+CommunicationEdge = tuple[Channel, int, int]
 """Two ranks, ascending, that will send to each other on a channel."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
 """A process group of torch: its stubs know neither the operations nor the options of the backends."""
 
 
-def group_timeout_s(step_s: float, expired: int) -> float:
+def group_timeout_s(step_s: float, expired_groups: int) -> float:
     """Return the timeout of a group.
 
     :param step_s: expected duration of a step; 0: unknown.
@@ -35,11 +35,12 @@ def group_timeout_s(step_s: float, expired: int) -> float:
         that steps that take longer than expected are committed in the end.
     """
     return min(
-        max(GROUP_TIMEOUT_S, STEPS_PER_TIMEOUT * step_s) * 2.0 ** min(expired, 30), MOST_GROUP_TIMEOUT_S
+        max(MIN_GROUP_TIMEOUT_S, STEPS_PER_TIMEOUT * step_s) * 2.0 ** min(expired_groups, 30),
+        MAX_GROUP_TIMEOUT_S,
     )
 
 
-def run_of(numel: int, index: int, members: int) -> tuple[int, int]:
+def member_range(numel: int, index: int, members: int) -> tuple[int, int]:
     """Return the elements ``[start, end)`` of a vector, or rows of a microbatch, that are member ``index``'s.
 
     Sizes differ by at most 1.
@@ -55,7 +56,7 @@ class CommunicationError(RuntimeError):
     """An operation will never complete; everything of this communicator is lost."""
 
 
-class Aborted(CommunicationError):
+class CommunicationAborted(CommunicationError):
     """``abort`` was called: the control plane wants this generation to end."""
 
 
@@ -63,7 +64,7 @@ class PeerLost(CommunicationError):
     """A connection broke or timed out. A hint: who died is for the control plane to say."""
 
 
-def plain_words(error: BaseException) -> str:
+def short_message(error: BaseException) -> str:
     """The first sentence of a backend's message, without the source location that it begins with."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if text.startswith("["):
@@ -71,7 +72,7 @@ def plain_words(error: BaseException) -> str:
     return text.partition(". ")[0]
 
 
-class Pending:
+class PendingOperation:
     """An operation under way; give it to ``Communicator.wait``."""
 
     __slots__ = ("done", "error")
@@ -80,7 +81,7 @@ class Pending:
         self.done = done
         self.error: BaseException | None = None
 
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         """Return whether ``Communicator.wait`` would return at once."""
         return self.done
 
@@ -99,7 +100,7 @@ class Communicator(ABC):
         self._aborted = False
 
     @abstractmethod
-    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+    def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
         """Meet the other ranks; ``groups`` are all groups of the generation, the same list everywhere.
 
         The whole world is always formed. Groups of one rank need nothing; duplicates are formed once.
@@ -111,35 +112,35 @@ class Communicator(ABC):
         """
 
     @abstractmethod
-    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         """Does not wait for the receiver. ``tensor`` (contiguous) must not change until it is sent."""
 
     @abstractmethod
-    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         """Fill ``tensor`` (contiguous) with what ``peer`` sends next on ``channel``."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+    def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
         """Sum ``tensor`` in place over ``members``, one of the groups given to ``form``."""
 
     @abstractmethod
-    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         """``target`` becomes the members' ``source``, one behind the other; all have the same length.
 
         :param members: more than one, one of the groups given to ``form``.
         """
 
     @abstractmethod
-    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        """Put the members' runs (``run_of``) of a vector together.
+    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
+        """Put the members' runs (``member_range``) of a vector together.
 
         :param target: the whole vector. :param source: this rank's run of it.
         :param members: more than one, one of the groups given to ``form``.
         """
 
     @abstractmethod
-    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        """Give each member the sum of its run (``run_of``) over the members' ``source``.
+    def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
+        """Give each member the sum of its run (``member_range``) over the members' ``source``.
 
         :param target: this rank's run. :param source: a whole vector, which must not change until this is done.
         :param members: more than one, one of the groups given to ``form``.
@@ -153,7 +154,7 @@ class Communicator(ABC):
     def world(self) -> Members:
         return tuple(range(self.size))
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingOperation) -> None:
         """Have the host wait until the operation is done: what follows on this thread, and on its current
         stream, sees the result.
 
@@ -164,26 +165,26 @@ class Communicator(ABC):
             while not (pending.done or self._aborted):
                 self._condition.wait()
         if not pending.done:
-            raise Aborted
+            raise CommunicationAborted
         if pending.error is not None:
             self.check()  # An abort makes what is under way fail, perhaps before this thread runs again.
-            raise PeerLost(plain_words(pending.error)) from pending.error
+            raise PeerLost(short_message(pending.error)) from pending.error
 
-    def wait_any(self, pendings: Sequence[Pending]) -> None:
+    def wait_any(self, pendings: Sequence[PendingOperation]) -> None:
         """At least one of them is done. Those that are need a ``wait`` of their own for their errors."""
         with self._condition:
             while not (self._aborted or any(pending.done for pending in pendings)):
                 self._condition.wait()
         self.check()
 
-    def settle(self, pending: Pending) -> None:
+    def confirm(self, pending: PendingOperation) -> None:
         """``wait``, and nobody has aborted: what decides (VOTE) must really be there, and be no garbage."""
         self.wait(pending)
 
     def check(self) -> None:
         """:raises Aborted: ``abort`` was called."""
         if self._aborted:
-            raise Aborted
+            raise CommunicationAborted
 
     def abort(self) -> None:
         """From any thread, at any time, more than once: free the main thread, at once."""
@@ -191,15 +192,15 @@ class Communicator(ABC):
             self._aborted = True
             self._condition.notify_all()
 
-    def _finish(self, pending: Pending, error: BaseException | None) -> None:
+    def _finish(self, pending: PendingOperation, error: BaseException | None) -> None:
         with self._condition:
             pending.error = error
             pending.done = True
             self._condition.notify_all()
 
-    def _start_forming(self, form: Callable[[], None]) -> Pending:
+    def _start_forming(self, form: Callable[[], None]) -> PendingOperation:
         """Run ``form`` on a thread that an abort leaves behind."""
-        pending = Pending()
+        pending = PendingOperation()
 
         def run() -> None:
             try:
@@ -227,25 +228,25 @@ class SoloCommunicator(Communicator):
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+    def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
         self.check()
 
-    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         raise ValueError("a world of one rank has no peer")
 
-    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         raise ValueError("a world of one rank has no peer")
 
-    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
-        return Pending(done=True)
+    def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
+        return PendingOperation(done=True)
 
-    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         raise ValueError("a world of one rank has nobody to gather from")
 
-    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         raise ValueError("a world of one rank has nobody to gather from")
 
-    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         raise ValueError("a world of one rank has nobody to add to")
 
     def close(self) -> None:

@@ -20,17 +20,17 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Work
 
 from runtime.groups.communicator import (
     CHANNELS,
-    GROUP_TIMEOUT_S,
-    Aborted,
+    MIN_GROUP_TIMEOUT_S,
     Channel,
+    CommunicationAborted,
+    CommunicationEdge,
     Communicator,
     Group,
     Members,
     PeerLost,
-    Pending,
-    Talk,
-    plain_words,
-    run_of,
+    PendingOperation,
+    member_range,
+    short_message,
 )
 from runtime.groups.store import Rendezvous, RendezvousStore
 
@@ -59,15 +59,15 @@ class _Lane:
     """
 
     def __init__(
-        self, groups: dict[Members, Group], finish: Callable[[Pending, BaseException | None], None]
+        self, groups: dict[Members, Group], finish: Callable[[PendingOperation, BaseException | None], None]
     ) -> None:
-        self._items: SimpleQueue[tuple[Work | _Together, Tensor, Pending] | None] = SimpleQueue()
+        self._items: SimpleQueue[tuple[Work | _Together, Tensor, PendingOperation] | None] = SimpleQueue()
         self._finish = finish
         self._groups: dict[Members, Group] | None = groups
         threading.Thread(target=self._run, name="communication", daemon=True).start()
 
-    def put(self, work: Work | _Together, tensor: Tensor) -> Pending:
-        pending = Pending()
+    def put(self, work: Work | _Together, tensor: Tensor) -> PendingOperation:
+        pending = PendingOperation()
         self._items.put((work, tensor, pending))
         return pending
 
@@ -97,7 +97,13 @@ class GlooCommunicator(Communicator):
     """
 
     def __init__(
-        self, rendezvous: Rendezvous, rank: int, size: int, host: str, *, timeout_s: float = GROUP_TIMEOUT_S
+        self,
+        rendezvous: Rendezvous,
+        rank: int,
+        size: int,
+        host: str,
+        *,
+        timeout_s: float = MIN_GROUP_TIMEOUT_S,
     ) -> None:
         """:param host: own address that the other ranks connect to."""
         super().__init__(rank, size)
@@ -108,7 +114,7 @@ class GlooCommunicator(Communicator):
         self._stores: list[RendezvousStore] = []
         self._lanes: dict[tuple[str, int], _Lane] = {}
 
-    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+    def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
         wanted = [m for m in dict.fromkeys((self.world, *groups)) if len(m) > 1 and self.rank in m]
         formed: dict[Members, Group] = {}
 
@@ -126,7 +132,7 @@ class GlooCommunicator(Communicator):
         with self._condition:
             if self._aborted:
                 store.close()
-                raise Aborted
+                raise CommunicationAborted
             self._stores.append(store)
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [_device(self._host)]
@@ -135,35 +141,35 @@ class GlooCommunicator(Communicator):
         name = "-".join(map(str, members)) if len(members) < self.size else "world"
         return ProcessGroupGloo(PrefixStore(name, store), members.index(self.rank), len(members), options)
 
-    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         tag = CHANNELS.index(channel)
         groups = self._groups
         return self._post(("send", peer), tensor, lambda: groups[self.world].send([tensor], peer, tag))
 
-    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         tag = CHANNELS.index(channel)
         return self._post(
             ("receive", peer), tensor, lambda: self._groups[self.world].recv([tensor], peer, tag)
         )
 
-    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+    def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
         if len(members) == 1:
-            return Pending(done=True)
+            return PendingOperation(done=True)
         return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
 
-    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         # The work itself keeps ``source``.
         return self._post(
             ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
         )
 
-    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         # On loopback, straight between all pairs takes a quarter of the time of gloo's own all-gather.
         def post() -> _Together:
             world, count = self._groups[self.world], len(members)
             works: list[Work] = []
             for index, peer in enumerate(members):
-                start, end = run_of(target.numel(), index, count)
+                start, end = member_range(target.numel(), index, count)
                 if peer == self.rank:
                     target[start:end].copy_(source)
                 elif start < end:
@@ -174,7 +180,7 @@ class GlooCommunicator(Communicator):
 
         return self._post(("runs", 0), target, post)
 
-    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         """See ``Communicator``; gloo's own reduce-scatter takes five times as long, and longer than its all-reduce."""
 
         def post() -> _Together:
@@ -182,7 +188,7 @@ class GlooCommunicator(Communicator):
             works: list[Work] = []
             terms: list[Tensor] = []
             for index, peer in enumerate(members):
-                start, end = run_of(source.numel(), index, count)
+                start, end = member_range(source.numel(), index, count)
                 if peer == self.rank:
                     terms.append(source[start:end])
                     continue
@@ -202,7 +208,9 @@ class GlooCommunicator(Communicator):
 
         return self._post(("runs", 1), target, post)
 
-    def _post(self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work | _Together]) -> Pending:
+    def _post(
+        self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work | _Together]
+    ) -> PendingOperation:
         self.check()
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(self._groups, self._finish)
@@ -210,7 +218,7 @@ class GlooCommunicator(Communicator):
             work = post()
         except RuntimeError as error:
             self.check()
-            raise PeerLost(plain_words(error)) from error
+            raise PeerLost(short_message(error)) from error
         return self._lanes[lane].put(work, tensor)
 
     def abort(self) -> None:

@@ -9,7 +9,7 @@ current stream after it: the host knows what it waits for (``Pace.idle``), and i
 somewhere else, as in ``.item()``. It runs ahead of the device in whatever needs no peer. Operations of one pair
 of ranks run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
 each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
-peer end, with garbage in their buffers, which nobody reads since ``settle`` raises.
+peer end, with garbage in their buffers, which nobody reads since ``confirm`` raises.
 
 torch's own watchdog would end the process of every survivor as soon as it sees that a peer is gone, or that
 an abort takes long. Here others decide that: it is told to leave errors alone, whatever the environment says.
@@ -29,17 +29,17 @@ from torch._C._distributed_c10d import PrefixStore, Work
 
 from runtime.groups.communicator import (
     CHANNELS,
-    GROUP_TIMEOUT_S,
+    MIN_GROUP_TIMEOUT_S,
     Channel,
+    CommunicationEdge,
     Communicator,
     Group,
     GroupError,
     Members,
     PeerLost,
-    Pending,
-    Talk,
-    plain_words,
-    run_of,
+    PendingOperation,
+    member_range,
+    short_message,
 )
 from runtime.groups.store import Rendezvous, RendezvousStore
 
@@ -51,14 +51,14 @@ _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORI
 """Read by each process group when it is made."""
 
 
-class _Issued(Pending):
+class _IssuedOperation(PendingOperation):
     __slots__ = ("work",)
 
     def __init__(self, work: Work) -> None:
         super().__init__()
         self.work = work
 
-    def arrived(self) -> bool:
+    def is_complete(self) -> bool:
         if not self.done:
             self.done = self.work.is_completed()
         return self.done
@@ -74,7 +74,7 @@ class NcclCommunicator(Communicator):
         size: int,
         device: torch.device,
         *,
-        timeout_s: float = GROUP_TIMEOUT_S,
+        timeout_s: float = MIN_GROUP_TIMEOUT_S,
     ) -> None:
         super().__init__(rank, size)
         self._rendezvous = rendezvous
@@ -83,10 +83,10 @@ class NcclCommunicator(Communicator):
         self._groups: dict[str | Members, Group] = {}
         self._store: RendezvousStore | None = None
 
-    def form(self, groups: Sequence[Members], talks: Collection[Talk] = ()) -> None:
+    def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
         """NCCL forms its communicators at the first operation, on the thread that asks for it, where no abort
         reaches. A first all-reduce and a first send do it here, on a thread that an abort leaves behind."""
-        forming = self._start_forming(lambda: self._form(groups, talks))
+        forming = self._start_forming(lambda: self._form(groups, edges))
         try:
             super().wait(forming)
         except PeerLost:
@@ -94,7 +94,7 @@ class NcclCommunicator(Communicator):
                 raise forming.error from None  # No other group would get further.
             raise
 
-    def _form(self, groups: Sequence[Members], talks: Collection[Talk]) -> None:
+    def _form(self, groups: Sequence[Members], talks: Collection[CommunicationEdge]) -> None:
         torch.cuda.set_device(self._device)
         os.environ.update(_WATCHDOG)
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
@@ -128,7 +128,7 @@ class NcclCommunicator(Communicator):
     def _device_identity(self) -> str:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
-    def _introduce(self, talks: Collection[Talk]) -> None:
+    def _introduce(self, talks: Collection[CommunicationEdge]) -> None:
         """Two ranks that send to each other have a communicator of their own, for each channel.
 
         All ranks go by the same order, so nobody waits in a circle; every other pair of neighbours comes
@@ -148,41 +148,41 @@ class NcclCommunicator(Communicator):
         options._timeout = timedelta(seconds=self._timeout_s)
         return backend(PrefixStore(name, store), members.index(self.rank), len(members), options)
 
-    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         self.check()
         return self._issue(self._groups[channel].send([tensor], peer, 0))
 
-    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         self.check()
         return self._issue(self._groups[channel].recv([tensor], peer, 0))
 
-    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+    def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
         self.check()
         if len(members) == 1:
-            return Pending(done=True)
+            return PendingOperation(done=True)
         return self._issue(self._groups[members].allreduce([tensor]))
 
-    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         self.check()
         return self._issue(self._groups[members]._allgather_base(target, source))
 
-    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         self.check()
         if target.numel() % len(members) == 0:
             return self._issue(self._groups[members]._allgather_base(target, source))
         return self._issue(self._groups[members].allgather([_runs(target, len(members))], [source]))
 
-    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         self.check()
         if source.numel() % len(members) == 0:
             return self._issue(self._groups[members]._reduce_scatter_base(target, source))
         return self._issue(self._groups[members].reduce_scatter([target], [_runs(source, len(members))]))
 
-    def _issue(self, work: Work) -> Pending:
-        return _Issued(work)
+    def _issue(self, work: Work) -> PendingOperation:
+        return _IssuedOperation(work)
 
-    def wait(self, pending: Pending) -> None:
-        if not isinstance(pending, _Issued):
+    def wait(self, pending: PendingOperation) -> None:
+        if not isinstance(pending, _IssuedOperation):
             super().wait(pending)
             return
         self.wait_any([pending])
@@ -190,13 +190,13 @@ class NcclCommunicator(Communicator):
             pending.work.wait()
         except RuntimeError as error:
             self.check()
-            raise PeerLost(plain_words(error)) from error
+            raise PeerLost(short_message(error)) from error
         self.check()  # It may have been the abort that ended it.
 
-    def wait_any(self, pendings: Sequence[Pending]) -> None:
+    def wait_any(self, pendings: Sequence[PendingOperation]) -> None:
         while True:
             self.check()
-            if any(pending.arrived() for pending in pendings):
+            if any(pending.is_complete() for pending in pendings):
                 return
             time.sleep(_POLL_S)
 
@@ -226,5 +226,5 @@ def _end(group: Group) -> None:
 
 
 def _runs(vector: Tensor, members: int) -> list[Tensor]:
-    cuts = [run_of(vector.numel(), index, members) for index in range(members)]
+    cuts = [member_range(vector.numel(), index, members) for index in range(members)]
     return [vector[start:end] for start, end in cuts]

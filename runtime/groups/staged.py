@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceRuntime, Event
-from runtime.groups.communicator import Channel, Members, Pending
+from runtime.groups.communicator import Channel, Members, PendingOperation
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.store import Rendezvous
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Sources and targets."""
-_Asked = tuple[Event, Copies, Callable[[], Pending], Callable[[BaseException | None], None]]
+_Asked = tuple[Event, Copies, Callable[[], PendingOperation], Callable[[BaseException | None], None]]
 """When the copies are on the host, and which; what is asked of gloo then; what follows it."""
 
 
@@ -40,36 +40,36 @@ class StagedGlooCommunicator(GlooCommunicator):
         super().__init__(rendezvous, rank, size, host, **options)
         self._runtime = runtime
         self._down, self._up = runtime.stream(), runtime.stream()
-        self._following: dict[Pending, Callable[[BaseException | None], None]] = {}
+        self._following: dict[PendingOperation, Callable[[BaseException | None], None]] = {}
         """By gloo's operation, what follows it. Guarded by the condition."""
         self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
         threading.Thread(target=self._ask_in_order, name="communication-stage", daemon=True).start()
 
-    def send(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         [staged] = self._host_memory(tensor)
         ask = super().send
         return self._stage([(tensor, staged)], [], lambda: ask(staged, peer, channel))
 
-    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> Pending:
+    def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         [staged] = self._host_memory(tensor)
         ask = super().receive
         return self._stage([], [(staged, tensor)], lambda: ask(staged, peer, channel))
 
-    def all_reduce(self, tensor: Tensor, members: Members) -> Pending:
+    def all_reduce(self, tensor: Tensor, members: Members) -> PendingOperation:
         if len(members) == 1:
             return super().all_reduce(tensor, members)
         [staged] = self._host_memory(tensor)
         ask = super().all_reduce
         return self._stage([(tensor, staged)], [(staged, tensor)], lambda: ask(staged, members))
 
-    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> Pending:
+    def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         return self._exchange(super().all_gather, target, source, members)
 
-    def gather_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        return self._exchange(super().gather_runs, target, source, members)
+    def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
+        return self._exchange(super().all_gather_uneven, target, source, members)
 
-    def reduce_runs(self, target: Tensor, source: Tensor, members: Members) -> Pending:
-        return self._exchange(super().reduce_runs, target, source, members)
+    def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
+        return self._exchange(super().reduce_scatter, target, source, members)
 
     def close(self) -> None:
         self._close_stores()
@@ -82,18 +82,18 @@ class StagedGlooCommunicator(GlooCommunicator):
 
     def _exchange(
         self,
-        ask: Callable[[Tensor, Tensor, Members], Pending],
+        ask: Callable[[Tensor, Tensor, Members], PendingOperation],
         target: Tensor,
         source: Tensor,
         members: Members,
-    ) -> Pending:
+    ) -> PendingOperation:
         there, here = self._host_memory(target, source)
         return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
 
-    def _stage(self, down: Copies, up: Copies, ask: Callable[[], Pending]) -> Pending:
+    def _stage(self, down: Copies, up: Copies, ask: Callable[[], PendingOperation]) -> PendingOperation:
         """Copy ``down``, then ask gloo, then copy ``up``."""
         self.check()
-        pending = Pending()
+        pending = PendingOperation()
         given, copied = self._runtime.event(), self._runtime.event()
         given.record()
         with self._runtime.on(self._down):
@@ -124,7 +124,7 @@ class StagedGlooCommunicator(GlooCommunicator):
 
     def _ask_in_order(self) -> None:
         """Give operations to gloo in the order in which the main thread posted them."""
-        self._runtime.adopt()
+        self._runtime.prepare_thread()
         while (asked := self._asked.get()) is not None:
             # What is copied down is kept until it is down: its memory would be given to others.
             copied, _down, ask, finish = asked
@@ -144,7 +144,7 @@ class StagedGlooCommunicator(GlooCommunicator):
             del asked, copied, _down, ask, finish
         super().close()
 
-    def _finish(self, pending: Pending, error: BaseException | None) -> None:
+    def _finish(self, pending: PendingOperation, error: BaseException | None) -> None:
         with self._condition:
             following = self._following.pop(pending, None)
             if following is None:

@@ -22,12 +22,12 @@ from runtime.wire.store_protocol import (
     StoreDelete,
     StoreGet,
     StoreHello,
-    StoreRefused,
+    StoreRejected,
     StoreReply,
     StoreRequest,
     StoreSet,
     StoreValues,
-    proof_of,
+    make_proof,
 )
 
 _ANSWER_MARGIN_S = 5.0
@@ -49,7 +49,7 @@ class Rendezvous:
     generation: int
 
 
-class Connection:
+class StoreConnection:
     """One authenticated connection; requests from several threads take turns."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:
@@ -62,10 +62,10 @@ class Connection:
         except OSError as error:
             raise StoreError(f"no rendezvous at {rendezvous.host}:{rendezvous.port}: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        proof = proof_of(rendezvous.token, rendezvous.generation)
-        self.ask(StoreHello(proof=proof, generation=rendezvous.generation, rank=rank))
+        proof = make_proof(rendezvous.token, rendezvous.generation)
+        self.request(StoreHello(proof=proof, generation=rendezvous.generation, rank=rank))
 
-    def ask(self, request: StoreRequest) -> tuple[bytes, ...]:
+    def request(self, request: StoreRequest) -> tuple[bytes, ...]:
         """:raises StoreError: see there."""
         patience_s = request.timeout_s if isinstance(request, StoreGet) else self._timeout_s
         with self._lock:
@@ -76,11 +76,11 @@ class Connection:
             except (OSError, ProtocolError) as error:
                 self.close()
                 raise StoreError(f"rendezvous connection lost: {error}") from error
-        if isinstance(reply, StoreRefused):
+        if isinstance(reply, StoreRejected):
             raise StoreError(f"rendezvous refused: {reply.reason}")
         return reply.values
 
-    def _read(self) -> StoreValues | StoreRefused:
+    def _read(self) -> StoreValues | StoreRejected:
         while True:
             data = self._socket.recv(65536)
             if not data:
@@ -89,7 +89,7 @@ class Connection:
                 return reply
 
     def close(self) -> None:
-        """From any thread: whoever waits in ``ask`` gets a StoreError at once."""
+        """From any thread: whoever waits in ``request`` gets a StoreError at once."""
         with contextlib.suppress(OSError):  # Already closed by the other end.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -104,7 +104,7 @@ class RendezvousStore(Store):
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:
         super().__init__()
-        self._connection = Connection(rendezvous, rank, timeout_s)
+        self._connection = StoreConnection(rendezvous, rank, timeout_s)
         self._timeout_s = timeout_s
         self._waited: dict[str, bytes] = {}
 
@@ -112,33 +112,33 @@ class RendezvousStore(Store):
         self._connection.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._connection.ask(StoreSet(key=key, value=_as_bytes(value)))
+        self._connection.request(StoreSet(key=key, value=_as_bytes(value)))
 
     def get(self, key: str) -> bytes:
         waited = self._waited.pop(key, None)
         if waited is not None:
             return waited
-        return self._connection.ask(StoreGet(keys=(key,), timeout_s=self._timeout_s))[0]
+        return self._connection.request(StoreGet(keys=(key,), timeout_s=self._timeout_s))[0]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        values = self._connection.ask(StoreGet(keys=tuple(keys), timeout_s=timeout_s))
+        values = self._connection.request(StoreGet(keys=tuple(keys), timeout_s=timeout_s))
         self._waited.update(zip(keys, values, strict=True))
 
     def check(self, keys: list[str]) -> bool:
-        return self._connection.ask(StoreCheck(keys=tuple(keys))) == (b"1",)
+        return self._connection.request(StoreCheck(keys=tuple(keys))) == (b"1",)
 
     def add(self, key: str, value: int) -> int:
-        return int(self._connection.ask(StoreAdd(key=key, amount=value))[0])
+        return int(self._connection.request(StoreAdd(key=key, amount=value))[0])
 
     def delete_key(self, key: str) -> bool:
-        return self._connection.ask(StoreDelete(key=key)) == (b"1",)
+        return self._connection.request(StoreDelete(key=key)) == (b"1",)
 
     def has_extended_api(self) -> bool:
         return True
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return list(self._connection.ask(StoreGet(keys=tuple(keys), timeout_s=self._timeout_s)))
+        return list(self._connection.request(StoreGet(keys=tuple(keys), timeout_s=self._timeout_s)))
 
     def multi_set(self, keys: list[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):

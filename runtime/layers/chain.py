@@ -46,7 +46,7 @@ class LayerChain:
         """Return whether the submodule is a part of a layer: here every one is."""
         return True
 
-    def scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
+    def code_scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
         """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
         for layer in range(first, end):
             yield layer, True

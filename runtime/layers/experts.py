@@ -39,7 +39,7 @@ class ExpertBalance:
             router.register_forward_hook(self._hook(router, index))
 
     @classmethod
-    def of(cls, root: nn.Module) -> "ExpertBalance | None":
+    def find(cls, root: nn.Module) -> "ExpertBalance | None":
         """Return the balance of a model that computes such a loss, ``None`` for others."""
         for model in root.modules():
             config = getattr(model, "config", None)

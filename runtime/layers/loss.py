@@ -17,7 +17,7 @@ from runtime.data.batches import leaves_of, map_leaves, slice_rows
 from runtime.layers.chain import LayerChain
 from runtime.layers.windows import WindowedModule
 from runtime.training import Batch, Training, TrainingError
-from statemachine.messages.values import MOST_METRIC_CHARACTERS, MOST_METRICS
+from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS
 
 IGNORED = -100
 _PROBED = 3
@@ -67,7 +67,7 @@ class Loss:
         self._check_masks(on_host[1] if self._takes_target else on_host, rows)
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
-    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the training's own metrics as (sum, weight) in float64; nothing waits for the device.
 
         :raises TrainingError: it returned something else.
@@ -116,7 +116,7 @@ class Loss:
         except Exception as error:
             raise TrainingError(f"the loss raised {type(error).__name__}: {error}") from error
         self.nominal_weight = max(float(weight), 1.0) / rows
-        self.metric_names = _names(self.metrics(output, batch, rows))
+        self.metric_names = _names(self.compute_metrics(output, batch, rows))
         if rows < 2 or self._couples_rows or verified:
             return
         cuts = [(0, 1), (1, rows)]
@@ -273,14 +273,12 @@ def _names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
 
     :raises TrainingError: more of them than a step can carry, or one that is empty or too long.
     """
-    if len(metrics) > MOST_METRICS:
-        raise TrainingError(
-            f"Training.metrics returned {len(metrics)} numbers; return at most {MOST_METRICS}"
-        )
+    if len(metrics) > MAX_METRICS:
+        raise TrainingError(f"Training.metrics returned {len(metrics)} numbers; return at most {MAX_METRICS}")
     for name in metrics:
-        if not 1 <= len(name) <= MOST_METRIC_CHARACTERS:
+        if not 1 <= len(name) <= MAX_METRIC_NAME_CHARACTERS:
             raise TrainingError(
                 f"Training.metrics returned a number under a name of {len(name)} characters ({name[:80]!r}); "
-                f"write 1 to {MOST_METRIC_CHARACTERS}"
+                f"write 1 to {MAX_METRIC_NAME_CHARACTERS}"
             )
     return tuple(sorted(metrics))

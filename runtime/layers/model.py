@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from planner.values import Recompute
 from runtime.data.batches import (
     cast_floating,
-    checked_batch,
+    check_batch,
+    count_rows,
     default_collate,
     leaves_of,
-    rows_of_batch,
     signature,
     to_device,
 )
@@ -35,11 +35,17 @@ from runtime.layers.activations import Activation, ActivationShape, flatten, sha
 from runtime.layers.chain import LayerChain
 from runtime.layers.compiled import CompiledLayer
 from runtime.layers.loss import Loss
-from runtime.layers.randomness import DropoutProbe, SampleDropout, Stream, seed_generators
-from runtime.layers.tensor_plan import Place, SplitRegions, TensorPlan, TensorPlanError, plan_of
+from runtime.layers.randomness import DropoutProbe, LayerRandomStream, SampleDropout, seed_generators
+from runtime.layers.tensor_plan import (
+    NamedModule,
+    SplitRegionChecker,
+    TensorPlan,
+    TensorPlanError,
+    make_tensor_plan,
+)
 from runtime.layers.vocabulary import Vocabulary
-from runtime.layers.windows import Scopes, WindowedModule, caller
-from runtime.precision import PRECISIONS, dtype_name, lacking
+from runtime.layers.windows import LayerScopes, WindowedModule, make_caller
+from runtime.precision import PRECISIONS, dtype_name, unsupported_reason
 from runtime.training import Batch, Training, TrainingError
 from statemachine.messages.trainer import TrainingData
 from storage.buckets import ParameterSize
@@ -49,20 +55,20 @@ Kind = Literal["parameter", "buffer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SharedTensor:
+class ModelTensor:
     """A parameter or persistent buffer and every place in the model that refers to it."""
 
     name: str
     kind: Kind
     trainable: bool
     layers: list[int] = field(default_factory=list)
-    blocks: list[bool] = field(default_factory=list)
+    in_blocks: list[bool] = field(default_factory=list)
     """For each place whether it is inside a layer's block, and not in the code around it."""
-    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    references: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
     def value(self) -> Tensor:
-        module, attribute = self.places[0]
+        module, attribute = self.references[0]
         tensor = getattr(module, attribute)
         assert isinstance(tensor, Tensor)
         return tensor
@@ -70,20 +76,20 @@ class SharedTensor:
     def replace(self, tensor: Tensor) -> None:
         """Put ``tensor`` in all places. By setattr: some modules (nn.LSTM) keep further references there."""
         value = nn.Parameter(tensor, requires_grad=self.trainable) if self.kind == "parameter" else tensor
-        for module, attribute in self.places:
+        for module, attribute in self.references:
             setattr(module, attribute, value)
 
 
 class ShardedParameters(Protocol):
     """Parameters of which this rank keeps a share; whole ones are put together while a layer runs."""
 
-    def running(self) -> AbstractContextManager[None]:
+    def forward_pass(self) -> AbstractContextManager[None]:
         """Surround a forward pass of some layers."""
 
     def gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
         """Inside, a layer can run: its block, or its code outside of it."""
 
-    def put_together(self, layer: int) -> AbstractContextManager[None]:
+    def whole_layer(self, layer: int) -> AbstractContextManager[None]:
         """Inside, all parameters of a layer are whole."""
 
 
@@ -115,7 +121,7 @@ class Model:
         self._compile = data.compile
         self._compiled: dict[int, CompiledLayer] = {}
         self._precision = PRECISIONS[data.precision]
-        if (problem := lacking(data.precision, device)) is not None:
+        if (problem := unsupported_reason(data.precision, device)) is not None:
             raise TrainingError(problem)
         torch.set_float32_matmul_precision("high" if self._precision.tensor_cores else "highest")
         rows = data.microbatch_rows
@@ -139,7 +145,7 @@ class Model:
                     training.split,
                     to_device(batch, device),
                     rows,
-                    caller(has_loss=training.loss is not None),
+                    make_caller(has_loss=training.loss is not None),
                     self._present,
                 )
         low = self._precision.compute is not None
@@ -166,7 +172,7 @@ class Model:
         self.tensor_problem: str | None = None
         """Reason why there are none, in words."""
         plan = self._planned(data)
-        self._regions = SplitRegions(plan, self._places()) if plan is not None else None
+        self._regions = SplitRegionChecker(plan, self._places()) if plan is not None else None
         self._probe(batch, rows, verified=verified)
         self._settle_plan()
         if data.within_node == "tensor" and self.tensor_problem is not None:
@@ -184,8 +190,8 @@ class Model:
         return self.training.model.to(device).train()
 
     def _check_ids(self, vocabulary: Vocabulary, batch: Batch) -> None:
-        self.find_problem = vocabulary.problem
-        if (problem := vocabulary.problem(batch)) is not None:
+        self.find_problem = vocabulary.find_problem
+        if (problem := vocabulary.find_problem(batch)) is not None:
             row, what = problem
             raise TrainingError(f"sample {row % len(self.training.dataset)} of Training.dataset {what}")
 
@@ -200,39 +206,39 @@ class Model:
             self.tensor_problem = "training.compile is on, and compiled layers cannot be split"
             return None
         alone = {
-            id(t.value): (t.name, t.trainable and len(t.places) == 1 and len(t.layers) == 1)
+            id(t.value): (t.name, t.trainable and len(t.references) == 1 and len(t.layers) == 1)
             for t in self._tensors
         }
         try:
-            return plan_of(self.training.tensor_plan, self._places(), alone)
+            return make_tensor_plan(self.training.tensor_plan, self._places(), alone)
         except TensorPlanError as error:
             if self.training.tensor_plan is not None and data.within_node in ("auto", "tensor"):
                 raise TrainingError(f"Training.tensor_plan: {error}") from error
             self.tensor_problem = str(error)
             return None
 
-    def split_regions(self) -> SplitRegions | None:
+    def split_regions(self) -> SplitRegionChecker | None:
         """Return what watches layers run as the tensor-parallel plan says; ``None``: there is no plan."""
-        return None if self.tensor_plan is None else SplitRegions(self.tensor_plan, self._places())
+        return None if self.tensor_plan is None else SplitRegionChecker(self.tensor_plan, self._places())
 
     def _settle_plan(self) -> None:
         if self._regions is not None:
             try:
-                self.tensor_plan = self._regions.checked()
+                self.tensor_plan = self._regions.validated_plan()
             except TensorPlanError as error:
                 self.tensor_problem = str(error)
             self._regions = None
 
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[NamedModule]:
         return [
-            Place(name=name, module=module, layers=layers, in_block=self._structure.in_block(name))
+            NamedModule(name=name, module=module, layers=layers, in_block=self._structure.in_block(name))
             for name, module, layers in self._structure.modules()
         ]
 
     # --- what it is made of ---------------------------------------------------------------------
 
     @property
-    def whole(self) -> nn.Module:
+    def root_module(self) -> nn.Module:
         """All layers as one module, whose tensors have their canonical names first."""
         roots = self._structure.roots
         return nn.Sequential(*roots) if isinstance(self._structure, LayerChain) else roots[0]
@@ -270,12 +276,12 @@ class Model:
         return self._structure.kind(layer)
 
     @property
-    def held(self) -> frozenset[int]:
+    def held_layers(self) -> frozenset[int]:
         """Layers whose parameters have memory here."""
         return self._held
 
     @property
-    def version(self) -> int:
+    def parameter_version(self) -> int:
         """Changes whenever parameter objects were replaced."""
         return self._version
 
@@ -303,7 +309,7 @@ class Model:
         """The layers that use the parameter, ascending; more than one where it is tied."""
         return self.parameter_layers[name]
 
-    def tensors_of(self, layer: int) -> list[SharedTensor]:
+    def tensors_of(self, layer: int) -> list[ModelTensor]:
         """Parameters (trainable or not) and persistent buffers of one layer, in model order."""
         return self._of_layer[layer]
 
@@ -316,7 +322,7 @@ class Model:
             signature = None
         return self._shapes.get(signature, {}).get(layer)
 
-    def learn_shape(self, layer: int, signature: Any, shape: ActivationShape) -> None:
+    def set_output_shape(self, layer: int, signature: Any, shape: ActivationShape) -> None:
         """Remember what layer ``layer`` returns for batches of a signature."""
         if isinstance(self._structure, LayerChain):
             signature = None
@@ -355,26 +361,26 @@ class Model:
         self._shards, self._shared = shards, frozenset(layers)
         self._version += 1
 
-    def materialise_rest(self, layers: Collection[int]) -> None:
+    def materialise_untrained(self, layers: Collection[int]) -> None:
         """Allocate what else than trained parameters the layers have, uninitialised where it was dropped."""
         for layer in sorted(layers):
             self._allocate(tensor for tensor in self.tensors_of(layer) if not tensor.trainable)
 
     @contextmanager
-    def put_together(self, layer: int) -> Iterator[None]:
+    def whole_layer(self, layer: int) -> Iterator[None]:
         """Inside, the layer's parameters are whole; other devices of the stage have to come here, too."""
         if self._shards is None or layer not in self._shared:
             yield
             return
-        with torch.no_grad(), self._shards.put_together(layer):
+        with torch.no_grad(), self._shards.whole_layer(layer):
             yield
 
     @property
-    def sharded(self) -> frozenset[int]:
+    def sharded_layers(self) -> frozenset[int]:
         """Layers that run with parameters from shards."""
         return self._shared
 
-    def _allocate(self, tensors: Iterable[SharedTensor]) -> None:
+    def _allocate(self, tensors: Iterable[ModelTensor]) -> None:
         for tensor in tensors:
             if tensor.value.is_meta:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device=self.device))
@@ -387,17 +393,17 @@ class Model:
             self._initial.fill(self._materialised(layer))
 
     @contextmanager
-    def provided(self, layer: int) -> Iterator[None]:
+    def temporarily_provided(self, layer: int) -> Iterator[None]:
         """Inside, hold ``layer``, for runs whose results are not kept; memory that this takes is freed afterwards.
 
-        A layer that is not held has values like those that training begins with (``DeferredModule.fill_alike``).
+        A layer that is not held has values like those that training begins with (``DeferredModule.fill_placeholders``).
         """
         if layer in self._held:
             yield
             return
         assert self._initial is not None
         tensors = self._materialised(layer)
-        (self._initial.fill if self._exact else self._initial.fill_alike)(tensors)
+        (self._initial.fill if self._exact else self._initial.fill_placeholders)(tensors)
         try:
             yield
         finally:
@@ -409,21 +415,21 @@ class Model:
         self.materialise(layer)
         return {tensor.name: tensor.value for tensor in fresh}
 
-    def forget_beginning(self) -> None:
+    def release_initial_values(self) -> None:
         """Give back what layers are provided from: training has begun."""
         if self._initial is not None:
-            self._initial.forget()
+            self._initial.release()
             self._initial = None
 
     @property
-    def provides(self) -> bool:
+    def can_provide(self) -> bool:
         """Whether layers that are not held can be provided."""
         return self._initial is not None
 
     def _present(self, modules: Iterable[nn.Module]) -> AbstractContextManager[None]:
         if self._initial is None:
             return nullcontext()
-        return self._initial.present(modules, self.device, exact=self._exact)
+        return self._initial.materialised(modules, self.device, exact=self._exact)
 
     # --- running it -----------------------------------------------------------------------------
 
@@ -448,12 +454,12 @@ class Model:
         missing = set(range(first, end)) - self._held - self._shared
         if missing:
             raise RuntimeError(f"layers {sorted(missing)} are not held here")
-        sharded = nullcontext() if self._shards is None else self._shards.running()
+        sharded = nullcontext() if self._shards is None else self._shards.forward_pass()
         with torch.set_grad_enabled(train and torch.is_grad_enabled()), self._autocast(), sharded:
             if isinstance(self._structure, WindowedModule):
-                rows = rows_of_batch(batch)
+                rows = count_rows(batch)
                 _set_mode(self._structure.root, train)
-                scopes = _LayerScopes(self, step, row, rows)
+                scopes = _RunScopes(self, step, row, rows)
                 received = () if x is None else flatten(x)
                 return self._structure.run(first, end, batch, received, rows, scopes)
             if x is None:
@@ -463,23 +469,23 @@ class Model:
                 x = self._run(index, x, step, row)
         return x
 
-    def scopes(self, layers: Sequence[int]) -> list[tuple[int, bool]]:
+    def code_scopes(self, layers: Sequence[int]) -> list[tuple[int, bool]]:
         """Return which code a forward pass of consecutive layers runs, in order: of which layer, and whether it is of
         the layer's block."""
-        return list(self._structure.scopes(layers[0], layers[-1] + 1))
+        return list(self._structure.code_scopes(layers[0], layers[-1] + 1))
 
-    def attend(self, first: int, end: int) -> None:
+    def join_gathers(self, first: int, end: int) -> None:
         """Where other devices of the stage run layers ``[first, end)`` on rows, and this one has none: take part in
         putting parameters together."""
         if self._shards is None:
             return
-        with torch.no_grad(), self._shards.running():
-            for layer, block in self.scopes(range(first, end)):
+        with torch.no_grad(), self._shards.forward_pass():
+            for layer, block in self.code_scopes(range(first, end)):
                 with self._shards.gathered(layer, block=block):
                     pass
 
     @contextmanager
-    def checked(self, check: Callable[[], None]) -> Iterator[None]:
+    def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
         """Call ``check`` between layers, forward and backward: it may raise to end what is not wanted any more."""
         self._check = check
         try:
@@ -487,7 +493,7 @@ class Model:
         finally:
             self._check = _no_check
 
-    def loss(
+    def compute_loss(
         self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return (sum, weight) of these rows: the loss of a global batch is sums over weights.
@@ -509,22 +515,22 @@ class Model:
                 f"({_shapes(batch[0])}); make them equal, as activations of Training.layers have one shape"
             )
 
-    def metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
+    def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
         """Return the training's own metrics as (sum, weight) of these rows."""
         with torch.no_grad():
-            return self._loss.metrics(output, batch, rows)
+            return self._loss.compute_metrics(output, batch, rows)
 
     def warm_up(self, batch: Batch, tick: Callable[[], None]) -> None:
         """Run every layer forward and backward once, so that the first step compiles nothing."""
         x: Any = None
-        rows = rows_of_batch(batch)
-        with self.buffers_kept():
+        rows = count_rows(batch)
+        with self.preserve_buffers():
             for layer in range(self.layer_count):
                 tick()
                 last = layer == self.layer_count - 1
-                with self.provided(layer):
+                with self.temporarily_provided(layer):
                     x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch)
-                    outputs = (self.loss(x, batch, rows)[0],) if last else flatten(x)
+                    outputs = (self.compute_loss(x, batch, rows)[0],) if last else flatten(x)
                     roots = [t for t in outputs if t.requires_grad]
                     torch.autograd.backward(roots, [torch.zeros_like(t) for t in roots])
                 if not last:
@@ -552,28 +558,28 @@ class Model:
     def _run(self, index: int, x: Activation, step: int, row: int) -> Any:
         assert isinstance(self._structure, LayerChain)
         layer = self._structure.layers[index]
-        scopes = _LayerScopes(self, step, row, len(flatten(x)[0]))
+        scopes = _RunScopes(self, step, row, len(flatten(x)[0]))
         if isinstance(x, tuple):
-            output: Activation = scopes.block(index, lambda *tensors: layer(tensors), *x)
+            output: Activation = scopes.run_block(index, lambda *tensors: layer(tensors), *x)
             return output
-        return scopes.block(index, layer, x)
+        return scopes.run_block(index, layer, x)
 
     def _probe(self, batch: Batch, rows: int, *, verified: bool) -> None:
         """Run a microbatch layer by layer: shapes, whether layers use dropout, and clear errors."""
         batch = to_device(batch, self.device)
         x: Any = None
         shapes: dict[int, ActivationShape] = {}
-        with self.buffers_kept(), torch.no_grad():
+        with self.preserve_buffers(), torch.no_grad():
             for index in range(self.layer_count):
                 probe = DropoutProbe()
                 given = x
                 try:
-                    watching = nullcontext() if self._regions is None else self._regions.watching(index)
-                    with self.provided(index):
+                    watching = nullcontext() if self._regions is None else self._regions.observe(index)
+                    with self.temporarily_provided(index):
                         with probe, watching:
                             x = self.forward(index, index + 1, given, step=0, row=0, batch=batch)
                         if self._regions is not None:
-                            self._regions.compare_part(
+                            self._regions.compare_split(
                                 index,
                                 partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
                                 tolerance=0.05 if self._precision.compute is not None else 1e-3,
@@ -596,7 +602,7 @@ class Model:
             end, received = self.layer_count, given
 
             def last(changed: Batch) -> Any:
-                with self.provided(end - 1):
+                with self.temporarily_provided(end - 1):
                     return self.forward(end - 1, end, received, step=0, row=0, batch=changed, train=False)
 
             self._loss.check(x, batch, rows, whole=self._whole, last=last, verified=verified)
@@ -610,14 +616,14 @@ class Model:
                     rows,
                     lambda output: self._loss(output, batch, rows)[0],
                     tolerance,
-                    self.provided,
+                    self.temporarily_provided,
                 )
 
     def _whole(self, batch: Batch) -> Any:
         """Return the output of all layers in evaluation mode."""
         x: Any = None
         for layer in range(self.layer_count):
-            with self.provided(layer):
+            with self.temporarily_provided(layer):
                 x = self.forward(layer, layer + 1, x, step=0, row=0, batch=batch, train=False)
         return x
 
@@ -637,9 +643,9 @@ class Model:
                     "samples; samples must stay in dim 0"
                 )
 
-    def _shared_tensors(self) -> list[SharedTensor]:
+    def _shared_tensors(self) -> list[ModelTensor]:
         """All parameters and persistent buffers in model order; shared ones once, with all their places."""
-        found: dict[int, SharedTensor] = {}
+        found: dict[int, ModelTensor] = {}
         for path, module, layers in self._structure.modules():
             lasting: list[tuple[Kind, str, Tensor | None]] = [
                 ("parameter", name, value) for name, value in module._parameters.items()
@@ -654,20 +660,20 @@ class Model:
                     continue
                 shared = found.setdefault(
                     id(value),
-                    SharedTensor(
+                    ModelTensor(
                         name=f"{path}.{attribute}" if path else attribute,
                         kind=kind,
                         trainable=kind == "parameter" and value.requires_grad,
                     ),
                 )
                 shared.layers[:] = sorted({*shared.layers, *layers})
-                if not any(m is module and a == attribute for m, a in shared.places):
-                    shared.places.append((module, attribute))
-                    shared.blocks.append(self._structure.in_block(path))
+                if not any(m is module and a == attribute for m, a in shared.references):
+                    shared.references.append((module, attribute))
+                    shared.in_blocks.append(self._structure.in_block(path))
         return list(found.values())
 
     @contextmanager
-    def buffers_kept(self) -> Iterator[None]:
+    def preserve_buffers(self) -> Iterator[None]:
         """Undo what runs inside change in persistent buffers (running statistics)."""
         saved = [(t, t.value.clone()) for t in self._tensors if t.kind == "buffer" and not t.value.is_meta]
         try:
@@ -694,19 +700,21 @@ class Model:
         self._recompute = mode
 
     @contextmanager
-    def recomputing(self, mode: Recompute, on_kept: Callable[[Tensor], None] | None = None) -> Iterator[None]:
+    def override_recompute(
+        self, mode: Recompute, on_saved: Callable[[Tensor], None] | None = None
+    ) -> Iterator[None]:
         """Recompute in this way inside, whatever the plan says: a profile measures all of them.
 
         :param on_kept: called with every output that ``selective`` keeps.
         """
-        before, self._recompute, self._on_kept = self._recompute, mode, on_kept
+        before, self._recompute, self._on_kept = self._recompute, mode, on_saved
         try:
             yield
         finally:
             self._recompute, self._on_kept = before, None
 
 
-class _LayerScopes(Scopes):
+class _RunScopes(LayerScopes):
     """Seeds, per-sample dropout and activation checkpointing for one run of layers on some rows."""
 
     def __init__(self, model: Model, step: int, row: int, rows: int) -> None:
@@ -719,8 +727,8 @@ class _LayerScopes(Scopes):
     def _seeded(self, layer: int, number: int) -> Iterator[None]:
         """Draw inside from the stream ``number``; ``layer`` says whether there is dropout."""
         model = self._model
-        stream = Stream(seed=model._seed, step=self._step, row=self._row, layer=number)
-        seed_generators(stream.seed_of_run, model.device)
+        stream = LayerRandomStream(seed=model._seed, step=self._step, row=self._row, layer=number)
+        seed_generators(stream.layer_seed, model.device)
         by_sample = model._dropout[layer] and not model._compile
         with SampleDropout(stream, self._rows) if by_sample else nullcontext():
             yield
@@ -745,7 +753,7 @@ class _LayerScopes(Scopes):
         with self._gathered(layer, block=False), self._seeded(layer, number):
             yield
 
-    def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         check = self._model._check
         check()
         function = self._model._faster(layer, function)
@@ -757,16 +765,17 @@ class _LayerScopes(Scopes):
         mode = self._model._recompute
         if mode == "selective" and isinstance(function, CompiledLayer):
             mode = "full"  # Compiled code uses the memory of its results again, so no single one can be kept.
-        # ``run`` reseeds for itself, also when it runs again in the backward pass. Parameters are gathered outside of
+        # ``run_with_recompute`` reseeds for itself, also when it runs again in the backward pass. Parameters
+        # are gathered outside of
         # it, as selective recomputation counts the operations inside.
         with self._gathered(layer, block=True):
-            output = recompute.run(
+            output = recompute.run_with_recompute(
                 mode,
                 run,
                 arguments,
                 named,
-                again=lambda: self._again(layer),
-                on_kept=self._model._on_kept,
+                second_run_context=lambda: self._again(layer),
+                on_saved=self._model._on_kept,
             )
         for tensor in output if isinstance(output, tuple) else (output,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -780,7 +789,7 @@ def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
     """Return the data set's first samples as a microbatch; a short data set is gone through again."""
     samples = [training.dataset[i % len(training.dataset)] for i in range(rows)]
     try:
-        batch = checked_batch((training.collate or default_collate)(samples))
+        batch = check_batch((training.collate or default_collate)(samples))
     except TrainingError:
         raise
     except Exception as error:
@@ -792,7 +801,7 @@ def _no_check() -> None:
     """Let everything go on."""
 
 
-def _parameter(tensor: SharedTensor) -> nn.Parameter:
+def _parameter(tensor: ModelTensor) -> nn.Parameter:
     value = tensor.value
     assert isinstance(value, nn.Parameter)
     return value

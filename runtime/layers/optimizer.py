@@ -65,7 +65,7 @@ class Optimization:
         self._optimizer = _make_optimizer(training.optimizer, named) if named else None
         self._names = _group_names(self._optimizer, named)
         self._objects = dict(named)
-        self._version = model.version
+        self._version = model.parameter_version
         self._scheduler: LRScheduler | None = None
         if training.scheduler is not None and self._optimizer is not None:
             self._scheduler = _make_scheduler(training.scheduler, self._optimizer)
@@ -128,7 +128,7 @@ class Optimization:
         if state:
             self._optimizer.state[parameter] = dict(state)
 
-    def forget_dropped(self) -> None:
+    def release_dropped(self) -> None:
         """Let go of parameters that the model has dropped, and of their state."""
         if self._optimizer is not None:
             self._refresh()
@@ -184,9 +184,9 @@ class Optimization:
     def _refresh(self) -> None:
         """Put the model's present parameter objects where the optimizer has dropped or older ones."""
         assert self._optimizer is not None
-        if self._version == self._model.version:
+        if self._version == self._model.parameter_version:
             return
-        self._version = self._model.version
+        self._version = self._model.parameter_version
         now = dict(self._model.named_parameters(range(self._model.layer_count)))
         for name, old in self._objects.items():
             if now[name] is not old:

@@ -19,7 +19,7 @@ from runtime.layers.state import LayerStates
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPayload:
+class ParkedPayload:
     """What is sent, in one piece."""
 
     header: bytes
@@ -42,13 +42,13 @@ class ParkedLayers:
         self._model = model
         self._optimization = optimization
         self._states = states
-        self._layers: dict[int, StoredPayload] = {}
+        self._layers: dict[int, ParkedPayload] = {}
 
     @property
     def layers(self) -> frozenset[int]:
         return frozenset(self._layers)
 
-    def get(self, layer: int) -> StoredPayload | None:
+    def get(self, layer: int) -> ParkedPayload | None:
         """Return the layer where it is parked."""
         return self._layers.get(layer)
 
@@ -57,16 +57,16 @@ class ParkedLayers:
         reader = self._states.reader(layer)
         payload = _host_memory(reader.size_bytes, self._model.device)
         reader.read_into(payload)
-        self._layers[layer] = StoredPayload(reader.header, payload)
+        self._layers[layer] = ParkedPayload(reader.header, payload)
         self._model.drop([layer])
-        self._optimization.forget_dropped()
+        self._optimization.release_dropped()
 
-    def take_back(self, layer: int) -> None:
+    def unpark(self, layer: int) -> None:
         """Move a parked layer to the device again."""
         parked = self._layers.pop(layer)
         self._states.unpack(layer, parked.header, parked.payload)
 
-    def forget(self, layers: Collection[int] | None = None) -> None:
+    def free(self, layers: Collection[int] | None = None) -> None:
         """Free these layers, or all."""
         for layer in self._layers.keys() & (self._layers if layers is None else layers):
             del self._layers[layer]

@@ -34,7 +34,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stream:
+class LayerRandomStream:
     """One run of a layer on rows of step ``step``'s global batch that begin at ``row``."""
 
     seed: int
@@ -43,10 +43,10 @@ class Stream:
     layer: int
 
     @property
-    def seed_of_run(self) -> int:
+    def layer_seed(self) -> int:
         return stream_seed(self.seed, self.step, self.row, self.layer)
 
-    def seed_of_mask(self, offset: int, call: int) -> int:
+    def mask_seed(self, offset: int, call: int) -> int:
         """For the sample ``offset`` rows further on and the layer's ``call``-th dropout."""
         return stream_seed(self.seed, self.step, self.row + offset, self.layer, call)
 
@@ -62,7 +62,7 @@ class SampleDropout(TorchFunctionMode):
     :param rows: of the layer's input, beginning at ``stream.row``.
     """
 
-    def __init__(self, stream: Stream, rows: int) -> None:
+    def __init__(self, stream: LayerRandomStream, rows: int) -> None:
         super().__init__()
         self._stream = stream
         self._rows = rows
@@ -93,7 +93,7 @@ class SampleDropout(TorchFunctionMode):
         flat = uniform.view(pieces, -1)
         generator = torch.Generator(device=x.device)
         for piece in range(pieces):
-            generator.manual_seed(self._stream.seed_of_mask(piece, call))
+            generator.manual_seed(self._stream.mask_seed(piece, call))
             flat[piece].uniform_(generator=generator)
         scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
         return (uniform >= p).to(x.dtype).mul_(scale)

@@ -43,14 +43,14 @@ _KEPT = frozenset(
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def run(
+def run_with_recompute(
     recompute: Recompute,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     named: dict[str, Any],
     *,
-    again: Callable[[], AbstractContextManager[None]] = nullcontext,
-    on_kept: Callable[[Tensor], None] | None = None,
+    second_run_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    on_saved: Callable[[Tensor], None] | None = None,
 ) -> Any:
     """Call ``function(*arguments, **named)``, which must draw the same random numbers whenever it is called.
 
@@ -68,9 +68,9 @@ def run(
 
     def contexts() -> Contexts:
         if recompute == "full":
-            return nullcontext(), again()
-        made: Contexts = create_selective_checkpoint_contexts(_policy(on_kept))  # type: ignore[no-untyped-call]
-        return made[0], _both(again(), made[1])
+            return nullcontext(), second_run_context()
+        made: Contexts = create_selective_checkpoint_contexts(_policy(on_saved))  # type: ignore[no-untyped-call]
+        return made[0], _both(second_run_context(), made[1])
 
     return checkpoint(flat, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceRuntime, flat_bytes
-from runtime.layers.model import Model, SharedTensor
+from runtime.layers.model import Model, ModelTensor
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar
 from runtime.precision import dtype_name
-from storage.errors import DamagedError
+from storage.errors import CorruptDataError
 from storage.layerstate import (
     ALIGNMENT_BYTES,
     DTYPE_BYTES,
     HEADER_FORMAT,
-    Entry,
-    Header,
+    LayerEntry,
+    LayerHeader,
     decode_header,
-    padded,
+    padded_size,
 )
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
@@ -37,7 +37,7 @@ class StateError(ValueError):
 
 
 _States = dict[str, ParameterState]
-Reused = dict[int, tuple[str, str]]
+ReusedMemory = dict[int, tuple[str, str]]
 """By address: the parameter and the key that memory was reused for."""
 
 
@@ -53,16 +53,16 @@ class LayerStates:
         """The device that the layers are on."""
         return self._model.runtime
 
-    def describe(self, layer: int) -> tuple[Header, list[Tensor]]:
+    def describe(self, layer: int) -> tuple[LayerHeader, list[Tensor]]:
         """What ``pack`` would say, and for each entry the tensor itself, not a copy."""
         self._check_held(layer)
         tensors, scalars = self._collect(layer)
-        entries: list[Entry] = []
+        entries: list[LayerEntry] = []
         end = 0
         for name, role, key, tensor in tensors:
             size_bytes = tensor.numel() * tensor.element_size()
             entries.append(
-                Entry(
+                LayerEntry(
                     name=name,
                     role=role,
                     key=key,
@@ -73,8 +73,8 @@ class LayerStates:
                     size_bytes=size_bytes,
                 )
             )
-            end += padded(size_bytes)
-        header = Header(
+            end += padded_size(size_bytes)
+        header = LayerHeader(
             format=HEADER_FORMAT,
             layer=layer,
             entries=tuple(entries),
@@ -84,7 +84,7 @@ class LayerStates:
         )
         return header, [tensor for _, _, _, tensor in tensors]
 
-    def frozen(self, layer: int) -> frozenset[str]:
+    def frozen_parameters(self, layer: int) -> frozenset[str]:
         """Return the names of the layer's parameters that training does not change."""
         tensors = self._model.tensors_of(layer)
         return frozenset(t.name for t in tensors if t.kind == "parameter" and not t.trainable)
@@ -99,17 +99,17 @@ class LayerStates:
             payload[padding : padding + -padding % ALIGNMENT_BYTES].zero_()
         return msgspec.msgpack.encode(header), payload
 
-    def reader(self, layer: int) -> "LayerReader":
+    def reader(self, layer: int) -> "LayerStateReader":
         """Return what ``pack`` would, to be copied bit by bit; the layer must not change meanwhile."""
-        return LayerReader(*self.describe(layer))
+        return LayerStateReader(*self.describe(layer))
 
-    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "LayerWriter":
+    def writer(self, layer: int, header: bytes, payload_bytes: int) -> "LayerStateWriter":
         """Make this process hold ``layer``, to be filled bit by bit.
 
         :raises StateError: the header does not fit this model, or the payload; nothing was changed.
         """
         places, states = self._places(layer, header, payload_bytes, None)
-        return LayerWriter(places, lambda: self._take(states))
+        return LayerStateWriter(places, lambda: self._take(states))
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
         """Make this process hold ``layer`` with the state in ``payload``.
@@ -119,12 +119,12 @@ class LayerStates:
         if payload.dtype != torch.uint8 or payload.dim() != 1:
             raise StateError(f"layer {layer}: payload of {payload.dim()} dimensions of {payload.dtype}")
         with torch.no_grad():
-            for entry, tensor in self.make(layer, header, payload.numel()):
+            for entry, tensor in self.allocate(layer, header, payload.numel()):
                 tensor.copy_(_view(payload, entry))
 
-    def make(
-        self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None = None
-    ) -> list[tuple[Entry, Tensor]]:
+    def allocate(
+        self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None = None
+    ) -> list[tuple[LayerEntry, Tensor]]:
         """Make this process hold ``layer``, with tensors that are yet to be filled: where each entry goes.
 
         :param reused: the optimizer's tensors that are here are filled again where they fit, as fresh memory
@@ -140,12 +140,12 @@ class LayerStates:
             self._optimization.set_parameter_state(name, state)
 
     def _places(
-        self, layer: int, header: bytes, payload_bytes: int, reused: Reused | None
-    ) -> tuple[list[tuple[Entry, Tensor]], "_States"]:
+        self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
+    ) -> tuple[list[tuple[LayerEntry, Tensor]], "_States"]:
         """Hold the layer; return where each entry goes, and the optimizer's state that is yet to be taken."""
         try:
             decoded = decode_header(header, layer, payload_bytes)
-        except DamagedError as error:
+        except CorruptDataError as error:
             raise StateError(str(error)) from error
         self._check(layer, decoded)
         try:
@@ -159,7 +159,7 @@ class LayerStates:
             for tensor in self._model.tensors_of(layer)
             if tensor.trainable
         }
-        places: list[tuple[Entry, Tensor]] = []
+        places: list[tuple[LayerEntry, Tensor]] = []
         for entry in decoded.entries:
             tensor = values[entry.name]
             if entry.role == "optimizer":
@@ -172,7 +172,7 @@ class LayerStates:
             places.append((entry, tensor))
         return places, states
 
-    def _there(self, entry: Entry, device: torch.device, reused: Reused) -> Tensor | None:
+    def _there(self, entry: LayerEntry, device: torch.device, reused: ReusedMemory) -> Tensor | None:
         """The optimizer's tensor that is to be replaced, if it has such memory on the host for itself."""
         old = self._optimization.parameter_state(entry.name).get(entry.key)
         if not isinstance(old, Tensor) or not entry.size_bytes or old.requires_grad:
@@ -188,7 +188,7 @@ class LayerStates:
         """Size of the payload, without making it."""
         self._check_held(layer)
         tensors, _ = self._collect(layer)
-        return sum(padded(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
+        return sum(padded_size(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
 
     def digest(self, layer: int) -> str:
         """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
@@ -224,10 +224,10 @@ class LayerStates:
         return tensors, scalars
 
     def _check_held(self, layer: int) -> None:
-        if layer not in self._model.held | self._model.sharded:
+        if layer not in self._model.held_layers | self._model.sharded_layers:
             raise RuntimeError(f"layer {layer} is not held here")
 
-    def _check(self, layer: int, header: Header) -> None:
+    def _check(self, layer: int, header: LayerHeader) -> None:
         expected = {tensor.name: tensor for tensor in self._model.tensors_of(layer)}
         end = 0
         seen: set[tuple[str, str]] = set()
@@ -247,10 +247,10 @@ class LayerStates:
             raise StateError(f"layer {layer}: optimizer state for {', '.join(strange)}")
 
 
-class LayerReader:
+class LayerStateReader:
     """The bytes of a layer's payload, out of its tensors."""
 
-    def __init__(self, header: Header, tensors: list[Tensor]) -> None:
+    def __init__(self, header: LayerHeader, tensors: list[Tensor]) -> None:
         self.header = msgspec.msgpack.encode(header)
         self.size_bytes = header.size_bytes
         self._places = list(zip(header.entries, tensors, strict=True))
@@ -273,14 +273,14 @@ class LayerReader:
             _view(payload, entry).copy_(tensor)
 
 
-class LayerWriter:
+class LayerStateWriter:
     """The bytes of a layer's payload, into its tensors.
 
     :param take: called when all are there: only then has the optimizer the layer's state, so that one that it may
         have of a parameter which layers share stays whole.
     """
 
-    def __init__(self, places: list[tuple[Entry, Tensor]], take: Callable[[], None]) -> None:
+    def __init__(self, places: list[tuple[LayerEntry, Tensor]], take: Callable[[], None]) -> None:
         self._places = [(entry, tensor) for entry, tensor in places if entry.size_bytes]
         self._take = take
         self._beside: dict[int, Tensor] = {}
@@ -303,7 +303,7 @@ class LayerWriter:
         """All bytes are there: the optimizer has its state."""
         self._take()
 
-    def _bytes(self, entry: Entry, tensor: Tensor) -> Tensor:
+    def _bytes(self, entry: LayerEntry, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor.reshape(-1).view(torch.uint8)
         if entry.offset not in self._beside:
@@ -313,7 +313,7 @@ class LayerWriter:
         return self._beside[entry.offset]
 
 
-def _check_entry(layer: int, entry: Entry, shared: SharedTensor) -> None:
+def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
     place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
     if entry.offset % ALIGNMENT_BYTES:
         raise StateError(f"{place}: byte {entry.offset} is no multiple of {ALIGNMENT_BYTES}")
@@ -330,7 +330,7 @@ def _check_entry(layer: int, entry: Entry, shared: SharedTensor) -> None:
         )
 
 
-def _view(payload: Tensor, entry: Entry) -> Tensor:
+def _view(payload: Tensor, entry: LayerEntry) -> Tensor:
     """The entry's part of the payload with its dtype and shape; no copy."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

@@ -76,13 +76,13 @@ class TensorPlan:
     """What of one model is computed in parts."""
 
     linears: tuple[SplitLinear, ...]
-    summed: frozenset[str]
+    summed_parameters: frozenset[str]
     """Names of parameters that are whole, and whose gradients are summed over the devices of a stage."""
-    counts: tuple[tuple[str, int], ...]
+    divisible_counts: tuple[tuple[str, int], ...]
     """Numbers that a stage's devices must divide, each with the words that name it."""
 
     @property
-    def alone(self) -> frozenset[str]:
+    def split_parameters(self) -> frozenset[str]:
         """Names of the parameters of which each device computes with its own part."""
         return frozenset(
             name
@@ -92,25 +92,25 @@ class TensorPlan:
         )
 
     @property
-    def apart(self) -> dict[str, str]:
+    def vector_keys(self) -> dict[str, str]:
         """For parameters that share a vector with no others (``runtime.zero.parts.Shape.of``) what tells them apart."""
-        return dict.fromkeys(self.summed, "*") | {name: name for name in self.alone}
+        return dict.fromkeys(self.summed_parameters, "*") | {name: name for name in self.split_parameters}
 
     @property
-    def most_parts(self) -> int:
+    def max_devices(self) -> int:
         """The plan can be used on the numbers of devices that divide this."""
-        return gcd(*(count for _, count in self.counts))
+        return gcd(*(count for _, count in self.divisible_counts))
 
-    def problem_on(self, devices: int) -> str | None:
+    def find_problem(self, devices: int) -> str | None:
         """Return why so many devices cannot use the plan; ``None``: they can."""
-        for words, count in self.counts:
+        for words, count in self.divisible_counts:
             if count % devices:
                 return f"{words} is {count}, which {devices} devices do not divide"
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class NamedModule:
     """A module of a model, as a plan is checked against it."""
 
     name: str
@@ -123,8 +123,8 @@ class TensorPlanError(TrainingError):
     """A tensor-parallel plan that this model cannot have."""
 
 
-def plan_of(
-    given: Mapping[str, str] | None, places: Sequence[Place], names: Mapping[int, tuple[str, bool]]
+def make_tensor_plan(
+    user_plan: Mapping[str, str] | None, modules: Sequence[NamedModule], names: Mapping[int, tuple[str, bool]]
 ) -> TensorPlan:
     """Return the plan of a model.
 
@@ -133,12 +133,12 @@ def plan_of(
     :param names: for each parameter, by identity, its canonical name and whether it is trained and in one place alone.
     :raises TensorPlanError: there is none, or it cannot be used.
     """
-    styles = _styles_of(given, places)
+    styles = _styles_of(user_plan, modules)
     linears: list[SplitLinear] = []
     summed: set[str] = set()
     for place, style in styles:
         if not place.in_block or len(place.layers) != 1:
-            if given is not None:
+            if user_plan is not None:
                 raise TensorPlanError(
                     f"{place.name} is not inside one of the blocks that the model is cut into"
                 )
@@ -170,13 +170,15 @@ def plan_of(
         )
     if not linears:
         raise TensorPlanError("its plan names no module inside the blocks that the model is cut into")
-    _check_neighbours(linears, summed, places, names)
+    _check_neighbours(linears, summed, modules, names)
     counts = tuple(dict.fromkeys(map(_features, linears)))
-    return TensorPlan(linears=tuple(linears), summed=frozenset(summed), counts=counts)
+    return TensorPlan(linears=tuple(linears), summed_parameters=frozenset(summed), divisible_counts=counts)
 
 
-def _styles_of(given: Mapping[str, str] | None, places: Sequence[Place]) -> list[tuple[Place, str]]:
-    found: dict[str, tuple[Place, str]] = {}
+def _styles_of(
+    given: Mapping[str, str] | None, places: Sequence[NamedModule]
+) -> list[tuple[NamedModule, str]]:
+    found: dict[str, tuple[NamedModule, str]] = {}
     for pattern, style in (_hugging_face(places) if given is None else given).items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
         matching = [place for place in places if expression.fullmatch(place.name)]
@@ -186,7 +188,7 @@ def _styles_of(given: Mapping[str, str] | None, places: Sequence[Place]) -> list
     return list(found.values())
 
 
-def _hugging_face(places: Sequence[Place]) -> dict[str, str]:
+def _hugging_face(places: Sequence[NamedModule]) -> dict[str, str]:
     """Return the plan that ``transformers`` gives the outermost model that has one."""
     for place in places:
         plan = getattr(place.module, "_tp_plan", None)
@@ -199,7 +201,7 @@ def _hugging_face(places: Sequence[Place]) -> dict[str, str]:
 def _check_neighbours(
     linears: Iterable[SplitLinear],
     summed: set[str],
-    places: Iterable[Place],
+    places: Iterable[NamedModule],
     names: Mapping[int, tuple[str, bool]],
 ) -> None:
     """Refuse parameters that a module around split ones may use in its own code, where nobody sees it."""
@@ -229,13 +231,13 @@ def _of_any(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-class SplitRegions(TorchFunctionMode):
+class SplitRegionChecker(TorchFunctionMode):
     """Watches layers run on one device, and finds what must not be in a split region.
 
-    ``with regions.watching(layer):`` surrounds one run of a layer; ``problem`` is the first that was found.
+    ``with regions.watching(layer):`` surrounds one run of a layer; ``find_problem`` is the first that was found.
     """
 
-    def __init__(self, plan: TensorPlan, places: Iterable[Place]) -> None:
+    def __init__(self, plan: TensorPlan, places: Iterable[NamedModule]) -> None:
         super().__init__()
         self._plan = plan
         self._places = [place for place in places if place.in_block]
@@ -259,17 +261,17 @@ class SplitRegions(TorchFunctionMode):
         """Sizes of what devices exchange in the backward pass: gradients of the inputs of modules that are split."""
         return [_exchanged_bytes(x) for x in self._inputs.values() if x.requires_grad]
 
-    def checked(self) -> TensorPlan:
+    def validated_plan(self) -> TensorPlan:
         """Return the plan with what was seen of attention heads, which are split whole.
 
         :raises TensorPlanError: the plan cannot be used.
         """
         if self.problem is not None:
             raise TensorPlanError(self.problem)
-        return replace(self._plan, counts=(*self._heads.items(), *self._plan.counts))
+        return replace(self._plan, divisible_counts=(*self._heads.items(), *self._plan.divisible_counts))
 
     @contextmanager
-    def watching(self, layer: int) -> Iterator[None]:
+    def observe(self, layer: int) -> Iterator[None]:
         """Watch one run of a layer."""
         self.forward_bytes, self._inputs, self._calls = [], {}, {}
         mine = {one.name: one for one in self._plan.linears if one.layer == layer}
@@ -297,7 +299,7 @@ class SplitRegions(TorchFunctionMode):
             )
         self._open = None
 
-    def compare_part(self, layer: int, run: Callable[[], object], *, tolerance: float) -> None:
+    def compare_split(self, layer: int, run: Callable[[], object], *, tolerance: float) -> None:
         """Run the layer that was just watched again, with a part of its features, and compare that with the whole.
 
         This finds code that computes something else in a split region, such as attention that reads the size of a
@@ -308,7 +310,7 @@ class SplitRegions(TorchFunctionMode):
         :param tolerance: relative to the largest value.
         """
         mine = [one for one in self._plan.linears if one.layer == layer and one.name in self._calls]
-        most = gcd(*(count for _, count in (*self._heads.items(), *self._plan.counts)))
+        most = gcd(*(count for _, count in (*self._heads.items(), *self._plan.divisible_counts)))
         devices = next((count for count in range(2, most + 1) if most % count == 0), 1)
         if not mine or devices == 1 or self.problem is not None:
             return
@@ -423,7 +425,7 @@ class SplitRegions(TorchFunctionMode):
         return hook
 
     def _is_summed(self, name: str) -> bool:
-        return any(one.rpartition(".")[0] == name for one in self._plan.summed)
+        return any(one.rpartition(".")[0] == name for one in self._plan.summed_parameters)
 
     def _say(self, problem: str) -> None:
         if self.problem is None:

@@ -15,10 +15,10 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from runtime.groups.communicator import Communicator, Pending
-from runtime.layers.parked import ParkedLayers, StoredPayload
-from runtime.layers.state import LayerStates, LayerWriter
-from runtime.watch.pace import Pace
+from runtime.groups.communicator import Communicator, PendingOperation
+from runtime.layers.parked import ParkedLayers, ParkedPayload
+from runtime.layers.state import LayerStates, LayerStateWriter
+from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TransferData
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -26,7 +26,7 @@ CHUNK_BYTES = 4 * 1024 * 1024
 no memory of its own but for a few chunks."""
 WINDOW_BYTES = 4 * CHUNK_BYTES
 """Copies that a source holds at a time."""
-AHEAD = 2
+CHUNKS_AHEAD = 2
 """Chunks that a target waits for at a time, from each source."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
@@ -35,7 +35,7 @@ class TransferError(RuntimeError):
     """A peer announced something impossible."""
 
 
-class Parcel(Protocol):
+class RoutedItem(Protocol):
     """What one rank sends to one other."""
 
     @property
@@ -45,11 +45,11 @@ class Parcel(Protocol):
     def target(self) -> int: ...
 
 
-Item = TypeVar("Item", bound=Parcel)
-Item_contra = TypeVar("Item_contra", bound=Parcel, contravariant=True)
+Item = TypeVar("Item", bound=RoutedItem)
+Item_contra = TypeVar("Item_contra", bound=RoutedItem, contravariant=True)
 
 
-class Outgoing(Protocol):
+class OutgoingPayload(Protocol):
     """What is sent, as bytes."""
 
     @property
@@ -63,7 +63,7 @@ class Outgoing(Protocol):
         """Return a copy of these bytes of the payload, or a view of what does not change while it is sent."""
 
 
-class Incoming(Protocol):
+class IncomingPayload(Protocol):
     """What is received, on its way to where it belongs."""
 
     def write(self, start: int, chunk: Tensor) -> None:
@@ -76,20 +76,20 @@ class Incoming(Protocol):
         """
 
 
-class Packer(Protocol[Item_contra]):
+class TransferEndpoint(Protocol[Item_contra]):
     """Makes bytes of what is sent, and takes what comes."""
 
-    def open(self, item: Item_contra) -> Outgoing:
+    def open_send(self, item: Item_contra) -> OutgoingPayload:
         """Return what is to be sent."""
 
-    def expect(self, item: Item_contra, header: bytes, size_bytes: int) -> Incoming:
+    def open_receive(self, item: Item_contra, header: bytes, size_bytes: int) -> IncomingPayload:
         """Make ready for what comes.
 
         :raises StateError: it is of something else.
         """
 
 
-class WholeLayers:
+class LayerEndpoint:
     """Packs whole layers, those that are parked out of host memory.
 
     :param complete: layers held at the resume step; each is added when all of it is there.
@@ -100,13 +100,13 @@ class WholeLayers:
         self._complete = complete
         self._parked = parked
 
-    def open(self, item: TransferData) -> Outgoing:
+    def open_send(self, item: TransferData) -> OutgoingPayload:
         if item.layer not in self._complete:
             raise TransferError(f"the plan takes layer {item.layer} from here, where it is not complete")
         parked = self._parked.get(item.layer)
         return self._states.reader(item.layer) if parked is None else parked
 
-    def expect(self, item: TransferData, header: bytes, size_bytes: int) -> Incoming:
+    def open_receive(self, item: TransferData, header: bytes, size_bytes: int) -> IncomingPayload:
         return _CompletedLayer(
             self._states.writer(item.layer, header, size_bytes), item.layer, self._complete
         )
@@ -116,7 +116,7 @@ class WholeLayers:
 class _CompletedLayer:
     """A layer that counts when all of it is there."""
 
-    writer: LayerWriter
+    writer: LayerStateWriter
     layer: int
     complete: set[int]
 
@@ -139,15 +139,15 @@ class PayloadPacker(Protocol[Item_contra]):
 
 
 @dataclass(frozen=True, slots=True)
-class WholePayloads(Generic[Item]):
+class PayloadEndpoint(Generic[Item]):
     """Sends and receives payloads that are made in one piece."""
 
     packer: PayloadPacker[Item]
 
-    def open(self, item: Item) -> Outgoing:
-        return StoredPayload(*self.packer.pack(item))
+    def open_send(self, item: Item) -> OutgoingPayload:
+        return ParkedPayload(*self.packer.pack(item))
 
-    def expect(self, item: Item, header: bytes, size_bytes: int) -> Incoming:
+    def open_receive(self, item: Item, header: bytes, size_bytes: int) -> IncomingPayload:
         payload = torch.empty(size_bytes, dtype=torch.uint8)
         return _WholePayload(payload, lambda: self.packer.unpack(item, header, payload))
 
@@ -167,24 +167,24 @@ class _WholePayload:
 @dataclass(slots=True)
 class _Sending:
     size_bytes: int
-    pending: Pending
+    pending: PendingOperation
 
 
-class Exchange(Generic[Item]):
+class StateExchange(Generic[Item]):
     """The transfers of one generation that this rank takes part in."""
 
     def __init__(
         self,
         items: Sequence[Item],
         *,
-        packer: Packer[Item],
+        endpoint: TransferEndpoint[Item],
         communicator: Communicator,
-        pace: Pace,
+        monitor: ProgressMonitor,
         device: torch.device,
     ) -> None:
-        self._packer = packer
+        self._packer = endpoint
         self._communicator = communicator
-        self._pace = pace
+        self._monitor = monitor
         self._device = device
         rank = communicator.rank
         self._to_send = self._messages([item for item in items if item.source == rank])
@@ -201,24 +201,30 @@ class Exchange(Generic[Item]):
         :raises TransferError: a peer's bug.
         """
         receiving = {source: self._receive_all(source, items) for source, items in self._to_receive.items()}
-        awaited: dict[int, Pending] = {}
+        awaited: dict[int, PendingOperation] = {}
         for source in list(receiving):
             self._advance(source, receiving, awaited)
         while True:
             self._top_up()
-            outstanding = [*awaited.values(), *(s.pending for s in self._sending if not s.pending.arrived())]
+            outstanding = [
+                *awaited.values(),
+                *(s.pending for s in self._sending if not s.pending.is_complete()),
+            ]
             if not outstanding:
                 return
-            self._pace.wait_any(self._communicator, outstanding)
+            self._monitor.wait_any(self._communicator, outstanding)
             for source, pending in list(awaited.items()):
-                if pending.arrived():
+                if pending.is_complete():
                     self._communicator.wait(pending)
                     self._advance(source, receiving, awaited)
 
     def _advance(
-        self, source: int, receiving: dict[int, Iterator[Pending]], awaited: dict[int, Pending]
+        self,
+        source: int,
+        receiving: dict[int, Iterator[PendingOperation]],
+        awaited: dict[int, PendingOperation],
     ) -> None:
-        self._pace.tick()
+        self._monitor.tick()
         pending = next(receiving[source], None)
         if pending is None:
             del receiving[source]
@@ -229,16 +235,16 @@ class Exchange(Generic[Item]):
     def _top_up(self) -> None:
         """Retire sends that are done and start as many as the window takes."""
         for sending in self._sending:
-            if sending.pending.arrived():
+            if sending.pending.is_complete():
                 self._communicator.wait(sending.pending)
-        self._sending = [s for s in self._sending if not s.pending.arrived()]
+        self._sending = [s for s in self._sending if not s.pending.is_complete()]
         under_way = sum(s.size_bytes for s in self._sending)
         while self._next is not None:
             message, target = self._next
             size_bytes = message.numel() * message.element_size()
             if self._sending and under_way + size_bytes > WINDOW_BYTES:
                 return
-            self._pace.tick()
+            self._monitor.tick()
             pending = self._communicator.send(message, target, "state")
             self._sending.append(_Sending(size_bytes, pending))
             under_way += size_bytes
@@ -247,7 +253,7 @@ class Exchange(Generic[Item]):
     def _messages(self, items: list[Item]) -> Iterator[tuple[Tensor, int]]:
         """Yield what is sent and to whom; a chunk is copied when it is asked for."""
         for item in items:
-            outgoing = self._packer.open(item)
+            outgoing = self._packer.open_send(item)
             header, size = outgoing.header, outgoing.size_bytes
             yield torch.tensor([len(header), size], dtype=torch.int64).to(self._device), item.target
             yield torch.frombuffer(bytearray(header), dtype=torch.uint8).to(self._device), item.target
@@ -255,21 +261,23 @@ class Exchange(Generic[Item]):
                 chunk = outgoing.read(start, min(start + CHUNK_BYTES, size))
                 yield chunk.to(self._device), item.target
 
-    def _receive_all(self, source: int, items: list[Item]) -> Iterator[Pending]:
+    def _receive_all(self, source: int, items: list[Item]) -> Iterator[PendingOperation]:
         """A chain of receives from one source; continue it when the one that it yielded is done."""
         for item in items:
             lengths = torch.zeros(2, dtype=torch.int64, device=self._device)
             yield self._communicator.receive(lengths, source, "state")
-            header_bytes, size_bytes = self._pace.values(lengths)
+            header_bytes, size_bytes = self._monitor.read_values(lengths)
             if not (0 < header_bytes <= MAX_HEADER_BYTES and size_bytes >= 0):
                 raise TransferError(f"rank {source} announced {header_bytes} + {size_bytes} bytes")
             header = torch.empty(header_bytes, dtype=torch.uint8, device=self._device)
             yield self._communicator.receive(header, source, "state")
-            incoming = self._packer.expect(item, bytes(self._pace.to_host(header).numpy()), size_bytes)
-            ahead: deque[tuple[int, Tensor, Pending]] = deque()
+            incoming = self._packer.open_receive(
+                item, bytes(self._monitor.to_host(header).numpy()), size_bytes
+            )
+            ahead: deque[tuple[int, Tensor, PendingOperation]] = deque()
             starts = iter(range(0, size_bytes, CHUNK_BYTES))
             while True:
-                for start in islice(starts, AHEAD - len(ahead)):
+                for start in islice(starts, CHUNKS_AHEAD - len(ahead)):
                     chunk = torch.empty(
                         min(CHUNK_BYTES, size_bytes - start), dtype=torch.uint8, device=self._device
                     )

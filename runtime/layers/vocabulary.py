@@ -24,7 +24,7 @@ class Vocabulary:
         self._inputs = _rows(root, "get_input_embeddings")
         self._outputs = _rows(root, "get_output_embeddings")
 
-    def problem(self, batch: Batch) -> tuple[int, str] | None:
+    def find_problem(self, batch: Batch) -> tuple[int, str] | None:
         """Return the first row of a batch with an id that is outside, and what is wrong with it."""
         if not isinstance(batch, Mapping):
             return None

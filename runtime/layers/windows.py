@@ -36,12 +36,12 @@ from runtime.layers.chain import normalises_over_rows
 from runtime.layers.experts import ExpertBalance
 from runtime.training import Batch, TrainingError
 
-WAYS_OUT = (
+CUT_REMEDIES = (
     "name the submodules to cut before with Training(split=[...]), in the order in which they run, "
     "or hand over a list with Training(layers=[...])"
 )
 
-CHOICES = (
+DYNAMIC_BLOCKS = (
     "its forward chooses which blocks run (layer drop, an early exit, a condition on what it computed), "
     "and every stage would choose by itself"
 )
@@ -88,7 +88,7 @@ class _Window:
     end: int
     rows: int
     received: tuple[Tensor, ...]
-    scopes: "Scopes"
+    scopes: "LayerScopes"
     segment: int = 0
     """The layer that what runs now belongs to."""
     due: int = 0
@@ -100,14 +100,14 @@ class _Window:
     """Accumulators of expert balancing."""
 
 
-class Scopes:
+class LayerScopes:
     """What surrounds the code of a layer while it runs; the default is nothing."""
 
     def around(self, layer: int, part: int) -> AbstractContextManager[None]:
         """Surround code of ``layer`` outside of its block; ``part`` counts from 1 after the block, 0 before."""
         return nullcontext()
 
-    def block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Run the block of ``layer``."""
         return function(*arguments, **named)
 
@@ -152,7 +152,7 @@ class WindowedModule:
         self._exit_per_row: list[bool] = []
         self._shapes: dict[Any, Any] = {}
         self._forwards: dict[int, Callable[..., Any]] = {}
-        self._balance = ExpertBalance.of(root)
+        self._balance = ExpertBalance.find(root)
         order = self._record(batch, rows)
         if split is None and sorted(order) == list(range(len(names))) != order:
             # A decoder that is registered before its encoder, say.
@@ -205,7 +205,7 @@ class WindowedModule:
         """Return whether the submodule is a block or a part of one."""
         return any(name == block or name.startswith(block + ".") for block in self._names)
 
-    def scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
+    def code_scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
         """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
         last = self.layer_count - 1
         for layer in range(first, end):
@@ -226,7 +226,7 @@ class WindowedModule:
         return tuple(range(self.layer_count))
 
     def run(
-        self, first: int, end: int, batch: Batch, received: tuple[Tensor, ...], rows: int, scopes: Scopes
+        self, first: int, end: int, batch: Batch, received: tuple[Tensor, ...], rows: int, scopes: LayerScopes
     ) -> Any:
         """Run layers [first, end) on a microbatch: the module's output, or the tensors that cross the cut.
 
@@ -250,7 +250,7 @@ class WindowedModule:
             self._window = None
         if window.due < len(self._blocks):
             raise TrainingError(
-                f"{self._uncut}: {self._names[window.due]} did not run; {CHOICES}; {WAYS_OUT}"
+                f"{self._uncut}: {self._names[window.due]} did not run; {DYNAMIC_BLOCKS}; {CUT_REMEDIES}"
             )
         return output
 
@@ -264,7 +264,7 @@ class WindowedModule:
         rows: int,
         compare: Callable[[Any], Tensor],
         tolerance: float = 1e-5,
-        held: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
+        with_layer: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
     ) -> None:
         """Compare the layers run one by one with the whole module, in evaluation mode.
 
@@ -282,7 +282,7 @@ class WindowedModule:
                     wanted = compare(self._call(self.root, batch))
                 tensors: Any = ()
                 for layer in range(self.layer_count):
-                    with held(layer), self._without(layer):
+                    with with_layer(layer), self._without(layer):
                         tensors = self._verified(layer, batch, tensors, rows)
                 found = compare(tensors)
         finally:
@@ -294,17 +294,18 @@ class WindowedModule:
             raise TrainingError(
                 f"{self._uncut}: run layer by layer it gives {_few(found)}, run as a whole {_few(wanted)}, so its "
                 "code around the blocks passes on more than the blocks' arguments, keeps state from one call to "
-                f"the next, or depends on the values of what it computes; {WAYS_OUT}"
+                f"the next, or depends on the values of what it computes; {CUT_REMEDIES}"
             )
 
     def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
         try:
-            return self.run(layer, layer + 1, batch, tensors, rows, Scopes())
+            return self.run(layer, layer + 1, batch, tensors, rows, LayerScopes())
         except TrainingError:
             raise
         except Exception as error:
             raise TrainingError(
-                f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; {WAYS_OUT}"
+                f"{self._uncut}: running {self.name(layer)} alone raised {type(error).__name__}: {error}; "
+                f"{CUT_REMEDIES}"
             ) from error
 
     def _check_state(self, batch: Batch) -> None:
@@ -336,7 +337,7 @@ class WindowedModule:
         if changed:
             raise TrainingError(
                 f"{self._uncut}: its forward changes {', '.join(changed)} around the blocks; move such a buffer "
-                f"into a submodule of its own that changes it; {WAYS_OUT}"
+                f"into a submodule of its own that changes it; {CUT_REMEDIES}"
             )
 
     @contextmanager
@@ -455,7 +456,7 @@ class WindowedModule:
                 problem = f"{self._names[missing]} did not run"
             else:
                 problem = "they run in the order " + ", ".join(self._names[n] for n in order)
-        raise TrainingError(f"{self._uncut}: {problem}; {WAYS_OUT}")
+        raise TrainingError(f"{self._uncut}: {problem}; {CUT_REMEDIES}")
 
     def _used_later(self, leaves: list[Any], output: Any) -> list[int]:
         """Return the leaves of the last block's output that the module's output depends on."""
@@ -505,7 +506,9 @@ class WindowedModule:
                 return original(*arguments, **named)
         if number != window.due:
             ran, due = self._names[number], self._names[window.due]
-            raise TrainingError(f"{self._uncut}: {ran} ran where {due} was due; {CHOICES}; {WAYS_OUT}")
+            raise TrainingError(
+                f"{self._uncut}: {ran} ran where {due} was due; {DYNAMIC_BLOCKS}; {CUT_REMEDIES}"
+            )
         window.due += 1
         cut = self._cuts[number]
         leaves, structure = tree.tree_flatten((arguments, named))
@@ -530,7 +533,7 @@ class WindowedModule:
         self._leave(window)
         window.before = leaves
         arguments, named = tree.tree_unflatten(leaves, structure)
-        output = window.scopes.block(layer, original, *arguments, **named)
+        output = window.scopes.run_block(layer, original, *arguments, **named)
         if self._balance is not None:
             window.balance = self._balance.add(self._blocks[number], window.balance, window.rows)
         if last:
@@ -584,7 +587,7 @@ class WindowedModule:
             except Exception as error:
                 raise TrainingError(
                     f"{type(self.root).__name__} cannot be cut: the shape that {name} ({type(unit).__name__}) returns "
-                    f"depends on values: {type(error).__name__}: {error}; {WAYS_OUT}"
+                    f"depends on values: {type(error).__name__}: {error}; {CUT_REMEDIES}"
                 ) from error
             finally:
                 self._window, self._shaping = window, False
@@ -674,7 +677,7 @@ def find_blocks(root: nn.Module) -> list[str]:
     if not lists and not chains:
         raise TrainingError(
             f"{type(root).__name__} has no list of equal blocks (nn.ModuleList or nn.Sequential of one class) "
-            f"at which it could be cut; {WAYS_OUT}"
+            f"at which it could be cut; {CUT_REMEDIES}"
         )
     largest = max(size for _, _, size in lists or chains)
     chosen = (
@@ -791,7 +794,7 @@ def _few(tensor: Tensor) -> str:
     return ", ".join(f"{value:.6g}" for value in values)
 
 
-def caller(*, has_loss: bool) -> Callable[[nn.Module, Batch], Any]:
+def make_caller(*, has_loss: bool) -> Callable[[nn.Module, Batch], Any]:
     """Return how a module is run on a batch.
 
     By keyword for a dictionary, with the entries that ``forward`` takes; by position for a tuple; else alone.

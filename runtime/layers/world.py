@@ -9,8 +9,8 @@ from functools import partial
 from itertools import pairwise
 
 from planner.values import Recompute
-from runtime.groups.communicator import Channel, Talk, run_of
-from statemachine.messages.trainer import StageData, WorldData
+from runtime.groups.communicator import Channel, CommunicationEdge, member_range
+from statemachine.messages.trainer import WorldData, WorldStage
 
 Peers = dict[int, tuple[int, int]]
 """Rows ``[start, end)`` of some ranks."""
@@ -30,7 +30,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
+class RankAssignment:
     """What one rank computes."""
 
     rank: int
@@ -45,15 +45,15 @@ class Seat:
     rows: int
     microbatch_rows: int
     """Of whole microbatches."""
-    previous: tuple[Route, ...]
+    activations_from: tuple[Route, ...]
     """Where activations come from; empty on the first stage."""
-    following: tuple[Route, ...]
+    activations_to: tuple[Route, ...]
     """Where activations go; empty on the last stage."""
     gradients_to: tuple[Route, ...]
     """Where gradients of activations go; empty on the first stage."""
     gradients_from: tuple[Route, ...]
     """Where they come from; empty on the last stage."""
-    speaks: bool = True
+    is_representative: bool = True
     """What it computes counts. Of devices that compute the same rows one does."""
     recompute: Recompute = "none"
     """How its layers get their activations in the backward pass."""
@@ -71,12 +71,12 @@ class Seat:
         return self.stage == self.stages - 1
 
 
-def is_sharded(stage: StageData) -> bool:
+def is_sharded(stage: WorldStage) -> bool:
     """Return whether each device of the stage has a part of its layers only."""
     return stage.within != "replicate" and len(stage.ranks) > 1
 
 
-def is_tensor_parallel(stage: StageData) -> bool:
+def is_tensor_parallel(stage: WorldStage) -> bool:
     """Return whether each device of the stage computes a part of its layers, on all rows."""
     return stage.within == "tensor" and len(stage.ranks) > 1
 
@@ -86,7 +86,7 @@ def has_shards(world: WorldData) -> bool:
     return any(is_sharded(stage) for pipeline in world.pipelines for stage in pipeline.stages)
 
 
-def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
+def _taken(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows that each rank of a stage computes.
 
     Where rows are ``coupled`` they stay together: the first device takes all of them; where the devices have shards
@@ -96,11 +96,11 @@ def _taken(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
     if not (coupled or is_tensor_parallel(stage)):
         count = len(stage.ranks)
-        return {rank: run_of(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
+        return {rank: member_range(microbatch_rows, index, count) for index, rank in enumerate(stage.ranks)}
     return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
 
 
-def _told(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
+def _told(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows of which each rank of a stage passes on what it computed: each row once."""
     taken = _taken(stage, microbatch_rows, coupled=coupled)
     if coupled or is_tensor_parallel(stage):
@@ -108,7 +108,9 @@ def _told(stage: StageData, microbatch_rows: int, *, coupled: bool) -> Peers:
     return taken
 
 
-def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool = False) -> Seat:
+def rank_assignment(
+    world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool = False
+) -> RankAssignment:
     """:raises WorldError: the rank sits nowhere."""
     for pipeline in world.pipelines:
         for number, stage in enumerate(pipeline.stages):
@@ -121,7 +123,7 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
             start, end = taken(stage)[rank]
             speaks = rank in told(stage)
             passed = (start, end) if speaks else (0, 0)
-            return Seat(
+            return RankAssignment(
                 rank=rank,
                 stage=number,
                 stages=len(pipeline.stages),
@@ -132,11 +134,11 @@ def seat_of(world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool 
                 first_row=start,
                 rows=end - start,
                 microbatch_rows=microbatch_rows,
-                previous=() if before is None else _routes(told(before), start, end),
-                following=() if behind is None else _routes(taken(behind), *passed),
+                activations_from=() if before is None else _routes(told(before), start, end),
+                activations_to=() if behind is None else _routes(taken(behind), *passed),
                 gradients_to=() if before is None else _routes(taken(before), *passed),
                 gradients_from=() if behind is None else _routes(told(behind), start, end),
-                speaks=speaks,
+                is_representative=speaks,
                 recompute=stage.recompute,
             )
     raise WorldError(f"rank {rank} has no place in the plan")
@@ -152,9 +154,11 @@ def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def talks_of(world: WorldData, microbatch_rows: int, *, coupled: bool = False) -> frozenset[Talk]:
+def communication_edges(
+    world: WorldData, microbatch_rows: int, *, coupled: bool = False
+) -> frozenset[CommunicationEdge]:
     """Who passes rows to whom, and who sends layers to whom before the first step."""
-    talks: set[Talk] = set()
+    talks: set[CommunicationEdge] = set()
     taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
     told = partial(_told, microbatch_rows=microbatch_rows, coupled=coupled)
     for pipeline in world.pipelines:
@@ -184,7 +188,7 @@ def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:
     return {layer: tuple(sorted(ranks)) for layer, ranks in sorted(owners.items())}
 
 
-def stages_of_layer(world: WorldData, layer: int) -> tuple[StageData, ...]:
+def stages_of_layer(world: WorldData, layer: int) -> tuple[WorldStage, ...]:
     """The stage that owns it in each pipeline, in the order of the pipelines."""
     return tuple(
         stage for p in world.pipelines for stage in p.stages if stage.first_layer <= layer < stage.end_layer

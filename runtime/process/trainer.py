@@ -18,36 +18,42 @@ from runtime.allocator import bound_memory, give_back_memory
 from runtime.description import describe
 from runtime.engine.engine import Engine, StepResult
 from runtime.engine.memory import explain_out_of_memory, is_out_of_memory
-from runtime.engine.staged_state import SpoiledError
+from runtime.engine.staged_state import StagingCorruptedError
 from runtime.groups.backends import make_communicator
-from runtime.groups.communicator import Aborted, Communicator, GroupError, PeerLost, group_timeout_s
+from runtime.groups.communicator import (
+    CommunicationAborted,
+    Communicator,
+    GroupError,
+    PeerLost,
+    group_timeout_s,
+)
 from runtime.groups.store import Rendezvous
 from runtime.layers.state import StateError
-from runtime.measuring.profile import measure
-from runtime.process.link import Link, Mailbox
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.process.node_connection import Mailbox, NodeConnection
+from runtime.profiling.layer_profile import profile_model
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.tracebacks import users_traceback
+from runtime.tracebacks import user_traceback
 from runtime.training import TrainingError, torch_device
-from runtime.watch.pace import Pace
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
     Quiesce,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
 from statemachine.messages.trainer import (
-    Described,
-    Prepare,
-    Quiesced,
+    ModelDescribed,
+    PrepareJob,
     Raised,
-    Resume,
-    Snap,
-    StagingSpoiled,
-    Stepped,
+    ResumeRank,
+    StagingCorrupted,
+    StartSnapshot,
+    TrainerQuiesced,
+    TrainerStepped,
 )
 from storage.description import encode_description
 
@@ -61,9 +67,9 @@ class Trainer:
 
     def __init__(self, socket_path: str, device: int) -> None:
         self._device = device
-        self._pace = Pace()
-        self._mailbox = Mailbox(self._pace)
-        self._link = Link(socket_path, device, self._mailbox, self._pace)
+        self._monitor = ProgressMonitor()
+        self._mailbox = Mailbox(self._monitor)
+        self._link = NodeConnection(socket_path, device, self._mailbox, self._monitor)
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._expired = 0
@@ -77,15 +83,15 @@ class Trainer:
         try:
             while True:
                 instruction = self._mailbox.next()
-                where = "prepare" if isinstance(instruction, Prepare) else "training"
+                where = "prepare" if isinstance(instruction, PrepareJob) else "training"
                 match instruction:
-                    case Prepare():
+                    case PrepareJob():
                         self._prepare(instruction)
                     case Quiesce():
                         self._report(instruction)
-                    case Resume():
+                    case ResumeRank():
                         self._resume(instruction)
-                    case Snap():
+                    case StartSnapshot():
                         self._snap_last(instruction)
         except (TrainingError, GroupError) as error:
             self._link.send(Raised(where=where, detail=str(error)))
@@ -99,19 +105,19 @@ class Trainer:
         """Return the user's traceback, or where memory went if there was too little."""
         engine = self._engine
         if engine is None or not is_out_of_memory(error):
-            return users_traceback(error)
-        layers = engine.owned or range(engine.model.layer_count)
+            return user_traceback(error)
+        layers = engine.owned_layers or range(engine.model.layer_count)
         rows = engine.data.microbatch_rows
         return explain_out_of_memory(error, engine.model, engine.optimization, layers, rows)
 
-    def _prepare(self, prepare: Prepare) -> None:
-        self._pace.tick()
+    def _prepare(self, prepare: PrepareJob) -> None:
+        self._monitor.tick()
         data = prepare.training
         device = torch_device(data)
         # One trainer of the cluster measures the model, and verifies it; the others start without waiting for that.
         verified = not prepare.profile and not data.profile_given
-        engine = Engine(data, device, self._pace, verified=verified)
-        self._pace.tick()
+        engine = Engine(data, device, self._monitor, verified=verified)
+        self._monitor.tick()
         engine.warm_up()
         self._keep_snapshots(engine, prepare)
         profile = self._profile(engine, prepare) if prepare.profile else None
@@ -124,7 +130,7 @@ class Trainer:
         gc.freeze()
         # What checking and measuring the model took would stay with this process.
         give_back_memory()
-        self._pace.show("")
+        self._monitor.set_build_progress("")
         if prepare.describe:
             self._describe(engine, prepare.job_id)
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
@@ -132,20 +138,22 @@ class Trainer:
     def _describe(self, engine: Engine, job_id: str) -> None:
         """Send the description of the model. Training does not depend on it: whatever is wrong is printed."""
         try:
-            description = encode_description(describe(engine.model.whole, engine.model.training.files_from))
+            description = encode_description(
+                describe(engine.model.root_module, engine.model.training.files_from)
+            )
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             sys.stderr.write(f"checkpoints of this job keep no configuration of the model: {reason}\n")
             return
-        self._link.send(Described(job_id=job_id, description=description))
+        self._link.send(ModelDescribed(job_id=job_id, description=description))
 
-    def _keep_snapshots(self, engine: Engine, prepare: Prepare) -> None:
+    def _keep_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:
         """Into the arena that the node has for this device, if it has."""
-        self._mailbox.keep = self._mailbox.mend = None
+        self._mailbox.on_keep_snapshot = self._mailbox.on_repair_write = None
         if self._engine is not None and self._engine.snapshots is not None:
             self._engine.snapshots.close()
         if self._engine is not None and self._engine.sharding is not None:
-            self._engine.sharding.forget()
+            self._engine.sharding.clear()
         if not prepare.arena:
             return
         engine.snapshots = SnapshotWriter(
@@ -155,19 +163,22 @@ class Trainer:
             states=engine.states,
             model=engine.model,
             sharding=engine.sharding,
-            pace=self._pace,
+            monitor=self._monitor,
             report=self._link.send,
         )
-        self._mailbox.keep, self._mailbox.mend = engine.snapshots.keep, engine.snapshots.put
+        self._mailbox.on_keep_snapshot, self._mailbox.on_repair_write = (
+            engine.snapshots.retain,
+            engine.snapshots.enqueue,
+        )
 
-    def _profile(self, engine: Engine, prepare: Prepare) -> ModelProfile:
-        self._pace.show("measuring its layers")
-        measured = measure(
+    def _profile(self, engine: Engine, prepare: PrepareJob) -> ModelProfile:
+        self._monitor.set_build_progress("measuring its layers")
+        measured = profile_model(
             engine.model,
             prepare.training,
             devices_per_node=prepare.devices_per_node,
             # A large model takes longer than a hang may: each layer is progress.
-            progress=lambda done, total: self._pace.show(
+            progress=lambda done, total: self._monitor.set_build_progress(
                 f"measuring layer {min(done + 1, total)} of {total}"
             ),
         )
@@ -176,32 +187,32 @@ class Trainer:
     def _report(self, quiesce: Quiesce) -> None:
         engine = self._engine
         if engine is None:
-            report = Quiesced(
+            report = TrainerQuiesced(
                 generation=quiesce.generation, committed_step=0, ready_step=None, vote=None, held=()
             )
         else:
-            report = Quiesced(
+            report = TrainerQuiesced(
                 generation=quiesce.generation,
                 committed_step=engine.committed_step,
                 ready_step=engine.ready_step,
                 vote=engine.vote,
-                held=tuple(sorted(engine.complete)),
+                held=tuple(sorted(engine.complete_layers)),
                 lineage=engine.lineage,
-                parts=() if engine.sharding is None else engine.sharding.parts(),
+                parts=() if engine.sharding is None else engine.sharding.held_parts(),
                 evaluation=engine.evaluation,
             )
             if engine.snapshots is not None:
                 engine.snapshots.hurry()
         self._link.send(report)
 
-    def _resume(self, resume: Resume) -> None:
+    def _resume(self, resume: ResumeRank) -> None:
         """Train under a generation until it is stopped, broken, or the last step is committed."""
         engine = self._engine
         if engine is None:
             raise RuntimeError("a Resume came before any Prepare")
         self._close()  # Everybody has reported since: nobody needs the old groups any more.
-        again = engine.layers_under(resume) if resume.restore else frozenset()
-        engine.settle(resume.step, resume.vote, resume.lineage, again)
+        again = engine.stage_layers(resume) if resume.restore else frozenset()
+        engine.commit_or_discard(resume.step, resume.vote, resume.lineage, again)
         if resume.rank < 0:
             return
         if resume.restore:
@@ -209,9 +220,9 @@ class Trainer:
                 engine.restore(Path(resume.restore), resume)
             except StateError as error:
                 raise _ForeignError(str(error)) from error
-            except SpoiledError as error:
+            except StagingCorruptedError as error:
                 self._link.send(
-                    StagingSpoiled(generation=resume.generation, part=error.part, detail=str(error))
+                    StagingCorrupted(generation=resume.generation, part=error.part, detail=str(error))
                 )
                 return
         rendezvous = Rendezvous(
@@ -232,13 +243,13 @@ class Trainer:
         try:
             self._mailbox.attach(self._communicator)
             self._train(engine, resume, self._communicator)
-        except (Aborted, PeerLost) as error:
+        except (CommunicationAborted, PeerLost) as error:
             self._close()
             self._note_expired(resume)
             if isinstance(error, PeerLost):
                 self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
 
-    def _note_expired(self, resume: Resume) -> None:
+    def _note_expired(self, resume: ResumeRank) -> None:
         """Count a group whose step was not over when the timeout was.
 
         Whoever's operation expires first ends the group for all. So each rank goes by the time since the last commit,
@@ -247,7 +258,7 @@ class Trainer:
         if time.monotonic() - self._progress_at >= 0.9 * group_timeout_s(resume.world.step_s, 0):
             self._expired += 1
 
-    def _train(self, engine: Engine, resume: Resume, communicator: Communicator) -> None:
+    def _train(self, engine: Engine, resume: ResumeRank, communicator: Communicator) -> None:
         """:raises CommunicationError: as soon as the control plane, or a peer's end, stops it."""
         generation = resume.generation
         entered = engine.enter(resume, communicator)
@@ -262,15 +273,15 @@ class Trainer:
         try:
             engine.call_missed_hook()
             while True:
-                if engine.evaluation_due and engine.evaluate(lambda: self._mailbox.stop_wanted):
+                if engine.evaluation_due and engine.evaluate(lambda: self._mailbox.stop_requested):
                     return
                 if engine.committed_step >= engine.data.steps:
                     break
-                self._pace.trace.begin(engine.committed_step + 1)
-                result = engine.step(lambda: self._mailbox.stop_wanted, self._mailbox.take_snap)
+                self._monitor.trace.begin_step(engine.committed_step + 1)
+                result = engine.step(lambda: self._mailbox.stop_requested, self._mailbox.take_snapshot_order)
                 self._progress_at = time.monotonic()
                 self._link.send(
-                    Stepped(
+                    TrainerStepped(
                         generation=generation,
                         step=engine.committed_step,
                         vote=result.vote,
@@ -281,10 +292,10 @@ class Trainer:
                 )
                 engine.call_hook(result.step_s)
                 self._say_diverged(generation, engine, result)
-                if result.snap:
+                if result.snapshot_requested:
                     self._snap(engine, generation)
                 self._tell_trace(engine, resume)
-                if result.stop:
+                if result.stop_requested:
                     return
         finally:
             self._tell_trace(engine, resume, over=True)
@@ -292,7 +303,7 @@ class Trainer:
             Finished(
                 generation=generation,
                 step=engine.committed_step,
-                digests=engine.digests(),
+                digests=engine.compute_digests(),
                 evaluation=engine.evaluation,
             )
         )
@@ -300,30 +311,32 @@ class Trainer:
     def _say_diverged(self, generation: int, engine: Engine, result: StepResult) -> None:
         for one in result.diverged:
             self._link.send(
-                ReplicaDiverged(
+                OptimizerReplicaDiverged(
                     generation=generation, step=engine.committed_step, layer=one.layer, detail=one.detail
                 )
             )
 
-    def _tell_trace(self, engine: Engine, resume: Resume, *, over: bool = False) -> None:
-        traced = self._pace.trace.end(resume.generation, resume.rank, engine.committed_step, over=over)
+    def _tell_trace(self, engine: Engine, resume: ResumeRank, *, over: bool = False) -> None:
+        traced = self._monitor.trace.end_step(
+            resume.generation, resume.rank, engine.committed_step, over=over
+        )
         if traced is not None:
             self._link.send(traced)
 
     def _snap(self, engine: Engine, generation: int) -> None:
         """Behind Stepped: whoever hears that a snapshot is complete has heard of its step."""
         step = engine.committed_step
-        self._link.send(Snapping(generation=generation, step=step))
+        self._link.send(SnapshotStarted(generation=generation, step=step))
         if engine.snapshots is None:
             detail = "this trainer was given no memory for snapshots"
             self._link.send(SnapshotFailed(generation=generation, step=step, detail=detail))
         else:
             engine.begin_snapshot(generation)
 
-    def _snap_last(self, snap: Snap) -> None:
+    def _snap_last(self, snap: StartSnapshot) -> None:
         """All steps are done: nothing is left to copy it beside."""
         engine = self._engine
-        if engine is not None and engine.owned and engine.committed_step >= engine.data.steps:
+        if engine is not None and engine.owned_layers and engine.committed_step >= engine.data.steps:
             self._snap(engine, snap.generation)
             if engine.snapshots is not None:
                 engine.snapshots.finish()

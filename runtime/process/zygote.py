@@ -28,7 +28,7 @@ from typing import NoReturn
 
 from runtime.parent import die_with_parent
 from runtime.wire.frames import Decoder, ProtocolError, encode
-from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, Warm, ZygoteNotice
+from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, ZygoteNotice, ZygoteReady
 from statemachine.messages.trainer import Output
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
@@ -64,7 +64,7 @@ def main() -> int:
     preload(arguments.parent, arguments.modules, notices)
     gc.collect()
     gc.freeze()  # Children never walk these objects, which would copy their pages.
-    notify(notices, Warm(pid=os.getpid(), import_s=time.monotonic() - started))
+    notify(notices, ZygoteReady(pid=os.getpid(), import_s=time.monotonic() - started))
     serve(requests=0, notices=notices)
     return 0
 

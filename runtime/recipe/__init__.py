@@ -8,7 +8,7 @@ from runtime.recipe.datasets import make_data, open_tokenizer
 from runtime.recipe.models import load_model
 from runtime.recipe.optimization import make_optimizer, make_scheduler
 from runtime.sources.errors import DataError
-from runtime.sources.used_files import check_facts
+from runtime.sources.used_files import check_files
 from runtime.training import Training, TrainingError
 from runtime.wire.recipe import Recipe
 
@@ -28,7 +28,7 @@ def build(**tables: Any) -> Training:
             f"the job's tables cannot be read: {error}; submit it with this version"
         ) from error
     try:
-        check_facts(recipe, recipe.files)
+        check_files(recipe, recipe.files)
         tokenizer = open_tokenizer(recipe.data)
         model = load_model(recipe.model, tokenizer)
         data = make_data(recipe, model, tokenizer)

@@ -10,25 +10,25 @@ import numpy as np
 import xxhash
 from torch import Tensor
 
-from runtime.script.copier import Capture
+from runtime.script.copier import ScriptCapture
 from runtime.script.plain_state import encode, freeze
 from runtime.script.protection import Protection
 from runtime.script.random_states import random_states
 from runtime.script.ranks import Ranks
-from runtime.script.registered import Registered, expected_state
+from runtime.script.registered import RegisteredObject, expected_state_size
 from runtime.script.saved import FORMAT
-from runtime.script.survey import Survey, replicated_ids
+from runtime.script.state_layout import StateLayout, replicated_ids
 from runtime.script.tensor_image import (
     Bytes,
-    Entry,
+    CopyUnit,
     Image,
-    Known,
+    ImageEntry,
+    KnownTensor,
     Source,
-    Unit,
-    aligned,
-    cut,
-    gathered,
-    whole,
+    align,
+    cut_units,
+    row_major_bytes,
+    whole_image,
 )
 
 _SPARE_BYTES = 256 * 1024
@@ -40,10 +40,10 @@ _ENTRY_BYTES = 256
 class _Layout:
     """Of an image's entries in the slot of one of its owners."""
 
-    entries: list[Entry]
+    entries: list[ImageEntry]
     owner: int
     owners: int
-    units: list[Unit]
+    units: list[CopyUnit]
     shared_units: int
     """How many of them are of a shard of what is shared."""
     base: int
@@ -56,23 +56,23 @@ class _Layout:
 
 
 @dataclass(slots=True)
-class Contents:
+class SnapshotContents:
     """:param random: the states of random numbers, too."""
 
     protection: Protection
     random: bool
-    things: dict[str, Registered] = field(default_factory=dict)
-    _known: dict[int, Known] = field(default_factory=dict)
-    _survey: Survey | None = None
+    objects: dict[str, RegisteredObject] = field(default_factory=dict)
+    _known: dict[int, KnownTensor] = field(default_factory=dict)
+    _survey: StateLayout | None = None
     _layout: _Layout | None = None
     _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def expected_bytes(self) -> int:
         image, content = self._walk(anew=True)
         own, shared, tensors = image.own_bytes, image.shared_bytes, len(image.entries)
-        for registered in self.things.values():
+        for registered in self.objects.values():
             if registered.kind == "optimizer":
-                more_bytes, more = expected_state(registered.thing)
+                more_bytes, more = expected_state_size(registered.value)
                 tensors += more
                 # Of a replicated module's, in all likelihood: where not, it is the larger part that counts.
                 own, shared = (own, shared + more_bytes) if shared else (own + more_bytes, shared)
@@ -91,40 +91,42 @@ class Contents:
         :returns: the tensors; what makes the header's content but for their entries, for one thread: what
             it returns is changed by the next snapshot's.
         """
-        steady = [r for r in self.things.values() if r.steady]
+        steady = [r for r in self.objects.values() if r.has_stable_tensors]
         states = {r.name: r.state() for r in steady}
         shares = self.protection.shares
         survey, plain = self._survey, None
         if survey is not None and not anew:
-            plain = survey.again(steady, states, shares=shares)
+            plain = survey.read_plain(steady, states, shares=shares)
         if survey is None or plain is None:
-            survey = self._survey = Survey.of(steady, states, self._known, survey, shares=shares)
-        image = survey.image.further(self._known)
+            survey = self._survey = StateLayout.of(steady, states, self._known, survey, shares=shares)
+        image = survey.image.copy(self._known)
         found = survey
 
         def take(tensor: Tensor, where: str) -> int:
             of_all = id(tensor) in found.shared
-            return image.add(tensor, where, at_once=id(tensor) not in found.guarded, shared=of_all)
+            return image.add(tensor, where, immediate=id(tensor) not in found.guarded, shared=of_all)
 
-        kinds = {r.name: r.kind for r in self.things.values()}
-        others = {r.name: freeze(r.state(), r.name, take) for r in self.things.values() if not r.steady}
+        kinds = {r.name: r.kind for r in self.objects.values()}
+        others = {
+            r.name: freeze(r.state(), r.name, take) for r in self.objects.values() if not r.has_stable_tensors
+        }
         numbers = freeze(random_states(), "random numbers", take) if self.random else None
         self._known = image.seen
 
         def content() -> dict[str, Any]:
-            frozen = found.frozen(plain) | others
+            frozen = found.freeze_with(plain) | others
             things = {name: {"kind": kinds[name], "state": state} for name, state in frozen.items()}
             return {"format": FORMAT, "things": things, "random": numbers}
 
         return image, content
 
-    def capture(self, step: int) -> Capture:
+    def capture(self, step: int) -> ScriptCapture:
         image, content = self._walk()
         sources = self._sources(image)
-        ranks = Ranks.now()
+        ranks = Ranks.current()
         layout = self._layout = self._laid_out(image)
         told = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
-        return Capture(
+        return ScriptCapture(
             step=step,
             rank=ranks.rank,
             units=layout.units,
@@ -151,9 +153,9 @@ class Contents:
         base, units = 0, []
         if shared and self.protection.keeps_shard:
             shards = self.protection.shards(image.shared_bytes)
-            base = aligned(shards.shard_bytes(owner))
-            units = cut(shared, shards.pieces(owner))
-        own = cut(ranges, whole(image.own_bytes), base)
+            base = align(shards.shard_bytes(owner))
+            units = cut_units(shared, shards.xor_ranges(owner))
+        own = cut_units(ranges, whole_image(image.own_bytes), base)
         return _Layout(
             entries=image.entries,
             owner=owner,
@@ -165,15 +167,15 @@ class Contents:
 
     def shared_digest(self) -> str:
         """Of what DDP is to keep the same, so that all ranks see whether it is; empty: nothing is."""
-        if self.protection.facts is None:
+        if self.protection.agent_facts is None:
             return ""
-        steady = [r for r in self.things.values() if r.steady]
+        steady = [r for r in self.objects.values() if r.has_stable_tensors]
         wanted = replicated_ids(steady, {r.name: r.state() for r in steady})
         image, _ = self._walk()
         hasher, found = xxhash.xxh3_128(), False
         for tensor in image.tensors:
             if id(tensor) in wanted:
-                flat = gathered(tensor).cpu().numpy()
+                flat = row_major_bytes(tensor).cpu().numpy()
                 hasher.update(flat.data)
                 found = True
         return hasher.hexdigest() if found else ""
@@ -182,7 +184,7 @@ class Contents:
         """Guarded tensors themselves; of the others copies, made now."""
         sources = image.views.copy()
         staged = [
-            (number, view) for number in image.at_once if isinstance(view := sources[number], np.ndarray)
+            (number, view) for number in image.immediate if isinstance(view := sources[number], np.ndarray)
         ]
         wanted = sum(len(view) for _, view in staged)
         if len(self._staging) < wanted:
@@ -192,8 +194,8 @@ class Contents:
             copy = sources[number] = self._staging[end : end + len(view)]
             copy[:] = view
             end += len(view)
-        for number in image.at_once:
+        for number in image.immediate:
             if not isinstance(sources[number], np.ndarray):
-                flat = gathered(image.tensors[number])
+                flat = row_major_bytes(image.tensors[number])
                 sources[number] = flat.numpy() if flat.device.type == "cpu" else flat
         return cast(list[Source], sources)  # What had no view is gathered.

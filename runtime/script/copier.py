@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runtime.script.plain_state import SnapshotError
-from runtime.script.tensor_image import Source, Unit
-from runtime.side_stream import SideStreams, copy_piece
+from runtime.script.tensor_image import CopyUnit, Source
+from runtime.side_stream import SideStreams, copy_async
 from storage.arena import Slot
-from storage.manifest import BLOCK_BYTES, Part, digest_of
+from storage.manifest import BLOCK_BYTES, SnapshotPart, digest_of
 from storage.shards import xor_into
 
 Bytes = NDArray[np.uint8]
@@ -42,12 +42,12 @@ class _Interrupted(SnapshotError):
 
 
 @dataclass(slots=True, eq=False)
-class Capture:
+class ScriptCapture:
     """One snapshot on its way. The copier's lock guards what changes."""
 
     step: int
     rank: int
-    units: list[Unit]
+    units: list[CopyUnit]
     """Of the shared image, then of this rank's own."""
     shared_units: int
     sources: list[Source]
@@ -74,24 +74,24 @@ class Capture:
         return self.failed or self.copied == len(self.units)
 
     @property
-    def still(self) -> bool:
+    def writes_ended(self) -> bool:
         """Nobody writes into the slot any more; what a helper took who was interrupted is not copied."""
         return self.helpers == 0 or self.copied == self.taken
 
 
 @dataclass(slots=True, eq=False)
-class Copier:
+class SnapshotCopier:
     """:param open_slot: gives a slot of so many bytes; may wait, and may raise.
     :param complete: writes the manifest: step, slot, parts, layout.
     :param failed: is told what was raised; that snapshot is dropped and training goes on.
     """
 
     open_slot: Callable[[int], Slot]
-    complete: Callable[[int, Slot, tuple[Part, ...], dict[str, Any]], None]
+    complete: Callable[[int, Slot, tuple[SnapshotPart, ...], dict[str, Any]], None]
     failed: Callable[[int, Exception], None]
-    side: SideStreams = field(default_factory=SideStreams)
+    streams: SideStreams = field(default_factory=SideStreams)
     _changed: threading.Condition = field(default_factory=threading.Condition)
-    _queue: deque[Capture] = field(default_factory=deque)
+    _queue: deque[ScriptCapture] = field(default_factory=deque)
     _waiting: int = 0
     _stopped: bool = False
     _thread: threading.Thread | None = None
@@ -102,10 +102,10 @@ class Copier:
             self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
             self._thread.start()
 
-    def begin(self, capture: Capture) -> None:
+    def begin(self, capture: ScriptCapture) -> None:
         """Copy it from now on; the caller sees to it that nothing changes before ``finish``."""
         self.start()
-        self.side.begin(capture.devices)
+        self.streams.begin(capture.devices)
         with self._changed:
             self._queue.append(capture)
             self._changed.notify_all()
@@ -124,9 +124,9 @@ class Copier:
                 self._waiting -= 1
         # Also for those that are done: a device was asked for their copies, and may be at it.
         for capture in begun:
-            self.side.hold(capture.devices)
+            self.streams.make_compute_wait(capture.devices)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when all that was begun is complete, or was dropped."""
         self.finish()
         with self._changed:
@@ -134,12 +134,12 @@ class Copier:
 
     def close(self) -> None:
         if self._thread is not None:
-            self.settle()
+            self.wait()
             with self._changed:
                 self._stopped = True
                 self._changed.notify_all()
             self._thread.join(_EXIT_S)
-        self.side.close()
+        self.streams.close()
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -161,33 +161,33 @@ class Copier:
                 self._queue.popleft()
                 self._changed.notify_all()
 
-    def _drop(self, capture: Capture, error: Exception) -> None:
+    def _drop(self, capture: ScriptCapture, error: Exception) -> None:
         # A helper may still write into the slot: it must not be given to the next snapshot before.
         with self._changed:
-            self._changed.wait_for(lambda: capture.still)
+            self._changed.wait_for(lambda: capture.writes_ended)
         with contextlib.suppress(Exception):  # Of a device that failed there is nothing to wait for.
-            self.side.finish(capture.devices)
+            self.streams.finish(capture.devices)
         self.failed(capture.step, error)
 
-    def _carry(self, capture: Capture) -> None:
-        self.side.adopt(capture.devices)
+    def _carry(self, capture: ScriptCapture) -> None:
+        self.streams.prepare_thread(capture.devices)
         header = capture.header()
         slot = self.open_slot(capture.body_bytes + len(header))
         if capture.devices:
-            self.side.pin(slot.number, slot.view)
+            self.streams.pin(slot.number, slot.view)
         with self._changed:
             capture.slot = slot
             self._changed.notify_all()
         while (number := self._take(capture)) is not None:
             self._copy(capture, number, self._copy_hashed)
         with self._changed:
-            self._changed.wait_for(lambda: capture.still)
+            self._changed.wait_for(lambda: capture.writes_ended)
         if capture.error is not None:
             raise capture.error
-        self.side.finish(capture.devices)
+        self.streams.finish(capture.devices)
         slot.view[capture.body_bytes : capture.body_bytes + len(header)] = np.frombuffer(header, np.uint8)
         parts = [
-            Part(
+            SnapshotPart(
                 name=part_name(capture.rank, "shared" if number < capture.shared_units else "own", number),
                 offset=unit.offset,
                 size_bytes=unit.size_bytes,
@@ -196,7 +196,7 @@ class Copier:
             for number, unit in enumerate(capture.units)
         ]
         parts.append(
-            Part(
+            SnapshotPart(
                 name=part_name(capture.rank, HEADER),
                 offset=capture.body_bytes,
                 size_bytes=len(header),
@@ -205,14 +205,14 @@ class Copier:
         )
         self.complete(capture.step, slot, tuple(parts), capture.layout)
 
-    def _digest(self, capture: Capture, number: int) -> str:
+    def _digest(self, capture: ScriptCapture, number: int) -> str:
         assert capture.slot is not None
         unit = capture.units[number]
         return digest_of(capture.slot.view[unit.offset : unit.offset + unit.size_bytes])
 
     # --- both threads ----------------------------------------------------------------------------
 
-    def _help(self, capture: Capture) -> None:
+    def _help(self, capture: ScriptCapture) -> None:
         with self._changed:
             self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
             capture.helpers += 1
@@ -231,14 +231,16 @@ class Copier:
         with self._changed:
             self._changed.wait_for(lambda: capture.done)
 
-    def _take(self, capture: Capture) -> int | None:
+    def _take(self, capture: ScriptCapture) -> int | None:
         with self._changed:
             if capture.failed or capture.taken == len(capture.units):
                 return None
             capture.taken += 1
             return capture.taken - 1
 
-    def _copy(self, capture: Capture, number: int, how: Callable[[Capture, int, Bytes], None]) -> None:
+    def _copy(
+        self, capture: ScriptCapture, number: int, how: Callable[[ScriptCapture, int, Bytes], None]
+    ) -> None:
         try:
             assert capture.slot is not None
             view = capture.slot.view
@@ -253,16 +255,16 @@ class Copier:
             capture.copied += 1
             self._changed.notify_all()
 
-    def _copy_hashed(self, capture: Capture, number: int, view: Bytes) -> None:
+    def _copy_hashed(self, capture: ScriptCapture, number: int, view: Bytes) -> None:
         """With its digest, unless somebody waits, or it comes from a device. Parity's is made behind it."""
         unit = capture.units[number]
-        if capture.devices or any(piece.added for piece in unit.pieces):
+        if capture.devices or any(piece.is_xor for piece in unit.ranges):
             self._copy_plainly(capture, number, view)
             if not capture.devices and not self._waiting:
                 capture.digests[number] = self._digest(capture, number)
             return
         hasher, end, hurried = xxhash.xxh3_128(), unit.offset, False
-        for piece in unit.pieces:
+        for piece in unit.ranges:
             source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
             target = view[piece.offset : piece.offset + piece.size_bytes]
             assert not isinstance(source, Tensor)
@@ -278,18 +280,18 @@ class Copier:
         if not hurried:
             capture.digests[number] = hasher.hexdigest()
 
-    def _copy_plainly(self, capture: Capture, number: int, view: Bytes) -> None:
-        for piece in capture.units[number].pieces:
+    def _copy_plainly(self, capture: ScriptCapture, number: int, view: Bytes) -> None:
+        for piece in capture.units[number].ranges:
             source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
             target = view[piece.offset : piece.offset + piece.size_bytes]
-            if piece.added and isinstance(source, Tensor):
-                with self.side.on(source.device):  # Behind the copy that it is added to.
+            if piece.is_xor and isinstance(source, Tensor):
+                with self.streams.on(source.device):  # Behind the copy that it is added to.
                     xor_into(target, source.cpu().numpy())
             elif isinstance(source, Tensor):
-                with self.side.on(source.device):
-                    copy_piece(target, source)
-            elif piece.added:
-                self.side.finish(capture.devices)  # What it is added to may be on its way from a device.
+                with self.streams.on(source.device):
+                    copy_async(target, source)
+            elif piece.is_xor:
+                self.streams.finish(capture.devices)  # What it is added to may be on its way from a device.
                 xor_into(target, source)
             else:
                 target[:] = source

@@ -2,7 +2,7 @@
 
 ``freeze`` copies a nested value (dict, list, tuple, numbers, text, bytes, numpy arrays) into something that
 msgpack writes, and hands every tensor to its caller, who gives it a number; ``thaw`` reads that back, with a
-``Ref`` where a tensor was; ``rebuild`` puts the tensors in.
+``TensorRef`` where a tensor was; ``rebuild`` puts the tensors in.
 """
 
 from collections import Counter
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from torch import Tensor
 
-Take = Callable[[Tensor, str], int]
-Place = Callable[[int, Tensor | None], Tensor]
+TakeTensor = Callable[[Tensor, str], int]
+PlaceTensor = Callable[[int, Tensor | None], Tensor]
 
 _REF, _TUPLE, _BIG, _ARRAY, _PAIRS, _COUNTER = range(1, 7)
 _AS_IT_IS = {bool, str, bytes, float}
@@ -27,13 +27,13 @@ class SnapshotError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class TensorRef:
     """Stands where tensor number ``index`` belongs."""
 
     index: int
 
 
-def freeze(value: Any, where: str, take: Take) -> Any:
+def freeze(value: Any, where: str, take: TakeTensor) -> Any:
     """A copy that nobody else can change, for ``encode``.
 
     :param where: its name, for errors.
@@ -71,7 +71,7 @@ def freeze(value: Any, where: str, take: Take) -> Any:
     )
 
 
-def _freeze_dict(value: dict[Any, Any], where: str, take: Take) -> Any:
+def _freeze_dict(value: dict[Any, Any], where: str, take: TakeTensor) -> Any:
     frozen = {key: freeze(item, f"{where}[{key!r}]", take) for key, item in value.items()}
     if isinstance(value, Counter):
         pairs = [[freeze(key, where, take), item] for key, item in frozen.items()]
@@ -99,7 +99,7 @@ def _thaw_special(code: int, data: memoryview) -> Any:
     content = bytes(data)
     match code:
         case 1:
-            return Ref(int.from_bytes(content, "big"))
+            return TensorRef(int.from_bytes(content, "big"))
         case 2:
             return tuple(thaw(content))
         case 3:
@@ -115,14 +115,14 @@ def _thaw_special(code: int, data: memoryview) -> Any:
             raise msgspec.DecodeError(f"an unknown kind {code}")
 
 
-def rebuild(thawed: Any, old: Any, place: Place) -> Any:
+def rebuild(thawed: Any, old: Any, place: PlaceTensor) -> Any:
     """With the tensors in place.
 
     :param old: what stands there now: a tensor in it is filled where it fits, so that others who hold it
         see the change.
     :param place: is given a tensor's number and the one that stands there; returns the filled one.
     """
-    if isinstance(thawed, Ref):
+    if isinstance(thawed, TensorRef):
         return place(thawed.index, old if isinstance(old, Tensor) else None)
     if isinstance(thawed, Counter):
         return thawed
@@ -138,7 +138,7 @@ def rebuild(thawed: Any, old: Any, place: Place) -> Any:
 
 def refs_of(thawed: Any) -> list[int]:
     """The numbers of the tensors in it."""
-    if isinstance(thawed, Ref):
+    if isinstance(thawed, TensorRef):
         return [thawed.index]
     if isinstance(thawed, dict):
         return [index for item in thawed.values() for index in refs_of(item)]

@@ -11,7 +11,7 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 
 @dataclass(frozen=True, slots=True)
-class OwnGenerator:
+class GeneratorState:
     """One that the script made for itself, as what has ``state_dict``."""
 
     generator: Generator

@@ -18,17 +18,17 @@ class Ranks:
 
     rank: int
     count: int
-    together: bool
+    is_initialized: bool
     """They can be asked: a process group is there."""
 
     @classmethod
-    def now(cls) -> "Ranks":
+    def current(cls) -> "Ranks":
         if dist.is_available() and dist.is_initialized():
-            return cls(rank=dist.get_rank(), count=dist.get_world_size(), together=True)
+            return cls(rank=dist.get_rank(), count=dist.get_world_size(), is_initialized=True)
         return cls(
             rank=int(os.environ.get("RANK", "0")),
             count=int(os.environ.get("WORLD_SIZE", "1")),
-            together=False,
+            is_initialized=False,
         )
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
@@ -38,7 +38,7 @@ class Ranks:
         """
         if self.count == 1:
             return [list(numbers)]
-        if not self.together:
+        if not self.is_initialized:
             raise SnapshotError(
                 f"this is rank {self.rank} of {self.count}, and torch.distributed is not initialised: call "
                 "restore() after init_process_group(), so that all ranks agree on a step"
@@ -62,12 +62,12 @@ class Ranks:
         whole = [b"".join(n.to_bytes(8, "little", signed=True) for n in row) for row in rows]
         return [some[:length] for some, length in zip(whole, lengths, strict=True)]
 
-    def all_of(self, flag: bool) -> bool:
+    def all_true(self, flag: bool) -> bool:
         """Whether it is so on every rank. Everybody must call it."""
         return all(row[0] for row in self.gather([int(flag)]))
 
 
-def place_number(directory: Path) -> int:
+def directory_id(directory: Path) -> int:
     """Equal on ranks that see the same directory: those of one host, where it is in memory."""
     found = directory.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")

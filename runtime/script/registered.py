@@ -16,19 +16,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runtime.precision import dtype_name
-from runtime.script.plain_state import Ref, SnapshotError, rebuild
-from runtime.script.random_states import Generator, OwnGenerator
-from runtime.script.tensor_image import Entry, local
+from runtime.script.plain_state import SnapshotError, TensorRef, rebuild
+from runtime.script.random_states import Generator, GeneratorState
+from runtime.script.tensor_image import ImageEntry, local_tensor
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
-Place = Callable[[int, Tensor | None, Tensor | None], Tensor]
+PlaceTensor = Callable[[int, Tensor | None, Tensor | None], Tensor]
 """Number, what stands there now, the parameter that it belongs to → the tensor that will be filled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
+class RegisteredObject:
     name: str
-    thing: Any
+    value: Any
     kind: Kind
     guarded: bool
     """All its parameters are guarded, says its owner."""
@@ -36,7 +36,7 @@ class Registered:
     """DistributedDataParallel keeps its parameters the same on all ranks."""
 
     @classmethod
-    def of(cls, name: str, thing: Any, *, guarded: bool) -> "Registered":
+    def of(cls, name: str, thing: Any, *, guarded: bool) -> "RegisteredObject":
         """:raises SnapshotError: it has no state that could be kept, or restored."""
         kind: Kind
         replicated = False
@@ -50,7 +50,7 @@ class Registered:
         elif isinstance(thing, list):
             kind = "list"
         elif isinstance(thing, Generator):
-            kind, thing = "object", OwnGenerator(thing)
+            kind, thing = "object", GeneratorState(thing)
         elif callable(getattr(thing, "state_dict", None)) and callable(
             getattr(thing, "load_state_dict", None)
         ):
@@ -61,10 +61,10 @@ class Registered:
                 "generator, something with state_dict() and load_state_dict(), or a dict or list of plain "
                 "data (a number that changes: {'epoch': 3})"
             )
-        return cls(name=name, thing=thing, kind=kind, guarded=guarded, replicated=replicated)
+        return cls(name=name, value=thing, kind=kind, guarded=guarded, replicated=replicated)
 
     @property
-    def steady(self) -> bool:
+    def has_stable_tensors(self) -> bool:
         """From one snapshot to the next its tensors are the same, in all likelihood."""
         return self.kind in ("module", "optimizer")
 
@@ -72,25 +72,25 @@ class Registered:
         """Nested, with the tensors themselves in it."""
         match self.kind:
             case "module":
-                return dict(self.thing.state_dict(keep_vars=True))
+                return dict(self.value.state_dict(keep_vars=True))
             case "optimizer":
-                return _optimizer_state(self.thing)
+                return _optimizer_state(self.value)
             case "object":
-                return self.thing.state_dict()
+                return self.value.state_dict()
             case _:
-                return self.thing
+                return self.value
 
     def parameters(self, *, shared: bool) -> list[list[Tensor]]:
         """An optimizer's by groups; a module's where they are guarded, or alike everywhere and ``shared``."""
         if self.kind == "optimizer":
-            return [group["params"] for group in self.thing.param_groups]
+            return [group["params"] for group in self.value.param_groups]
         if self.kind == "module" and (self.guarded or (shared and self.replicated)):
-            return [list(self.thing.parameters())]
+            return [list(self.value.parameters())]
         return []
 
-    def fixed(self) -> dict[str, Any]:
+    def constant_state(self) -> dict[str, Any]:
         """What is kept beside ``state``, and changes with the parameters alone."""
-        return {"shapes": _shapes(self.thing)} if self.kind == "optimizer" else {}
+        return {"shapes": _shapes(self.value)} if self.kind == "optimizer" else {}
 
     def guarded_ids(self, state: Any) -> set[int]:
         """Of the tensors in ``state`` and of those that the optimizer changes."""
@@ -105,34 +105,34 @@ class Registered:
             is a function of the same gradients; not where it is sharded (``ZeroRedundancyOptimizer``).
         """
         if self.kind == "module" and self.replicated:
-            return {id(p) for p in self.thing.parameters()}
-        if self.kind == "optimizer" and not hasattr(self.thing, "consolidate_state_dict"):
+            return {id(p) for p in self.value.parameters()}
+        if self.kind == "optimizer" and not hasattr(self.value, "consolidate_state_dict"):
             parameters = [p for group in self.parameters(shared=False) for p in group]
             alike = [s for number, s in state["state"].items() if id(parameters[number]) in replicated]
             return {id(t) for t in _tensors(alike)}
         return set()
 
-    def refuses(self, saved: Any, entries: list[Entry]) -> str:
+    def mismatch(self, saved: Any, entries: list[ImageEntry]) -> str:
         """Why a saved state cannot be loaded; empty when it can."""
         if self.kind == "module":
-            return _module_refuses(self.thing, saved, entries)
+            return _module_refuses(self.value, saved, entries)
         if self.kind == "optimizer":
-            return _optimizer_refuses(self.thing, saved)
+            return _optimizer_refuses(self.value, saved)
         return ""
 
-    def prepare(self, saved: Any, place: Place) -> Callable[[], None]:
+    def prepare_load(self, saved: Any, place: PlaceTensor) -> Callable[[], None]:
         """Ask for its tensors' places; what is returned loads it, once they are filled."""
         match self.kind:
             case "module":
-                return _prepare_module(self.thing, saved, place)
+                return _prepare_module(self.value, saved, place)
             case "optimizer":
-                return _prepare_optimizer(self.thing, saved, place)
+                return _prepare_optimizer(self.value, saved, place)
             case "object":
                 state = rebuild(saved, None, lambda number, _: place(number, None, None))
-                return partial(self.thing.load_state_dict, state)
+                return partial(self.value.load_state_dict, state)
             case _:
-                filled = rebuild(saved, self.thing, lambda number, old: place(number, old, None))
-                return partial(_replace, self.thing, filled)
+                filled = rebuild(saved, self.value, lambda number, old: place(number, old, None))
+                return partial(_replace, self.value, filled)
 
 
 def _replace(thing: dict[Any, Any] | list[Any], filled: Any) -> None:
@@ -155,17 +155,17 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
         module = inner
 
 
-def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Entry]) -> str:
+def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[ImageEntry]) -> str:
     here = module.state_dict(keep_vars=True)
     if saved.keys() != here.keys():
         sides = {"there": saved.keys() - here.keys(), "here": here.keys() - saved.keys()}
         return "; ".join(f"{_some(names)}: only {side}" for side, names in sides.items() if names)
     for name, value in here.items():
         ref = saved[name]
-        if isinstance(value, Tensor) != isinstance(ref, Ref):
+        if isinstance(value, Tensor) != isinstance(ref, TensorRef):
             return f"{name} is of another kind"
         if isinstance(value, Tensor):
-            entry, inner = entries[ref.index], local(value)
+            entry, inner = entries[ref.index], local_tensor(value)
             dtype, shape = dtype_name(inner.dtype), tuple(inner.shape)
             if (entry.dtype, entry.shape) != (dtype, shape):
                 there = f"{entry.dtype} {list(entry.shape)}"
@@ -178,7 +178,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
 
-def _prepare_module(module: nn.Module, saved: dict[str, Any], place: Place) -> Callable[[], None]:
+def _prepare_module(module: nn.Module, saved: dict[str, Any], place: PlaceTensor) -> Callable[[], None]:
     here = module.state_dict(keep_vars=True)
     filled = rebuild(saved, here, lambda number, old: place(number, old, None))
 
@@ -206,7 +206,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
-    return [[list(local(p).shape) for p in group["params"]] for group in optimizer.param_groups]
+    return [[list(local_tensor(p).shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _optimizer_refuses(optimizer: Optimizer, saved: dict[str, Any]) -> str:
@@ -228,7 +228,7 @@ def _optimizer_refuses(optimizer: Optimizer, saved: dict[str, Any]) -> str:
     return ""
 
 
-def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: Place) -> Callable[[], None]:
+def _prepare_optimizer(optimizer: Optimizer, saved: dict[str, Any], place: PlaceTensor) -> Callable[[], None]:
     states: dict[Tensor, Any] = {}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, parameter in enumerate(parameters):
@@ -266,7 +266,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def expected_state(optimizer: Optimizer) -> tuple[int, int]:
+def expected_state_size(optimizer: Optimizer) -> tuple[int, int]:
     """(bytes, tensors) that it will keep for parameters not stepped yet, found by a small step."""
     size_bytes = tensors = 0
     per_dtype: dict[torch.dtype, list[tuple[bool, int]]] = {}
@@ -277,7 +277,7 @@ def expected_state(optimizer: Optimizer) -> tuple[int, int]:
             if parameter.dtype not in per_dtype:
                 per_dtype[parameter.dtype] = _tried(optimizer, parameter.dtype)
             for of_each, each_bytes in per_dtype[parameter.dtype]:
-                size_bytes += each_bytes * (local(parameter).numel() if of_each else 1)
+                size_bytes += each_bytes * (local_tensor(parameter).numel() if of_each else 1)
                 tensors += 1
     return size_bytes, tensors
 

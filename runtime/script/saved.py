@@ -10,36 +10,36 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from runtime.script.filling import Filling
 from runtime.script.plain_state import rebuild, thaw
 from runtime.script.random_states import set_random_states
-from runtime.script.registered import Registered
-from runtime.script.tensor_image import Bytes, Entry
+from runtime.script.registered import RegisteredObject
+from runtime.script.tensor_filler import TensorFiller
+from runtime.script.tensor_image import Bytes, ImageEntry
 
 FORMAT = 2
-NOTHING: Bytes = np.empty(0, dtype=np.uint8)
+EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class SavedSnapshot:
     """:param own: the image of what was this rank's own. :param shared: of what was the same on all ranks."""
 
     content: dict[str, Any]
-    entries: list[Entry]
+    entries: list[ImageEntry]
     own: Bytes
     shared: Bytes
 
     @classmethod
-    def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "Saved":
+    def of(cls, header: Bytes, own: Bytes, shared: Bytes) -> "SavedSnapshot":
         content = thaw(header.tobytes())
         return cls(
             content=content,
-            entries=msgspec.convert(content["entries"], list[Entry]),
+            entries=msgspec.convert(content["entries"], list[ImageEntry]),
             own=own,
             shared=shared,
         )
 
-    def refuses(self, things: Mapping[str, Registered]) -> str:
+    def mismatch(self, things: Mapping[str, RegisteredObject]) -> str:
         """Why it cannot be loaded; empty when it can."""
         if self.content["format"] != FORMAT:
             return f"it is of format {self.content['format']}, and this version reads {FORMAT}"
@@ -49,29 +49,29 @@ class Saved:
             return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
         # Modules first: they know their tensors' names.
         for registered in sorted(things.values(), key=lambda r: r.kind != "module"):
-            why = registered.refuses(self.content["things"][registered.name]["state"], self.entries)
+            why = registered.mismatch(self.content["things"][registered.name]["state"], self.entries)
             if why:
                 return f"{registered.name}: {why}"
         return ""
 
-    def prepare(self, things: Mapping[str, Registered], *, random: bool) -> "Prepared":
+    def prepare(self, things: Mapping[str, RegisteredObject], *, random: bool) -> "PreparedRestore":
         """Find or make the tensors that it belongs into; of what is registered nothing changes."""
-        filling = Filling(entries=self.entries, images={False: self.own, True: self.shared})
+        filling = TensorFiller(entries=self.entries, images={False: self.own, True: self.shared})
         steps = [
-            registered.prepare(self.content["things"][registered.name]["state"], filling.take)
+            registered.prepare_load(self.content["things"][registered.name]["state"], filling.target_for)
             for registered in sorted(things.values(), key=lambda r: r.kind not in ("module", "optimizer"))
         ]
         if random and self.content["random"] is not None:
             numbers = rebuild(
-                self.content["random"], None, lambda number, old: filling.take(number, old, None)
+                self.content["random"], None, lambda number, old: filling.target_for(number, old, None)
             )
             steps.append(partial(set_random_states, numbers))
-        return Prepared(filling, steps)
+        return PreparedRestore(filling, steps)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
-    filling: Filling
+class PreparedRestore:
+    filling: TensorFiller
     _steps: list[Callable[[], None]]
 
     def load(self) -> None:
@@ -81,7 +81,7 @@ class Prepared:
             step()
 
 
-def mapped(path: str) -> Bytes:
+def map_bytes(path: str) -> Bytes:
     """A file's bytes. :raises OSError: it is gone."""
     with Path(path).open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

@@ -23,25 +23,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.script.contents import Contents
-from runtime.script.copier import HEADER, Copier, part_name
-from runtime.script.filling import Span, spans_of
-from runtime.script.place import Place, default_root, key_of
+from runtime.script.contents import SnapshotContents
+from runtime.script.copier import HEADER, SnapshotCopier, part_name
 from runtime.script.plain_state import SnapshotError
-from runtime.script.protection import KeeperError, Protection, Restorable, layout_of, other_ranks
+from runtime.script.protection import (
+    Protection,
+    RestorableSnapshot,
+    SnapshotAgentError,
+    rank_count_mismatch,
+    rank_layout_of,
+)
+from runtime.script.rank_arena import RankArena, default_root, snapshot_key
 from runtime.script.ranks import Ranks
-from runtime.script.registered import Registered
-from runtime.script.saved import NOTHING, Prepared, Saved
+from runtime.script.registered import RegisteredObject
+from runtime.script.saved import EMPTY, PreparedRestore, SavedSnapshot
+from runtime.script.tensor_filler import ImageSpan, verified_spans
 from runtime.script.tensor_image import Bytes
-from runtime.wire.keeper_protocol import Key, read_kept
+from runtime.wire.snapshot_agent_protocol import SnapshotKey, read_retained
 from storage.arena import Slot
-from storage.manifest import Manifest, Part
+from storage.manifest import SnapshotManifest, SnapshotPart
 
 log = logging.getLogger("ftd.snapshotter")
 
 
 @dataclass(slots=True)
-class Counts:
+class SnapshotCounts:
     """What became of the snapshots of this process."""
 
     completed_step: int | None = None
@@ -62,7 +68,7 @@ class Snapshotter:
     :param protection: against the loss of hosts, by their keepers (``ftd node --snapshots-only``): ``buddy``
         or ``arc:k`` (copies on the next k hosts), ``aec``, ``aec2`` (parity, against one and two losses), or
         several joined by ``+``.
-    :param keeper: its socket, where it is not the default one; ``$FTD_KEEPER`` says so, too.
+    :param keeper: its socket, where it is not the default one; ``$FTD_SNAPSHOT_AGENT`` says so, too.
     :param things: what ``register`` takes, by name.
     :raises SnapshotError: a name or a thing that cannot be used; says what would work.
     :raises ArenaFullError: there is too little memory: carries what is needed and what there is.
@@ -77,38 +83,38 @@ class Snapshotter:
         random_state: bool = True,
         limit_bytes: int | None = None,
         protection: str = "none",
-        keeper: str | Path | None = None,
-        **things: Any,
+        snapshot_agent: str | Path | None = None,
+        **objects: Any,
     ) -> None:
-        self.counts = Counts()
+        self.counts = SnapshotCounts()
         self._name = name
-        self._protection = Protection.open(name, protection, keeper, default_root())
-        self._contents = Contents(self._protection, random_state)
+        self._protection = Protection.open(name, protection, snapshot_agent, default_root())
+        self._contents = SnapshotContents(self._protection, random_state)
         self._hooks: list[Any] = []
         self._last: int | None = None
-        self._restored: Key | None = None
+        self._restored: SnapshotKey | None = None
         self._clean = False
         self._foreign = ""
         """Why a snapshot that lies here is somebody else's."""
-        ranks = Ranks.now()
-        for key, thing in things.items():
+        ranks = Ranks.current()
+        for key, thing in objects.items():
             self._add(key, thing, guarded=False)
-        facts = self._protection.facts
+        facts = self._protection.agent_facts
         where = Path(facts.directory) if facts else Path(directory) if directory else None
-        self._place = Place.open(name, ranks.rank, where, limit_bytes)
-        self._copier = Copier(self._place.slot, self._complete, self._failed)
+        self._place = RankArena.open(name, ranks.rank, where, limit_bytes)
+        self._copier = SnapshotCopier(self._place.acquire_slot, self._complete, self._failed)
         self._process = os.getpid()
         atexit.register(self.close)
         try:
             self._reserve()
         except BaseException:
             self.close()
-            self._place.clear_away()
+            self._place.remove_if_empty()
             raise
 
     # --- what is kept ----------------------------------------------------------------------------
 
-    def register(self, name: str, thing: Any, *, guarded: bool = False) -> None:
+    def register(self, name: str, value: Any, *, guarded: bool = False) -> None:
         """Keep this, too.
 
         :param thing: a module, an optimizer, anything with ``state_dict`` and ``load_state_dict``
@@ -120,31 +126,31 @@ class Snapshotter:
         :raises ArenaFullError: there is too little memory.
         """
         self._check()
-        self._add(name, thing, guarded=guarded)
+        self._add(name, value, guarded=guarded)
         try:
             self._reserve()
         except BaseException:
-            del self._contents.things[name]
+            del self._contents.objects[name]
             raise
 
     def _add(self, name: str, thing: Any, *, guarded: bool) -> None:
-        if name in self._contents.things:
+        if name in self._contents.objects:
             raise SnapshotError(f"{name!r} is registered already: give each thing a name of its own")
-        self._contents.things[name] = Registered.of(name, thing, guarded=guarded)
+        self._contents.objects[name] = RegisteredObject.of(name, thing, guarded=guarded)
 
     def _reserve(self) -> None:
         """Room for what is registered and what its optimizers will keep; steps wait for copies from then.
 
         With protection, what a rank keeps is known once all have met.
         """
-        if self._protection.facts is None or self._protection.generation:
+        if self._protection.agent_facts is None or self._protection.generation:
             self._place.reserve(self._contents.expected_bytes())
             self._contents.capture(0)  # What it finds out is known at the first snapshot.
         for handle in self._hooks:
             handle.remove()
         self._hooks = [
-            r.thing.register_step_pre_hook(self._before_step)
-            for r in self._contents.things.values()
+            r.value.register_step_pre_hook(self._before_step)
+            for r in self._contents.objects.values()
             if r.kind == "optimizer"
         ]
 
@@ -184,13 +190,13 @@ class Snapshotter:
     @property
     def protected_step(self) -> int | None:
         """Of the newest snapshot that every host has, protected; ``None`` without protection."""
-        common = read_kept(self._place.job).common if self._place.protected else None
+        common = read_retained(self._place.job).common if self._place.protected else None
         return None if common is None else common[1]
 
     def wait(self) -> None:
         """Until all that was begun is complete, or was dropped."""
         if self._own_process:
-            self._copier.settle()
+            self._copier.wait()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -205,7 +211,9 @@ class Snapshotter:
         self._copier.finish()
         self.counts.stall_s += time.perf_counter() - began
 
-    def _complete(self, step: int, slot: Slot, parts: tuple[Part, ...], layout: dict[str, Any]) -> None:
+    def _complete(
+        self, step: int, slot: Slot, parts: tuple[SnapshotPart, ...], layout: dict[str, Any]
+    ) -> None:
         self._place.complete((self._protection.generation, step), slot, parts, layout)
         self.counts.completed += 1
         self.counts.completed_step = step
@@ -229,24 +237,24 @@ class Snapshotter:
         self.wait()
         self._foreign = ""
         own = self._own()
-        ranks = Ranks.now()
+        ranks = Ranks.current()
         restored = None
         for found in self._meet(ranks, own):
             prepared = self._obtained(found, own.get(found.key), ranks.rank)
-            if ranks.all_of(prepared is not None):
+            if ranks.all_true(prepared is not None):
                 assert prepared is not None
                 prepared.load()
                 restored = found.key
                 break
-        if restored is None and own and self._protection.asked and not self._protection.active:
+        if restored is None and own and self._protection.is_requested and not self._protection.active:
             self._foreign = "parts of it may be on other hosts, and no keeper answers"
         self._restored, self._last, self._clean = restored, None, False
         self._begin()
         return restored[1] if restored else None
 
-    def _own(self) -> dict[Key, Manifest]:
+    def _own(self) -> dict[SnapshotKey, SnapshotManifest]:
         """What lies here of this rank's, and fits."""
-        own: dict[Key, Manifest] = {}
+        own: dict[SnapshotKey, SnapshotManifest] = {}
         for problem in self._place.arena.problems:
             log.warning("%s: passed over: %s", self._name, problem)
         for manifest in self._place.arena.snapshots:
@@ -256,15 +264,15 @@ class Snapshotter:
             if why:
                 self._pass_over(manifest.step, why)
             else:
-                own[key_of(manifest)] = manifest
+                own[snapshot_key(manifest)] = manifest
         return own
 
-    def _meet(self, ranks: Ranks, own: dict[Key, Manifest]) -> list[Restorable]:
+    def _meet(self, ranks: Ranks, own: dict[SnapshotKey, SnapshotManifest]) -> list[RestorableSnapshot]:
         """The snapshots that all ranks can have, the newest first; and what each keeps from now on."""
         newest = max((m.generation for m in self._place.arena.snapshots), default=0)
-        layouts = {key: layout for key, m in own.items() if (layout := layout_of(m)) is not None}
+        layouts = {key: layout for key, m in own.items() if (layout := rank_layout_of(m)) is not None}
         job = self._place.job
-        found = self._protection.meet(ranks, job, layouts, newest, self._contents.shared_digest())
+        found = self._protection.agree(ranks, job, layouts, newest, self._contents.shared_digest())
         self._place.neighbours = [job / f"rank-{rank}" for rank in self._protection.same_host]
         return found
 
@@ -273,7 +281,7 @@ class Snapshotter:
         self._place.protected, self._place.restored = self._protection.active, self._restored
         self._reserve()
         self._copier.start()
-        self._protection.begin(self._restored)
+        self._protection.start(self._restored)
 
     def _begin_run(self) -> None:
         """Before a run's first snapshot: former runs' snapshots go, but for the one that was restored."""
@@ -285,74 +293,76 @@ class Snapshotter:
                     f"{self._place.arena.directory} holds a snapshot of step "
                     f"{self._place.arena.snapshots[0].step}: call restore() first, or remove() to begin anew"
                 )
-            self._meet(Ranks.now(), {})
+            self._meet(Ranks.current(), {})
             self._begin()
         if self._foreign:
             raise SnapshotError(
                 f"{self._place.arena.directory} holds a snapshot that was not restored, and would be lost "
                 f"({self._foreign}): see to that, take another name, or remove() it"
             )
-        self._place.keep_only({self._restored} if self._restored else set())
+        self._place.retain_only({self._restored} if self._restored else set())
         self._clean = True
 
-    def _refuses(self, manifest: Manifest) -> tuple[bool, str]:
+    def _refuses(self, manifest: SnapshotManifest) -> tuple[bool, str]:
         """(somebody else could restore it, why it cannot be restored here); (False, "") when it can."""
         if manifest.job_id != self._name:
             return True, f"it is of job {manifest.job_id!r}"
-        layout = layout_of(manifest)
+        layout = rank_layout_of(manifest)
         if layout is None:
             return True, "it was not written by a Snapshotter of this version"
-        count = Ranks.now().count
+        count = Ranks.current().count
         if layout.ranks != count and not layout.shared_bytes:
-            return True, other_ranks(layout.ranks, count)
+            return True, rank_count_mismatch(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
         data = self._place.arena.bytes_of(manifest, header)
-        if not header.intact(data):
+        if not header.is_intact(data):
             return False, "its header changed since it was written"
-        why = Saved.of(data, NOTHING, NOTHING).refuses(self._contents.things)
+        why = SavedSnapshot.of(data, EMPTY, EMPTY).mismatch(self._contents.objects)
         return bool(why), why
 
-    def _obtained(self, found: Restorable, manifest: Manifest | None, rank: int) -> Prepared | None:
+    def _obtained(
+        self, found: RestorableSnapshot, manifest: SnapshotManifest | None, rank: int
+    ) -> PreparedRestore | None:
         """From this host's memory, and what is not there from others'; ``None``: it cannot be had."""
         step = found.key[1]
         here = manifest is not None and found.source_of(rank) == rank
         try:
-            brought, shared = NOTHING, NOTHING
+            brought, shared = EMPTY, EMPTY
             if found.layout.shared_bytes or not here:
-                brought, shared = self._protection.bring(found, rank, own=not here)
-        except KeeperError as error:
+                brought, shared = self._protection.fetch(found, rank, own=not here)
+        except SnapshotAgentError as error:
             # It may be there tomorrow: nothing of it may be let go for a run that begins anew.
             self._foreign = str(error)
             self._pass_over(step, str(error))
             return None
         if not here:
             size = found.layout.own_bytes
-            saved = Saved.of(brought[size:], brought[:size], shared)
-            spans = spans_of(saved.own, shared=False)
+            saved = SavedSnapshot.of(brought[size:], brought[:size], shared)
+            spans = verified_spans(saved.own, shared=False)
         else:
             assert manifest is not None
             saved, spans = self._read(manifest, shared)
-        why = saved.refuses(self._contents.things)
+        why = saved.mismatch(self._contents.objects)
         if why:
             self._foreign = why
             self._pass_over(step, why)
             return None
-        prepared = saved.prepare(self._contents.things, random=self._contents.random)
-        damaged = prepared.filling.verify([*spans, *spans_of(shared, shared=True)])
+        prepared = saved.prepare(self._contents.objects, random=self._contents.random)
+        damaged = prepared.filling.verify([*spans, *verified_spans(shared, shared=True)])
         if damaged:
             self._pass_over(step, f"{', '.join(damaged[:3])} changed since it was written")
             return None
         return prepared
 
-    def _read(self, manifest: Manifest, shared: Bytes) -> tuple[Saved, list[Span]]:
+    def _read(self, manifest: SnapshotManifest, shared: Bytes) -> tuple[SavedSnapshot, list[ImageSpan]]:
         """What lies here, and all of it that is to be verified."""
-        arena, layout = self._place.arena, layout_of(manifest)
+        arena, layout = self._place.arena, rank_layout_of(manifest)
         assert layout is not None
         header = manifest.part(part_name(layout.rank, HEADER))
         begin, size = header.offset - layout.own_bytes, layout.own_bytes
-        own = Part(name="own", offset=begin, size_bytes=size, digest="")
+        own = SnapshotPart(name="own", offset=begin, size_bytes=size, digest="")
         spans = [
-            Span(
+            ImageSpan(
                 data=arena.bytes_of(manifest, part),
                 start=part.offset - begin,
                 shared=False if begin <= part.offset < begin + size else None,
@@ -360,7 +370,9 @@ class Snapshotter:
             )
             for part in manifest.parts
         ]
-        return Saved.of(arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared), spans
+        return SavedSnapshot.of(
+            arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared
+        ), spans
 
     def _pass_over(self, step: int, why: str) -> None:
         log.warning("%s: the snapshot of step %d is passed over: %s", self._name, step, why)

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from runtime.precision import dtype_name
 from runtime.script.plain_state import SnapshotError
-from storage.shards import Piece as Kept
+from storage.shards import XorRange as Kept
 
 Bytes = NDArray[np.uint8]
 Source = Bytes | Tensor
@@ -30,7 +30,7 @@ UNIT_BYTES = 8 * 1024 * 1024
 ALIGNMENT_BYTES = 64
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One tensor: ``size_bytes`` bytes of the image from ``offset``, row-major in the order of ``order``."""
 
     dtype: str
@@ -48,40 +48,40 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CopyRange:
     """Bytes ``[start, start + size_bytes)`` of source ``entry`` go to ``[offset, …)`` of what is kept."""
 
     entry: int
     start: int
     offset: int
     size_bytes: int
-    added: bool = False
+    is_xor: bool = False
     """XORed with what is there, instead of copied."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class CopyUnit:
     """A run of what is kept that is copied by one thread, its pieces in their order."""
 
     offset: int
     size_bytes: int
-    pieces: tuple[Piece, ...]
+    ranges: tuple[CopyRange, ...]
     gaps: tuple[tuple[int, int], ...] = ()
     """(offset, bytes) that become zero first: no piece covers them, and a parity must not see rests."""
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The memory that this rank holds of it."""
     inner: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return inner.detach()
 
 
-def order_of(tensor: Tensor) -> tuple[int, ...]:
+def dimension_order(tensor: Tensor) -> tuple[int, ...]:
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda d: (-strides[d], d)))
 
 
-def bytes_of(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
+def memory_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
     """Its memory as a flat uint8 tensor; ``None`` where it has gaps, overlaps itself, or says less."""
     permuted = tensor.permute(order)
     if not permuted.is_contiguous() or permuted.is_conj() or permuted.is_neg():
@@ -90,7 +90,7 @@ def bytes_of(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
 
 
 @dataclass(slots=True)
-class Known:
+class KnownTensor:
     """What was found out about a tensor at an earlier snapshot."""
 
     tensor: Tensor
@@ -99,14 +99,14 @@ class Known:
     device: torch.device
     shape: torch.Size
     strides: tuple[int, ...]
-    entry: Entry
+    entry: ImageEntry
     view: Source | None
 
-    def holds(self, tensor: Tensor) -> bool:
+    def matches(self, tensor: Tensor) -> bool:
         if self.tensor is not tensor or self.dtype.is_complex:
             return False  # It may have been conjugated where it lies.
         return (
-            (local(tensor) if self.entry.sharded else tensor).data_ptr() == self.address
+            (local_tensor(tensor) if self.entry.sharded else tensor).data_ptr() == self.address
             and self.dtype is tensor.dtype
             and self.device == tensor.device
             and self.shape == tensor.shape
@@ -122,13 +122,13 @@ class Image:
     look whether they still are what they were. ``seen`` is this one's, for the next.
     """
 
-    known: dict[int, Known]
-    seen: dict[int, Known] = field(default_factory=dict)
-    entries: list[Entry] = field(default_factory=list)
+    known: dict[int, KnownTensor]
+    seen: dict[int, KnownTensor] = field(default_factory=dict)
+    entries: list[ImageEntry] = field(default_factory=list)
     views: list[Source | None] = field(default_factory=list)
     """``None``: it must be gathered from ``tensors``."""
     tensors: list[Tensor] = field(default_factory=list)
-    at_once: list[int] = field(default_factory=list)
+    immediate: list[int] = field(default_factory=list)
     """Numbers of those whose bytes must be taken before training goes on."""
     devices: set[torch.device] = field(default_factory=set)
     """Where there are any, but for the host."""
@@ -136,13 +136,13 @@ class Image:
     shared_bytes: int = 0
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def add(self, tensor: Tensor, where: str, *, at_once: bool, shared: bool = False) -> int:
+    def add(self, tensor: Tensor, where: str, *, immediate: bool, shared: bool = False) -> int:
         """The tensor's number; the same for one that was added before (tied weights).
 
         :raises SnapshotError: a tensor whose memory is no plain row of values.
         """
         found = self.known.get(id(tensor))
-        if found is None or not found.holds(tensor):
+        if found is None or not found.matches(tensor):
             found = _look_at(tensor, _address(tensor, where))
         address = found.address
         self.seen[id(tensor)] = found
@@ -151,23 +151,23 @@ class Image:
         if number is not None and _alike(self.entries[number], found.entry):
             return number
         number = self._taken[key] = len(self.entries)
-        offset = aligned(self.shared_bytes if shared else self.own_bytes)
+        offset = align(self.shared_bytes if shared else self.own_bytes)
         if (found.entry.offset, found.entry.shared) != (offset, shared):
             found.entry = msgspec.structs.replace(found.entry, offset=offset, shared=shared)
         self.entries.append(found.entry)
         self.views.append(found.view)
         self.tensors.append(tensor)
-        if at_once or found.view is None:
-            self.at_once.append(number)
+        if immediate or found.view is None:
+            self.immediate.append(number)
         if not found.entry.on_host:
-            self.devices.add(local(tensor).device)
+            self.devices.add(local_tensor(tensor).device)
         if shared:
             self.shared_bytes = offset + found.entry.size_bytes
         else:
             self.own_bytes = offset + found.entry.size_bytes
         return number
 
-    def further(self, known: dict[int, Known]) -> "Image":
+    def copy(self, known: dict[int, KnownTensor]) -> "Image":
         """One that begins with all of this one's; this one stays as it is."""
         return replace(
             self,
@@ -176,7 +176,7 @@ class Image:
             entries=self.entries.copy(),
             views=self.views.copy(),
             tensors=self.tensors.copy(),
-            at_once=self.at_once.copy(),
+            immediate=self.immediate.copy(),
             devices=self.devices.copy(),
             _taken=self._taken.copy(),
         )
@@ -186,11 +186,11 @@ Range = tuple[int, int, int]
 """Number of a source, its offset in the image, its bytes."""
 
 
-def aligned(size_bytes: int) -> int:
+def align(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def cut(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[Unit]:
+def cut_units(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[CopyUnit]:
     """The units of what is kept of an image: pieces of its bytes, or XORs of such.
 
     :param ranges: the image's, ascending.
@@ -203,15 +203,15 @@ def cut(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[Un
             size, at = min(UNIT_BYTES, one.size_bytes - first), base + one.offset + first
             rows = [_within(ranges, offsets, source + first, size, at) for source in one.sources]
             pieces = [
-                Piece(number, start, offset, length, added)
+                CopyRange(number, start, offset, length, added)
                 for added, row in zip((False, *[True] * (len(rows) - 1)), rows, strict=True)
                 for number, start, offset, length in row
             ]
-            units.append(Unit(at, size, tuple(pieces), tuple(_gaps(rows[0], at, at + size))))
+            units.append(CopyUnit(at, size, tuple(pieces), tuple(_gaps(rows[0], at, at + size))))
     return units
 
 
-def whole(size_bytes: int) -> list[Kept]:
+def whole_image(size_bytes: int) -> list[Kept]:
     """All of an image, as it is."""
     return [Kept(offset=0, size_bytes=size_bytes, sources=(0,))] if size_bytes else []
 
@@ -250,17 +250,17 @@ def _address(tensor: Tensor, where: str) -> int:
             f"{where} is a {tensor.layout} tensor on {tensor.device}: only dense tensors that have memory "
             "can be kept"
         )
-    return local(tensor).data_ptr() if hasattr(tensor, "to_local") else tensor.data_ptr()
+    return local_tensor(tensor).data_ptr() if hasattr(tensor, "to_local") else tensor.data_ptr()
 
 
-def _look_at(tensor: Tensor, address: int) -> Known:
-    inner = local(tensor)
-    order = order_of(inner)
-    flat = bytes_of(inner, order)
+def _look_at(tensor: Tensor, address: int) -> KnownTensor:
+    inner = local_tensor(tensor)
+    order = dimension_order(inner)
+    flat = memory_bytes(inner, order)
     if flat is None:
         order = tuple(range(inner.dim()))
     view: Source | None = flat.numpy() if flat is not None and flat.device.type == "cpu" else flat
-    entry = Entry(
+    entry = ImageEntry(
         dtype=dtype_name(inner.dtype),
         shape=tuple(inner.shape),
         order=order,
@@ -269,24 +269,28 @@ def _look_at(tensor: Tensor, address: int) -> Known:
         offset=0,
         size_bytes=inner.numel() * inner.element_size(),
     )
-    return Known(tensor, address, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), entry, view)
+    return KnownTensor(
+        tensor, address, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), entry, view
+    )
 
 
-def _alike(one: Entry, other: Entry) -> bool:
+def _alike(one: ImageEntry, other: ImageEntry) -> bool:
     return (one.dtype, one.shape, one.order) == (other.dtype, other.shape, other.order)
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def row_major_bytes(tensor: Tensor) -> Tensor:
     """A row-major copy's bytes."""
-    return local(tensor).resolve_conj().resolve_neg().contiguous().clone().reshape(-1).view(torch.uint8)
+    return (
+        local_tensor(tensor).resolve_conj().resolve_neg().contiguous().clone().reshape(-1).view(torch.uint8)
+    )
 
 
-def _fits(entry: Entry, tensor: Tensor) -> bool:
-    inner = local(tensor)
+def _fits(entry: ImageEntry, tensor: Tensor) -> bool:
+    inner = local_tensor(tensor)
     return tuple(inner.shape) == entry.shape and str(inner.dtype) == f"torch.{entry.dtype}"
 
 
-def chosen(entry: Entry, old: Tensor | None, beside: Tensor | None) -> Tensor:
+def choose_target(entry: ImageEntry, old: Tensor | None, beside: Tensor | None) -> Tensor:
     """What is to hold the saved tensor: ``old`` where it fits, else a new one that lies as ``beside``."""
     if old is not None and _fits(entry, old):
         return old
@@ -297,14 +301,14 @@ def chosen(entry: Entry, old: Tensor | None, beside: Tensor | None) -> Tensor:
     return _turned(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
 
 
-def copy_into(entry: Entry, data: Bytes, tensor: Tensor) -> None:
-    """The image's bytes into a tensor that was ``chosen``."""
+def copy_into(entry: ImageEntry, data: Bytes, tensor: Tensor) -> None:
+    """The image's bytes into a tensor that was ``choose_target``."""
     if entry.size_bytes:
         flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
-        local(tensor).copy_(_turned(entry, flat.view(getattr(torch, entry.dtype))))
+        local_tensor(tensor).copy_(_turned(entry, flat.view(getattr(torch, entry.dtype))))
 
 
-def _turned(entry: Entry, flat: Tensor) -> Tensor:
+def _turned(entry: ImageEntry, flat: Tensor) -> Tensor:
     """Its values in the saved shape, one after the other in the saved order of dimensions."""
     lying = flat.reshape([entry.shape[d] for d in entry.order])
     return lying.permute([entry.order.index(d) for d in range(len(entry.order))])

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from runtime.device import DeviceRuntime
 from runtime.layers.state import LayerStates
-from runtime.snapshots.groups import Group
+from runtime.snapshots.groups import LayerGroup
 from runtime.snapshots.movers import Bytes, Mover
-from runtime.snapshots.pieces import Bucket, Unit, source_of, units_of
+from runtime.snapshots.shard_units import ShardUnit, SnapshotBucket, shard_units, source_of
 from statemachine.messages.values import Vote
 from storage.image import GroupImage, LayerImage
-from storage.layerstate import padded
-from storage.manifest import BLOCK_BYTES, Digests, Part
+from storage.layerstate import padded_size
+from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotPart
 from storage.shards import ShardLayout
 
 
 @dataclass(slots=True, eq=False)
-class Capture:
+class TrainerCapture:
     """The lock of the writer guards what changes.
 
     The slot holds the shards of all groups, then the small parts, twice: what no code protects is repaired
@@ -33,17 +33,17 @@ class Capture:
     vote: Vote
     unit_bytes: int
     """Read for one unit, at most."""
-    units: list[Unit] = field(default_factory=list)
+    units: list[ShardUnit] = field(default_factory=list)
     shards: list[tuple[str, int, int]] = field(default_factory=list)
     """Name, offset in the slot, size."""
-    digests: dict[int, Digests] = field(default_factory=dict)
+    digests: dict[int, PartDigester] = field(default_factory=dict)
     """By a shard's offset, as far as they were made beside copying; the copier's thread alone makes any."""
     small: list[tuple[str, bytes]] = field(default_factory=list)
     groups: list[dict[str, object]] = field(default_factory=list)
     """For the manifest."""
     frozen: dict[int, frozenset[int]] = field(default_factory=dict)
     """By a shard's offset, numbers of its blocks that training does not change, where there are any."""
-    there: dict[int, Part] = field(default_factory=dict)
+    previous: dict[int, SnapshotPart] = field(default_factory=dict)
     """By a shard's offset, the shard as the slot had it before, whose frozen blocks are not copied again."""
     slot: Bytes | None = None
     taken: int = 0
@@ -56,25 +56,25 @@ class Capture:
     """The main thread does; its stall is not known yet."""
     error: Exception | None = None
     """It is given up for this."""
-    begun_s: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=time.monotonic)
     copy_s: float = 0.0
     stall_s: float = 0.0
     idle_bytes: int = 0
 
-    def add(self, group: Group, states: LayerStates, mover: Mover) -> None:
+    def add(self, group: LayerGroup, states: LayerStates, mover: Mover) -> None:
         """What this rank keeps of the group, from the state as it is now."""
-        bucket = Bucket(mover)
+        bucket = SnapshotBucket(mover)
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
         offset = self.shards_bytes
-        self.add_units(units_of(layout, group.owner, bucket, offset, self.unit_bytes), offset)
+        self.add_units(shard_units(layout, group.owner, bucket, offset, self.unit_bytes), offset)
         name = group.name
         self.shards.append((f"{name}/shard", offset, layout.shard_bytes(group.owner)))
         small = GroupImage(bucket_bytes=bucket.size_bytes, layers=images).to_bytes()
         self.small.append((f"{name}/small", small))
         self.describe(group, bucket.size_bytes)
 
-    def add_units(self, units: Iterable[Unit], offset: int) -> None:
+    def add_units(self, units: Iterable[ShardUnit], offset: int) -> None:
         """Add the units of the shard at ``offset``, and note which of its blocks training does not change."""
         frozen: set[int] = set()
         for unit in units:
@@ -85,23 +85,25 @@ class Capture:
         if frozen:
             self.frozen[offset] = frozenset(frozen)
 
-    def keep_frozen(self, parts: Iterable[Part]) -> None:
+    def skip_frozen(self, parts: Iterable[SnapshotPart]) -> None:
         """Leave out what the slot has already: it held ``parts`` of the same generation, which are complete."""
         shards = set(self.shards)
-        self.there = {
+        self.previous = {
             part.offset: part
             for part in parts
             if (part.name, part.offset, part.size_bytes) in shards
             and part.blocks
             and part.offset in self.frozen
         }
-        self.units = [unit for unit in self.units if not (unit.frozen and self._shard_of(unit) in self.there)]
+        self.units = [
+            unit for unit in self.units if not (unit.frozen and self._shard_of(unit) in self.previous)
+        ]
         self.left_bytes = sum(unit.read_bytes for unit in self.units)
 
-    def _shard_of(self, unit: Unit) -> int:
+    def _shard_of(self, unit: ShardUnit) -> int:
         return max(offset for _, offset, _ in self.shards if offset <= unit.offset)
 
-    def describe(self, group: Group, bucket_bytes: int) -> None:
+    def describe(self, group: LayerGroup, bucket_bytes: int) -> None:
         """Name what was added of a group.
 
         :param bucket_bytes: of the bucket that its owners share out, or of this rank's own parts.
@@ -133,7 +135,7 @@ class Capture:
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self.begun_s
+        return time.monotonic() - self.started_s
 
     @property
     def failed(self) -> bool:
@@ -144,16 +146,16 @@ class Capture:
         """The state may change."""
         return self.failed or self.copied == len(self.units)
 
-    def digests_at(self, unit: Unit) -> Digests | None:
+    def digests_at(self, unit: ShardUnit) -> PartDigester | None:
         """Those of its shard, if its bytes are the next to be taken."""
         offset = self._shard_of(unit)
-        digests = self.digests.setdefault(offset, Digests())
+        digests = self.digests.setdefault(offset, PartDigester())
         return digests if offset + digests.size_bytes == unit.offset else None
 
     def layout(self) -> dict[str, object]:
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[SnapshotPart, ...]:
         """Write the small parts behind the shards, which are there, and make the digests that are missing."""
         assert self.slot is not None
         ranges = list(self.shards)
@@ -164,18 +166,18 @@ class Capture:
             end += len(data)
         parts = []
         for name, offset, size in ranges:
-            digests = self.digests.get(offset) or Digests()
+            digests = self.digests.get(offset) or PartDigester()
             self._take_rest(digests, offset, size)
             parts.append(digests.part(name, offset))
         return tuple(parts)
 
-    def _take_rest(self, digests: Digests, offset: int, size: int) -> None:
+    def _take_rest(self, digests: PartDigester, offset: int, size: int) -> None:
         """Take the digests of a part's bytes from where they end; those of frozen blocks are as they were.
 
         So a frozen block that was damaged since it was copied does not count as sound.
         """
         assert self.slot is not None
-        there = self.there.get(offset)
+        there = self.previous.get(offset)
         if there is not None:
             while size - digests.size_bytes >= BLOCK_BYTES:
                 number, within = divmod(digests.size_bytes, BLOCK_BYTES)
@@ -187,11 +189,11 @@ class Capture:
         digests.update(self.slot[offset + digests.size_bytes : offset + size])
 
 
-def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
+def _image_of(layer: int, states: LayerStates, bucket: SnapshotBucket) -> LayerImage:
     """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
     header, tensors = states.describe(layer)
     begin = bucket.size_bytes
-    still = states.frozen(layer)
+    still = states.frozen_parameters(layer)
     buffers: list[Tensor] = []
     for entry, tensor in zip(header.entries, tensors, strict=True):
         if entry.role == "buffer":
@@ -199,17 +201,17 @@ def _image_of(layer: int, states: LayerStates, bucket: Bucket) -> LayerImage:
         else:
             frozen = entry.role == "parameter" and entry.name in still
             source = source_of(tensor, states.runtime)
-            bucket.add(source, padded(entry.size_bytes), frozen=frozen)
+            bucket.add(source, padded_size(entry.size_bytes), frozen=frozen)
     return LayerImage(
         layer=layer,
         offset=begin,
         size_bytes=bucket.size_bytes - begin,
         header=msgspec.msgpack.encode(header),
-        buffers=bytes_of(buffers, states.runtime),
+        buffers=padded_bytes(buffers, states.runtime),
     )
 
 
-def bytes_of(buffers: Iterable[Tensor], runtime: DeviceRuntime) -> bytes:
+def padded_bytes(buffers: Iterable[Tensor], runtime: DeviceRuntime) -> bytes:
     """One after the other, padded, as the device has computed them."""
     made = [np.asarray(source_of(runtime.to_host(tensor))).tobytes() for tensor in buffers]
-    return b"".join(data.ljust(padded(len(data)), b"\0") for data in made)
+    return b"".join(data.ljust(padded_size(len(data)), b"\0") for data in made)

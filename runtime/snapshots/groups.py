@@ -14,13 +14,13 @@ from itertools import pairwise
 
 from runtime.layers.model import Model
 from runtime.layers.world import is_sharded, stages_of_layer
-from runtime.zero.cells import keeps_replicas
-from statemachine.messages.trainer import StageData, WorldData
+from runtime.zero.cells import holds_replicas
+from statemachine.messages.trainer import WorldData, WorldStage
 from storage.codes import Code, make_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class LayerGroup:
     """Layers ``[first_layer, end_layer)``, of which this rank keeps what ``owner`` keeps."""
 
     first_layer: int
@@ -65,7 +65,7 @@ def layer_bytes(model: Model) -> tuple[int, ...]:
     )
 
 
-def groups_of(
+def layer_groups(
     world: WorldData,
     nodes: tuple[str, ...],
     rank: int,
@@ -74,7 +74,7 @@ def groups_of(
     *,
     zero1: bool = False,
     coupled: bool = False,
-) -> tuple[Group, ...]:
+) -> tuple[LayerGroup, ...]:
     """Return what the rank keeps; nothing where other ranks of its stage do, or ``nodes`` is empty.
 
     :param nodes: the name of each rank's node.
@@ -96,9 +96,9 @@ def groups_of(
     owner, stage = mine
     owners = [stages_of_layer(world, layer) for layer in range(stage.first_layer, stage.end_layer)]
     starts = [i for i in range(len(owners)) if i == 0 or owners[i] != owners[i - 1]]
-    replica = zero1 and "arc:1" in scheme.split("+") and keeps_replicas(world, rank)
+    replica = zero1 and "arc:1" in scheme.split("+") and holds_replicas(world, rank)
     return tuple(
-        Group(
+        LayerGroup(
             first_layer=first,
             end_layer=end,
             owners=tuple(nodes[min(one.ranks)] for one in owners[start]),
@@ -123,8 +123,8 @@ def groups_of(
 
 
 def _shares(
-    stages: Sequence[StageData],
-    stage: StageData,
+    stages: Sequence[WorldStage],
+    stage: WorldStage,
     rank: int,
     run: range,
     sizes: Sequence[int],
@@ -136,14 +136,14 @@ def _shares(
         return [(run.start, run.stop, True)]
     writers = sorted(stage.ranks)[: 1 if coupled else None]
     count = min(len(run), 1 if coupled else max(len(one.ranks) for one in stages))
-    cuts = even_cuts([sizes[layer] for layer in run], count)
+    cuts = split_evenly([sizes[layer] for layer in run], count)
     return [
         (run.start + first, run.start + end, writers[number * len(writers) // count] == rank)
         for number, (first, end) in enumerate(pairwise(cuts))
     ]
 
 
-def even_cuts(sizes: Sequence[int], count: int) -> list[int]:
+def split_evenly(sizes: Sequence[int], count: int) -> list[int]:
     """Return where to cut ``sizes`` into ``count`` runs of about equal sums, none empty; from 0 to the end.
 
     :param count: at least 1, at most the number of sizes.

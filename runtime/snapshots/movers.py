@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from runtime.side_stream import copy_piece
+from runtime.side_stream import copy_async
 from storage.shards import xor_of
 
 Bytes = NDArray[np.uint8]
@@ -70,7 +70,7 @@ class DeviceMover:
             target[:] = source  # Optimizers count their steps in host memory.
             return
         with self._streams.on(self._device):
-            copy_piece(target, source)
+            copy_async(target, source)
 
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
         with self._streams.on(self._device):
@@ -80,7 +80,7 @@ class DeviceMover:
             torch.bitwise_xor(first, second, out=result)
             for source in rest:
                 result.bitwise_xor_(source)
-            copy_piece(target, result)
+            copy_async(target, result)
 
     def finish(self) -> None:
         self._streams.finish({self._device})

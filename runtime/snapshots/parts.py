@@ -6,23 +6,25 @@ training; what says what they are, and buffers, are copied at once (``storage.pa
 
 from torch import Tensor
 
-from runtime.layers.model import Model, SharedTensor
+from runtime.layers.model import Model, ModelTensor
 from runtime.precision import dtype_name
-from runtime.snapshots.capture import Capture, bytes_of
-from runtime.snapshots.groups import Group
+from runtime.snapshots.capture import TrainerCapture, padded_bytes
+from runtime.snapshots.groups import LayerGroup
 from runtime.snapshots.movers import HostMover, Mover
-from runtime.snapshots.pieces import Bucket, source_of, units_of
+from runtime.snapshots.shard_units import SnapshotBucket, shard_units, source_of
 from runtime.zero.cells import Fractions
 from runtime.zero.part_states import PartState
-from runtime.zero.sharding import Sharding
+from runtime.zero.sharding import ShardedState
 from storage import partimage
 from storage.codes import make_code
-from storage.layerstate import padded
-from storage.partimage import PartImage, PartOfLayer, Run, ShardedImage, WholeLayer
+from storage.layerstate import padded_size
+from storage.partimage import LayerPart, PartImage, ShardedImage, TensorRange, WholeLayer
 from storage.shards import ShardLayout
 
 
-def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, mover: Mover) -> None:
+def add_parts(
+    capture: TrainerCapture, group: LayerGroup, model: Model, sharding: ShardedState, mover: Mover
+) -> None:
     """What this rank keeps of the group, from the state as it is now."""
     name = group.name
     wanted = [("shard", False)] if group.own else []
@@ -31,9 +33,9 @@ def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, 
     held: list[PartImage] = []
     own_bytes = 0
     for kind, replica in wanted:
-        bucket = Bucket(HostMover() if replica else mover)
+        bucket = SnapshotBucket(HostMover() if replica else mover)
         parts: dict[Fractions, list[PartState]] = {}
-        for one in sharding.kept(group.layers, replica=replica):
+        for one in sharding.snapshot_parts(group.layers, replica=replica):
             parts.setdefault(one.fractions, []).append(one)
         for (start, end, of), states in sorted(parts.items()):
             begin = bucket.size_bytes
@@ -53,7 +55,7 @@ def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, 
             own_bytes = bucket.size_bytes
         layout = ShardLayout(code=make_code("none", 1), bucket_bytes=bucket.size_bytes)
         offset = capture.shards_bytes
-        capture.add_units(units_of(layout, 0, bucket, offset, capture.unit_bytes), offset)
+        capture.add_units(shard_units(layout, 0, bucket, offset, capture.unit_bytes), offset)
         capture.shards.append((f"{name}/{kind}", offset, layout.shard_bytes(0)))
     image = ShardedImage(
         layers=tuple(_whole(layer, model, sharding) for layer in group.layers), held=tuple(held)
@@ -62,12 +64,12 @@ def add_parts(capture: Capture, group: Group, model: Model, sharding: Sharding, 
     capture.describe(group, own_bytes)
 
 
-def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
+def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
     tensors = model.tensors_of(layer)
     return WholeLayer(
         layer=layer,
         tensors=tuple(
-            partimage.Tensor(
+            partimage.TensorInfo(
                 name=tensor.name,
                 role=tensor.kind,
                 dtype=dtype_name(tensor.value.dtype),
@@ -78,7 +80,7 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
             for tensor in tensors
         ),
         schedule=sharding.schedule(),
-        buffers=bytes_of((t.value for t in tensors if t.kind == "buffer"), model.runtime),
+        buffers=padded_bytes((t.value for t in tensors if t.kind == "buffer"), model.runtime),
         homes={
             tensor.name: home
             for tensor in tensors
@@ -87,13 +89,15 @@ def _whole(layer: int, model: Model, sharding: Sharding) -> WholeLayer:
     )
 
 
-def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, first: int) -> PartOfLayer:
+def _part_of(
+    one: PartState, model: Model, sharding: ShardedState, bucket: SnapshotBucket, first: int
+) -> LayerPart:
     """Add the part's bytes to the bucket: its slices of trained parameters, and as much of the others.
 
     :param first: where in the bucket the part of the group's first layer begins.
     """
     begin = bucket.size_bytes
-    runs: list[Run] = []
+    runs: list[TensorRange] = []
     scalars: partimage.Scalars = {}
 
     def add(
@@ -101,7 +105,7 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, f
     ) -> None:
         size = tensor.numel() * tensor.element_size()
         runs.append(
-            Run(
+            TensorRange(
                 name=name,
                 role=role,  # type: ignore[arg-type]
                 key=key,
@@ -115,7 +119,7 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, f
         )
         # A replica, which another thread changes, is in host memory whatever the device is.
         runtime = None if one.replica else model.runtime
-        bucket.add(source_of(tensor.detach(), runtime), padded(size), frozen=frozen)
+        bucket.add(source_of(tensor.detach(), runtime), padded_size(size), frozen=frozen)
 
     for mine in one.slices:
         cut = mine.slice
@@ -134,14 +138,14 @@ def _part_of(one: PartState, model: Model, sharding: Sharding, bucket: Bucket, f
             flat = model.runtime.to_host(flat) if one.replica else flat
             start, end = (flat.numel() * bound // one.of for bound in (one.start, one.end))
             add(tensor.name, "parameter", "", flat[start:end], start, end - start, frozen=True)
-    return PartOfLayer(
+    return LayerPart(
         layer=one.layer,
         offset=begin - first,
         size_bytes=bucket.size_bytes - begin,
-        runs=tuple(runs),
+        ranges=tuple(runs),
         scalars=scalars,
     )
 
 
-def _frozen(tensor: SharedTensor) -> bool:
+def _frozen(tensor: ModelTensor) -> bool:
     return tensor.kind == "parameter" and not tensor.trainable

@@ -38,7 +38,7 @@ _LEAST_UNIT_BYTES, _FIRST_UNIT_BYTES, _MOST_UNIT_BYTES = 1 << 20, 4 << 20, 16 <<
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elapsed:
+class StepTimes:
     """Seconds: of a step, of all its waits, and of those of them that were for sums of gradients."""
 
     step_s: float
@@ -47,25 +47,25 @@ class Elapsed:
 
 
 @dataclass(slots=True)
-class Schedule:
+class CopySchedule:
     """Estimates. Written under the lock of whoever owns it.
 
-    :param own_link: copies come from a device, over a link that sums may use, too.
+    :param has_own_link: copies come from a device, over a link that sums may use, too.
     """
 
-    own_link: bool = False
-    _steps: deque[Elapsed] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    has_own_link: bool = False
+    _steps: deque[StepTimes] = field(default_factory=lambda: deque(maxlen=_STEPS))
     _copied_bytes: float = 0.0
     _copied_s: float = 0.0
 
-    def note_step(self, elapsed: Elapsed) -> None:
+    def record_step(self, elapsed: StepTimes) -> None:
         self._steps.append(elapsed)
 
-    def note_copy(self, read_bytes: int, seconds: float) -> None:
+    def record_copy(self, read_bytes: int, seconds: float) -> None:
         self._copied_bytes += read_bytes
         self._copied_s += seconds
 
-    def age(self) -> None:
+    def discount(self) -> None:
         """Another snapshot begins: what was measured for older ones counts half."""
         self._copied_bytes /= 2
         self._copied_s /= 2
@@ -85,9 +85,9 @@ class Schedule:
         """Which one it is now, by what the main thread does."""
         if not waiting:
             return "computing"
-        return "communication" if for_sums and self.own_link else "bubble"
+        return "communication" if for_sums and self.has_own_link else "bubble"
 
-    def may_copy(self, period: Period, left_bytes: int, so_far: Elapsed) -> bool:
+    def may_copy(self, period: Period, left_bytes: int, so_far: StepTimes) -> bool:
         """Whether the next unit is made now.
 
         :param so_far: of the step that is under way.
@@ -107,11 +107,11 @@ class Schedule:
 
         :param elapsed_s: of the step that is under way.
         """
-        if self.own_link or not self._steps or not self.bandwidth:
+        if self.has_own_link or not self._steps or not self.bandwidth:
             return False
         return left_bytes / self.bandwidth <= _MARGIN * (self._step_s() - elapsed_s)
 
-    def _fits_bubbles(self, left_bytes: int, so_far: Elapsed) -> bool:
+    def _fits_bubbles(self, left_bytes: int, so_far: StepTimes) -> bool:
         """The bubbles to come suffice for what is left."""
         if not self._steps or not self.bandwidth:
             return False
@@ -122,5 +122,5 @@ class Schedule:
     def _step_s(self) -> float:
         return sum(step.step_s for step in self._steps) / len(self._steps)
 
-    def _bubbles_s(self, elapsed: Elapsed) -> float:
-        return elapsed.waits_s - (elapsed.sums_s if self.own_link else 0.0)
+    def _bubbles_s(self, elapsed: StepTimes) -> float:
+        return elapsed.waits_s - (elapsed.sums_s if self.has_own_link else 0.0)

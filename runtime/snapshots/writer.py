@@ -17,21 +17,21 @@ from pathlib import Path
 
 from runtime.layers.model import Model
 from runtime.layers.state import LayerStates
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.side_stream import SideStreams
-from runtime.snapshots.capture import Capture
-from runtime.snapshots.groups import Group
+from runtime.snapshots.capture import TrainerCapture
+from runtime.snapshots.groups import LayerGroup
 from runtime.snapshots.movers import DeviceMover, HostMover, Mover
 from runtime.snapshots.parts import add_parts
-from runtime.snapshots.schedule import Elapsed, Schedule
-from runtime.watch.pace import Pace
-from runtime.zero.sharding import Sharding
+from runtime.snapshots.schedule import CopySchedule, StepTimes
+from runtime.zero.sharding import ShardedState
 from statemachine.messages.common import SnapshotFailed
-from statemachine.messages.trainer import Mend, Snapped, SnapshotReport
+from statemachine.messages.trainer import RepairWrite, ShardWritten, SnapshotReport
 from statemachine.messages.values import Vote
 from storage.arena import SLOTS, Arena
 from storage.errors import StorageError
-from storage.manifest import Manifest, Part
-from storage.pages import put_together
+from storage.manifest import SnapshotManifest, SnapshotPart
+from storage.pages import collapse_pages
 
 _SLOTS = 2
 """Made beforehand: of the last snapshot and the next. The third is rarely needed."""
@@ -67,10 +67,10 @@ class _Filled:
 
     address: int
     size_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[SnapshotPart, ...]
 
 
-_Task = Capture | _Reserve | _Keep | _Forget | Mend
+_Task = TrainerCapture | _Reserve | _Keep | _Forget | RepairWrite
 
 
 class SnapshotWriter:
@@ -87,8 +87,8 @@ class SnapshotWriter:
         limit_bytes: int | None,
         states: LayerStates,
         model: Model,
-        sharding: Sharding | None,
-        pace: Pace,
+        sharding: ShardedState | None,
+        monitor: ProgressMonitor,
         report: Callable[[SnapshotReport], None],
     ) -> None:
         """:raises OSError: the arena cannot be made."""
@@ -97,16 +97,16 @@ class SnapshotWriter:
         self._model = model
         self._sharding = sharding
         self._device = model.device
-        self._pace = pace
+        self._monitor = monitor
         self._report = report
         self._arena = Arena.open(directory, limit_bytes=limit_bytes)
         self._check_found()
-        self._groups: tuple[Group, ...] = ()
+        self._groups: tuple[LayerGroup, ...] = ()
         self._is_async = model.runtime.is_async
         self._side = SideStreams(lambda _: model.runtime)
         self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else HostMover()
-        self._schedule = Schedule(own_link=self._is_async)
-        self._capture: Capture | None = None
+        self._schedule = CopySchedule(has_own_link=self._is_async)
+        self._capture: TrainerCapture | None = None
         """The newest, while it may be being copied."""
         self._reserved = False
         self._filled: dict[int, _Filled] = {}
@@ -118,16 +118,16 @@ class SnapshotWriter:
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._stopped = False
-        self._window = pace.window = threading.Event()
+        self._window = monitor.peer_wait = threading.Event()
         self._thread = threading.Thread(target=self._run, name="snapshot", daemon=True)
         self._thread.start()
 
     # --- main thread -----------------------------------------------------------------------------
 
-    def enter(self, groups: tuple[Group, ...], step: int) -> None:
+    def begin_generation(self, groups: tuple[LayerGroup, ...], step: int) -> None:
         """A generation begins, at ``step``."""
         self._groups, self._reserved = groups, False
-        self.put(_Forget(after_step=step))
+        self.enqueue(_Forget(after_step=step))
 
     def begin(self, generation: int, step: int, vote: Vote) -> None:
         """``step`` is committed: copy the state as it is now. Small things are copied at once."""
@@ -137,11 +137,15 @@ class SnapshotWriter:
         if not self._groups:
             # Other ranks of the stage write, and hold the same bytes.
             self._report(
-                Snapped(generation=generation, step=step, size_bytes=0, copy_s=0.0, stall_s=0.0, idle_bytes=0)
+                ShardWritten(
+                    generation=generation, step=step, size_bytes=0, copy_s=0.0, stall_s=0.0, idle_bytes=0
+                )
             )
             return
         try:
-            with self._pace.device():  # Buffers are copied at once, as soon as they are computed.
+            with (
+                self._monitor.waiting_for_device()
+            ):  # Buffers are copied at once, as soon as they are computed.
                 capture = self._made(generation, step, vote)
         except Exception as error:
             self._report(SnapshotFailed(generation=generation, step=step, detail=_words(error)))
@@ -149,23 +153,23 @@ class SnapshotWriter:
         capture.stall_s = time.monotonic() - started
         with self._changed:
             self._capture = capture
-            self._schedule.age()
-        self.put(capture)
+            self._schedule.discount()
+        self.enqueue(capture)
 
-    def committed(self, elapsed: Elapsed) -> None:
+    def record_step(self, elapsed: StepTimes) -> None:
         """Behind every step: it took so long, and so much of it was waiting.
 
         Behind the first of a generation room is made for its snapshots, in the background: only now there
         is an optimizer's state to measure, and nobody waits for this generation any more.
         """
         with self._changed:
-            self._schedule.note_step(elapsed)
+            self._schedule.record_step(elapsed)
         if self._groups and not self._reserved:
             self._reserved = True
             with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
                 sized = self._made(0, 0, Vote(loss=0.0, gradient_norm=0.0))
                 size_bytes = sized.size_bytes + _SLACK_BYTES
-                self.put(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
+                self.enqueue(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
 
     def finish(self) -> None:
         """Return when what was begun is copied, and the state may change. Helps with what is left."""
@@ -180,11 +184,11 @@ class SnapshotWriter:
         try:
             self._stand(lambda: capture.slot is not None or capture.failed)
             while not capture.failed and self._make_next(capture, idle=False):
-                self._pace.progress += 1
+                self._monitor.progress += 1
             self._stand(lambda: capture.done)
         finally:
             stood_s = time.monotonic() - started
-            self._pace.trace.add("stall", began_s, began_s + stood_s, capture.step)
+            self._monitor.trace.add("stall", began_s, began_s + stood_s, capture.step)
             with self._changed:
                 capture.stall_s += stood_s
                 capture.waiting = False
@@ -204,17 +208,17 @@ class SnapshotWriter:
             self._stopped = True
             self._changed.notify_all()
         self._thread.join()
-        self._pace.window = None
+        self._monitor.peer_wait = None
         self._side.close()
         self._arena.close()
 
     # --- any thread ------------------------------------------------------------------------------
 
-    def keep(self, step: int, pinned: int = 0) -> None:
+    def retain(self, step: int, pinned: int = 0) -> None:
         """The snapshot of ``step`` is complete everywhere: older ones may go, but that of ``pinned``."""
-        self.put(_Keep(step=step, pinned=pinned))
+        self.enqueue(_Keep(step=step, pinned=pinned))
 
-    def put(self, task: _Task) -> None:
+    def enqueue(self, task: _Task) -> None:
         """Something for the thread to do, behind what it was given before."""
         with self._changed:
             self._tasks.append(task)
@@ -222,9 +226,9 @@ class SnapshotWriter:
 
     # --- both threads ----------------------------------------------------------------------------
 
-    def _made(self, generation: int, step: int, vote: Vote) -> Capture:
+    def _made(self, generation: int, step: int, vote: Vote) -> TrainerCapture:
         unit_bytes = self._schedule.unit_bytes
-        capture = Capture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
+        capture = TrainerCapture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
             if not group.parted:
                 capture.add(group, self._states, self._mover)
@@ -235,7 +239,7 @@ class SnapshotWriter:
             self._side.begin({self._device})  # Behind what was gathered on the device just now, too.
         return capture
 
-    def _make_next(self, capture: Capture, *, idle: bool) -> bool:
+    def _make_next(self, capture: TrainerCapture, *, idle: bool) -> bool:
         """Make one more unit. False: there is none left to take."""
         with self._changed:
             if capture.taken == len(capture.units) or capture.failed:
@@ -248,19 +252,19 @@ class SnapshotWriter:
         assert capture.slot is not None
         began_s, started = time.time(), time.monotonic()
         try:
-            unit.make(capture.slot, digests)
+            unit.write(capture.slot, digests)
         except Exception as error:
             capture.error = error
         finally:
             took_s = time.monotonic() - started
             kind = "copy" if own else "help"
-            self._pace.trace.add(kind, began_s, began_s + took_s, capture.step, unit.read_bytes)
+            self._monitor.trace.add(kind, began_s, began_s + took_s, capture.step, unit.read_bytes)
             with self._changed:
                 capture.copied += 1
                 capture.copy_s += took_s
                 capture.left_bytes -= unit.read_bytes
                 capture.idle_bytes += unit.read_bytes if idle else 0
-                self._schedule.note_copy(unit.read_bytes, took_s)
+                self._schedule.record_copy(unit.read_bytes, took_s)
                 self._changed.notify_all()
         return True
 
@@ -269,18 +273,18 @@ class SnapshotWriter:
         with self._changed:
             while not ready():
                 self._changed.wait(0.05)
-                self._pace.progress += 1
+                self._monitor.progress += 1
 
     def _settle(self) -> None:
         """The one before is complete: its slot must be known to be in use before another is taken."""
         self.finish()
-        self._stand(lambda: not any(isinstance(task, Capture) for task in self._tasks))
+        self._stand(lambda: not any(isinstance(task, TrainerCapture) for task in self._tasks))
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._is_async:
-            self._side.adopt({self._device})
+            self._side.prepare_thread({self._device})
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._tasks or self._stopped)
@@ -298,23 +302,23 @@ class SnapshotWriter:
 
     def _do(self, task: _Task) -> None:
         match task:
-            case Capture():
+            case TrainerCapture():
                 self._carry(task)
             case _Reserve():
                 self._filled.clear()
                 self._arena.reserve(task.size_bytes, _SLOTS)
-                put_together(task.read)
+                collapse_pages(task.read)
             case _Keep():
                 self._kept, self._pinned = task.step, task.pinned
                 steps = [manifest.step for manifest in self._arena.snapshots]
                 self._arena.release(step for step in steps if step < task.step and step != task.pinned)
-            case Mend():
-                self._arena.mend(task.step, task.generation, task.part, task.offset, task.data)
+            case RepairWrite():
+                self._arena.rewrite(task.step, task.generation, task.part, task.offset, task.data)
             case _Forget():
                 self._filled.clear()  # A generation begins: layers, and their places, may be others.
                 self._arena.release(m.step for m in self._arena.snapshots if m.step > task.after_step)
 
-    def _carry(self, capture: Capture) -> None:
+    def _carry(self, capture: TrainerCapture) -> None:
         self._make_room()
         slot = self._arena.begin(capture.size_bytes)
         if self._is_async:
@@ -324,7 +328,7 @@ class SnapshotWriter:
         with self._changed:
             # A slot that was made larger meanwhile lies elsewhere, or holds less than it is to hold.
             if before is not None and before.address == address and before.size_bytes >= capture.size_bytes:
-                capture.keep_frozen(before.parts)
+                capture.skip_frozen(before.parts)
             capture.slot = slot.view
             self._changed.notify_all()
         while self._make_next(capture, idle=self._await_turn(capture)):
@@ -335,7 +339,7 @@ class SnapshotWriter:
             raise capture.error
         parts = capture.parts()
         self._arena.commit(
-            Manifest(
+            SnapshotManifest(
                 job_id=self._job_id,
                 step=capture.step,
                 generation=capture.generation,
@@ -349,7 +353,7 @@ class SnapshotWriter:
         with self._changed:
             self._changed.wait_for(lambda: not capture.waiting)
         self._report(
-            Snapped(
+            ShardWritten(
                 generation=capture.generation,
                 step=capture.step,
                 size_bytes=capture.size_bytes,
@@ -359,14 +363,14 @@ class SnapshotWriter:
             )
         )
 
-    def _await_turn(self, capture: Capture) -> bool:
+    def _await_turn(self, capture: TrainerCapture) -> bool:
         """Return when a unit may be made; True: while the main thread waits for others."""
-        pace = self._pace
+        monitor = self._monitor
         while True:
-            waiting = pace.waiting and pace.waiting_for != "device"
-            period = self._schedule.period(waiting=waiting, for_sums=pace.waiting_for == "sync")
+            waiting = monitor.waiting and monitor.waiting_for != "device"
+            period = self._schedule.period(waiting=waiting, for_sums=monitor.waiting_for == "sync")
             with self._changed:
-                so_far = Elapsed(step_s=capture.age_s, waits_s=pace.bubble_s, sums_s=pace.sums_s)
+                so_far = StepTimes(step_s=capture.age_s, waits_s=monitor.bubble_s, sums_s=monitor.sync_s)
                 if (
                     capture.hurried
                     or capture.taken == len(capture.units)
@@ -398,7 +402,7 @@ class SnapshotWriter:
         self._arena.release(step for step in steps if step not in stay)
 
     def _give_up(self, task: _Task, error: Exception) -> None:
-        if not isinstance(task, Capture):
+        if not isinstance(task, TrainerCapture):
             # The next snapshot will say the same to those who decide; this is for people.
             print(f"snapshots: {_words(error)}", file=sys.stderr, flush=True)
             return

@@ -27,7 +27,7 @@ def fingerprint(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def file_facts(path: Path) -> list[str | int]:
+def file_signature(path: Path) -> list[str | int]:
     """Return what a changed file shows without being read: path, size in bytes and time of change in ns."""
     try:
         state = path.stat()

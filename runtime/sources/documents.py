@@ -23,7 +23,7 @@ Record = tuple[str, dict[str, Any]]
 class Document(NamedTuple):
     """A text that becomes tokens."""
 
-    place: str
+    location: str
     text: str
     learned: tuple[tuple[int, int], ...] = ()
     """The parts ``[first, end)`` of the text, in characters, that a model learns, where it is not all."""

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from runtime.sources.cache import cached_directory, file_facts, fingerprint
+from runtime.sources.cache import cached_directory, file_signature, fingerprint
 from runtime.sources.collators import IGNORED_LABEL, PadCollate
 from runtime.sources.documents import Document
 from runtime.sources.errors import DataError
@@ -46,7 +46,7 @@ class TokenisedDataset:
         key = fingerprint(
             {
                 "version": CACHE_VERSION,
-                "files": [file_facts(path) for path in files],
+                "files": [file_signature(path) for path in files],
                 "tokenizer": tokenizer.digest,
                 **facts,
             }
@@ -106,7 +106,7 @@ class TokenisedDataset:
         """
         if self._info.max_token_id >= size:
             raise DataError(
-                f"{self._info.max_token_place}: the tokenizer {self._tokenizer.path} makes the token id "
+                f"{self._info.max_token_location}: the tokenizer {self._tokenizer.path} makes the token id "
                 f"{self._info.max_token_id}, but the model's vocabulary has {size} entries; use the model's "
                 f"own tokenizer, or a vocabulary of at least {self._tokenizer.vocabulary_size}"
             )

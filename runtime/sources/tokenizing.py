@@ -40,7 +40,7 @@ class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     documents: int
     max_token_id: int
-    max_token_place: str
+    max_token_location: str
     """A document with that token: "corpus.jsonl, line 7"."""
     vocabulary_size: int
     """The tokenizer's largest possible token id, plus 1."""
@@ -200,7 +200,7 @@ def write_tokens(
             if tokens.size and int(tokens.max()) > largest:
                 position = int(tokens.argmax())
                 largest = int(tokens[position])
-                largest_place = batch[int(np.searchsorted(ends, position, side="right"))].place
+                largest_place = batch[int(np.searchsorted(ends, position, side="right"))].location
             stream.write(tokens.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
             for document in encoded:
                 mask = (
@@ -221,7 +221,7 @@ def write_tokens(
         tokens=progress.tokens,
         documents=progress.documents,
         max_token_id=largest,
-        max_token_place=largest_place,
+        max_token_location=largest_place,
         vocabulary_size=tokenizer.vocabulary_size,
     )
     info_path(out).write_bytes(msgspec.json.format(msgspec.json.encode(info)))
@@ -251,6 +251,6 @@ def _encode(batch: list[Document], tokenizer: LoadedTokenizer, encode: Encoder) 
                 encode([document])
             except Exception as cause:
                 raise DataError(
-                    f"{document.place}: the tokenizer {tokenizer.path} fails on this text: {cause}"
+                    f"{document.location}: the tokenizer {tokenizer.path} fails on this text: {cause}"
                 ) from cause
-        raise DataError(f"the tokenizer {tokenizer.path} fails after {batch[0].place}: {error}") from error
+        raise DataError(f"the tokenizer {tokenizer.path} fails after {batch[0].location}: {error}") from error

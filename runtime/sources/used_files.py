@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from runtime.sources.errors import DataError, find_files
-from runtime.wire.recipe import BYTES, DataTable, FileFacts, Recipe
+from runtime.wire.recipe import BYTES, DataTable, FileTotals, Recipe
 
 
-def facts_of(recipe: Recipe) -> dict[str, FileFacts]:
+def count_files(recipe: Recipe) -> dict[str, FileTotals]:
     """Return the number and size of the files that each key of a job file names.
 
     :raises DataError: a file is missing.
@@ -15,13 +15,13 @@ def facts_of(recipe: Recipe) -> dict[str, FileFacts]:
     facts = {}
     for key, paths in _used_files(recipe):
         try:
-            facts[key] = FileFacts(files=len(paths), bytes=sum(path.stat().st_size for path in paths))
+            facts[key] = FileTotals(files=len(paths), bytes=sum(path.stat().st_size for path in paths))
         except OSError as error:
             raise DataError(f"{key}: {error}") from error
     return facts
 
 
-def check_facts(recipe: Recipe, expected: Mapping[str, FileFacts]) -> None:
+def check_files(recipe: Recipe, expected: Mapping[str, FileTotals]) -> None:
     """Check that this host has the files with which the job was submitted.
 
     :raises DataError: they differ in number or size; the message names the key.
@@ -29,7 +29,7 @@ def check_facts(recipe: Recipe, expected: Mapping[str, FileFacts]) -> None:
     if not expected:
         return
     try:
-        found = facts_of(recipe)
+        found = count_files(recipe)
     except DataError as error:
         raise DataError(f"this host lacks files of the job: {error}; copy them to every node") from error
     for key, facts in expected.items():

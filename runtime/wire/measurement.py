@@ -1,8 +1,8 @@
 """What the measuring processes say on stdout, one JSON object a line. No torch in here.
 
-``python -m runtime.measuring.profile`` answers with any number of ``Progress`` and then one
-``LayersMeasured``, ``python -m runtime.measuring.link_profile`` with ``Progress``, and then one
-``LinksMeasured``.
+``python -m runtime.profiling.layer_profile`` answers with any number of ``Progress`` and then one
+``LayerMeasurements``, ``python -m runtime.profiling.link_profile`` with ``Progress``, and then one
+``LinkMeasurements``.
 """
 
 import os
@@ -22,7 +22,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     total: int
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
+class TimingSpread(msgspec.Struct, frozen=True, kw_only=True):
     """How far repeated measurements lie apart."""
 
     repeats: int
@@ -33,20 +33,20 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
     maximum_ms: float
 
 
-class RowsMeasured(msgspec.Struct, frozen=True, kw_only=True):
+class RowTimings(msgspec.Struct, frozen=True, kw_only=True):
     """One layer on one device on so many rows."""
 
     rows: int
-    forward: Spread
-    backward: Spread
+    forward: TimingSpread
+    backward: TimingSpread
 
 
-class LayersMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LayerMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A model measured layer by layer."""
 
     profile: ModelProfile
     names: tuple[str, ...]
-    rows: tuple[tuple[RowsMeasured, ...], ...]
+    rows: tuple[tuple[RowTimings, ...], ...]
     """Of each layer, the whole microbatch first."""
     unmeasured: tuple[str, ...]
     """Why some layer could not be measured on fewer rows, in words."""
@@ -56,50 +56,50 @@ class LayersMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     torch_version: str
 
 
-class LinkOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``python -m runtime.measuring.link_profile`` reads on stdin."""
+class LinkMeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What ``python -m runtime.profiling.link_profile`` reads on stdin."""
 
     port: int
     """Of the rendezvous server on this host."""
     token: str
     backend: str
-    most_members: int
+    max_members: int
     """Of the largest group that is measured."""
     budget_s: float
     """About how long the measuring itself may take."""
 
 
-class Sent(msgspec.Struct, frozen=True, kw_only=True):
+class PointToPointTiming(msgspec.Struct, frozen=True, kw_only=True):
     """So many bytes from one device to another, one way."""
 
     size_bytes: int
-    time: Spread
+    time: TimingSpread
 
 
-class Reduced(msgspec.Struct, frozen=True, kw_only=True):
+class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
     """So many bytes summed over a group of devices."""
 
     members: int
     size_bytes: int
-    time: Spread
+    time: TimingSpread
 
 
-class LinksMeasured(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LinkMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The network; empty where there are not two devices to talk to each other."""
 
     where: str
-    sent: tuple[Sent, ...]
-    reduced: tuple[Reduced, ...]
+    sent: tuple[PointToPointTiming, ...]
+    reduced: tuple[AllReduceTiming, ...]
 
 
-def spread_of(times_s: Sequence[float]) -> Spread:
+def spread_of(times_s: Sequence[float]) -> TimingSpread:
     """Of at least one measurement, in seconds."""
     times_ms = sorted(1e3 * time_s for time_s in times_s)
     if len(times_ms) == 1:
         lower = median = upper = times_ms[0]
     else:
         lower, median, upper = statistics.quantiles(times_ms, n=4, method="inclusive")
-    return Spread(
+    return TimingSpread(
         repeats=len(times_ms),
         minimum_ms=times_ms[0],
         lower_quartile_ms=min(max(lower, times_ms[0]), median),
@@ -109,7 +109,7 @@ def spread_of(times_s: Sequence[float]) -> Spread:
     )
 
 
-def answers_on_stdout() -> Callable[[msgspec.Struct], None]:
+def claim_stdout() -> Callable[[msgspec.Struct], None]:
     """A function that writes a line of the answer. All else that is printed from now on goes to stderr: what
     the user's code says must not get between the lines."""
     answers = os.fdopen(os.dup(1), "wb")

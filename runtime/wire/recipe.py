@@ -15,13 +15,13 @@ RECIPE = "runtime.recipe:build"
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "sequence-classification"]
 TokenType = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
-MOST = 1e30
+LARGEST_NUMBER = 1e30
 """Largest number that makes sense anywhere; above it is only infinity."""
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0, le=MOST)]
-NotNegative = Annotated[float, Meta(ge=0, le=MOST)]
+Positive = Annotated[float, Meta(gt=0, le=LARGEST_NUMBER)]
+NotNegative = Annotated[float, Meta(ge=0, le=LARGEST_NUMBER)]
 Fraction = Annotated[float, Meta(ge=0, lt=1)]
 
 BYTES = "bytes"
@@ -153,7 +153,7 @@ class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Data of its own, with the keys of ``[data]``."""
 
 
-class FileFacts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How many files a key of the job file names, and how large they are together."""
 
     files: int
@@ -169,5 +169,5 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     schedule: ScheduleTable = ScheduleTable()
     evaluation: EvaluationTable = EvaluationTable()
     steps: int
-    files: dict[str, FileFacts] = {}
+    files: dict[str, FileTotals] = {}
     """By key of the job file (``data.text``), what the host had that submitted the job."""

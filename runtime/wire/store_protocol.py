@@ -14,7 +14,7 @@ from runtime.wire.frames import Frame
 
 class StoreHello(Frame, frozen=True, kw_only=True):
     proof: str
-    """``proof_of``."""
+    """``make_proof``."""
     generation: int
     rank: int
 
@@ -32,7 +32,7 @@ class StoreAdd(Frame, frozen=True, kw_only=True):
 
 
 class StoreGet(Frame, frozen=True, kw_only=True):
-    """Answered when all ``keys`` exist, in their order, or with ``StoreRefused`` after ``timeout_s``."""
+    """Answered when all ``keys`` exist, in their order, or with ``StoreRejected`` after ``timeout_s``."""
 
     keys: tuple[str, ...]
     timeout_s: float
@@ -54,12 +54,12 @@ class StoreValues(Frame, frozen=True, kw_only=True):
     values: tuple[bytes, ...]
 
 
-class StoreRefused(Frame, frozen=True, kw_only=True):
+class StoreRejected(Frame, frozen=True, kw_only=True):
     reason: str
 
 
 StoreRequest = StoreHello | StoreSet | StoreAdd | StoreGet | StoreCheck | StoreDelete
-StoreReply = StoreValues | StoreRefused
+StoreReply = StoreValues | StoreRejected
 """StoreHello and StoreSet are answered with empty ``StoreValues``."""
 
 MAX_STORE_FRAME_BYTES = 1024 * 1024
@@ -67,11 +67,11 @@ MAX_HELLO_BYTES = 1024
 """Of a StoreHello: no more is kept of somebody who has not proved anything."""
 
 
-def mark_of(secret: str) -> str:
+def secret_fingerprint(secret: str) -> str:
     """By which those who have the same secret know each other beforehand; opens nothing."""
     return hmac.new(secret.encode(), b"ftd mark 1", hashlib.sha256).hexdigest()[:16]
 
 
-def proof_of(secret: str, generation: int) -> str:
+def make_proof(secret: str, generation: int) -> str:
     """That one knows the secret, for one generation; says nothing of the secret."""
     return hmac.new(secret.encode(), b"ftd rendezvous 1 %d" % generation, hashlib.sha256).hexdigest()

@@ -17,7 +17,7 @@ class Spawn(Frame, frozen=True, kw_only=True):
     """Added to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
 
 
-class Warm(Frame, frozen=True, kw_only=True):
+class ZygoteReady(Frame, frozen=True, kw_only=True):
     pid: int
     import_s: float
 
@@ -34,4 +34,4 @@ class Exited(Frame, frozen=True, kw_only=True):
     """Exit code, or the negative number of the signal that ended it, as ``subprocess`` counts."""
 
 
-ZygoteNotice = Warm | Spawned | Exited
+ZygoteNotice = ZygoteReady | Spawned | Exited

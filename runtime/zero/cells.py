@@ -15,7 +15,7 @@ from itertools import pairwise
 from math import lcm
 
 from runtime.layers.world import WorldError, is_sharded, stages_of_layer
-from statemachine.messages.trainer import StageData, WorldData
+from statemachine.messages.trainer import WorldData, WorldStage
 
 Fractions = tuple[int, int, int]
 """``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of n."""
@@ -44,7 +44,7 @@ class Cell:
         return self.start + index * step, self.start + (index + 1) * step
 
 
-def stage_of(world: WorldData, rank: int) -> StageData:
+def stage_of(world: WorldData, rank: int) -> WorldStage:
     """:raises WorldError: the rank has no place in the plan."""
     for pipeline in world.pipelines:
         for stage in pipeline.stages:
@@ -53,7 +53,7 @@ def stage_of(world: WorldData, rank: int) -> StageData:
     raise WorldError(f"rank {rank} has no place in the plan")
 
 
-def share_of(stage: StageData, rank: int) -> Fractions:
+def share_of(stage: WorldStage, rank: int) -> Fractions:
     """Return what a rank of the stage has of each of its layers."""
     if not is_sharded(stage):
         return 0, 1, 1
@@ -61,7 +61,7 @@ def share_of(stage: StageData, rank: int) -> Fractions:
     return index, index + 1, len(stage.ranks)
 
 
-def cells_of(stages: Sequence[StageData]) -> tuple[Cell, ...]:
+def cells_of(stages: Sequence[WorldStage]) -> tuple[Cell, ...]:
     """Return the cells of what these stages have in common, ascending."""
     counts = {len(stage.ranks) if is_sharded(stage) else 1 for stage in stages}
     cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
@@ -71,7 +71,7 @@ def cells_of(stages: Sequence[StageData]) -> tuple[Cell, ...]:
     )
 
 
-def _holders(stage: StageData, start: Fraction) -> tuple[int, ...]:
+def _holders(stage: WorldStage, start: Fraction) -> tuple[int, ...]:
     if not is_sharded(stage):
         return tuple(sorted(stage.ranks))
     return (stage.ranks[int(start * len(stage.ranks))],)
@@ -99,15 +99,15 @@ def owned_parts(world: WorldData, rank: int, layer: int, *, zero1: bool) -> tupl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
-    """With AOR, ``keeper`` repeats ``owner``'s updates of a part of a layer."""
+class ReplicaAssignment:
+    """With AOR, ``holder`` repeats ``owner``'s updates of a part of a layer."""
 
     part: Fractions
     owner: int
-    keeper: int
+    holder: int
 
 
-def copied_parts(world: WorldData, layer: int) -> tuple[Copied, ...]:
+def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment, ...]:
     """Return who keeps a replica (AOR) of what of a layer: an owner in the pipeline before; empty with one pipeline.
 
     Where all ranks of a stage have the same, the lowest one keeps the replica, and answers for the stage.
@@ -116,17 +116,17 @@ def copied_parts(world: WorldData, layer: int) -> tuple[Copied, ...]:
     if len(stages) < 2:
         return ()
     return tuple(
-        Copied(
+        ReplicaAssignment(
             part=lowest_terms(*cell.part(whose, len(stages))),
             owner=min(cell.holders[whose]),
-            keeper=min(cell.holders[whose - 1]),
+            holder=min(cell.holders[whose - 1]),
         )
         for cell in cells_of(stages)
         for whose in range(len(stages))
     )
 
 
-def keeps_replicas(world: WorldData, rank: int) -> bool:
+def holds_replicas(world: WorldData, rank: int) -> bool:
     """Return whether ``rank`` keeps replicas (AOR) of another owner's parts."""
     stage = stage_of(world, rank)
     return len(world.pipelines) > 1 and (is_sharded(stage) or rank == min(stage.ranks))
@@ -134,7 +134,7 @@ def keeps_replicas(world: WorldData, rank: int) -> bool:
 
 def replica_parts(world: WorldData, rank: int, layer: int) -> tuple[Fractions, ...]:
     """Return the parts of a layer of which ``rank`` keeps a replica (AOR)."""
-    return tuple(one.part for one in copied_parts(world, layer) if one.keeper == rank)
+    return tuple(one.part for one in replica_assignments(world, layer) if one.holder == rank)
 
 
 def lowest_terms(start: Fraction, end: Fraction) -> Fractions:

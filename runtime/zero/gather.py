@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from runtime.groups.communicator import Communicator, Members, Pending
+from runtime.groups.communicator import Communicator, Members, PendingOperation
 from runtime.layers.model import Model
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.cells import common_cells
-from runtime.zero.parts import Range, Shape, Slice, cell_contributions, contributions
+from runtime.zero.parts import ParameterLayout, ParameterSlice, Range, cell_gather_ranges, gather_ranges
 from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
-PIECE_BYTES = 2 * 1024 * 1024
+CHUNK_BYTES = 2 * 1024 * 1024
 """Received by one operation, from all members together."""
 _UNDER_WAY = 2
 
@@ -45,7 +45,9 @@ class ParameterGather:
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._pieces: list[_Piece] = []
 
-    def add_buckets(self, model: Model, shape: Shape, buckets: Collection[Bucket], world: WorldData) -> None:
+    def add_buckets(
+        self, model: Model, shape: ParameterLayout, buckets: Collection[Bucket], world: WorldData
+    ) -> None:
         """Gather whole parameters. :param buckets: of the whole model, as for the gradients, whose groups it uses."""
         values = {
             name: parameter.detach().view(-1)
@@ -55,13 +57,15 @@ class ParameterGather:
         for bucket in sorted(buckets, key=lambda b: b.index):
             if self._communicator.rank not in bucket.owners:
                 continue
-            ranges = contributions(shape, bucket, world)
+            ranges = gather_ranges(shape, bucket, world)
             if ranges:
                 places = list(zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True))
                 runs = [(offset, values[name][:numel]) for name, offset, numel in places]
                 self._lay_out(bucket.owners, bucket.dtype, ranges, runs)
 
-    def add_cells(self, shape: Shape, world: WorldData, value_of: Callable[[Slice], Tensor]) -> None:
+    def add_cells(
+        self, shape: ParameterLayout, world: WorldData, value_of: Callable[[ParameterSlice], Tensor]
+    ) -> None:
         """Gather what this rank has of vectors, where stages shard.
 
         :param value_of: the memory of elements that this rank has.
@@ -73,31 +77,31 @@ class ParameterGather:
                 if self._communicator.rank not in owners or len(owners) < 2 or start == end:
                     continue
                 runs = [
-                    (vector.place(one.name)[0] + one.start - start, value_of(one))
+                    (vector.parameter_range(one.name)[0] + one.start - start, value_of(one))
                     for one in vector.slices(start, end)
                 ]
-                self._lay_out(owners, vector.dtype, cell_contributions(vector, cell, world), runs)
+                self._lay_out(owners, vector.dtype, cell_gather_ranges(vector, cell, world), runs)
 
-    def run(self, pace: Pace) -> None:
+    def run(self, monitor: ProgressMonitor) -> None:
         """The parameters of all layers of this rank are whole.
 
         :raises CommunicationError: aborted, or a peer is lost; some of them are not.
         """
-        under_way: deque[tuple[_Piece, Pending]] = deque()
+        under_way: deque[tuple[_Piece, PendingOperation]] = deque()
         for piece in self._pieces:
             if len(under_way) == _UNDER_WAY:
-                self._finish(*under_way.popleft(), pace)
+                self._finish(*under_way.popleft(), monitor)
             _copy(piece.packing)
             under_way.append(
                 (piece, self._communicator.all_gather(piece.received, piece.sent, piece.members))
             )
         while under_way:
-            self._finish(*under_way.popleft(), pace)
+            self._finish(*under_way.popleft(), monitor)
 
-    def _finish(self, piece: _Piece, pending: Pending, pace: Pace) -> None:
-        pace.wait(self._communicator, pending)
+    def _finish(self, piece: _Piece, pending: PendingOperation, monitor: ProgressMonitor) -> None:
+        monitor.wait(self._communicator, pending)
         _copy(piece.unpacking)
-        pace.tick()
+        monitor.tick()
 
     def _lay_out(
         self, members: Members, name: str, ranges: dict[int, list[Range]], runs: list[tuple[int, Tensor]]
@@ -105,7 +109,7 @@ class ParameterGather:
         """:param ranges: what each of the members sends. :param runs: where elements are, ascending: from which one
         on, and their memory."""
         dtype = getattr(torch, name)
-        most = max(PIECE_BYTES // dtype.itemsize // len(members), 1)
+        most = max(CHUNK_BYTES // dtype.itemsize // len(members), 1)
         left = max(sum(end - start for start, end in ranges[rank]) for rank in members)
         for done in range(0, left, most):
             count = min(most, left - done)

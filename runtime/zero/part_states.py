@@ -20,9 +20,9 @@ from runtime.layers.optimizer import ParameterState, Scalar
 from runtime.layers.state import DTYPES, StateError
 from runtime.precision import dtype_name
 from runtime.zero.cells import Fractions
-from runtime.zero.parts import Move, Shape, Slice, Vector
+from runtime.zero.parts import ParameterLayout, ParameterSlice, ParameterVector, PartTransfer
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
-from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader, padded
+from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader, padded_size
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 """What torch's optimizers keep once for a whole parameter; all else has its shape, be that ``()``."""
@@ -43,14 +43,14 @@ class PartState:
     def fractions(self) -> Fractions:
         return self.start, self.end, self.of
 
-    def said(self) -> StatePart:
+    def to_state_part(self) -> StatePart:
         return StatePart(layer=self.layer, start=self.start, end=self.end, of=self.of, replica=self.replica)
 
 
 class PartStates:
     """The parts of one rank, and what has arrived for new ones."""
 
-    def __init__(self, model: Model, optimization: ShardedOptimization, shape: Shape) -> None:
+    def __init__(self, model: Model, optimization: ShardedOptimization, shape: ParameterLayout) -> None:
         self._model = model
         self._optimization = optimization
         self._shape = shape
@@ -65,13 +65,13 @@ class PartStates:
 
     # --- what is kept ----------------------------------------------------------------------------
 
-    def keep_whole(self, layers: Iterable[int]) -> None:
+    def hold_whole(self, layers: Iterable[int]) -> None:
         """These layers were made or restored whole, with the optimizer's state of all of their elements.
 
         What is shared with earlier layers is kept with the first of those that are here.
         """
         here = sorted(layers)
-        self.kept = [
+        self.held = [
             PartState(
                 layer=layer,
                 start=0,
@@ -79,18 +79,18 @@ class PartStates:
                 of=1,
                 replica=False,
                 slices=[
-                    SliceState(slice=one, state=_flattened(self._optimization.whole.get(one.name, {})))
-                    for vector in self._shape.of_layer(layer, tied=True)
+                    SliceState(slice=one, state=_flattened(self._optimization.whole_states.get(one.name, {})))
+                    for vector in self._shape.vectors_of_layer(layer, tied=True)
                     if layer == min(set(here).intersection(vector.layers))
                     for one in vector.slices(0, vector.numel)
                 ],
             )
             for layer in here
         ]
-        self._optimization.whole = {}
+        self._optimization.whole_states = {}
 
-    def cut(
-        self, layer: int, vectors: Iterable[Vector], part: Fractions, *, replica: bool = False
+    def make_part(
+        self, layer: int, vectors: Iterable[ParameterVector], part: Fractions, *, replica: bool = False
     ) -> PartState:
         """A part of ``vectors``, put together from what is kept and what has arrived.
 
@@ -99,7 +99,7 @@ class PartStates:
         start, end, of = part
         slices = []
         for vector in vectors:
-            for one in vector.slices(*vector.part(start, end, of)):
+            for one in vector.slices(*vector.part_range(start, end, of)):
                 state = self._state_of(one, host=replica)
                 value = self._optimization.value_of(one)
                 if replica:
@@ -109,17 +109,17 @@ class PartStates:
                 slices.append(SliceState(slice=one, state=state, value=kept))
         return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
 
-    def forget_arrived(self) -> None:
+    def discard_received(self) -> None:
         self._arrived = {}
 
-    def keep_share(self, layer: int, start: int, end: int, of: int) -> None:
+    def hold_part(self, layer: int, start: int, end: int, of: int) -> None:
         """Keep a part of a layer that was just made or restored whole, with the optimizer's state of all of it."""
         slices = []
-        for vector in self._shape.of_layer(layer, tied=True):
-            for one in vector.slices(*vector.part(start, end, of)):
-                state = _flattened(self._optimization.whole.get(one.name, {}))
-                numel = vector.place(one.name)[1] - vector.place(one.name)[0]
-                whole = SliceState(slice=Slice(name=one.name, start=0, end=numel), state=state)
+        for vector in self._shape.vectors_of_layer(layer, tied=True):
+            for one in vector.slices(*vector.part_range(start, end, of)):
+                state = _flattened(self._optimization.whole_states.get(one.name, {}))
+                numel = vector.parameter_range(one.name)[1] - vector.parameter_range(one.name)[0]
+                whole = SliceState(slice=ParameterSlice(name=one.name, start=0, end=numel), state=state)
                 own: ParameterState = {
                     key: value.clone() if isinstance(value, Tensor) else value
                     for key, value in _narrowed(whole, one).items()
@@ -127,12 +127,12 @@ class PartStates:
                 value = self._optimization.parameter_slice(one).clone()
                 slices.append(SliceState(slice=one, state=own, value=value))
         part = PartState(layer=layer, start=start, end=end, of=of, replica=False, slices=slices)
-        self.kept = [*self.kept, part]
-        for vector in self._shape.of_layer(layer, tied=True):
+        self.held = [*self.held, part]
+        for vector in self._shape.vectors_of_layer(layer, tied=True):
             for name in vector.names:
-                self._optimization.whole.pop(name, None)
+                self._optimization.whole_states.pop(name, None)
 
-    def fill(self, vectors: Iterable[Vector], complete: Collection[int]) -> None:
+    def copy_held_values(self, vectors: Iterable[ParameterVector], complete: Collection[int]) -> None:
         """Give the elements of vectors that this rank computes with, where they are, the values that it has."""
         for vector in vectors:
             for name in vector.names:
@@ -146,7 +146,7 @@ class PartStates:
                     if target.data_ptr() != source.data_ptr():
                         target.copy_(source)
 
-    def _values_here(self, name: str, *, whole: bool) -> Iterator[tuple[Slice, Tensor]]:
+    def _values_here(self, name: str, *, whole: bool) -> Iterator[tuple[ParameterSlice, Tensor]]:
         """Yield what there is of a parameter; what comes later counts more."""
         if whole:
             parameter = self._optimization.whole_slice(name)
@@ -167,27 +167,27 @@ class PartStates:
         return self._index.get(name, [])
 
     @property
-    def kept(self) -> list[PartState]:
+    def held(self) -> list[PartState]:
         """At the committed step; some of it more than once while a new layout has no commit."""
         return self._kept
 
-    @kept.setter
-    def kept(self, parts: list[PartState]) -> None:
+    @held.setter
+    def held(self, parts: list[PartState]) -> None:
         self._kept, self._index = parts, None
 
     def _value_of(self, one: SliceState) -> Tensor:
         """Of what is kept."""
         return self._optimization.parameter_slice(one.slice) if one.value is None else one.value
 
-    def _source(self, one: Slice) -> Tensor:
+    def _source(self, one: ParameterSlice) -> Tensor:
         """Return the values of elements that are kept.
 
         :raises StateError: they are not here.
         """
         there = self.complete.intersection(self._layers_of[one.name])
-        if there and self._model.held.isdisjoint(there):
+        if there and self._model.held_layers.isdisjoint(there):
             self._model.provide([min(there)])
-            self._optimization.refresh()
+            self._optimization.refresh_parameters()
         whole = bool(there)
         covering = [
             value[one.start - there.start : one.end - there.start]
@@ -215,7 +215,7 @@ class PartStates:
 
     # --- as bytes --------------------------------------------------------------------------------
 
-    def pack(self, move: Move) -> tuple[bytes, Tensor]:
+    def pack(self, move: PartTransfer) -> tuple[bytes, Tensor]:
         """Header and payload, a copy on the device.
 
         :raises StateError: it is not here.
@@ -226,7 +226,7 @@ class PartStates:
             _view(payload, entry).copy_(tensor.reshape(-1))
         return msgspec.msgpack.encode(header), payload
 
-    def unpack(self, move: Move, header: bytes, payload: Tensor) -> None:
+    def unpack(self, move: PartTransfer, header: bytes, payload: Tensor) -> None:
         """Parameters and buffers into the model, the optimizer's state to what has arrived.
 
         :raises StateError: it is not what ``move`` says, or does not fit this model; nothing was changed.
@@ -236,7 +236,7 @@ class PartStates:
         except msgspec.DecodeError as error:
             raise StateError(f"malformed header: {error}") from error
         self._check(move, decoded, payload)
-        if move.what == "rest":
+        if move.content == "rest":
             self._take_rest(move.layer, decoded, payload)
             return
         views: dict[str, dict[str, Tensor | Scalar]] = {}
@@ -244,7 +244,7 @@ class PartStates:
             view = _view(payload, entry)
             views.setdefault(entry.name, {})[entry.key] = view.view(()) if entry.count is None else view
         for one in self._slices_of(move):
-            if move.what == "parameters":
+            if move.content == "parameters":
                 value = views[one.name][""]
                 assert isinstance(value, Tensor)
                 self._optimization.value_of(one).copy_(value)
@@ -255,15 +255,15 @@ class PartStates:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _slices_of(self, move: Move) -> tuple[Slice, ...]:
+    def _slices_of(self, move: PartTransfer) -> tuple[ParameterSlice, ...]:
         return self._shape.vectors[move.vector].slices(move.start, move.end)
 
-    def _describe(self, move: Move) -> tuple[PartHeader, list[Tensor]]:
+    def _describe(self, move: PartTransfer) -> tuple[PartHeader, list[Tensor]]:
         found: list[tuple[PartEntry, Tensor]] = []
         scalars: dict[str, dict[str, Scalar]] = {}
         end = 0
 
-        def add(one: Slice, role: str, key: str, tensor: Tensor) -> None:
+        def add(one: ParameterSlice, role: str, key: str, tensor: Tensor) -> None:
             nonlocal end
             entry = PartEntry(
                 name=one.name,
@@ -276,16 +276,16 @@ class PartStates:
                 size_bytes=tensor.numel() * tensor.element_size(),
             )
             found.append((entry, tensor))
-            end += padded(entry.size_bytes)
+            end += padded_size(entry.size_bytes)
 
-        if move.what == "rest":
+        if move.content == "rest":
             for shared in self._model.tensors_of(move.layer):
                 if not shared.trainable:
-                    whole = Slice(name=shared.name, start=0, end=shared.value.numel())
+                    whole = ParameterSlice(name=shared.name, start=0, end=shared.value.numel())
                     add(whole, shared.kind, "", shared.value.detach())
         else:
             for one in self._slices_of(move):
-                if move.what == "parameters":
+                if move.content == "parameters":
                     add(one, "parameter", "", self._source(one))
                     continue
                 for key, value in _narrowed(self._covering(one), one).items():
@@ -297,18 +297,18 @@ class PartStates:
             layer=move.layer,
             entries=tuple(entry for entry, _ in found),
             scalars=scalars,
-            schedule=self._optimization.schedule() if move.what == "rest" else None,
+            schedule=self._optimization.schedule() if move.content == "rest" else None,
             size_bytes=end,
         )
         return header, [tensor for _, tensor in found]
 
-    def _covering(self, one: Slice) -> SliceState:
+    def _covering(self, one: ParameterSlice) -> SliceState:
         for mine, _ in self._kept_of(one.name):
             if mine.slice.start <= one.start and one.end <= mine.slice.end:
                 return mine
         raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
 
-    def _state_of(self, one: Slice, *, host: bool) -> ParameterState:
+    def _state_of(self, one: ParameterSlice, *, host: bool) -> ParameterState:
         kept = self._kept_of(one.name)
         pieces: list[SliceState] = [*(piece for piece, _ in kept), *self._arrived.get(one.name, ())]
         own = [piece for piece, replica in kept if not replica]
@@ -319,17 +319,21 @@ class PartStates:
                     return piece.state
         return self._joined(one, pieces, host=host)
 
-    def _joined(self, one: Slice, pieces: Sequence[SliceState], *, host: bool) -> ParameterState:
+    def _joined(self, one: ParameterSlice, pieces: Sequence[SliceState], *, host: bool) -> ParameterState:
         """A state of its own, from pieces that cover the slice, some of it perhaps more than once."""
         device = torch.device("cpu") if host else self._model.device
-        beside = device if not host and self._optimization.on_device(one.name) else torch.device("cpu")
+        beside = (
+            device
+            if not host and self._optimization.keeps_scalars_on_device(one.name)
+            else torch.device("cpu")
+        )
         joined: ParameterState = {}
         done = one.start
         while done < one.end:
             piece = next((p for p in pieces if p.slice.start <= done < p.slice.end), None)
             if piece is None:
                 raise StateError(f"nobody sent the optimizer's state of element {done} of {one.name}")
-            part = Slice(name=one.name, start=done, end=min(one.end, piece.slice.end))
+            part = ParameterSlice(name=one.name, start=done, end=min(one.end, piece.slice.end))
             state = _narrowed(piece, part)
             if done > one.start and set(state) != set(joined):
                 raise StateError(f"the optimizer keeps different things for parts of {one.name}")
@@ -364,8 +368,8 @@ class PartStates:
                 target = values[entry.name]
                 target.copy_(_view(payload, entry).view(target.shape))
 
-    def _check(self, move: Move, header: PartHeader, payload: Tensor) -> None:
-        place = f"layer {move.layer}, {move.what} of elements {move.start}–{move.end}"
+    def _check(self, move: PartTransfer, header: PartHeader, payload: Tensor) -> None:
+        place = f"layer {move.layer}, {move.content} of elements {move.start}–{move.end}"
         if (header.format, header.layer) != (PART_FORMAT, move.layer):
             raise StateError(f"{place}: format {header.format} of layer {header.layer} came")
         if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
@@ -376,15 +380,15 @@ class PartStates:
         for entry in header.entries:
             _check_entry(place, entry, end)
             end = entry.offset + entry.size_bytes
-        slices = () if move.what == "rest" else self._slices_of(move)
+        slices = () if move.content == "rest" else self._slices_of(move)
         if end > header.size_bytes or not self._is_expected(move, header, slices):
             raise StateError(f"{place}: it is not what this model has there")
         if not set(header.scalars) <= {one.name for one in slices}:
             raise StateError(f"{place}: optimizer state for {', '.join(sorted(header.scalars))}")
 
-    def _is_expected(self, move: Move, header: PartHeader, slices: Sequence[Slice]) -> bool:
+    def _is_expected(self, move: PartTransfer, header: PartHeader, slices: Sequence[ParameterSlice]) -> bool:
         came = [(e.name, e.role, e.key, e.start, e.count, e.dtype) for e in header.entries]
-        if move.what == "optimizer":
+        if move.content == "optimizer":
             ranges = {one.name: (one.start, one.end - one.start) for one in slices}
             fitting = (
                 role == "optimizer"
@@ -394,7 +398,7 @@ class PartStates:
                 for name, role, key, start, count, _ in came
             )
             return all(fitting) and len({one[:3] for one in came}) == len(came)
-        if move.what == "parameters":
+        if move.content == "parameters":
             dtype = self._shape.vectors[move.vector].dtype
             return came == [(s.name, "parameter", "", s.start, s.end - s.start, dtype) for s in slices]
         return came == [
@@ -425,7 +429,7 @@ def _flattened(state: ParameterState) -> ParameterState:
     }
 
 
-def _narrowed(piece: SliceState, one: Slice) -> ParameterState:
+def _narrowed(piece: SliceState, one: ParameterSlice) -> ParameterState:
     """What the piece, which covers the slice, has for it: views.
 
     :raises StateError: a tensor has not an element for each of the parameter's.

@@ -6,7 +6,7 @@ range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end�
 elements. Who keeps which parts under a plan is in ``runtime.zero.cells``.
 
 After a change each rank of the new world needs the parameters of its layers, whole or its share of them, the
-optimizer's state of its new parts, and of those that it keeps a replica of (AOR). ``moves_of`` finds for each
+optimizer's state of its new parts, and of those that it keeps a replica of (AOR). ``plan_transfers`` finds for each
 range of elements that a rank has not itself one that has it: every rank derives the same list from the same plan.
 """
 
@@ -22,7 +22,7 @@ from statemachine.messages.trainer import PartData, WorldData
 from storage.buckets import Bucket, ParameterSize
 from storage.layerstate import DTYPE_BYTES
 
-What = Literal["parameters", "optimizer", "rest"]
+MoveContent = Literal["parameters", "optimizer", "rest"]
 _WORDS = {"parameters": "parameters", "optimizer": "optimizer's state"}
 Range = tuple[int, int]
 """Elements ``[start, end)``."""
@@ -33,7 +33,7 @@ class PartsError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice:
+class ParameterSlice:
     """Elements ``[start, end)`` of the flattened parameter ``name``."""
 
     name: str
@@ -42,7 +42,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vector:
+class ParameterVector:
     """Parameter ``names[i]`` is elements ``[offsets[i], offsets[i + 1])``; the last offset is the length."""
 
     layers: tuple[int, ...]
@@ -60,26 +60,26 @@ class Vector:
     def numel(self) -> int:
         return self.offsets[-1]
 
-    def part(self, start: int, end: int, of: int) -> Range:
+    def part_range(self, start: int, end: int, of: int) -> Range:
         return self.numel * start // of, self.numel * end // of
 
-    def slices(self, start: int, end: int) -> tuple[Slice, ...]:
+    def slices(self, start: int, end: int) -> tuple[ParameterSlice, ...]:
         """The range, parameter by parameter; empty ones left out."""
         found = []
         for name, (first, last) in zip(self.names, pairwise(self.offsets), strict=True):
             low, high = max(start, first), min(end, last)
             if low < high:
-                found.append(Slice(name=name, start=low - first, end=high - first))
+                found.append(ParameterSlice(name=name, start=low - first, end=high - first))
         return tuple(found)
 
-    def place(self, name: str) -> Range:
+    def parameter_range(self, name: str) -> Range:
         """Where the whole parameter lies."""
         index = self.names.index(name)
         return self.offsets[index], self.offsets[index + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
+class PartTransfer:
     """``source`` sends elements ``[start, end)`` of vector ``vector`` to ``target``.
 
     ``parameters``: the values; ``optimizer``: its state for them; ``rest``: what else belongs to ``layer``,
@@ -89,47 +89,47 @@ class Move:
     source: int
     target: int
     layer: int
-    what: What
+    content: MoveContent
     vector: int
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ParameterLayout:
     """What of a model decides about parts."""
 
-    vectors: tuple[Vector, ...]
+    vectors: tuple[ParameterVector, ...]
 
     @classmethod
-    def of(
+    def from_parameters(
         cls,
         parameter_layers: Mapping[str, tuple[int, ...]],
         sizes: Mapping[str, ParameterSize],
-        apart: Mapping[str, str] = MappingProxyType({}),
-    ) -> "Shape":
+        vector_keys: Mapping[str, str] = MappingProxyType({}),
+    ) -> "ParameterLayout":
         """:param parameter_layers: trainable parameters in model order, with the layers that use each.
         :param apart: parameters that share a vector only with those that have the same word here.
         """
         found: dict[tuple[tuple[int, ...], str, str], tuple[list[str], list[int]]] = {}
         for name, layers in parameter_layers.items():
-            key = tuple(sorted(layers)), sizes[name].dtype, apart.get(name, "")
+            key = tuple(sorted(layers)), sizes[name].dtype, vector_keys.get(name, "")
             names, offsets = found.setdefault(key, ([], [0]))
             names.append(name)
             offsets.append(offsets[-1] + sizes[name].numel)
         return cls(
             vectors=tuple(
-                Vector(layers=layers, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
+                ParameterVector(layers=layers, dtype=dtype, names=tuple(names), offsets=tuple(offsets))
                 for (layers, dtype, _), (names, offsets) in sorted(found.items())
             )
         )
 
-    def of_layer(self, layer: int, *, tied: bool = False) -> tuple[Vector, ...]:
+    def vectors_of_layer(self, layer: int, *, tied: bool = False) -> tuple[ParameterVector, ...]:
         """Return the vectors that belong to a layer; with ``tied`` all that it computes with."""
         return tuple(v for v in self.vectors if v.layer == layer or (tied and layer in v.layers))
 
 
-def everything(world: WorldData) -> tuple[PartData, ...]:
+def initial_holdings(world: WorldData) -> tuple[PartData, ...]:
     """What is held where every owner has just been given all that it keeps of its layers."""
     held = []
     for layer in owners_of_layer(world):
@@ -153,7 +153,7 @@ def everything(world: WorldData) -> tuple[PartData, ...]:
 # --- gathering -----------------------------------------------------------------------------------
 
 
-def contributions(shape: Shape, bucket: Bucket, world: WorldData) -> dict[int, list[Range]]:
+def gather_ranges(shape: ParameterLayout, bucket: Bucket, world: WorldData) -> dict[int, list[Range]]:
     """For each owner of the bucket the ranges of it that this rank sends behind an update.
 
     Together they are the bucket, each element once: the ranks of a stage share out what they all have. Empty
@@ -166,9 +166,9 @@ def contributions(shape: Shape, bucket: Bucket, world: WorldData) -> dict[int, l
         return {}
     for name, offset, stages in zip(bucket.parameters, bucket.offsets, owning, strict=True):
         vector = homes[name]
-        first, last = vector.place(name)
+        first, last = vector.parameter_range(name)
         for number, stage in enumerate(stages):
-            low, high = vector.part(number, number + 1, len(stages))
+            low, high = vector.part_range(number, number + 1, len(stages))
             for index, rank in enumerate(stage.ranks):
                 start = max(first, low + (high - low) * index // len(stage.ranks))
                 end = min(last, low + (high - low) * (index + 1) // len(stage.ranks))
@@ -177,15 +177,15 @@ def contributions(shape: Shape, bucket: Bucket, world: WorldData) -> dict[int, l
     return {rank: _merged(ranges) for rank, ranges in found.items()}
 
 
-def cell_contributions(vector: Vector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
-    """As ``contributions``, of a cell where stages shard (``common_cells``), in elements behind its first one."""
+def cell_gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
+    """As ``gather_ranges``, of a cell where stages shard (``common_cells``), in elements behind its first one."""
     begin, end = cell.elements(vector.numel)
     found: dict[int, list[Range]] = {rank: [] for rank in cell.owners}
     for stage in stages_of_layer(world, vector.layer):
         ranks = [rank for rank in stage.ranks if rank in found]
         for index, rank in enumerate(ranks):
             for part in owned_parts(world, rank, vector.layer, zero1=True):
-                first, last = vector.part(*part)
+                first, last = vector.part_range(*part)
                 if not is_sharded(stage):
                     length = last - first
                     last = first + length * (index + 1) // len(ranks)
@@ -223,9 +223,9 @@ class _Holdings:
         return []
 
 
-def moves_of(
-    shape: Shape, world: WorldData, held: Sequence[PartData], *, zero1: bool, replicas: bool
-) -> tuple[Move, ...]:
+def plan_transfers(
+    shape: ParameterLayout, world: WorldData, held: Sequence[PartData], *, zero1: bool, replicas: bool
+) -> tuple[PartTransfer, ...]:
     """Who sends what to whom before ``world`` can train.
 
     :param held: of the ranks of ``world``.
@@ -235,11 +235,11 @@ def moves_of(
     """
     layers = _layers_of_ranks(world)
     load: dict[int, int] = {}
-    wanted: list[tuple[int, Move, list[int]]] = []
+    wanted: list[tuple[int, PartTransfer, list[int]]] = []
     for number, vector in enumerate(shape.vectors):
         size = DTYPE_BYTES[vector.dtype]
         values, states = _holdings(vector, held, zero1)
-        of: tuple[tuple[What, _Holdings], ...] = (("parameters", values), ("optimizer", states))
+        of: tuple[tuple[MoveContent, _Holdings], ...] = (("parameters", values), ("optimizer", states))
         for what, holdings in of:
             for rank, own in layers.items():
                 needed = _needed(vector, world, rank, own, what, zero1, replicas)
@@ -250,11 +250,11 @@ def moves_of(
                             f"nobody has the {_WORDS[what]} of elements {start}–{end} of layer "
                             f"{vector.layer} ({vector.dtype}), which rank {rank} needs"
                         )
-                    move = Move(
+                    move = PartTransfer(
                         source=-1,
                         target=rank,
                         layer=vector.layer,
-                        what=what,
+                        content=what,
                         vector=number,
                         start=start,
                         end=end,
@@ -264,13 +264,13 @@ def moves_of(
     moves = []
     # What only one can send first, the rest where it evens that out; large ones before small ones.
     wanted.sort(
-        key=lambda w: (len(w[2]) > 1, -w[0], w[1].vector, w[1].layer, w[1].what, w[1].start, w[1].target)
+        key=lambda w: (len(w[2]) > 1, -w[0], w[1].vector, w[1].layer, w[1].content, w[1].start, w[1].target)
     )
     for size, move, candidates in wanted:
         source = min(candidates, key=lambda rank: (load.get(rank, 0), rank))
         load[source] = load.get(source, 0) + max(size, 1)
         moves.append(replace(move, source=source))
-    return tuple(sorted(moves, key=lambda m: (m.layer, m.vector, m.what, m.start, m.target)))
+    return tuple(sorted(moves, key=lambda m: (m.layer, m.vector, m.content, m.start, m.target)))
 
 
 def _layers_of_ranks(world: WorldData) -> dict[int, set[int]]:
@@ -281,7 +281,7 @@ def _layers_of_ranks(world: WorldData) -> dict[int, set[int]]:
     return dict(sorted(layers.items()))
 
 
-def _holdings(vector: Vector, held: Sequence[PartData], zero1: bool) -> tuple[_Holdings, _Holdings]:
+def _holdings(vector: ParameterVector, held: Sequence[PartData], zero1: bool) -> tuple[_Holdings, _Holdings]:
     """Of the parameters and of the optimizer's state.
 
     With ZeRO-1 the owners of the first of tied layers alone keep the optimizer's state; otherwise whoever
@@ -295,7 +295,7 @@ def _holdings(vector: Vector, held: Sequence[PartData], zero1: bool) -> tuple[_H
             whole.setdefault(entry.rank, set()).add(entry.layer)
         if entry.layer in layers:
             for holdings in (values, states):
-                part = vector.part(entry.start, entry.end, entry.of)
+                part = vector.part_range(entry.start, entry.end, entry.of)
                 holdings.add(entry.rank, part, replica=entry.replica)
     for rank, layers in whole.items():
         if not layers.isdisjoint(vector.layers):
@@ -308,22 +308,32 @@ def _holdings(vector: Vector, held: Sequence[PartData], zero1: bool) -> tuple[_H
 
 
 def _needed(
-    vector: Vector, world: WorldData, rank: int, own: set[int], what: What, zero1: bool, replicas: bool
+    vector: ParameterVector,
+    world: WorldData,
+    rank: int,
+    own: set[int],
+    what: MoveContent,
+    zero1: bool,
+    replicas: bool,
 ) -> list[Range]:
     using = own.intersection(vector.layers)
     if not using:
         return []
     if what == "parameters" or not zero1:
-        return _merged([vector.part(*owned) for owned in owned_parts(world, rank, min(using), zero1=False)])
+        return _merged(
+            [vector.part_range(*owned) for owned in owned_parts(world, rank, min(using), zero1=False)]
+        )
     if vector.layer not in own:
         return []
-    needed = [vector.part(*owned) for owned in owned_parts(world, rank, vector.layer, zero1=True)]
+    needed = [vector.part_range(*owned) for owned in owned_parts(world, rank, vector.layer, zero1=True)]
     if replicas:
-        needed += [vector.part(*owned) for owned in replica_parts(world, rank, vector.layer)]
+        needed += [vector.part_range(*owned) for owned in replica_parts(world, rank, vector.layer)]
     return _merged(needed)
 
 
-def _rest(layers: Mapping[int, set[int]], held: Sequence[PartData]) -> list[tuple[int, Move, list[int]]]:
+def _rest(
+    layers: Mapping[int, set[int]], held: Sequence[PartData]
+) -> list[tuple[int, PartTransfer, list[int]]]:
     """Whoever has anything of a layer was its owner, and has its buffers."""
     holders: dict[int, set[int]] = {}
     for entry in held:
@@ -336,7 +346,9 @@ def _rest(layers: Mapping[int, set[int]], held: Sequence[PartData]) -> list[tupl
                 continue
             if not having:
                 raise PartsError(f"nobody has anything of layer {layer}, which rank {rank} needs")
-            move = Move(source=-1, target=rank, layer=layer, what="rest", vector=-1, start=0, end=0)
+            move = PartTransfer(
+                source=-1, target=rank, layer=layer, content="rest", vector=-1, start=0, end=0
+            )
             wanted.append((0, move, sorted(having)))
     return wanted
 

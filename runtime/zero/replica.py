@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from runtime.device import DeviceRuntime
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.side_stream import SideStreams
-from runtime.watch.pace import Pace
 from runtime.zero.part_states import PartState
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 
@@ -32,7 +32,7 @@ class _Update:
     options: list[dict[str, Any]]
 
 
-class Replica:
+class ReplicaUpdater:
     """Belongs to one generation.
 
     :param parts: with values and states, which this thread changes from here on. ``finish`` before reading.
@@ -43,17 +43,17 @@ class Replica:
         parts: Sequence[PartState],
         optimization: ShardedOptimization,
         runtime: DeviceRuntime,
-        pace: Pace,
+        monitor: ProgressMonitor,
     ) -> None:
         self.parts = list(parts)
         self.slices: list[SliceState] = [one for part in parts for one in part.slices]
         self.error: Exception | None = None
         """What ended it; the parts are worth nothing then."""
-        self._optimizer, self._parameters = optimization.twin(self.slices)
+        self._optimizer, self._parameters = optimization.make_replica_optimizer(self.slices)
         self._gradients = [torch.empty_like(parameter) for parameter in self._parameters]
         self._device, self._is_async = runtime.device, runtime.is_async
         self._side = SideStreams(lambda _: runtime)
-        self._pace = pace
+        self._monitor = monitor
         self._changed = threading.Condition()
         self._update: _Update | None = None
         """Whose gradients are not copied yet."""
@@ -64,8 +64,9 @@ class Replica:
 
     # --- main thread -----------------------------------------------------------------------------
 
-    def follow(self, gradients: list[Tensor], options: list[dict[str, Any]]) -> None:
-        """Do this update; returns at once. ``gradients`` must not change before ``await_taken`` has returned.
+    def submit_update(self, gradients: list[Tensor], options: list[dict[str, Any]]) -> None:
+        """Do this update; returns at once. ``gradients`` must not change before ``await_gradients_copied``
+        has returned.
 
         :param gradients: of each of ``slices``. :param options: of the parameter groups, in this update.
         """
@@ -75,7 +76,7 @@ class Replica:
             self._update = _Update(gradients=gradients, options=options)
             self._changed.notify_all()
 
-    def await_taken(self) -> None:
+    def await_gradients_copied(self) -> None:
         """The gradients are copied."""
         self._await(lambda: self._update is None)
 
@@ -96,13 +97,13 @@ class Replica:
         with self._changed:
             while not (ready() or self.error is not None):
                 self._changed.wait(0.05)
-                self._pace.progress += 1
+                self._monitor.progress += 1
 
     # --- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if self._is_async:
-            self._side.adopt({self._device})
+            self._side.prepare_thread({self._device})
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._update is not None or self._stopped)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization, ParameterState, Scalar
 from runtime.training import TrainingError
-from runtime.zero.parts import Slice
+from runtime.zero.parts import ParameterSlice
 from runtime.zero.shards import StageShards
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -43,7 +43,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
 class SliceState:
     """A slice of a parameter, with what the optimizer keeps for it."""
 
-    slice: Slice
+    slice: ParameterSlice
     state: ParameterState = field(default_factory=dict)
     """The optimizer's own, not a copy; it changes in place. Empty before the first step."""
     value: Tensor | None = None
@@ -56,20 +56,20 @@ class ShardedOptimization(Optimization):
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._groups_of = {name: i for i, names in enumerate(self._names) for name in names}
-        self._slices: list[tuple[Slice, nn.Parameter]] = []
+        self._slices: list[tuple[ParameterSlice, nn.Parameter]] = []
         self._whole_of: dict[str, nn.Parameter] = {}
         """What the optimizer has for parameters of which this rank updates all elements."""
         self.shards: StageShards | None = None
         """Of the newest generation, where this rank's stage shards."""
-        self.whole: dict[str, ParameterState] = {}
+        self.whole_states: dict[str, ParameterState] = {}
         """State of whole parameters, made by the factory or restored, until parts are taken of it."""
         if self._optimizer is not None:
             _check_elementwise(self._optimizer)
             states = self._optimizer.state
-            self.whole = {name: states[p] for name, p in self._objects.items() if states.get(p)}
+            self.whole_states = {name: states[p] for name, p in self._objects.items() if states.get(p)}
             states.clear()
 
-    def adopt(self, slices: Iterable[SliceState]) -> None:
+    def set_slices(self, slices: Iterable[SliceState]) -> None:
         """From here on the optimizer is over these slices of the present parameters, with these states."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
         self._slices, self._whole_of = [], {}
@@ -97,7 +97,9 @@ class ShardedOptimization(Optimization):
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def twin(self, slices: Sequence[SliceState]) -> tuple[Optimizer | None, list[nn.Parameter]]:
+    def make_replica_optimizer(
+        self, slices: Sequence[SliceState]
+    ) -> tuple[Optimizer | None, list[nn.Parameter]]:
         """An optimizer like this one over the values of ``slices``, in host memory, and its parameters."""
         if self._optimizer is None:
             return None, []
@@ -128,13 +130,13 @@ class ShardedOptimization(Optimization):
                 group |= {key: False for key in ("capturable",) if key in group}
         return options
 
-    def value_of(self, one: Slice) -> Tensor:
+    def value_of(self, one: ParameterSlice) -> Tensor:
         """The slice of what this rank computes with, the parameter or its shard of it: memory, not a copy."""
-        if self.shards is not None and self.shards.has(one.name):
+        if self.shards is not None and self.shards.contains(one.name):
             return self.shards.value_of(one)
         return self.parameter_slice(one)
 
-    def parameter_slice(self, one: Slice) -> Tensor:
+    def parameter_slice(self, one: ParameterSlice) -> Tensor:
         """The slice of the present whole parameter: its memory, not a copy."""
         return self._objects[one.name].detach().view(-1)[one.start : one.end]
 
@@ -142,36 +144,36 @@ class ShardedOptimization(Optimization):
         """Whether the whole parameter is here."""
         return not self._objects[name].is_meta
 
-    def whole_slice(self, name: str) -> Slice:
+    def whole_slice(self, name: str) -> ParameterSlice:
         """All of a parameter."""
-        return Slice(name=name, start=0, end=self._objects[name].numel())
+        return ParameterSlice(name=name, start=0, end=self._objects[name].numel())
 
     def in_shards(self, name: str) -> bool:
         """Whether this rank computes with a parameter of which it has a shard."""
-        return self.shards is not None and self.shards.has(name)
+        return self.shards is not None and self.shards.contains(name)
 
-    def own_slice(self, one: Slice) -> Slice | None:
+    def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
         """What this rank has, under the present plan, of elements that it computes with."""
         return self.shards.own_slice(one) if self.shards is not None else one
 
-    def gradient_of(self, one: Slice) -> Tensor:
+    def gradient_of(self, one: ParameterSlice) -> Tensor:
         """The slice of the gradient; zeros where there is none."""
-        if self.shards is not None and self.shards.has(one.name):
+        if self.shards is not None and self.shards.contains(one.name):
             return self.shards.gradient_of(one)
         parameter = self._objects[one.name]
         if parameter.grad is None:
             return torch.zeros(one.end - one.start, dtype=parameter.dtype, device=parameter.device)
         return parameter.grad.view(-1)[one.start : one.end]
 
-    def refresh(self) -> None:
+    def refresh_parameters(self) -> None:
         """The model has other parameter objects now."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
 
-    def forget_dropped(self) -> None:
+    def release_dropped(self) -> None:
         # The states of parts are kept and let go of with the parts.
-        self.refresh()
+        self.refresh_parameters()
 
-    def on_device(self, name: str) -> bool:
+    def keeps_scalars_on_device(self, name: str) -> bool:
         """Whether the optimizer keeps also single numbers beside the parameter on its device."""
         assert self._optimizer is not None
         group = self._optimizer.param_groups[self._groups_of[name]]
@@ -183,7 +185,7 @@ class ShardedOptimization(Optimization):
         :raises RuntimeError: it is shared out.
         """
         if not self._slices or self._optimizer is None:
-            return dict(self.whole.get(name, {}))
+            return dict(self.whole_states.get(name, {}))
         if (parameter := self._whole_of.get(name)) is None:
             raise RuntimeError(f"the optimizer's state of {name} is shared out: it is in the parts")
         shape = self._objects[name].shape
@@ -195,7 +197,7 @@ class ShardedOptimization(Optimization):
         }
 
     def set_parameter_state(self, name: str, state: Mapping[str, Tensor | Scalar]) -> None:
-        self.whole[name] = dict(state)
+        self.whole_states[name] = dict(state)
 
     def _place(self, optimizer: Optimizer, name: str, parameter: nn.Parameter, state: ParameterState) -> None:
         optimizer.param_groups[self._groups_of[name]]["params"].append(parameter)

@@ -19,19 +19,26 @@ from runtime.groups.communicator import Communicator
 from runtime.layers.model import Model
 from runtime.layers.state import StateError
 from runtime.layers.tensor_plan import TensorPlan
-from runtime.layers.transfer import Exchange, WholePayloads
+from runtime.layers.transfer import PayloadEndpoint, StateExchange
 from runtime.layers.world import has_shards, is_sharded, is_tensor_parallel
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
-from runtime.watch.pace import Pace
-from runtime.zero.cells import Fractions, copied_parts, owned_parts, replica_parts, share_of, stage_of
+from runtime.zero.cells import Fractions, owned_parts, replica_assignments, replica_parts, share_of, stage_of
 from runtime.zero.gather import ParameterGather
 from runtime.zero.part_states import PartState, PartStates
-from runtime.zero.parts import Move, Shape, Slice, Vector, everything, moves_of
-from runtime.zero.replica import CHECK_STEPS, Replica
+from runtime.zero.parts import (
+    ParameterLayout,
+    ParameterSlice,
+    ParameterVector,
+    PartTransfer,
+    initial_holdings,
+    plan_transfers,
+)
+from runtime.zero.replica import CHECK_STEPS, ReplicaUpdater
 from runtime.zero.sharded_optimizer import ShardedOptimization
 from runtime.zero.shards import StageShards
 from runtime.zero.tensor_parts import StageTensorParts
-from statemachine.messages.trainer import Resume, StageData, WorldData
+from statemachine.messages.trainer import ResumeRank, WorldData, WorldStage
 from storage.buckets import Bucket
 
 _DIGEST_BYTES = 16
@@ -44,12 +51,12 @@ _Key = tuple[int, Fractions]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diverged:
+class Divergence:
     layer: int
     detail: str
 
 
-class Sharding:
+class ShardedState:
     """The engine's layers in parts; called by the main thread alone.
 
     :param zero1: owners share out the optimizer's state.
@@ -60,7 +67,7 @@ class Sharding:
         self,
         model: Model,
         optimization: ShardedOptimization,
-        pace: Pace,
+        monitor: ProgressMonitor,
         *,
         zero1: bool,
         tensor_parallel: bool = False,
@@ -68,13 +75,13 @@ class Sharding:
         self._model = model
         self._zero1 = zero1
         self._optimization = optimization
-        self._pace = pace
+        self._monitor = monitor
         self._plan = model.tensor_plan if tensor_parallel else None
-        apart = {} if self._plan is None else self._plan.apart
-        self.shape = Shape.of(model.parameter_layers, model.parameter_sizes, apart)
+        apart = {} if self._plan is None else self._plan.vector_keys
+        self.shape = ParameterLayout.from_parameters(model.parameter_layers, model.parameter_sizes, apart)
         self.states = PartStates(model, optimization, self.shape)
-        self.states.keep_whole(range(model.layer_count))
-        self.replica: Replica | None = None
+        self.states.hold_whole(range(model.layer_count))
+        self.replica: ReplicaUpdater | None = None
         self._world: WorldData | None = None
         self._communicator: Communicator | None = None
         self._own: list[PartState] = []
@@ -86,40 +93,40 @@ class Sharding:
 
     # --- between generations ---------------------------------------------------------------------
 
-    def parts(self) -> tuple[StatePart, ...]:
+    def held_parts(self) -> tuple[StatePart, ...]:
         """What is kept at the committed step."""
         self._finish()
-        return tuple(part.said() for part in self.states.kept)
+        return tuple(part.to_state_part() for part in self.states.held)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Keep nothing."""
         self.leave()
         self._end_replica()
-        self.states.kept, self._own = [], []
+        self.states.held, self._own = [], []
         self._optimization.shards = None
         self._model.shard((), None)
 
-    def restored(self, layers: Iterable[int]) -> None:
+    def set_restored(self, layers: Iterable[int]) -> None:
         """These were just filled whole, state included, and nothing else is kept."""
-        self.states.keep_whole(layers)
+        self.states.hold_whole(layers)
 
     def begin_restoring(self, layers: Collection[int]) -> None:
-        """``restored_share`` follows for each of ``layers``; nothing else is kept."""
+        """``set_restored_part`` follows for each of ``layers``; nothing else is kept."""
         self._optimization.shards = None
         self._model.shard(layers, None)
-        self.states.kept = []
+        self.states.held = []
 
-    def restored_share(self, layer: int, stage: StageData, rank: int) -> None:
+    def set_restored_part(self, layer: int, stage: WorldStage, rank: int) -> None:
         """The layer was just filled whole, state included: keep this rank's share of it, and free the rest."""
-        self._optimization.refresh()
+        self._optimization.refresh_parameters()
         with torch.no_grad():
-            self.states.keep_share(layer, *share_of(stage, rank))
+            self.states.hold_part(layer, *share_of(stage, rank))
         self._model.drop([layer])
-        self._optimization.refresh()
+        self._optimization.refresh_parameters()
 
     def enter(
         self,
-        resume: Resume,
+        resume: ResumeRank,
         communicator: Communicator,
         buckets: Collection[Bucket],
         complete: set[int],
@@ -142,28 +149,28 @@ class Sharding:
         self._place(stage, own, communicator)
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
-            held = everything(world) if resume.restore else world.held_parts
-            moves = moves_of(self.shape, world, held, zero1=self._zero1, replicas=aor)
+            held = initial_holdings(world) if resume.restore else world.held_parts
+            moves = plan_transfers(self.shape, world, held, zero1=self._zero1, replicas=aor)
             received_bytes = self._exchange(moves, communicator)
             self._own = [
-                self.states.cut(layer, self._vectors_of(layer, own), part)
+                self.states.make_part(layer, self._vectors_of(layer, own), part)
                 for layer in own
                 for part in owned_parts(world, rank, layer, zero1=self._zero1)
             ]
             replicas = [
-                self.states.cut(layer, self.shape.of_layer(layer), part, replica=True)
+                self.states.make_part(layer, self.shape.vectors_of_layer(layer), part, replica=True)
                 for layer in own
                 if aor
                 for part in replica_parts(world, rank, layer)
             ]
-        self.states.forget_arrived()
-        known = {part.said() for part in self.states.kept}
-        self.states.kept += [part for part in (*self._own, *replicas) if part.said() not in known]
+        self.states.discard_received()
+        known = {part.to_state_part() for part in self.states.held}
+        self.states.held += [part for part in (*self._own, *replicas) if part.to_state_part() not in known]
         if not is_sharded(stage):
             complete |= set(own)
-        self._optimization.adopt(one for p in self._own for one in p.slices)
+        self._optimization.set_slices(one for p in self._own for one in p.slices)
         if replicas:
-            self.replica = Replica(replicas, self._optimization, self._model.runtime, self._pace)
+            self.replica = ReplicaUpdater(replicas, self._optimization, self._model.runtime, self._monitor)
         self._world, self._communicator = world, communicator
         self._aor = aor and len(world.pipelines) > 1
         if self._zero1:
@@ -174,11 +181,11 @@ class Sharding:
                 self._gather.add_buckets(self._model, self.shape, buckets, world)
         return received_bytes
 
-    def _place(self, stage: StageData, own: list[int], communicator: Communicator) -> None:
+    def _place(self, stage: WorldStage, own: list[int], communicator: Communicator) -> None:
         """Make room for what this rank computes with."""
         shards: StageShards | None = None
         before = self._optimization.shards
-        given = self._model, self.shape, own, stage.ranks, communicator, self._pace
+        given = self._model, self.shape, own, stage.ranks, communicator, self._monitor
         if is_tensor_parallel(stage):
             shards = StageTensorParts(*given, plan=self._plan_on(len(stage.ranks)), before=before)
         elif is_sharded(stage):
@@ -188,7 +195,7 @@ class Sharding:
         if shards is None:
             for layer in own:
                 self._model.materialise(layer)
-        self._optimization.refresh()
+        self._optimization.refresh_parameters()
 
     def _plan_on(self, devices: int) -> TensorPlan:
         """Return the plan for a stage of so many devices.
@@ -196,7 +203,7 @@ class Sharding:
         :raises TrainingError: there is none.
         """
         plan = self._plan
-        problem = self._model.tensor_problem if plan is None else plan.problem_on(devices)
+        problem = self._model.tensor_problem if plan is None else plan.find_problem(devices)
         if plan is None or problem is not None:
             raise TrainingError(
                 f"the plan has a tensor-parallel stage of {devices} devices, and this model cannot: {problem}; measure "
@@ -209,25 +216,27 @@ class Sharding:
         time."""
         self.first_digests = {}
         for layer in own:
-            self._pace.tick()
-            provided = layer in complete and layer not in self._model.held
+            self._monitor.tick()
+            provided = layer in complete and layer not in self._model.held_layers
             if provided:
                 self._model.provide([layer])
-                self._optimization.refresh()
+                self._optimization.refresh_parameters()
             if digest is not None and layer in complete:
                 self.first_digests[layer] = digest(layer)
-            self.states.fill(self._vectors_of(layer, own, tied=True), complete)
+            self.states.copy_held_values(self._vectors_of(layer, own, tied=True), complete)
             if provided:
                 self._model.drop([layer])
-                self._optimization.refresh()
-        self._model.materialise_rest(own)
+                self._optimization.refresh_parameters()
+        self._model.materialise_untrained(own)
 
-    def _vectors_of(self, layer: int, own: Collection[int], *, tied: bool = False) -> tuple[Vector, ...]:
+    def _vectors_of(
+        self, layer: int, own: Collection[int], *, tied: bool = False
+    ) -> tuple[ParameterVector, ...]:
         """Return the vectors that are kept with a layer: its own; and, where others keep none of it, those that it
         shares with earlier layers, unless this rank has one of these."""
         if self._zero1 and not tied:
-            return self.shape.of_layer(layer)
-        vectors = self.shape.of_layer(layer, tied=True)
+            return self.shape.vectors_of_layer(layer)
+        vectors = self.shape.vectors_of_layer(layer, tied=True)
         return tuple(v for v in vectors if min(set(own).intersection(v.layers)) == layer)
 
     def leave(self) -> None:
@@ -236,17 +245,17 @@ class Sharding:
 
     # --- for snapshots ---------------------------------------------------------------------------
 
-    def kept(self, layers: Iterable[int], *, replica: bool) -> list[PartState]:
+    def snapshot_parts(self, layers: Iterable[int], *, replica: bool) -> list[PartState]:
         """This generation's parts of these layers at the committed step, ascending; or the replicas.
 
         :raises StateError: the replica of one is not to be had.
         """
         if replica:
             self._finish()
-        parts = [part for part in self.states.kept if part.replica] if replica else self._own
+        parts = [part for part in self.states.held if part.replica] if replica else self._own
         found: dict[int, list[PartState]] = {}
         for part in parts:
-            homes = {name for vector in self.shape.of_layer(part.layer) for name in vector.names}
+            homes = {name for vector in self.shape.vectors_of_layer(part.layer) for name in vector.names}
             slices = [one for one in part.slices if one.slice.name in homes]
             found.setdefault(part.layer, []).append(dataclasses.replace(part, slices=slices))
         missing = [layer for layer in layers if layer not in found]
@@ -254,7 +263,7 @@ class Sharding:
             raise StateError(f"no replica of layers {missing} is kept here")
         return [part for layer in layers for part in found[layer]]
 
-    def value_of(self, one: Slice) -> Tensor:
+    def value_of(self, one: ParameterSlice) -> Tensor:
         """The slice of what this rank computes with: its memory, not a copy."""
         return self._optimization.value_of(one)
 
@@ -263,33 +272,33 @@ class Sharding:
 
     # --- the step --------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Gradients are about to change."""
         if self.replica is not None:
-            self.replica.await_taken()
+            self.replica.await_gradients_copied()
 
     def update(self, owned: Collection[int], *, skipped: bool) -> None:
         """APPLY on the own part, from the gradients in ``.grad``; the replica follows on its own."""
         if self.replica is not None and not skipped:
             gradients = [self._optimization.gradient_of(one.slice) for one in self.replica.slices]
-            self.replica.follow(gradients, self._optimization.options())
+            self.replica.submit_update(gradients, self._optimization.options())
         self._optimization.step(owned, skipped=skipped)
         if self._optimization.shards is not None:
-            self._optimization.shards.values_changed()
+            self._optimization.shards.mark_values_changed()
         followed = self.replica is not None and self.replica.error is None
-        self.states.kept = [*self._own, *(self.replica.parts if self.replica and followed else [])]
+        self.states.held = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 
-    def gather(self) -> None:
+    def gather_parameters(self) -> None:
         """With ZeRO-1: have parameters that others updated.
 
         :raises CommunicationError: aborted, or a peer is lost; only the own part is at the new step.
         """
         assert self._gather is not None
-        self._gather.run(self._pace)
+        self._gather.run(self._monitor)
 
     # --- replicas against their owners -------------------------------------------------------------
 
-    def check(self, step: int) -> tuple[Diverged, ...]:
+    def check_replicas(self, step: int) -> tuple[Divergence, ...]:
         """Behind every ``CHECK_STEPS`` steps: compare, and make anew what differs. All are whole.
 
         :raises CommunicationError: aborted, or a peer is lost; replicas that differ are not kept.
@@ -304,10 +313,10 @@ class Sharding:
         followed: dict[int, list[_Key]] = {}
         own = {(part.layer, part.fractions): part for part in self._own}
         for layer in sorted({part.layer for part in self._own}):
-            for copied in copied_parts(world, layer):
+            for copied in replica_assignments(world, layer):
                 if copied.owner == rank:
-                    served.setdefault(copied.keeper, []).append(own[layer, copied.part])
-                if copied.keeper == rank:
+                    served.setdefault(copied.holder, []).append(own[layer, copied.part])
+                if copied.holder == rank:
                     followed.setdefault(copied.owner, []).append((layer, copied.part))
         differing, asked = self._compare(communicator, served, followed)
         if not (differing or asked):
@@ -324,7 +333,7 @@ class Sharding:
         digests = {peer: b"".join(map(self.states.digest, parts)) for peer, parts in served.items()}
         sizes = {peer: _DIGEST_BYTES * len(keys) for peer, keys in followed.items()}
         theirs = self._talk(communicator, digests, sizes)
-        replicas = [part for part in self.states.kept if part.replica]
+        replicas = [part for part in self.states.held if part.replica]
         mine = {(part.layer, part.fractions): self.states.digest(part) for part in replicas}
         verdicts: dict[int, bytes] = {}
         differing: dict[_Key, int] = {}
@@ -344,13 +353,13 @@ class Sharding:
 
     def _renew(
         self, communicator: Communicator, differing: dict[_Key, int], asked: list[tuple[int, PartState]]
-    ) -> tuple[Diverged, ...]:
+    ) -> tuple[Divergence, ...]:
         """Replicas made anew from their owners."""
         rank = communicator.rank
         error = self.replica.error if self.replica is not None else None
-        old = {(part.layer, part.fractions): part for part in self.states.kept if part.replica}
-        self.states.kept = [
-            p for p in self.states.kept if not (p.replica and (p.layer, p.fractions) in differing)
+        old = {(part.layer, part.fractions): part for part in self.states.held if part.replica}
+        self.states.held = [
+            p for p in self.states.held if not (p.replica and (p.layer, p.fractions) in differing)
         ]
         moves = [m for peer, part in asked for m in self._moves_of(part.layer, part.fractions, rank, peer)]
         for (layer, fractions), peer in differing.items():
@@ -358,41 +367,41 @@ class Sharding:
         with torch.no_grad():
             self._exchange(moves, communicator)
             new = [
-                self.states.cut(layer, self.shape.of_layer(layer), fractions, replica=True)
+                self.states.make_part(layer, self.shape.vectors_of_layer(layer), fractions, replica=True)
                 for layer, fractions in differing
             ]
-        self.states.forget_arrived()
+        self.states.discard_received()
         if not differing:
             return ()
         self._end_replica()
-        self.states.kept += new
-        kept = [part for part in self.states.kept if part.replica]
-        self.replica = Replica(kept, self._optimization, self._model.runtime, self._pace)
+        self.states.held += new
+        kept = [part for part in self.states.held if part.replica]
+        self.replica = ReplicaUpdater(kept, self._optimization, self._model.runtime, self._monitor)
         diverged = []
         for part in new:
             if error is not None:
-                diverged.append(Diverged(layer=part.layer, detail=f"{type(error).__name__}: {error}"))
+                diverged.append(Divergence(layer=part.layer, detail=f"{type(error).__name__}: {error}"))
             elif self._exact or not _close(old[part.layer, part.fractions], part):
                 start, end, of = part.fractions
                 detail = (
                     f"the part from {start}/{of} to {end}/{of} differed from its owner's; it was taken from "
                     "there again"
                 )
-                diverged.append(Diverged(layer=part.layer, detail=detail))
+                diverged.append(Divergence(layer=part.layer, detail=detail))
         return tuple(diverged)
 
-    def _moves_of(self, layer: int, part: Fractions, source: int, target: int) -> list[Move]:
+    def _moves_of(self, layer: int, part: Fractions, source: int, target: int) -> list[PartTransfer]:
         """The optimizer's state of a part."""
         moves = []
         for number, vector in enumerate(self.shape.vectors):
-            start, end = vector.part(*part)
+            start, end = vector.part_range(*part)
             if vector.layer == layer and start < end:
                 moves.append(
-                    Move(
+                    PartTransfer(
                         source=source,
                         target=target,
                         layer=layer,
-                        what="optimizer",
+                        content="optimizer",
                         vector=number,
                         start=start,
                         end=end,
@@ -419,15 +428,15 @@ class Sharding:
         ]
         pendings += [communicator.receive(tensor, peer, "state") for peer, tensor in sorted(heard.items())]
         for pending in pendings:
-            self._pace.wait(communicator, pending)
-        return {peer: bytes(self._pace.to_host(tensor).numpy()) for peer, tensor in heard.items()}
+            self._monitor.wait(communicator, pending)
+        return {peer: bytes(self._monitor.to_host(tensor).numpy()) for peer, tensor in heard.items()}
 
-    def _exchange(self, moves: Sequence[Move], communicator: Communicator) -> int:
-        exchange = Exchange(
+    def _exchange(self, moves: Sequence[PartTransfer], communicator: Communicator) -> int:
+        exchange = StateExchange(
             moves,
-            packer=WholePayloads(self.states),
+            endpoint=PayloadEndpoint(self.states),
             communicator=communicator,
-            pace=self._pace,
+            monitor=self._monitor,
             device=self._model.device,
         )
         exchange.run()
@@ -438,7 +447,7 @@ class Sharding:
         if self.replica is not None:
             self.replica.finish()
             if self.replica.error is not None:
-                self.states.kept = [part for part in self.states.kept if not part.replica]
+                self.states.held = [part for part in self.states.held if not part.replica]
 
     def _end_replica(self) -> None:
         if self.replica is not None:

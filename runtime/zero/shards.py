@@ -23,10 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runtime.groups.communicator import CommunicationError, Communicator, Members, Pending, run_of
+from runtime.groups.communicator import (
+    CommunicationError,
+    Communicator,
+    Members,
+    PendingOperation,
+    member_range,
+)
 from runtime.layers.model import Model
-from runtime.watch.pace import Pace
-from runtime.zero.parts import Shape, Slice
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.zero.parts import ParameterLayout, ParameterSlice
 
 _UNDER_WAY = 1
 """Reductions that run beside the backward pass of the next layer; each keeps a whole vector's gradient."""
@@ -45,7 +51,7 @@ class _Note:
 @dataclass(slots=True, eq=False)
 class _Reducing:
     vector: int
-    pending: Pending
+    pending: PendingOperation
     reduced: Tensor
     whole: Tensor
     """Kept until it is done."""
@@ -77,20 +83,20 @@ class StageShards:
     def __init__(
         self,
         model: Model,
-        shape: Shape,
+        shape: ParameterLayout,
         layers: Sequence[int],
         members: Members,
         communicator: Communicator,
-        pace: Pace,
+        monitor: ProgressMonitor,
         *,
         same_rows: bool = False,
         before: "StageShards | None" = None,
-        apart: Collection[int] = (),
+        ungathered: Collection[int] = (),
     ) -> None:
         self._shape = shape
         self._members = members
         self._communicator = communicator
-        self._pace = pace
+        self._monitor = monitor
         self._same_rows = same_rows
         self._device = model.device
         index = members.index(communicator.rank)
@@ -98,13 +104,13 @@ class StageShards:
             number for number, vector in enumerate(shape.vectors) if not set(layers).isdisjoint(vector.layers)
         )
         """Numbers of those that the stage computes with, ascending."""
-        self.runs = {
-            number: run_of(shape.vectors[number].numel, index, len(members)) for number in self.vectors
+        self.ranges = {
+            number: member_range(shape.vectors[number].numel, index, len(members)) for number in self.vectors
         }
         """Elements of each that are this rank's."""
         self.values: dict[int, Tensor] = {
             number: before.values[number]
-            if before is not None and before.runs.get(number) == self.runs[number]
+            if before is not None and before.ranges.get(number) == self.ranges[number]
             else self._empty(number)
             for number in self.vectors
         }
@@ -128,17 +134,17 @@ class StageShards:
                     for number in self.vectors
                     if layer in shape.vectors[number].layers
                     and number not in everywhere
-                    and number not in apart
-                    and any(block in tensor.blocks for tensor in self._tensors[number])
+                    and number not in ungathered
+                    and any(block in tensor.in_blocks for tensor in self._tensors[number])
                 )
         self._anchor = torch.zeros((), requires_grad=True)
         self._whole: dict[int, int] = {}
         """By the address of its storage, a vector that is whole for a forward pass."""
         self._again: dict[int, Tensor] = {}
         """Vectors that are whole for a backward pass."""
-        self._ahead: dict[int, tuple[Tensor, Pending]] = {}
+        self._ahead: dict[int, tuple[Tensor, PendingOperation]] = {}
         """Vectors that are being gathered, as the layer that runs next needs them."""
-        order = [self._used[scope] for scope in model.scopes(layers) if self._used[scope]]
+        order = [self._used[scope] for scope in model.code_scopes(layers) if self._used[scope]]
         self._after = dict(pairwise(order))
         self._before = dict(pairwise(reversed(order)))
         self._reducing: deque[_Reducing] = deque()
@@ -152,7 +158,7 @@ class StageShards:
         self._failure: CommunicationError | None = None
 
     def _empty(self, number: int) -> Tensor:
-        start, end = self.runs[number]
+        start, end = self.ranges[number]
         dtype = getattr(torch, self._shape.vectors[number].dtype)
         return torch.empty(end - start, dtype=dtype, device=self._device)
 
@@ -161,36 +167,36 @@ class StageShards:
         self.armed = False
         self._uses = dict.fromkeys(self.vectors, 0)
 
-    def values_changed(self) -> None:
+    def mark_values_changed(self) -> None:
         """An update has changed ``values``."""
 
     # --- elements --------------------------------------------------------------------------------
 
-    def value_of(self, one: Slice) -> Tensor:
+    def value_of(self, one: ParameterSlice) -> Tensor:
         """Return the memory of these elements, which are this rank's."""
         return self._of(self.values, one)
 
-    def gradient_of(self, one: Slice) -> Tensor:
+    def gradient_of(self, one: ParameterSlice) -> Tensor:
         """Return the memory of the gradients of these elements, which are this rank's."""
         return self._of(self.gradients, one)
 
-    def own_slice(self, one: Slice) -> Slice | None:
+    def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
         """Return what of these elements is this rank's, if anything."""
         number = self._homes.get(one.name)
         if number is None:
             return None
-        place = self._shape.vectors[number].place(one.name)[0]
-        first, last = (bound - place for bound in self.runs[number])
+        place = self._shape.vectors[number].parameter_range(one.name)[0]
+        first, last = (bound - place for bound in self.ranges[number])
         start, end = max(one.start, first), min(one.end, last)
-        return Slice(name=one.name, start=start, end=end) if start < end else None
+        return ParameterSlice(name=one.name, start=start, end=end) if start < end else None
 
-    def has(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return whether the parameter is in shards here."""
         return name in self._homes
 
-    def _of(self, flats: dict[int, Tensor], one: Slice) -> Tensor:
+    def _of(self, flats: dict[int, Tensor], one: ParameterSlice) -> Tensor:
         number = self._homes[one.name]
-        begin = self._shape.vectors[number].place(one.name)[0] - self.runs[number][0]
+        begin = self._shape.vectors[number].parameter_range(one.name)[0] - self.ranges[number][0]
         if not 0 <= begin + one.start <= begin + one.end <= flats[number].numel():
             raise RuntimeError(f"elements {one.start}–{one.end} of {one.name} are not in this shard")
         return flats[number][begin + one.start : begin + one.end]
@@ -198,7 +204,7 @@ class StageShards:
     # --- running layers ----------------------------------------------------------------------------
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def forward_pass(self) -> Iterator[None]:
         """Surround a forward pass of some of the stage's layers."""
         hooks = (
             torch.autograd.graph.saved_tensors_hooks(self._noted, self._found)
@@ -225,14 +231,14 @@ class StageShards:
             yield
 
     @contextmanager
-    def put_together(self, layer: int) -> Iterator[None]:
+    def whole_layer(self, layer: int) -> Iterator[None]:
         """Inside, all parameters of a layer are whole; the other devices of the stage have to come here, too."""
         vectors = [
             number
             for number in self.vectors
             if layer in self._shape.vectors[number].layers and number not in self._everywhere
         ]
-        with self.running(), self._bound(tuple(vectors)):
+        with self.forward_pass(), self._bound(tuple(vectors)):
             yield
 
     @contextmanager
@@ -266,7 +272,7 @@ class StageShards:
         runs = whole.split_with_sizes([t.value.numel() for t in tensors]) if len(tensors) > 1 else (whole,)
         for tensor, run in zip(tensors, runs, strict=True):
             value = run.view(tensor.value.shape)
-            for module, attribute in tensor.places:
+            for module, attribute in tensor.references:
                 before.append((module, attribute, module._parameters[attribute]))
                 put_parameter(module, attribute, value)
 
@@ -307,18 +313,18 @@ class StageShards:
             if number not in self._ahead and number not in self._again:
                 self._ahead[number] = self._post(number)
 
-    def _post(self, number: int) -> tuple[Tensor, Pending]:
+    def _post(self, number: int) -> tuple[Tensor, PendingOperation]:
         own = self.values[number]
         # Fresh memory each time: after an abort a stuck thread may still write into it.
         whole = torch.empty(self._shape.vectors[number].numel, dtype=own.dtype, device=own.device)
-        return whole, self._communicator.gather_runs(whole, own, self._members)
+        return whole, self._communicator.all_gather_uneven(whole, own, self._members)
 
     def reduce(self, number: int, gradient: Tensor) -> None:
         """The gradient of a whole vector, of one microbatch, is complete here: begin to reduce it."""
         self._again.pop(number, None)
         self._uses[number] -= 1
         if self._has_whole_gradient(number):
-            start, end = self.runs[number]
+            start, end = self.ranges[number]
             self.gradients[number].add_(gradient.reshape(-1)[start:end])
             self._complete(number)
             return
@@ -330,7 +336,7 @@ class StageShards:
 
     def _begin_reducing(self, number: int, gradient: Tensor) -> None:
         whole, reduced = gradient.contiguous(), self._empty(number)
-        pending = self._communicator.reduce_runs(reduced, whole, self._members)
+        pending = self._communicator.reduce_scatter(reduced, whole, self._members)
         self._reducing.append(_Reducing(number, pending, reduced, whole))
         while len(self._reducing) > _UNDER_WAY:
             self._finish_oldest()
@@ -362,9 +368,9 @@ class StageShards:
         if self.armed and self.on_complete is not None and not self._uses[number] and not reducing:
             self.on_complete(number)
 
-    def _wait(self, pending: Pending) -> None:
+    def _wait(self, pending: PendingOperation) -> None:
         try:
-            self._pace.wait(self._communicator, pending, "gather")
+            self._monitor.wait(self._communicator, pending, "gather")
         except CommunicationError as error:
             self._failure = error  # Autograd may put it into other words.
             raise

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from runtime.groups.communicator import CommunicationError, Communicator, Members, run_of
+from runtime.groups.communicator import CommunicationError, Communicator, Members, member_range
 from runtime.layers.model import Model
 from runtime.layers.tensor_plan import SplitLinear, TensorPlan
-from runtime.watch.pace import Pace
-from runtime.zero.parts import Shape
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.zero.parts import ParameterLayout
 from runtime.zero.shards import StageShards, put_parameter
 
 Change = Callable[[Tensor], Tensor]
@@ -62,11 +62,11 @@ class StageTensorParts(StageShards):
     def __init__(
         self,
         model: Model,
-        shape: Shape,
+        shape: ParameterLayout,
         layers: Sequence[int],
         members: Members,
         communicator: Communicator,
-        pace: Pace,
+        monitor: ProgressMonitor,
         *,
         plan: TensorPlan,
         before: StageShards | None = None,
@@ -78,13 +78,13 @@ class StageTensorParts(StageShards):
             layers,
             members,
             communicator,
-            pace,
+            monitor,
             same_rows=True,
             before=before,
-            apart={numbers[name] for name in plan.alone},
+            ungathered={numbers[name] for name in plan.split_parameters},
         )
         self._index = members.index(communicator.rank)
-        self._partial = {numbers[name] for name in plan.summed}
+        self._partial = {numbers[name] for name in plan.summed_parameters}
         """Vectors of which each device computes a part of the gradient."""
         self._linears: dict[int, list[SplitLinear]] = {}
         self._parts: dict[str, nn.Parameter] = {}
@@ -103,7 +103,7 @@ class StageTensorParts(StageShards):
                 continue
             self._linears.setdefault(linear.layer, []).append(linear)
             for name in (linear.weight, linear.bias):
-                if name is None or name not in plan.alone:
+                if name is None or name not in plan.split_parameters:
                     continue
                 number = numbers[name]
                 if linear.is_rowwise:
@@ -127,7 +127,7 @@ class StageTensorParts(StageShards):
             part.grad.zero_()
         self._unreduced = set(self._columns)
 
-    def values_changed(self) -> None:
+    def mark_values_changed(self) -> None:
         self._outdated = set(self._columns)
 
     # --- running layers ----------------------------------------------------------------------------
@@ -180,21 +180,21 @@ class StageTensorParts(StageShards):
         x = arguments[0]
         known = self._inputs.get(id(x))
         if known is None:
-            known = self._inputs[id(x)] = x, _exchanged(x, _same, self.summed)
+            known = self._inputs[id(x)] = x, _exchanged(x, _same, self.all_reduce_sum)
         return known[1], *arguments[1:]
 
     def _take_part(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _exchanged(arguments[0], self.own_features, self.put_features_together), *arguments[1:]
+        return _exchanged(arguments[0], self.slice_features, self.gather_features), *arguments[1:]
 
     def _add_up(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return _exchanged(output, self.summed, _same)
+        return _exchanged(output, self.all_reduce_sum, _same)
 
     def _put_together(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
-        return _exchanged(output, self.put_features_together, self.own_features)
+        return _exchanged(output, self.gather_features, self.slice_features)
 
     # --- among the devices -------------------------------------------------------------------------
 
-    def summed(self, x: Tensor) -> Tensor:
+    def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum over the devices.
 
         It is made of a reduction and a gathering of runs, which wait for devices of this stage alone. All-reduces wait
@@ -207,21 +207,21 @@ class StageTensorParts(StageShards):
             # Fresh memory each time: after an abort a stuck thread may still write into it.
             terms = torch.empty(x.numel(), dtype=_sum_dtype(x.dtype), device=x.device)
             terms.view(x.shape).copy_(x)
-            start, end = run_of(x.numel(), self._index, len(self._members))
+            start, end = member_range(x.numel(), self._index, len(self._members))
             run, total = terms.new_empty(end - start), torch.empty_like(terms)
-            self._wait(self._communicator.reduce_runs(run, terms, self._members))
-            self._wait(self._communicator.gather_runs(total, run, self._members))
+            self._wait(self._communicator.reduce_scatter(run, terms, self._members))
+            self._wait(self._communicator.all_gather_uneven(total, run, self._members))
             return total.view(x.shape).to(x.dtype)
 
-    def put_features_together(self, x: Tensor) -> Tensor:
+    def gather_features(self, x: Tensor) -> Tensor:
         """Return what the devices have, one after the other in the last dimension."""
         with _disable_current_modes():
             count = len(self._members)
             flat = x.new_empty(count * x.numel())
-            self._wait(self._communicator.gather_runs(flat, x.reshape(-1), self._members))
+            self._wait(self._communicator.all_gather_uneven(flat, x.reshape(-1), self._members))
             return flat.view(count, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], count * x.shape[-1])
 
-    def own_features(self, x: Tensor) -> Tensor:
+    def slice_features(self, x: Tensor) -> Tensor:
         """Return this device's part of the last dimension."""
         return x.chunk(len(self._members), dim=-1)[self._index].contiguous()
 
@@ -231,7 +231,7 @@ class StageTensorParts(StageShards):
             if number in self._outdated:
                 with torch.no_grad(), _disable_current_modes():
                     whole = self.gather(number).view(linear.module.out_features, -1)
-                    self._columns[number].copy_(self.own_features(whole))
+                    self._columns[number].copy_(self.slice_features(whole))
                 self._outdated.discard(number)
 
     def _has_whole_gradient(self, number: int) -> bool:

@@ -6,7 +6,7 @@ from statemachine.agent import persisting as agent_persisting
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
 from statemachine.agent.state import HELLO, Agent, TrainerPhase
-from statemachine.effects import ExitDaemon, InstructTrainer, RenewIncarnation, TrainerPrepare, TrainerResume
+from statemachine.effects import ExitDaemon, InstructTrainer, PrepareTrainer, RenewIncarnation, ResumeTrainer
 from statemachine.messages.cluster import (
     Acknowledgement,
     CancelPersist,
@@ -14,19 +14,19 @@ from statemachine.messages.cluster import (
     Fence,
     Heartbeat,
     Hello,
-    Inquiry,
-    KeepSnapshot,
     Leaving,
     Persist,
     Prepare,
     Quiesced,
-    Rejection,
-    Released,
+    Reject,
+    Release,
+    RequestHello,
+    RequestSteps,
     Resume,
-    Snap,
+    RetainSnapshot,
     Stepped,
-    StepsWanted,
     Stop,
+    TakeSnapshot,
 )
 from statemachine.messages.common import Finished, Prepared, Quiesce, Resumed
 from statemachine.messages.values import CommittedStep, NodeActivity, NodeState
@@ -37,11 +37,11 @@ STEPS_PER_MESSAGE = 50
 
 def obey(a: Agent, command: Command) -> None:
     """One command of the coordinator for this incarnation. Any but a Rejection says that we belong."""
-    if a.rejected and not isinstance(command, Rejection | Inquiry):
+    if a.rejected and not isinstance(command, Reject | RequestHello):
         a.rejected = False
         a.cancel_timer(HELLO)
     match command:
-        case Inquiry():
+        case RequestHello():
             hello(a)
         case Prepare():
             prepare(a, command)
@@ -49,21 +49,21 @@ def obey(a: Agent, command: Command) -> None:
             quiesce(a, command)
         case Resume():
             resume(a, command)
-        case StepsWanted():
+        case RequestSteps():
             steps_wanted(a, command)
         case Stop():
             stop(a, command)
         case Fence():
             fence(a, command)
-        case Rejection():
+        case Reject():
             a.rejected = True
             a.publish(a.state, f"rejected: {command.reason}")
             a.set_timer(HELLO, a.timing.hello_retry_s)
-        case Released():
+        case Release():
             released(a)
-        case Snap():
+        case TakeSnapshot():
             snap(a, command)
-        case KeepSnapshot():
+        case RetainSnapshot():
             keep(a, command)
         case Persist():
             agent_persisting.persist(a, command)
@@ -116,9 +116,16 @@ def heartbeat(a: Agent) -> None:
             committed=a.committed,
             microbatch_ms=a.microbatch_ms(),
             lineage=a.lineage,
-            kept=a.kept,
-            spoiled=a.spoiled,
-            doing=next((t.doing for t in a.trainers if t.phase is TrainerPhase.PREPARING and t.doing), ""),
+            retained_step=a.retained_step,
+            corrupt_step=a.corrupt_step,
+            build_progress=next(
+                (
+                    t.build_progress
+                    for t in a.trainers
+                    if t.phase is TrainerPhase.PREPARING and t.build_progress
+                ),
+                "",
+            ),
             acknowledgement=Acknowledgement(
                 activity=a.activity,
                 job_id=a.job.job_id if a.job is not None else None,
@@ -126,9 +133,9 @@ def heartbeat(a: Agent) -> None:
                 suspects_peer=a.suspected is not None,
                 restore_failed=a.restore_failed is not None,
                 snap_after=a.snap_order[1] if a.snap_order[0] == a.generation else 0,
-                snapped=agent_snapshots.reported_step(a),
-                persist=a.persist.attempt if a.persist is not None else a.cancelled,
-                persisted=a.persisted is not None or a.persist is None,
+                snapshot_reported=agent_snapshots.reported_step(a),
+                persist_attempt=a.persist.attempt if a.persist is not None else a.cancelled,
+                persist_reported=a.persisted is not None or a.persist is None,
             ),
         )
     )
@@ -212,7 +219,7 @@ def prepare(a: Agent, command: Prepare) -> None:
     a.failures = 0
     if not same:
         agent_persisting.give_up(a)
-        a.lineage = a.kept = a.kept_in = a.pinned = a.unbuilt = 0
+        a.lineage = a.retained_step = a.kept_in = a.pinned = a.unbuilt = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:
@@ -231,7 +238,7 @@ def prepare_trainer(a: Agent, device: int) -> None:
         return
     trainer.phase = TrainerPhase.PREPARING
     profile = a.wants_profile and a.profile is None and device == 0
-    a.out.append(TrainerPrepare(cause=a.cause, device=device, job=job, profile=profile))
+    a.out.append(PrepareTrainer(cause=a.cause, device=device, job=job, profile=profile))
 
 
 def quiesce(a: Agent, command: Quiesce) -> None:
@@ -253,7 +260,7 @@ def quiesce(a: Agent, command: Quiesce) -> None:
         trainer.phase = TrainerPhase.QUIESCING
         trainer.state = trainer.resumed = trainer.finished = None
         a.out.append(InstructTrainer(cause=a.cause, device=trainer.device, instruction=command))
-    a.underway = None
+    a.local_snapshot = None
     resting = NodeState.HEALTHY if a.state in (NodeState.SNAP, NodeState.COMPLETED) else a.state
     a.publish(resting, f"quiescing for generation {a.generation}")
 
@@ -287,18 +294,18 @@ def resume(a: Agent, command: Resume) -> None:
     for trainer in a.trainers:
         trainer.computed_ms.clear()
         trainer.phase = TrainerPhase.RESUMING if trainer.device in ranked else TrainerPhase.PARKED
-        a.out.append(TrainerResume(cause=a.cause, device=trainer.device, resume=command))
+        a.out.append(ResumeTrainer(cause=a.cause, device=trainer.device, resume=command))
     a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")
 
 
 def remember(a: Agent, committed: CommittedStep) -> None:
     a.history.pop(committed.step, None)
     a.history[committed.step] = committed
-    while len(a.history) > a.timing.steps_kept:
+    while len(a.history) > a.timing.steps_remembered:
         del a.history[next(iter(a.history))]
 
 
-def steps_wanted(a: Agent, command: StepsWanted) -> None:
+def steps_wanted(a: Agent, command: RequestSteps) -> None:
     last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
     steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
     # Also when it is nothing: the coordinator then asks somebody else.
@@ -307,7 +314,7 @@ def steps_wanted(a: Agent, command: StepsWanted) -> None:
             generation=a.generation,
             steps=tuple(steps),
             step_s=a.step_s,
-            wanted=command.first,
+            requested_first=command.first,
             lineage=a.lineage,
         )
     )

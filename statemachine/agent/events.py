@@ -23,7 +23,7 @@ class CommandArrived(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerUp(Event):
+class TrainerConnected(Event):
     """The trainer process of ``device`` connected and takes instructions."""
 
     device: int
@@ -64,14 +64,14 @@ class TerminationRequested(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldSnapshots(Event):
+class SnapshotsFound(Event):
     """What the node's memory holds complete and verified: after a start of the daemon."""
 
     snapshots: tuple[HeldSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopiesHeld(Event):
+class SnapshotCopiesChanged(Event):
     """All that this node keeps for others now: it has changed."""
 
     snapshots: tuple[HeldSnapshot, ...]
@@ -79,7 +79,7 @@ class CopiesHeld(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyCommitted(Event):
+class SnapshotCopyCommitted(Event):
     """The buddy holds all of this node's part of the snapshot, verified."""
 
     generation: int
@@ -88,22 +88,22 @@ class CopyCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SnapshotSpoiled(Event):
+class SnapshotCorrupted(Event):
     """Bytes of the kept snapshot of ``step`` changed here, and cannot be made again."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopyFailed(Event):
-    """``SendCopy``: the buddy has no copy of this node's part of the snapshot."""
+class SnapshotCopyFailed(Event):
+    """``SendSnapshotCopy``: the buddy has no copy of this node's part of the snapshot."""
 
     failure: SnapshotFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoringFailed(Event):
-    """The daemon cannot put together what a device needs of the snapshot that ``TrainerResume`` names."""
+class StagingFailed(Event):
+    """The daemon cannot put together what a device needs of the snapshot that ``ResumeTrainer`` names."""
 
     failure: RestoreFailed
 

@@ -24,19 +24,20 @@ from statemachine.agent.commands import (
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
-    CopiesHeld,
-    CopyCommitted,
-    CopyFailed,
-    HeldSnapshots,
     PersistEnded,
-    RestoringFailed,
-    SnapshotSpoiled,
+    SnapshotCopiesChanged,
+    SnapshotCopyCommitted,
+    SnapshotCopyFailed,
+    SnapshotCorrupted,
+    SnapshotsFound,
+    StagingFailed,
     TerminationRequested,
+    TrainerConnected,
     TrainerFailed,
     TrainerReported,
     TrainerStarved,
-    TrainerUp,
 )
+from statemachine.agent.hangs import excuse, look, take_beat
 from statemachine.agent.state import (
     HEARTBEAT,
     HELLO,
@@ -48,20 +49,25 @@ from statemachine.agent.state import (
     Trainer,
     TrainerPhase,
 )
-from statemachine.agent.watch import excuse, look, take_beat
 from statemachine.effects import Effect
-from statemachine.events import BrokerConnected, BrokerLost, TimerFired
+from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
 from statemachine.messages.cluster import Leaving, TrainerLost
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
-from statemachine.messages.trainer import Beat, MachineReport, Quiesced, Snapped, Stepped
+from statemachine.messages.trainer import (
+    MachineReport,
+    ShardWritten,
+    TrainerHeartbeat,
+    TrainerQuiesced,
+    TrainerStepped,
+)
 from statemachine.messages.values import CommittedStep, FailureCause, NodeState
 from statemachine.timing import Timing
 
@@ -69,18 +75,18 @@ AgentEvent = (
     AgentStarted
     | TimerFired
     | BrokerConnected
-    | BrokerLost
+    | BrokerDisconnected
     | CommandArrived
-    | TrainerUp
+    | TrainerConnected
     | TrainerReported
     | TrainerStarved
     | TrainerFailed
-    | HeldSnapshots
-    | CopiesHeld
-    | SnapshotSpoiled
-    | CopyCommitted
-    | CopyFailed
-    | RestoringFailed
+    | SnapshotsFound
+    | SnapshotCopiesChanged
+    | SnapshotCorrupted
+    | SnapshotCopyCommitted
+    | SnapshotCopyFailed
+    | StagingFailed
     | PersistEnded
     | TerminationRequested
 )
@@ -130,17 +136,17 @@ class AgentMachine:
                 a.connected = True
                 if a.active:
                     self._introduce()
-            case BrokerLost():
+            case BrokerDisconnected():
                 a.connected = False
                 a.cancel_timer(HEARTBEAT)
                 a.cancel_timer(HELLO)
-            case HeldSnapshots():
+            case SnapshotsFound():
                 agent_snapshots.found(a, event)
                 if a.active and a.connected:
                     hello(a)
-            case CopiesHeld():
+            case SnapshotCopiesChanged():
                 agent_snapshots.hold(a, event)
-            case SnapshotSpoiled():
+            case SnapshotCorrupted():
                 agent_snapshots.spoil(a, event)
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
@@ -155,17 +161,17 @@ class AgentMachine:
                 self._terminate(event)
             case TrainerFailed():
                 self._trainer_failed(event)
-            case CopyCommitted():
+            case SnapshotCopyCommitted():
                 agent_snapshots.sent(a, event)
-            case CopyFailed():
+            case SnapshotCopyFailed():
                 agent_snapshots.failed(a, event.failure)
-            case RestoringFailed():
+            case StagingFailed():
                 if self._in_group(event.failure.generation):
                     a.restore_failed = event.failure
                     a.say(event.failure)
             case PersistEnded():
                 agent_persisting.take(a, event)
-            case TrainerUp():
+            case TrainerConnected():
                 self._trainer_up(event)
             case TrainerStarved():
                 trainer = a.trainers[event.device]
@@ -198,7 +204,7 @@ class AgentMachine:
 
     # --- trainers ----------------------------------------------------------------------------
 
-    def _trainer_up(self, event: TrainerUp) -> None:
+    def _trainer_up(self, event: TrainerConnected) -> None:
         a = self._a
         trainer = a.trainers[event.device]
         # A second one: the first was news of a process that was ended before we knew its number.
@@ -213,16 +219,16 @@ class AgentMachine:
         a = self._a
         trainer = a.trainers[device]
         match report:
-            case ReplicaDiverged():
+            case OptimizerReplicaDiverged():
                 if self._in_group(report.generation):
                     a.say(report)
             case _ if not trainer.alive:
                 pass
-            case Beat():
+            case TrainerHeartbeat():
                 take_beat(a, trainer, report)
             case Prepared():
                 self._trainer_prepared(report, trainer)
-            case Quiesced():
+            case TrainerQuiesced():
                 if report.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
                     trainer.phase, trainer.state = TrainerPhase.QUIESCED, report
                     say_quiesced(a)
@@ -230,7 +236,7 @@ class AgentMachine:
                 if self._in_group(report.generation) and trainer.phase is TrainerPhase.RESUMING:
                     trainer.phase, trainer.resumed = TrainerPhase.TRAINING, report
                     say_resumed(a)
-            case Stepped():
+            case TrainerStepped():
                 self._trainer_stepped(device, report)
             case PeerSuspected():
                 if self._in_group(report.generation):
@@ -242,7 +248,7 @@ class AgentMachine:
                     trainer.phase, trainer.finished = TrainerPhase.DONE, report
                     flush_steps(a)
                     say_finished(a)
-            case Snapping() | Snapped() | SnapshotFailed():
+            case SnapshotStarted() | ShardWritten() | SnapshotFailed():
                 agent_snapshots.take(a, device, report)
             case _:
                 assert_never(report)
@@ -265,7 +271,7 @@ class AgentMachine:
             a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
             a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
-    def _trainer_stepped(self, device: int, report: Stepped) -> None:
+    def _trainer_stepped(self, device: int, report: TrainerStepped) -> None:
         """A commit counts as long as no later Resume was obeyed, also while a Quiesce is under way."""
         a = self._a
         if a.resume is None or report.generation != a.resume.generation:

@@ -7,30 +7,30 @@ is reckoned with: a new one may be written over an older (``storage.arena``).
 from msgspec.structs import replace
 
 from statemachine.agent.events import (
-    CopiesHeld,
-    CopyCommitted,
-    HeldSnapshots,
-    SnapshotSpoiled,
+    SnapshotCopiesChanged,
+    SnapshotCopyCommitted,
+    SnapshotCorrupted,
+    SnapshotsFound,
 )
-from statemachine.agent.state import BUILT, Agent, BegunSnapshot, TrainerPhase
+from statemachine.agent.state import BUILT, Agent, LocalSnapshot, TrainerPhase
 from statemachine.effects import (
     InstructTrainer,
-    KeepCopies,
     RemoveSnapshots,
-    SendCopy,
+    RetainSnapshotCopies,
+    SendSnapshotCopy,
 )
 from statemachine.messages import trainer
-from statemachine.messages.cluster import KeepSnapshot, Snap, SnapshotCompleted
-from statemachine.messages.common import Snapping, SnapshotFailed
+from statemachine.messages.cluster import RetainSnapshot, SnapshotCompleted, TakeSnapshot
+from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import HeldSnapshot, NodeState, Restore
 
 
-def snap(a: Agent, command: Snap) -> None:
+def snap(a: Agent, command: TakeSnapshot) -> None:
     """Once for each order: a late duplicate would begin a snapshot that nobody waits for.
 
     So would a second trainer that is told behind the ballot in which the first one asked.
     """
-    order = command.generation, command.behind
+    order = command.generation, command.after_step
     if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
         a.ignore("a Snap of another generation")
         return
@@ -38,47 +38,47 @@ def snap(a: Agent, command: Snap) -> None:
         a.ignore("a Snap that was obeyed")
         return
     a.snap_order = order
-    last = a.job is not None and command.behind >= a.job.steps
+    last = a.job is not None and command.after_step >= a.job.steps
     for device in a.mine(a.resume) if last else a.mine(a.resume)[:1]:
         if a.trainers[device].phase is (TrainerPhase.DONE if last else TrainerPhase.TRAINING):
-            instruction = trainer.Snap(generation=command.generation, last=last)
+            instruction = trainer.StartSnapshot(generation=command.generation, last=last)
             a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
-def keep(a: Agent, command: KeepSnapshot) -> None:
+def keep(a: Agent, command: RetainSnapshot) -> None:
     """Said again by the coordinator until a heartbeat confirms it."""
     said = command.lineage, command.step
-    old = said < (a.kept_in, a.kept) or command.lineage < a.lineage
+    old = said < (a.kept_in, a.retained_step) or command.lineage < a.lineage
     if a.job is None or command.job_id != a.job.job_id or old:
         a.ignore("a KeepSnapshot of another job, or of an older one")
         return
-    news, a.kept, a.pinned = said > (a.kept_in, a.kept), command.step, command.pinned
+    news, a.retained_step, a.pinned = said > (a.kept_in, a.retained_step), command.step, command.pinned
     a.kept_in = command.lineage
     a.snapshots = [
         held
         for held in a.snapshots
-        if held.job_id != command.job_id or held.step >= a.kept or held.step == a.pinned
+        if held.job_id != command.job_id or held.step >= a.retained_step or held.step == a.pinned
     ]
-    a.out.append(KeepCopies(cause=a.cause, order=command))
+    a.out.append(RetainSnapshotCopies(cause=a.cause, order=command))
     for one in a.trainers:
         if one.phase in BUILT:
             tell_kept(a, one.device)
-    if a.underway is not None and a.underway.snapping.step <= a.kept:
-        a.underway = None
+    if a.local_snapshot is not None and a.local_snapshot.started.step <= a.retained_step:
+        a.local_snapshot = None
     if news:
-        settle(a, f"the snapshot of step {a.kept} is complete everywhere")
+        settle(a, f"the snapshot of step {a.retained_step} is complete everywhere")
 
 
 def tell_kept(a: Agent, device: int) -> None:
     """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
-    if a.kept:
-        instruction = trainer.KeepSnapshot(step=a.kept, pinned=a.pinned)
+    if a.retained_step:
+        instruction = trainer.RetainLocalSnapshot(step=a.retained_step, pinned=a.pinned)
         a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
 def settle(a: Agent, reason: str) -> None:
     """No snapshot is under way here any more."""
-    a.underway = None
+    a.local_snapshot = None
     if a.state in (NodeState.SNAP, NodeState.COMPLETED):
         a.publish(NodeState.HEALTHY, reason)
 
@@ -95,47 +95,47 @@ def begin_lineage(a: Agent, restore: Restore | None) -> None:
     If it still counts otherwise, the next heartbeat has the coordinator say so. One that did not would stay
     for ever: the next to be kept may be of an earlier step, and none is ordered while a node keeps another.
     """
-    if restore is None or restore.url or restore.step != a.kept:
-        a.kept = a.pinned = 0
+    if restore is None or restore.url or restore.step != a.retained_step:
+        a.retained_step = a.pinned = 0
 
 
 def forget_all(a: Agent) -> None:
     """Back to a persistent checkpoint: no snapshot counts."""
-    a.kept = a.pinned = a.spoiled = 0
+    a.retained_step = a.pinned = a.corrupt_step = 0
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
-def found(a: Agent, event: HeldSnapshots) -> None:
+def found(a: Agent, event: SnapshotsFound) -> None:
     """What the daemon found in memory: besides what was completed since."""
     a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
 
 
-def hold(a: Agent, event: CopiesHeld) -> None:
+def hold(a: Agent, event: SnapshotCopiesChanged) -> None:
     """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
     a.snapshots = [held for held in a.snapshots if not held.owner]
-    found(a, HeldSnapshots(at=event.at, cause=event.cause, snapshots=event.snapshots))
+    found(a, SnapshotsFound(at=event.at, cause=event.cause, snapshots=event.snapshots))
 
 
-def spoil(a: Agent, event: SnapshotSpoiled) -> None:
+def spoil(a: Agent, event: SnapshotCorrupted) -> None:
     """The next heartbeat says so; what is sound of it still counts."""
-    a.spoiled = event.step
+    a.corrupt_step = event.step
 
 
 def say_snapshot(a: Agent) -> None:
     """Where the snapshot under way stands here."""
-    if a.underway is not None:
-        a.say(a.underway.snapping)
-        if a.underway.completed is not None:
-            a.say(a.underway.completed)
+    if a.local_snapshot is not None:
+        a.say(a.local_snapshot.started)
+        if a.local_snapshot.completed is not None:
+            a.say(a.local_snapshot.completed)
     if a.snapshot_failed is not None:
         a.say(a.snapshot_failed)
 
 
 def reported_step(a: Agent) -> int:
     """Return the step of the snapshot whose end was reported last under the present group; 0: none."""
-    if a.underway is not None and a.underway.completed is not None:
-        return a.underway.completed.step
-    return a.snapshot_failed.step if a.snapshot_failed is not None and a.underway is None else 0
+    if a.local_snapshot is not None and a.local_snapshot.completed is not None:
+        return a.local_snapshot.completed.step
+    return a.snapshot_failed.step if a.snapshot_failed is not None and a.local_snapshot is None else 0
 
 
 # --- trainers ------------------------------------------------------------------------------------
@@ -144,42 +144,42 @@ def reported_step(a: Agent) -> int:
 def take(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
     """News of a trainer's snapshot."""
     match report:
-        case Snapping():
+        case SnapshotStarted():
             began(a, report)
-        case trainer.Snapped():
+        case trainer.ShardWritten():
             wrote(a, device, report)
         case SnapshotFailed():
             failed(a, report)
 
 
-def began(a: Agent, report: Snapping) -> None:
+def began(a: Agent, report: SnapshotStarted) -> None:
     """The first trainer that says so speaks for the node; older snapshots but two are no more.
 
     The kept one, and the newest: if that came after the one that is pinned, it was given up.
     """
     if a.job is None or a.resume is None or report.generation != a.resume.generation:
         return
-    if a.underway is not None and report.step <= a.underway.snapping.step:
+    if a.local_snapshot is not None and report.step <= a.local_snapshot.started.step:
         return
     own = [held for held in a.snapshots if held.job_id == a.job.job_id and not held.owner]
     mine = [held for held in own if held.step != report.step]
-    pinned = a.pinned if a.pinned != a.kept else 0
-    others = [held for held in mine if (held.step == pinned if pinned else held.step != a.kept)]
+    pinned = a.pinned if a.pinned != a.retained_step else 0
+    others = [held for held in mine if (held.step == pinned if pinned else held.step != a.retained_step)]
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
-    spared |= {held for held in mine if held.step == a.kept}
+    spared |= {held for held in mine if held.step == a.retained_step}
     a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
     a.snapshot_failed = None
-    a.underway = BegunSnapshot(snapping=report)
-    a.say(a.underway.snapping)
+    a.local_snapshot = LocalSnapshot(started=report)
+    a.say(a.local_snapshot.started)
     a.publish(NodeState.SNAP, f"a snapshot of step {report.step}")
 
 
-def wrote(a: Agent, device: int, report: trainer.Snapped) -> None:
+def wrote(a: Agent, device: int, report: trainer.ShardWritten) -> None:
     """With the last of the trainers that have a rank the node's part is complete, here at least."""
-    underway = a.underway
+    underway = a.local_snapshot
     if underway is None or a.resume is None or a.job is None or underway.written is not None:
         return
-    if (report.generation, report.step) != (underway.snapping.generation, underway.snapping.step):
+    if (report.generation, report.step) != (underway.started.generation, underway.started.step):
         return
     underway.shards[device] = report
     committed = a.history.get(report.step)
@@ -197,24 +197,24 @@ def wrote(a: Agent, device: int, report: trainer.Snapped) -> None:
         copy_s=max(shard.copy_s for shard in shards),
         stall_s=max(shard.stall_s for shard in shards),
     )
-    buddy = a.resume.buddies.get(a.name)
+    buddy = a.resume.replica_peers.get(a.name)
     if buddy is None:
         complete(a, underway.written)
         return
     a.out.append(
-        SendCopy(
+        SendSnapshotCopy(
             cause=a.cause,
             job_id=a.job.job_id,
             step=report.step,
             generation=report.generation,
-            buddy=buddy,
+            replica_peer=buddy,
         )
     )
 
 
-def sent(a: Agent, event: CopyCommitted) -> None:
+def sent(a: Agent, event: SnapshotCopyCommitted) -> None:
     """The buddy has it: now the node's part is safe from this host's end."""
-    underway = a.underway
+    underway = a.local_snapshot
     if underway is None or underway.written is None or underway.completed is not None:
         return
     written = underway.written
@@ -223,21 +223,21 @@ def sent(a: Agent, event: CopyCommitted) -> None:
 
 
 def complete(a: Agent, part: SnapshotCompleted) -> None:
-    assert a.underway is not None, "a snapshot is under way"
-    a.underway.completed = part
+    assert a.local_snapshot is not None, "a snapshot is under way"
+    a.local_snapshot.completed = part
     a.say(part)
     a.publish(NodeState.COMPLETED, f"the snapshot of step {part.step} is complete here")
 
 
 def failed(a: Agent, failure: SnapshotFailed) -> None:
-    underway = a.underway
+    underway = a.local_snapshot
     if (
         underway is None
         or underway.completed is not None
         or (failure.generation, failure.step)
         != (
-            underway.snapping.generation,
-            underway.snapping.step,
+            underway.started.generation,
+            underway.started.step,
         )
     ):
         return

@@ -27,8 +27,8 @@ from statemachine.messages.cluster import (
     SnapshotCompleted,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping, SnapshotFailed
-from statemachine.messages.trainer import Quiesced, Snapped
+from statemachine.messages.common import Finished, PeerSuspected, Resumed, SnapshotFailed, SnapshotStarted
+from statemachine.messages.trainer import ShardWritten, TrainerQuiesced
 from statemachine.messages.values import (
     CommittedStep,
     DeviceReport,
@@ -85,7 +85,7 @@ class Trainer:
     device: int
     phase: TrainerPhase = TrainerPhase.DOWN
     pid: int | None = None
-    state: Quiesced | None = None
+    state: TrainerQuiesced | None = None
     """Its answer to the last Quiesce …"""
     resumed: Resumed | None = None
     """… to the Resume after that …"""
@@ -102,7 +102,7 @@ class Trainer:
     """When it last made progress, or was waiting."""
     reading: bool = False
     """Samples of the data set, when last heard of."""
-    doing: str = ""
+    build_progress: str = ""
     """What it did before it was prepared, when last heard of."""
 
     @property
@@ -120,11 +120,11 @@ class Trainer:
 
 
 @dataclass(slots=True, kw_only=True)
-class BegunSnapshot:
+class LocalSnapshot:
     """The newest snapshot that the trainers living now began."""
 
-    snapping: Snapping
-    shards: dict[int, Snapped] = field(default_factory=dict)
+    started: SnapshotStarted
+    shards: dict[int, ShardWritten] = field(default_factory=dict)
     written: SnapshotCompleted | None = None
     """Complete in this node's own memory; what to say once the buddy has it, too."""
     completed: SnapshotCompleted | None = None
@@ -172,17 +172,17 @@ class Agent:
     committed: CommittedStep | None = None
     """Newest step that the trainers that live now are known to have committed."""
     history: dict[int, CommittedStep] = field(default_factory=dict)
-    """Committed steps by number, oldest first, at most ``steps_kept``."""
+    """Committed steps by number, oldest first, at most ``steps_remembered``."""
     unsent: list[CommittedStep] = field(default_factory=list)
     step_s: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_MEDIAN))
     snapshots: list[HeldSnapshot] = field(default_factory=list)
     """Complete in this node's memory."""
-    kept: int = 0
+    retained_step: int = 0
     """Step of the snapshot of the present job that is complete everywhere, as last told …"""
     kept_in: int = 0
     """… in this lineage."""
-    spoiled: int = 0
+    corrupt_step: int = 0
     """Step of the one that cannot be repaired here; 0: of none."""
     pinned: int = 0
     """Step of one that stays besides, while it is persisted; 0: none."""
@@ -194,7 +194,7 @@ class Agent:
     """The answer to it."""
     snap_order: tuple[int, int] = (0, 0)
     """(generation, behind) of the last Snap obeyed."""
-    underway: BegunSnapshot | None = None
+    local_snapshot: LocalSnapshot | None = None
     snapshot_failed: SnapshotFailed | None = None
     """The newest snapshot of the present group, where it failed here."""
     over: set[int] = field(default_factory=set)
@@ -320,7 +320,7 @@ class Agent:
             # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
             # other rounding.
             self.forget_beyond(self.resume.step)
-        self.resume = self.committed = self.suspected = self.underway = None
+        self.resume = self.committed = self.suspected = self.local_snapshot = None
         self.restore_failed = self.snapshot_failed = None
         self.stepping = False
         self.unsent.clear()
@@ -341,4 +341,4 @@ class Agent:
                 trainer.progress = -1
                 self.out.append(StartTrainer(cause=self.cause, device=trainer.device))
         if WATCH not in self.due:
-            self.set_timer(WATCH, self.timing.watch_s)
+            self.set_timer(WATCH, self.timing.hang_check_s)

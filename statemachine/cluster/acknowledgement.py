@@ -1,7 +1,7 @@
 """Lost messages: what a node's heartbeats acknowledge is compared with what was ordered and received.
 
 The lines to the broker may lose any message. A heartbeat says what the node does and which reports it has sent
-(``Acknowledgement``). If it contradicts for ``Timing.repeat_s`` what the coordinator knows, something was lost
+(``Acknowledgement``). If it contradicts for ``Timing.resend_s`` what the coordinator knows, something was lost
 in between: an order is sent again at the next tick, to all nodes that lack it in one message; a report is asked
 for with an Inquiry, since the Hello that answers it repeats all reports that still count. Both go on until the
 heartbeats agree, so that one lost message costs about a second. Orders and reports that come twice are harmless.
@@ -12,7 +12,7 @@ from typing import Literal
 
 from statemachine.cluster.membership import inquire, prepare
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Group, Quiescing
+from statemachine.cluster.phases import Quiescing, TrainingGroup
 from statemachine.cluster.recovery import resume_command
 from statemachine.cluster.snapshots import persisting
 from statemachine.cluster.state import SUSPICION, Cluster
@@ -21,9 +21,9 @@ from statemachine.messages.cluster import (
     CancelPersist,
     Command,
     Heartbeat,
-    Released,
+    Release,
     Resume,
-    Snap,
+    TakeSnapshot,
 )
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import NodeActivity
@@ -36,7 +36,7 @@ _RESUMED = frozenset({NodeActivity.TRAINING, NodeActivity.FINISHED})
 
 
 def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Note what this node lacks; what it has lacked for ``repeat_s`` is repeated."""
+    """Note what this node lacks; what it has lacked for ``resend_s`` is repeated."""
     lost = (
         _lost(c, node, signal.generation, signal.acknowledgement)
         if signal.acknowledgement is not None
@@ -47,12 +47,12 @@ def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> No
     elif node.lost_message is None or node.lost_message[0] != lost:
         # The heartbeat and the order or the report may have crossed.
         node.lost_message = (lost, c.at)
-    elif c.at - node.lost_message[1] >= c.timing.repeat_s:
+    elif c.at - node.lost_message[1] >= c.timing.resend_s:
         node.lost_message = (lost, c.at)
         if lost == "report":
             inquire(c, node.name, node.incarnation)
         elif lost == "CancelPersist" and signal.acknowledgement is not None and c.job is not None:
-            c.send(node, CancelPersist(job_id=c.job.job_id, attempt=signal.acknowledgement.persist))
+            c.send(node, CancelPersist(job_id=c.job.job_id, attempt=signal.acknowledgement.persist_attempt))
         else:
             c.unacknowledged.setdefault(lost, []).append(node.name)
 
@@ -102,7 +102,11 @@ def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Ac
         if generation < state.generation:
             return "Quiesce"
         return "report" if activity is not NodeActivity.QUIESCING else None
-    if not isinstance(state, Group) or generation != state.generation or node.name not in state.members:
+    if (
+        not isinstance(state, TrainingGroup)
+        or generation != state.generation
+        or node.name not in state.members
+    ):
         return None
     if activity is NodeActivity.QUIESCED:
         return "Resume"
@@ -115,22 +119,26 @@ def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Ac
 
 
 def _lost_of_snapshots(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    underway, writing, state = c.keeping.underway, c.persisting.writing, c.state
+    underway, writing, state = c.snapshots.pending, c.checkpoints.writing, c.state
     if (
         underway is not None
-        and isinstance(state, Group)
+        and isinstance(state, TrainingGroup)
         and generation == state.generation == underway.generation
     ):
-        if node.name not in underway.completed and said.snapped and said.snapped == underway.step:
+        if (
+            node.name not in underway.completed
+            and said.snapshot_reported
+            and said.snapshot_reported == underway.step
+        ):
             return "report"
         if node.name in underway.ordered and said.snap_after < underway.snap_after:
             return "Snap"
     if writing is not None:
         if node.name in writing.shares and node.name not in writing.files:
-            if said.persist != writing.attempt:
+            if said.persist_attempt != writing.attempt:
                 return "Persist"
-            return "report" if said.persisted else None
-    elif said.persist and not said.persisted:
+            return "report" if said.persist_reported else None
+    elif said.persist_attempt and not said.persist_reported:
         return "CancelPersist"
     return None
 
@@ -152,16 +160,20 @@ def _quiesce(c: Cluster) -> Quiesce | None:
 
 
 def _resume(c: Cluster) -> Resume | None:
-    return resume_command(c, c.state) if isinstance(c.state, Group) else None
+    return resume_command(c, c.state) if isinstance(c.state, TrainingGroup) else None
 
 
-def _snap(c: Cluster) -> Snap | None:
-    underway = c.keeping.underway
-    return Snap(generation=underway.generation, behind=underway.snap_after) if underway is not None else None
+def _snap(c: Cluster) -> TakeSnapshot | None:
+    underway = c.snapshots.pending
+    return (
+        TakeSnapshot(generation=underway.generation, after_step=underway.snap_after)
+        if underway is not None
+        else None
+    )
 
 
 def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
-    writing = c.persisting.writing
+    writing = c.checkpoints.writing
     for node in nodes:
         if writing is not None and node.name in writing.shares and node.name not in writing.files:
             persisting.order(c, node)
@@ -171,7 +183,7 @@ _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
     "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.asked]),
     "Quiesce": _to_all(_quiesce),
     "Resume": _to_all(_resume),
-    "Released": _to_all(lambda _: Released()),
+    "Released": _to_all(lambda _: Release()),
     "Snap": _to_all(_snap),
     "Persist": _persist,
 }

@@ -1,11 +1,11 @@
 """Changes that wait for a step boundary: who comes and who goes, and how snapshots are protected."""
 
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.phases import Group, Paused, Running
+from statemachine.cluster.phases import Paused, Running, TrainingGroup
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.snapshots.protections import overdue, wish_of
 from statemachine.cluster.state import JOIN, Cluster
-from statemachine.messages.cluster import Released
+from statemachine.messages.cluster import Release
 
 
 def newcomers(c: Cluster) -> list[NodeMachine]:
@@ -89,9 +89,9 @@ def kept(group: Running) -> frozenset[str]:
 
 def release_drained(c: Cluster) -> None:
     """Nodes that were to leave and that no plan needs may go."""
-    if c.active and c.ledger.told < c.ledger.known_step:
+    if c.active and c.progress.published_step < c.progress.known_step:
         return  # one of them may be the only one that knows the missing votes
-    needed = c.state.needed if isinstance(c.state, Group) else ()
+    needed = c.state.needed if isinstance(c.state, TrainingGroup) else ()
     for node in c.alive():
         if node.draining is not None and not node.released and node.name not in needed:
             release(c, node)
@@ -103,7 +103,7 @@ def release(c: Cluster, node: NodeMachine) -> None:
     if c.profiler == node.name:
         c.profiler, c.dirty = None, True  # Another one is to measure the job.
     c.members.discard(node.name)
-    c.send(node, Released())
+    c.send(node, Release())
     c.persist()
     c.emit("NodeReleased", f"{node.name} holds nothing that the job needs", node=node.name)
     c.publish()
@@ -120,7 +120,7 @@ def keep_up(c: Cluster, group: Running) -> None:
     want_join(c)
     if c.recovery is not None:
         return
-    buddies = sorted(set(group.resumption.buddies.values()))
+    buddies = sorted(set(group.resumption.replica_peers.values()))
     lost = [name for name in buddies if name not in c.nodes or not c.nodes[name].alive]
     if JOIN not in c.due and overdue(c, group):
         # Another protection was asked for than this group was planned with: a boundary, and the same plan.

@@ -5,13 +5,22 @@ from typing import Any
 
 from statemachine.cluster.boundaries import keep_up, release, release_drained, set_draining, want_join
 from statemachine.cluster.horizon import Exposure
-from statemachine.cluster.ledger import learn_evaluation, tell
 from statemachine.cluster.membership import healthy, misfit, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
-from statemachine.cluster.phases import Group, Over, Paused, PhaseEvent, Quiescing, Resuming, Running, Waiting
-from statemachine.cluster.recovery import follow_group, foresee, note_cause, reconfigure
+from statemachine.cluster.phases import (
+    Ended,
+    Paused,
+    PhaseEvent,
+    Quiescing,
+    Resuming,
+    Running,
+    TrainingGroup,
+    Waiting,
+)
+from statemachine.cluster.progress import learn_evaluation, publish_steps
+from statemachine.cluster.recovery import follow_group, note_cause, plan_ahead, reconfigure
 from statemachine.cluster.snapshots import orders, persisting
-from statemachine.cluster.snapshots.keeping import Keeping, Persisting
+from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSnapshots
 from statemachine.cluster.state import (
     FIND,
     FINISH,
@@ -23,16 +32,16 @@ from statemachine.cluster.state import (
     SNAPSHOT,
     STEPS,
     SUSPICION,
-    Balance,
     Cluster,
-    Ledger,
+    StragglerState,
+    TrainingProgress,
     counted,
 )
 from statemachine.effects import BuildTemplates, CancelTemplates
-from statemachine.events import DrainRequested, JobSubmitted, StopRequested
-from statemachine.messages.cluster import Heartbeat, Released, Stop
+from statemachine.events import DrainRequested, StopRequested, SubmitRequested
+from statemachine.messages.cluster import Heartbeat, Release, Stop
 from statemachine.messages.common import Finished, Prepared
-from statemachine.messages.values import ClusterPhase, CommittedStep, Profiled
+from statemachine.messages.values import ClusterPhase, CommittedStep, ProfiledJob
 
 MOST_DOING = 100
 """Characters of what a node says that it does."""
@@ -40,7 +49,7 @@ SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
 
 
-def submit(c: Cluster, event: JobSubmitted) -> None:
+def submit(c: Cluster, event: SubmitRequested) -> None:
     """Take a job on when none is under way; everything that was true of the last one is forgotten."""
     job = event.job
     if c.job is not None and c.job.job_id == job.job_id:
@@ -50,7 +59,7 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     if c.active and c.job is not None:
         c.answer(event.request, False, f"job {c.job.name!r} is under way: ftd stop {c.job.name}")
         return
-    begin = event.begin
+    begin = event.start_checkpoint
     if begin is not None and begin.step > job.steps:
         beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
         c.answer(event.request, False, f"{beyond}: give it more steps, or another url")
@@ -59,15 +68,18 @@ def submit(c: Cluster, event: JobSubmitted) -> None:
     c.job, c.last_failure = job, ""
     c.profiled = c.profiler = c.resumption = None
     c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
-    c.ledger, c.exposure, c.balance = Ledger(), Exposure(), Balance()
-    c.keeping, c.lineage = Keeping(), 0
-    c.persisting = Persisting(newest=begin, tried=begin.step if begin is not None else 0)
+    c.progress, c.exposure, c.straggler_state = TrainingProgress(), Exposure(), StragglerState()
+    c.snapshots, c.lineage = JobSnapshots(), 0
+    c.checkpoints = JobCheckpoints(newest=begin, tried=begin.step if begin is not None else 0)
     if event.profile is not None:
-        c.profiled = Profiled(job=job, profile=event.profile)
+        c.profiled = ProfiledJob(job=job, profile=event.profile)
     if begin is not None:
         # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
-        c.ledger.known, c.ledger.told = CommittedStep(step=begin.step, vote=begin.vote), begin.step
-        c.ledger.loss, c.ledger.evaluated = begin.vote.loss, begin.step
+        c.progress.known, c.progress.published_step = (
+            CommittedStep(step=begin.step, vote=begin.vote),
+            begin.step,
+        )
+        c.progress.loss, c.progress.evaluated = begin.vote.loss, begin.step
     for node in list(c.nodes.values()):
         node.forget_job()
         problem = misfit(node.facts, job.policy)
@@ -111,11 +123,11 @@ def drain(c: Cluster, event: DrainRequested) -> None:
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
     """The job is over, one way or another: the trainers end, the nodes stay."""
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
-    c.enter(event, Over(phase=ended, outcome=reason))
+    c.enter(event, Ended(phase=ended, outcome=reason))
     persisting.ended(c)
-    c.keeping.underway = None
+    c.snapshots.pending = None
     for node in c.nodes.values():
-        node.feed(NodeEvent.GIVEN_UP)
+        node.feed(NodeEvent.ABANDONED)
         if node.alive:
             node.feed(NodeEvent.HEALTHY)  # Its trainers end with the job, lost ones or not; others come.
     for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
@@ -125,7 +137,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     if c.templates_for:
         c.out.append(CancelTemplates(cause=c.cause, job_id=c.current_job.job_id))
     c.send_all(
-        c.alive(), Stop(job_id=c.current_job.job_id, reason=reason, failed=event is PhaseEvent.JOB_BROKE)
+        c.alive(), Stop(job_id=c.current_job.job_id, reason=reason, failed=event is PhaseEvent.JOB_FAILED)
     )
     for node in c.alive():
         if node.draining is not None and not node.released:
@@ -140,7 +152,7 @@ def say_not_under_way(c: Cluster, node: NodeMachine, job_id: str) -> None:
 
 
 def fail(c: Cluster, reason: str) -> None:
-    end_job(c, PhaseEvent.JOB_BROKE, reason, "JobFailed")
+    end_job(c, PhaseEvent.JOB_FAILED, reason, "JobFailed")
 
 
 # --- towards the first plan ----------------------------------------------------------------------
@@ -157,7 +169,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         return
     if node.released:
         c.ignore("prepared when it was released", node.name)
-        c.send(node, Released())
+        c.send(node, Release())
         return
     if c.profiler == node.name and signal.profile is None:
         c.ignore("prepared without the profile that was asked for", node.name)
@@ -165,7 +177,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
     news = not node.prepared
     healthy(c, node)
     if signal.profile is not None and c.profiled is None:
-        c.profiled = Profiled(job=job, profile=signal.profile)
+        c.profiled = ProfiledJob(job=job, profile=signal.profile)
         c.profiler = None
         c.persist()
     if news:
@@ -174,9 +186,9 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
 
 def take_doing(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Before the start, people see how far nodes are with building the model."""
-    doing = signal.doing[:MOST_DOING] if node.asked else ""
-    if doing != node.doing:
-        node.doing = doing
+    doing = signal.build_progress[:MOST_DOING] if node.asked else ""
+    if doing != node.build_progress:
+        node.build_progress = doing
         if c.phase is ClusterPhase.WAITING:
             c.publish()
 
@@ -261,13 +273,13 @@ def maybe_start(c: Cluster) -> None:
 def maybe_finish(c: Cluster, group: Running) -> None:
     """Every planned node finished, and the world was told of every step."""
     job = c.current_job
-    if not group.ended:
+    if not group.all_finished:
         return
-    if c.ledger.told < job.steps:
-        known = c.ledger.known
-        if known is not None and known.step not in c.ledger.pending:
-            c.ledger.pending[known.step] = known.vote
-            tell(c)
+    if c.progress.published_step < job.steps:
+        known = c.progress.known
+        if known is not None and known.step not in c.progress.pending:
+            c.progress.pending[known.step] = known.vote
+            publish_steps(c)
         return
     if orders.last_wanted(c) or persisting.last_export_wanted(c):
         return
@@ -290,7 +302,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
 # --- level-triggered: run after every event that changed something --------------------------------
 
 
-def pursue(c: Cluster) -> None:
+def reconcile(c: Cluster) -> None:
     """Do what the present state calls for, however it came about."""
     if not c.active:
         release_drained(c)
@@ -299,8 +311,8 @@ def pursue(c: Cluster) -> None:
         follow_group(c, c.state)
     build(c)
     if c.current_job.checkpoint.url:
-        persisting.pursue(c)
-        persisting.pursue_export(c)
+        persisting.reconcile(c)
+        persisting.reconcile_export(c)
     match c.state:
         case Waiting():
             problem = nobody_can_build(c)
@@ -310,13 +322,13 @@ def pursue(c: Cluster) -> None:
             release_drained(c)
             maybe_start(c)
         case Quiescing() as state:
-            foresee(c, state)
+            plan_ahead(c, state)
         case Running() as group:
             maybe_finish(c, group)
             if c.state is group:
                 keep_up(c, group)
             if c.state is group:
-                orders.pursue(c, group)
+                orders.reconcile(c, group)
         case Paused():
             want_join(c)
         case _:
@@ -325,11 +337,11 @@ def pursue(c: Cluster) -> None:
 
 def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
     group = c.state
-    if not isinstance(group, Group) or signal.generation != group.generation:
+    if not isinstance(group, TrainingGroup) or signal.generation != group.generation:
         c.ignore("a Finished that nobody waits for", node.name)
         return
     group.finished[node.name] = signal
     node.step = max(node.step, signal.step)
     learn_evaluation(c, signal.step, signal.evaluation)
-    tell(c)
+    publish_steps(c)
     c.dirty = True

@@ -9,7 +9,7 @@ from typing import Any, assert_never
 
 import msgspec
 
-from statemachine.cluster import boundaries, jobs, ledger, public, recovery, rollback, signals, stragglers
+from statemachine.cluster import boundaries, jobs, progress, public, recovery, rollback, signals, stragglers
 from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import is_kept
@@ -30,23 +30,23 @@ from statemachine.cluster.state import (
 from statemachine.effects import Effect, EmitEvent, PersistState, PublishCluster
 from statemachine.events import (
     BrokerConnected,
-    BrokerLost,
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointFailed,
+    BrokerDisconnected,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
     CheckpointFound,
-    CheckpointWritten,
     DrainRequested,
-    JobSubmitted,
+    ExportCompleted,
+    ExportFailed,
     NodeVanished,
+    PlanCompared,
     PlanImpossible,
     PlanReady,
-    PlanWeighed,
     RestoreChecked,
     SignalArrived,
     SnapshotRequested,
     StepsMissed,
     StopRequested,
+    SubmitRequested,
     TemplatesFailed,
     TemplatesReady,
     TimerFired,
@@ -57,10 +57,10 @@ from statemachine.timing import Timing
 ClusterEvent = (
     TimerFired
     | BrokerConnected
-    | BrokerLost
+    | BrokerDisconnected
     | SignalArrived
     | NodeVanished
-    | JobSubmitted
+    | SubmitRequested
     | StopRequested
     | DrainRequested
     | SnapshotRequested
@@ -68,13 +68,13 @@ ClusterEvent = (
     | TemplatesReady
     | TemplatesFailed
     | PlanReady
-    | PlanWeighed
+    | PlanCompared
     | PlanImpossible
     | RestoreChecked
-    | CheckpointWritten
-    | CheckpointFailed
-    | CheckpointExported
-    | CheckpointExportFailed
+    | CheckpointCommitted
+    | CheckpointCommitFailed
+    | ExportCompleted
+    | ExportFailed
     | CheckpointFound
 )
 
@@ -122,7 +122,7 @@ class ClusterMachine:
                 failed(event)
         while c.dirty:
             c.dirty = False
-            jobs.pursue(c)
+            jobs.reconcile(c)
         return self._take_out()
 
     def durable_parts(self) -> dict[str, Any]:
@@ -159,14 +159,14 @@ class ClusterMachine:
     @property
     def committed_step(self) -> int:
         """The newest step known to be committed."""
-        return self._c.ledger.known_step
+        return self._c.progress.known_step
 
-    def plan_in_words(self, generation: int) -> dict[str, Any]:
+    def plan_details(self, generation: int) -> dict[str, Any]:
         """Of a ``PlanChosen`` what the durable state need not have twice, as long as this plan is in it."""
         resumption = self._c.resumption
         if resumption is None or resumption.generation != generation:
             return {"pipelines": [], "considered": []}
-        return public.plan_in_words(resumption.plan)
+        return public.plan_details(resumption.plan)
 
     @property
     def members(self) -> tuple[str, ...]:
@@ -181,17 +181,17 @@ class ClusterMachine:
     @property
     def snapshot(self) -> Snapshot | None:
         """The job's newest snapshot that is complete everywhere."""
-        return self._c.keeping.newest
+        return self._c.snapshots.newest
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The job's newest persistent one, as far as this coordinator knows."""
-        return self._c.persisting.newest
+        return self._c.checkpoints.newest
 
     @property
     def writing(self) -> str:
         """Attempt at a persistent checkpoint that is under way; empty: none is."""
-        writing = self._c.persisting.writing
+        writing = self._c.checkpoints.writing
         return writing.attempt if writing is not None else ""
 
     def _take_out(self) -> list[Effect]:
@@ -220,16 +220,16 @@ class ClusterMachine:
                 recovery.vanished(c, event)
             case BrokerConnected():
                 self._connected()
-            case BrokerLost():
+            case BrokerDisconnected():
                 self._disconnected()
-            case JobSubmitted():
+            case SubmitRequested():
                 jobs.submit(c, event)
             case StopRequested():
                 jobs.stop(c, event)
             case DrainRequested():
                 jobs.drain(c, event)
             case StepsMissed():
-                ledger.missed(c, event)
+                progress.missed(c, event)
             case SnapshotRequested():
                 orders.requested(c, event)
             case TemplatesReady():
@@ -238,19 +238,19 @@ class ClusterMachine:
                 jobs.templates_failed(c, event.job_id, event.reason)
             case PlanReady():
                 self._plan_ready(event)
-            case PlanWeighed():
+            case PlanCompared():
                 stragglers.weighed(c, event)
             case PlanImpossible():
                 self._plan_impossible(event)
             case RestoreChecked():
                 self._lost(rollback.checked(c, event))
-            case CheckpointWritten():
+            case CheckpointCommitted():
                 persisting.written(c, event)
-            case CheckpointFailed():
+            case CheckpointCommitFailed():
                 persisting.commit_failed(c, event)
-            case CheckpointExported():
+            case ExportCompleted():
                 persisting.exported(c, event)
-            case CheckpointExportFailed():
+            case ExportFailed():
                 persisting.export_failed(c, event)
             case CheckpointFound():
                 self._fail(rollback.found(c, event))
@@ -275,7 +275,7 @@ class ClusterMachine:
                 boundaries.join(c)
                 c.dirty = True
             case "steps":
-                ledger.steps_overdue(c)
+                progress.steps_overdue(c)
             case "snapshot":
                 snapshots.overdue(c)
             case "persist":
@@ -308,7 +308,7 @@ class ClusterMachine:
             # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
             c.presumed_at = c.at
         else:
-            ledger.look(c)
+            progress.look(c)
             for node in silent(c):
                 c.cause = f"silence:{node.name}:{node.incarnation}"
                 reason = f"nothing heard from {node.name} for {c.timing.silence_s} s"
@@ -345,15 +345,15 @@ class ClusterMachine:
                 c.set_timer(QUIESCE, max(c.timing.quiesce_s, c.timing.hello_grace_s))
             case Resuming() as group:
                 c.set_timer(RESUME, recovery.resume_limit_s(c, group))
-            case Paused(gives_up=True):
+            case Paused(pause_limited=True):
                 c.set_timer(GIVE_UP, c.timing.lost_state_s)
             case _:
                 pass
-        if c.keeping.underway is not None:
-            c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
-        if c.persisting.writing is not None:
-            committing = c.persisting.writing.committing
-            c.set_timer(PERSIST, c.timing.place_s if committing else c.timing.persist_s)
+        if c.snapshots.pending is not None:
+            c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
+        if c.checkpoints.writing is not None:
+            committing = c.checkpoints.writing.committing
+            c.set_timer(PERSIST, c.timing.checkpoint_location_s if committing else c.timing.persist_s)
         c.dirty = True
         c.publish()
 

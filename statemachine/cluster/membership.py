@@ -1,6 +1,6 @@
 """Who belongs to the cluster: Hello, rejection, loss, return, fencing.
 
-What a signal's sender is to the cluster (``Standing``) decides together with the kind of signal what is
+What a signal's sender is to the cluster (``SenderStatus``) decides together with the kind of signal what is
 done with it; the table below says it for every pair.
 """
 
@@ -9,20 +9,20 @@ from enum import StrEnum
 
 from planner.values import Policy
 from statemachine.cluster.node import RETIRED_KEPT, NodeEvent, NodeMachine
-from statemachine.cluster.phases import Group, Paused, Planning, Quiescing, Running
+from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, TrainingGroup
 from statemachine.cluster.state import Cluster, counted
-from statemachine.effects import ForgetNode
+from statemachine.effects import RemoveNode
 from statemachine.messages.cluster import (
     Fence,
     Heartbeat,
     Hello,
-    Inquiry,
     LayersPersisted,
     Leaving,
     PersistFailed,
     Prepare,
     Quiesced,
-    Rejection,
+    Reject,
+    RequestHello,
     RestoreFailed,
     Signal,
     SnapshotCompleted,
@@ -31,17 +31,17 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
 from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
 
 
-class Standing(StrEnum):
+class SenderStatus(StrEnum):
     CURRENT = "CURRENT"
     """The incarnation we know under this name, not OFFLINE."""
     ABSENT = "ABSENT"
@@ -54,7 +54,7 @@ class Standing(StrEnum):
     """No node of this name."""
 
 
-class Verdict(StrEnum):
+class SignalAction(StrEnum):
     TAKE = "TAKE"
     """Handle the signal."""
     ADMIT = "ADMIT"
@@ -68,41 +68,143 @@ class Verdict(StrEnum):
     """Stale: counted and logged."""
 
 
-_ROWS: dict[type[Signal], tuple[Verdict, Verdict, Verdict, Verdict, Verdict]] = {
+_ROWS: dict[type[Signal], tuple[SignalAction, SignalAction, SignalAction, SignalAction, SignalAction]] = {
     # signal: (CURRENT, ABSENT, RETIRED, OTHER, UNKNOWN)
-    Hello: (Verdict.TAKE, Verdict.RETURN, Verdict.FENCE, Verdict.ADMIT, Verdict.ADMIT),
-    Heartbeat: (Verdict.TAKE, Verdict.RETURN, Verdict.FENCE, Verdict.INQUIRE, Verdict.INQUIRE),
-    Prepared: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    Quiesced: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    Resumed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    Stepped: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    TrainerLost: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    PeerSuspected: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
-    ReplicaDiverged: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
-    Finished: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    Leaving: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    Snapping: (Verdict.TAKE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE, Verdict.IGNORE),
-    SnapshotCompleted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    SnapshotFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    RestoreFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    LayersPersisted: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
-    PersistFailed: (Verdict.TAKE, Verdict.RETURN, Verdict.IGNORE, Verdict.IGNORE, Verdict.INQUIRE),
+    Hello: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.FENCE,
+        SignalAction.ADMIT,
+        SignalAction.ADMIT,
+    ),
+    Heartbeat: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.FENCE,
+        SignalAction.INQUIRE,
+        SignalAction.INQUIRE,
+    ),
+    Prepared: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    Quiesced: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    Resumed: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    Stepped: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    TrainerLost: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    PeerSuspected: (
+        SignalAction.TAKE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+    ),
+    OptimizerReplicaDiverged: (
+        SignalAction.TAKE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+    ),
+    Finished: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    Leaving: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    SnapshotStarted: (
+        SignalAction.TAKE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+    ),
+    SnapshotCompleted: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    SnapshotFailed: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    RestoreFailed: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    LayersPersisted: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
+    PersistFailed: (
+        SignalAction.TAKE,
+        SignalAction.RETURN,
+        SignalAction.IGNORE,
+        SignalAction.IGNORE,
+        SignalAction.INQUIRE,
+    ),
 }
 
-TABLE: dict[tuple[type[Signal], Standing], Verdict] = {
+TABLE: dict[tuple[type[Signal], SenderStatus], SignalAction] = {
     (signal, standing): verdict
     for signal, row in _ROWS.items()
-    for standing, verdict in zip(Standing, row, strict=True)
+    for standing, verdict in zip(SenderStatus, row, strict=True)
 }
 
 
-def standing(c: Cluster, name: str, incarnation: int) -> Standing:
+def standing(c: Cluster, name: str, incarnation: int) -> SenderStatus:
     node = c.nodes.get(name)
     if node is None:
-        return Standing.UNKNOWN
+        return SenderStatus.UNKNOWN
     if incarnation == node.incarnation:
-        return Standing.CURRENT if node.alive else Standing.ABSENT
-    return Standing.RETIRED if incarnation in node.retired else Standing.OTHER
+        return SenderStatus.CURRENT if node.alive else SenderStatus.ABSENT
+    return SenderStatus.RETIRED if incarnation in node.retired else SenderStatus.OTHER
 
 
 def misfit(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
@@ -132,8 +234,16 @@ def stranger(c: Cluster, name: str, facts: NodeFacts) -> str | None:
             f"it speaks protocol {facts.protocol}, and this coordinator {PROTOCOL}: install the same version "
             "of ftd on all hosts"
         )
-    others = [node for node in c.nodes.values() if node.alive and node.facts.mark and node.name != name]
-    if facts.mark and others and all(node.facts.mark != facts.mark for node in others):
+    others = [
+        node
+        for node in c.nodes.values()
+        if node.alive and node.facts.secret_fingerprint and node.name != name
+    ]
+    if (
+        facts.secret_fingerprint
+        and others
+        and all(node.facts.secret_fingerprint != facts.secret_fingerprint for node in others)
+    ):
         return (
             f"its secret is not that of {others[0].name}: the same secret (secret_file) on all nodes, and "
             "restart the one that has another"
@@ -142,7 +252,7 @@ def stranger(c: Cluster, name: str, facts: NodeFacts) -> str | None:
 
 
 def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
-    c.send_to(name, incarnation, Rejection(reason=reason))
+    c.send_to(name, incarnation, Reject(reason=reason))
     if c.rejected.get((name, incarnation)) != reason:
         c.rejected[name, incarnation] = reason
         c.emit("NodeRejected", reason, node=name, incarnation=incarnation)
@@ -237,7 +347,7 @@ def inquire_all(c: Cluster) -> None:
     """Everybody that should be here, anew."""
     nodes = c.alive()
     c.inquired = {(node.name, node.incarnation): c.at for node in nodes}
-    c.send_all(nodes, Inquiry())
+    c.send_all(nodes, RequestHello())
 
 
 def inquire(c: Cluster, name: str, incarnation: int) -> None:
@@ -245,7 +355,7 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
     asked = c.inquired.get((name, incarnation))
     if asked is None or c.at - asked >= c.timing.heartbeat_s:
         c.inquired[name, incarnation] = c.at
-        c.send_to(name, incarnation, Inquiry())
+        c.send_to(name, incarnation, RequestHello())
 
 
 def remind(c: Cluster, node: NodeMachine, after_s: float) -> None:
@@ -324,7 +434,7 @@ def forget(c: Cluster) -> None:
         return
     offline.sort(key=lambda node: node.heard_at)
     over = len(offline) - max(OFFLINE_KEPT, len(c.nodes) - len(offline))
-    late = c.at - c.timing.forget_s
+    late = c.at - c.timing.remove_offline_s
     due = [node for number, node in enumerate(offline) if number < over or node.heard_at <= late]
     kept = needed(c) if due else frozenset()
     gone = [node for node in due if node.name not in kept]
@@ -338,7 +448,7 @@ def forget(c: Cluster) -> None:
 
 def unknown(c: Cluster, name: str) -> None:
     """The broker still says of somebody who is not known that it is gone: that, too, can go."""
-    c.out.append(ForgetNode(cause=c.cause, node=name))
+    c.out.append(RemoveNode(cause=c.cause, node=name))
 
 
 def _forget(c: Cluster, node: NodeMachine) -> None:
@@ -347,7 +457,7 @@ def _forget(c: Cluster, node: NodeMachine) -> None:
         del c.inquired[asked]
     unknown(c, node.name)
     c.emit(
-        "NodeForgotten",
+        "NodeRemoved",
         f"{node.name} at {node.facts.host} was not heard of for {c.at - node.heard_at:.0f} s, "
         "and nothing waits for it",
         node=node.name,
@@ -361,20 +471,20 @@ def needed(c: Cluster) -> frozenset[str]:
     if not c.active:
         return frozenset()
     names: set[str] = set()
-    state, resumption, newest = c.state, c.resumption, c.keeping.newest
-    if isinstance(state, Planning | Group | Paused):
+    state, resumption, newest = c.state, c.resumption, c.snapshots.newest
+    if isinstance(state, Planning | TrainingGroup | Paused):
         names |= {*state.members, *state.sources}
-    if isinstance(state, Planning | Group):
+    if isinstance(state, Planning | TrainingGroup):
         names |= state.kept
     if isinstance(state, Quiescing | Planning | Paused):
         names |= state.expected.keys()
     if resumption is not None:
-        names |= {*resumption.plan.nodes, *resumption.buddies, *resumption.buddies.values()}
+        names |= {*resumption.plan.nodes, *resumption.replica_peers, *resumption.replica_peers.values()}
     if c.recovery is not None:
         names |= set(c.recovery.nodes)
     if newest is not None:
-        names |= {*newest.owners, *newest.buddies.values()}
-    if (writing := c.persisting.writing) is not None:
+        names |= {*newest.owners, *newest.replica_peers.values()}
+    if (writing := c.checkpoints.writing) is not None:
         names |= {*writing.record.owners, *writing.shares}
     if not isinstance(state, Running) or c.recovery is not None:
         names |= {node.name for node in c.nodes.values() if _has_state(c, node)}

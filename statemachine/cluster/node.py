@@ -24,7 +24,7 @@ class NodeEvent(StrEnum):
     """This node's part of the snapshot is complete in host memory."""
     COMMITTED = "COMMITTED"
     """Every node completed: the snapshot is globally committed."""
-    GIVEN_UP = "GIVEN_UP"
+    ABANDONED = "ABANDONED"
     """The snapshot will not be completed everywhere: what this node has of it counts for nothing."""
     UNHEALTHY = "UNHEALTHY"
     """A trainer died, hung or raised; the host and its memory are there."""
@@ -41,12 +41,12 @@ TABLE: dict[tuple[NodeState, NodeEvent], NodeState] = {
     (_S.HEALTHY, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.HEALTHY, _E.OFFLINE): _S.OFFLINE,
     (_S.SNAP, _E.COMPLETED): _S.COMPLETED,
-    (_S.SNAP, _E.GIVEN_UP): _S.HEALTHY,
+    (_S.SNAP, _E.ABANDONED): _S.HEALTHY,
     (_S.SNAP, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.SNAP, _E.OFFLINE): _S.OFFLINE,
     (_S.COMPLETED, _E.SNAP): _S.SNAP,
     (_S.COMPLETED, _E.COMMITTED): _S.HEALTHY,
-    (_S.COMPLETED, _E.GIVEN_UP): _S.HEALTHY,
+    (_S.COMPLETED, _E.ABANDONED): _S.HEALTHY,
     (_S.COMPLETED, _E.UNHEALTHY): _S.UNHEALTHY,
     (_S.COMPLETED, _E.OFFLINE): _S.OFFLINE,
     (_S.UNHEALTHY, _E.HEALTHY): _S.HEALTHY,
@@ -60,7 +60,7 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         (_S.HEALTHY, _E.COMPLETED),
         (_S.HEALTHY, _E.COMMITTED),
         # It is told to all, whether they had begun or not.
-        (_S.HEALTHY, _E.GIVEN_UP),
+        (_S.HEALTHY, _E.ABANDONED),
         (_S.SNAP, _E.HEALTHY),
         (_S.SNAP, _E.SNAP),
         (_S.SNAP, _E.COMMITTED),
@@ -70,13 +70,13 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         (_S.UNHEALTHY, _E.SNAP),
         (_S.UNHEALTHY, _E.COMPLETED),
         (_S.UNHEALTHY, _E.COMMITTED),
-        (_S.UNHEALTHY, _E.GIVEN_UP),
+        (_S.UNHEALTHY, _E.ABANDONED),
         (_S.UNHEALTHY, _E.UNHEALTHY),
         # Nothing but a Hello brings a node back.
         (_S.OFFLINE, _E.SNAP),
         (_S.OFFLINE, _E.COMPLETED),
         (_S.OFFLINE, _E.COMMITTED),
-        (_S.OFFLINE, _E.GIVEN_UP),
+        (_S.OFFLINE, _E.ABANDONED),
         (_S.OFFLINE, _E.UNHEALTHY),
         (_S.OFFLINE, _E.OFFLINE),
     }
@@ -100,7 +100,7 @@ class NodeMachine:
     """``Prepare`` was sent for the present job and is not answered."""
     lost_message: tuple[str, float] | None = None
     """What its heartbeats say is missing, and since when (``acknowledgement``)."""
-    doing: str = ""
+    build_progress: str = ""
     """What its trainers do to build the job, in words."""
     prepared: bool = False
     """Every trainer built the present job."""
@@ -132,11 +132,11 @@ class NodeMachine:
     """Since when it has computed at another speed than that."""
     snapshots: frozenset[HeldSnapshot] = frozenset()
     """Of the present job, complete in this node's memory as far as it said."""
-    spoiled: Counter[HeldSnapshot] = field(default_factory=Counter)
+    part_failures: Counter[HeldSnapshot] = field(default_factory=Counter)
     """How often a part of these turned out to be damaged or not to be had."""
     greeted: bool = False
     """It said Hello since this coordinator started, and so what it has under way."""
-    kept: int | None = None
+    retained_step: int | None = None
     """``Heartbeat.kept``, as said since the last Hello."""
     keep_said: int = 0
     """Step of the last ``KeepSnapshot`` sent, at ``keep_said_at``."""
@@ -164,7 +164,7 @@ class NodeMachine:
     def forget_job(self) -> None:
         """The job is over: what was true about this node and that job is no more."""
         self.asked = self.prepared = self.returning = False
-        self.unfit, self.doing = None, ""
+        self.unfit, self.build_progress = None, ""
         self.counted_in = self.step = self.timed_in = 0
         self.speed, self.odd_since = 1.0, None
-        self.snapshots, self.spoiled, self.keep_said = frozenset(), Counter(), 0
+        self.snapshots, self.part_failures, self.keep_said = frozenset(), Counter(), 0

@@ -16,7 +16,7 @@ from statemachine.messages.values import Checkpoint, ClusterPhase, DeviceReport,
 
 
 @dataclass(slots=True, kw_only=True)
-class Recovery:
+class ActiveRecovery:
     """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
 
     cause: str
@@ -49,7 +49,7 @@ class Quiescing:
 
     phase: ClassVar = ClusterPhase.QUIESCING
     generation: int
-    recovery: Recovery
+    recovery: ActiveRecovery
     mode: QuiesceMode
     began_at: float
     expected: dict[str, None]
@@ -71,7 +71,7 @@ class Planning:
 
     phase: ClassVar = ClusterPhase.RECOVERING
     generation: int
-    recovery: Recovery
+    recovery: ActiveRecovery
     mode: QuiesceMode
     """How it was quiesced; for a coordinator that is restarted now, and has to do it again."""
     began_at: float
@@ -99,7 +99,7 @@ class Planning:
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class TrainingGroup:
     """The training group of a generation, from its Resume on."""
 
     generation: int
@@ -127,33 +127,33 @@ class Group:
     @property
     def needed(self) -> set[str]:
         """Nodes of its plan, and those that keep copies of its snapshots."""
-        return {*self.planned, *self.resumption.buddies.values()}
+        return {*self.planned, *self.resumption.replica_peers.values()}
 
     @property
-    def everybody(self) -> bool:
+    def all_resumed(self) -> bool:
         """Whether every planned node has resumed."""
         return all(name in self.resumed for name in self.planned)
 
     @property
-    def ended(self) -> bool:
+    def all_finished(self) -> bool:
         """Whether every planned node said that all steps are done."""
         return all(name in self.finished for name in self.planned)
 
 
 @dataclass(slots=True, kw_only=True)
-class Resuming(Group):
+class Resuming(TrainingGroup):
     """The group forms."""
 
     phase: ClassVar = ClusterPhase.RECOVERING
-    recovery: Recovery
+    recovery: ActiveRecovery
 
 
 @dataclass(slots=True, kw_only=True)
-class Running(Group):
+class Running(TrainingGroup):
     """The group trains."""
 
     phase: ClassVar = ClusterPhase.RUNNING
-    recovery: Recovery | None = None
+    recovery: ActiveRecovery | None = None
     """``None`` once the group has committed its first step."""
 
     @classmethod
@@ -176,14 +176,14 @@ class Paused:
     """Whether it ended after the decision."""
     reason: str
     """What is waited for."""
-    gives_up: bool = False
+    pause_limited: bool = False
     """Only absent nodes hold some state: the job fails when they stay away."""
     discarded_steps: int = 0
     """Steps that this recovery discarded: the next one recomputes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Over:
+class Ended:
     """The job is over."""
 
     phase: ClusterPhase
@@ -192,7 +192,7 @@ class Over:
     """How the job ended, in words."""
 
 
-State = Waiting | Quiescing | Planning | Resuming | Running | Paused | Over
+State = Waiting | Quiescing | Planning | Resuming | Running | Paused | Ended
 
 
 class PhaseEvent(StrEnum):
@@ -200,10 +200,10 @@ class PhaseEvent(StrEnum):
     GENERATION_STARTED = "GENERATION_STARTED"
     REPORTS_COMPLETED = "REPORTS_COMPLETED"
     GROUP_RESUMED = "GROUP_RESUMED"
-    NODES_LACKED = "NODES_LACKED"
+    NODES_MISSING = "NODES_MISSING"
     JOB_ENDED = "JOB_ENDED"
     """Finished, or stopped by a user."""
-    JOB_BROKE = "JOB_BROKE"
+    JOB_FAILED = "JOB_FAILED"
 
 
 _P = ClusterPhase
@@ -213,23 +213,23 @@ TABLE: dict[tuple[ClusterPhase, PhaseEvent], ClusterPhase] = {
     (_P.WAITING, _E.JOB_ACCEPTED): _P.WAITING,
     (_P.WAITING, _E.GENERATION_STARTED): _P.QUIESCING,
     (_P.WAITING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.WAITING, _E.JOB_BROKE): _P.FAILED,
+    (_P.WAITING, _E.JOB_FAILED): _P.FAILED,
     (_P.RUNNING, _E.GENERATION_STARTED): _P.QUIESCING,
     (_P.RUNNING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.RUNNING, _E.JOB_BROKE): _P.FAILED,
+    (_P.RUNNING, _E.JOB_FAILED): _P.FAILED,
     (_P.QUIESCING, _E.GENERATION_STARTED): _P.QUIESCING,
     (_P.QUIESCING, _E.REPORTS_COMPLETED): _P.RECOVERING,
-    (_P.QUIESCING, _E.NODES_LACKED): _P.PAUSED,
+    (_P.QUIESCING, _E.NODES_MISSING): _P.PAUSED,
     (_P.QUIESCING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.QUIESCING, _E.JOB_BROKE): _P.FAILED,
+    (_P.QUIESCING, _E.JOB_FAILED): _P.FAILED,
     (_P.RECOVERING, _E.GENERATION_STARTED): _P.QUIESCING,
     (_P.RECOVERING, _E.GROUP_RESUMED): _P.RUNNING,
-    (_P.RECOVERING, _E.NODES_LACKED): _P.PAUSED,
+    (_P.RECOVERING, _E.NODES_MISSING): _P.PAUSED,
     (_P.RECOVERING, _E.JOB_ENDED): _P.FINISHED,
-    (_P.RECOVERING, _E.JOB_BROKE): _P.FAILED,
+    (_P.RECOVERING, _E.JOB_FAILED): _P.FAILED,
     (_P.PAUSED, _E.GENERATION_STARTED): _P.QUIESCING,
     (_P.PAUSED, _E.JOB_ENDED): _P.FINISHED,
-    (_P.PAUSED, _E.JOB_BROKE): _P.FAILED,
+    (_P.PAUSED, _E.JOB_FAILED): _P.FAILED,
     (_P.FINISHED, _E.JOB_ACCEPTED): _P.WAITING,
     (_P.FAILED, _E.JOB_ACCEPTED): _P.WAITING,
 }
@@ -251,22 +251,22 @@ IMPOSSIBLE: frozenset[tuple[ClusterPhase, PhaseEvent]] = frozenset(
         (_P.QUIESCING, _E.GROUP_RESUMED),
         (_P.PAUSED, _E.GROUP_RESUMED),
         # Whether nodes lack shows only when a generation is made.
-        (_P.WAITING, _E.NODES_LACKED),
-        (_P.RUNNING, _E.NODES_LACKED),
-        (_P.PAUSED, _E.NODES_LACKED),
+        (_P.WAITING, _E.NODES_MISSING),
+        (_P.RUNNING, _E.NODES_MISSING),
+        (_P.PAUSED, _E.NODES_MISSING),
         # Nothing happens to a job that is over.
         (_P.FINISHED, _E.GENERATION_STARTED),
         (_P.FINISHED, _E.REPORTS_COMPLETED),
         (_P.FINISHED, _E.GROUP_RESUMED),
-        (_P.FINISHED, _E.NODES_LACKED),
+        (_P.FINISHED, _E.NODES_MISSING),
         (_P.FINISHED, _E.JOB_ENDED),
-        (_P.FINISHED, _E.JOB_BROKE),
+        (_P.FINISHED, _E.JOB_FAILED),
         (_P.FAILED, _E.GENERATION_STARTED),
         (_P.FAILED, _E.REPORTS_COMPLETED),
         (_P.FAILED, _E.GROUP_RESUMED),
-        (_P.FAILED, _E.NODES_LACKED),
+        (_P.FAILED, _E.NODES_MISSING),
         (_P.FAILED, _E.JOB_ENDED),
-        (_P.FAILED, _E.JOB_BROKE),
+        (_P.FAILED, _E.JOB_FAILED),
     }
 )
 

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from planner.values import PipelinePlacement, Plan
-from statemachine.cluster.phases import Group, Over, Paused, Planning, Quiescing, Resuming, Waiting
+from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resuming, TrainingGroup, Waiting
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.state import Cluster, who
 
@@ -57,17 +57,21 @@ def _before_the_start(c: Cluster) -> str:
     if c.profiled is None:
         if not c.profiler:
             return "a node that can build the model"
-        doing = c.nodes[c.profiler].doing
+        doing = c.nodes[c.profiler].build_progress
         return f"{c.profiler}, which is {doing}" if doing else f"{c.profiler} to build and measure the model"
     if not c.templates_ready:
         return "pipeline templates"
-    building = [f"{node.name} ({node.doing})" if node.doing else node.name for node in alive if node.asked]
+    building = [
+        f"{node.name} ({node.build_progress})" if node.build_progress else node.name
+        for node in alive
+        if node.asked
+    ]
     return f"{', '.join(building)} to build the model" if building else "nodes"
 
 
 def _snapshot(c: Cluster) -> dict[str, Any] | None:
     """The newest that is complete everywhere. ``at`` is on the machine's clock."""
-    record = c.keeping.newest
+    record = c.snapshots.newest
     if record is None:
         return None
     present = holders(c, record)
@@ -98,7 +102,7 @@ def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
 
 def _checkpoint(c: Cluster) -> dict[str, Any] | None:
     """The newest persistent one; ``None`` where the job writes none."""
-    job, persisting = c.job, c.persisting
+    job, persisting = c.job, c.checkpoints
     if job is None or not job.checkpoint.url:
         return None
     newest, writing = persisting.newest, persisting.writing
@@ -110,7 +114,7 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
     }
 
 
-def plan_in_words(plan: Plan) -> dict[str, Any]:
+def plan_details(plan: Plan) -> dict[str, Any]:
     """Of a thousand nodes it is long, and the durable state has the plan anyway."""
     return {
         "pipelines": pipelines(plan.pipelines),
@@ -120,20 +124,20 @@ def plan_in_words(plan: Plan) -> dict[str, Any]:
 
 def public_state(c: Cluster) -> dict[str, Any]:
     """The cluster, its job and its nodes in one JSON-compatible object."""
-    ledger, job = c.ledger, c.job
-    group = c.state if isinstance(c.state, Group) else None
+    progress, job = c.progress, c.job
+    group = c.state if isinstance(c.state, TrainingGroup) else None
     in_plan = set(group.planned) if group is not None else set()
-    running = job is not None and ledger.step_s > 0
+    running = job is not None and progress.step_s > 0
     return {
         "phase": str(c.phase),
         "generation": c.generation,
-        "step": ledger.known_step,
-        "loss": ledger.loss,
-        "step_s": ledger.step_s if running else None,
-        "samples_per_s": job.policy.global_batch / ledger.step_s if job is not None and running else None,
+        "step": progress.known_step,
+        "loss": progress.loss,
+        "step_s": progress.step_s if running else None,
+        "samples_per_s": job.policy.global_batch / progress.step_s if job is not None and running else None,
         "waiting_for": waiting_for(c),
-        "gives_up": isinstance(c.state, Paused) and c.state.gives_up,
-        "outcome": c.state.outcome if isinstance(c.state, Over) else "",
+        "pause_limited": isinstance(c.state, Paused) and c.state.pause_limited,
+        "outcome": c.state.outcome if isinstance(c.state, Ended) else "",
         "snapshot": _snapshot(c),
         "snapshot_policy": _snapshot_policy(c),
         "checkpoint": _checkpoint(c),

@@ -19,31 +19,31 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.values import Device, Situation, StatePart
-from statemachine.cluster.ledger import learn, learn_evaluation, tell
 from statemachine.cluster.membership import fence, inquire, lose, prepare, unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
-    Group,
+    ActiveRecovery,
     Paused,
     PhaseEvent,
     Planning,
     Quiescing,
-    Recovery,
     Resuming,
     Running,
+    TrainingGroup,
 )
-from statemachine.cluster.public import pipelines, plan_in_words
+from statemachine.cluster.progress import learn, learn_evaluation, publish_steps
+from statemachine.cluster.public import pipelines, plan_details
 from statemachine.cluster.rules import Decision, Resumption, decide, trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
-from statemachine.cluster.snapshots.buddies import able, buddies_of
 from statemachine.cluster.snapshots.protections import settled, wanted, wish_of
+from statemachine.cluster.snapshots.replica_peers import able, buddies_of
 from statemachine.cluster.snapshots.snapshots import interrupt
 from statemachine.cluster.state import FIND, GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Cluster, who
-from statemachine.effects import ComputePlan, ForeseePlan
+from statemachine.effects import ComputePlan, PlanAhead
 from statemachine.events import NodeVanished, PlanImpossible, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
 from statemachine.messages.common import PeerSuspected, Quiesce, Resumed
-from statemachine.messages.values import Buddy, CommittedStep, NodeFacts, QuiesceMode, Restore
+from statemachine.messages.values import CommittedStep, NodeFacts, QuiesceMode, ReplicaPeer, Restore
 
 T = TypeVar("T")
 
@@ -90,7 +90,7 @@ def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     after_loss(c, node, "node_lost", how, reason)
 
 
-def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> Recovery:
+def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> ActiveRecovery:
     """Begin the record of a recovery, or extend that under way; a loss outranks what it interrupts."""
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
@@ -98,7 +98,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
         discarded = c.state.discarded_steps if isinstance(c.state, Paused) else 0
         if cause in LOSSES:
             c.exposure.failures += 1
-        return Recovery(
+        return ActiveRecovery(
             cause=cause,
             nodes=list(nodes),
             detected_how=how,
@@ -123,12 +123,12 @@ def after_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) ->
         return
     if isinstance(state, Quiescing) and state.mode == "abort" and not node.alive:
         state.recovery = record
-        do_without(c, state, node)
+        continue_without(c, state, node)
     else:
         reconfigure(c, why, "abort", record)
 
 
-def do_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
+def continue_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
     """A node is lost while reports come in: nothing was decided yet, and who aborts waits for nobody.
 
     So that a hundred nodes that are lost at once are one generation. What it may have reported goes with it.
@@ -143,7 +143,7 @@ def do_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
         settle(c, state)
 
 
-def do_with(c: Cluster, node: NodeMachine) -> None:
+def include_returned_node(c: Cluster, node: NodeMachine) -> None:
     """A node that was lost is back with its state. Before anything was decided its report counts, too."""
     state = c.state
     if not isinstance(state, Quiescing | Planning):
@@ -162,10 +162,10 @@ def next_generation(c: Cluster) -> int:
     return c.generation + 1
 
 
-def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: Recovery) -> None:
+def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery) -> None:
     """Steps 1 and 2: announce a new generation to everybody who may take part."""
     interrupted = isinstance(c.state, Running) and mode == "abort"
-    if interrupted and c.ledger.known_step < c.current_job.steps:
+    if interrupted and c.progress.known_step < c.current_job.steps:
         record.recomputed_steps = 1
     record.tried += 1
     record.quiesced_at = record.planned_at = record.resumed_at = record.committed_at = None
@@ -183,7 +183,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: Recovery) -> No
     c.persist()
     c.emit("GenerationStarted", why, mode=mode, why=why)
     c.send_all(members, Quiesce(generation=c.generation, mode=mode))
-    limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.ledger.step_s)
+    limit = c.timing.quiesce_s if mode == "abort" else c.timing.boundary_limit_s(c.progress.step_s)
     c.set_timer(QUIESCE, max(limit, c.grace_until - c.at))
     c.publish()
     if not members:
@@ -191,7 +191,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: Recovery) -> No
         pause(c, "no node is ready", needed=1)
 
 
-def foresee(c: Cluster, state: Quiescing) -> None:
+def plan_ahead(c: Cluster, state: Quiescing) -> None:
     """Tell the planner what it will likely be asked; again whenever the nodes that are waited for have changed.
 
     Where nodes are lost the others stop in the same step, each with the layers that the plan gave it. If somebody
@@ -207,7 +207,7 @@ def foresee(c: Cluster, state: Quiescing) -> None:
     devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
     if devices:
         c.out.append(
-            ForeseePlan(
+            PlanAhead(
                 cause=c.cause,
                 devices=devices,
                 previous=resumption.plan,
@@ -261,7 +261,7 @@ def settle(c: Cluster, state: Quiescing) -> None:
         return
     c.cancel_timer(QUIESCE)
     zero1 = c.current_job.policy.zero1
-    decision = decide(reports, c.ledger.known, c.resumption, state.mode, zero1=zero1)
+    decision = decide(reports, c.progress.known, c.resumption, state.mode, zero1=zero1)
     planning = Planning(
         generation=state.generation,
         recovery=state.recovery,
@@ -286,7 +286,7 @@ def settle(c: Cluster, state: Quiescing) -> None:
         decision=decision.outcome,
         in_flight=decision.in_flight,
     )
-    tell(c)
+    publish_steps(c)
     ask_plan(c, planning, with_draining=False)
 
 
@@ -361,7 +361,7 @@ def no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
     return reason
 
 
-def pause(c: Cluster, reason: str, *, needed: int | None, gives_up: bool = False) -> None:
+def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:
     """Wait for what is lacking: there is no plan for what is here."""
     state = c.state
     assert isinstance(state, Quiescing | Planning), (
@@ -376,10 +376,10 @@ def pause(c: Cluster, reason: str, *, needed: int | None, gives_up: bool = False
         sources=state.sources if isinstance(state, Planning) else (),
         decided=decided,
         reason=reason,
-        gives_up=gives_up,
+        pause_limited=pause_limited,
         discarded_steps=state.recovery.recomputed_steps,
     )
-    c.enter(PhaseEvent.NODES_LACKED, paused)
+    c.enter(PhaseEvent.NODES_MISSING, paused)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
     c.emit("ClusterPaused", reason, needed=needed, present=present)
@@ -411,8 +411,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         restore=restore_of(c, state),
         protection=protection,
         wish=state.wish,
-        buddies=buddies_of(plan, protection, able(c, state.members)),
-        evaluated=c.ledger.evaluated,
+        replica_peers=buddies_of(plan, protection, able(c, state.members)),
+        evaluated=c.progress.evaluated,
     )
     group = c.state = Resuming(
         generation=state.generation,
@@ -426,8 +426,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         sources=state.sources,
         holdings=decision.holdings,
     )
-    c.keeping.urgent = True
-    c.balance.speeds = dict(state.situation.speeds) if state.situation is not None else {}
+    c.snapshots.urgent = True
+    c.straggler_state.speeds = dict(state.situation.speeds) if state.situation is not None else {}
     c.exposure.plan_began(len(group.planned), c.at)
     for name in state.members:
         c.nodes[name].counted_in = state.generation
@@ -446,7 +446,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         from_replicas=from_replicas,
         estimated_iteration_s=plan.estimated_iteration_s,
         idle_nodes=list(plan.idle_nodes),
-        **plan_in_words(plan),
+        **plan_details(plan),
     )
     c.send_all((c.nodes[name] for name in sorted(group.members)), resume_command(c, group))
     c.set_timer(RESUME, resume_limit_s(c, group))
@@ -455,7 +455,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
 
 def restore_of(c: Cluster, state: Planning) -> Restore | None:
     """Where everybody's state comes from after a rollback."""
-    record, checkpoint, job = c.keeping.newest, state.checkpoint, c.current_job
+    record, checkpoint, job = c.snapshots.newest, state.checkpoint, c.current_job
     if checkpoint is not None:
         return Restore(
             job_id=job.job_id,
@@ -482,7 +482,7 @@ def _served_at(facts: NodeFacts) -> str:
     return f"{facts.host}:{facts.snapshot_port}"
 
 
-def resume_command(c: Cluster, group: Group) -> Resume:
+def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
     """Return the Resume of the present generation, also for a node that has to be told again."""
     resumption, job = group.resumption, c.current_job
     plan = replace(resumption.plan, considered=())  # Which is for people.
@@ -501,9 +501,9 @@ def resume_command(c: Cluster, group: Group) -> Resume:
         restore=resumption.restore,
         held_parts=resumption.held_parts,
         evaluated=resumption.evaluated,
-        buddies={
-            owner: Buddy(node=name, address=_served_at(c.nodes[name].facts))
-            for owner, name in resumption.buddies.items()
+        replica_peers={
+            owner: ReplicaPeer(node=name, address=_served_at(c.nodes[name].facts))
+            for owner, name in resumption.replica_peers.items()
             if name in c.nodes
         },
     )
@@ -512,7 +512,7 @@ def resume_command(c: Cluster, group: Group) -> Resume:
 def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
     """Note that a node is in the group; the last one, or a commit, ends the recovery (``follow_group``)."""
     group = c.state
-    if not isinstance(group, Group) or signal.generation != group.generation:
+    if not isinstance(group, TrainingGroup) or signal.generation != group.generation:
         c.ignore("a Resumed that nobody waits for", node.name)
         return
     group.resumed[node.name] = signal
@@ -524,9 +524,9 @@ def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
 
 def follow_group(c: Cluster, group: Resuming | Running) -> None:
     """Has the group resumed, has it committed its first step?"""
-    committed = c.ledger.known_step > group.resumption.step or bool(group.finished)
+    committed = c.progress.known_step > group.resumption.step or bool(group.finished)
     if isinstance(group, Resuming):
-        if not (group.everybody or committed):
+        if not (group.all_resumed or committed):
             return
         # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
         group.recovery.resumed_at = c.at
@@ -550,11 +550,11 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
         return
     if record.committed_at is None:
         record.committed_at = c.at
-    if group.everybody or record.committed_at < c.at:
+    if group.all_resumed or record.committed_at < c.at:
         _complete(c, group, record)
 
 
-def _complete(c: Cluster, group: Running, record: Recovery) -> None:
+def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
     """The first commit of the new generation: training goes on."""
     group.recovery = None
     plan = group.resumption.plan
@@ -591,7 +591,7 @@ def _ms(later: float | None, earlier: float | None) -> float:
 # --- somebody is too slow, or a connection broke --------------------------------------------------
 
 
-def resume_limit_s(c: Cluster, group: Group) -> float:
+def resume_limit_s(c: Cluster, group: TrainingGroup) -> float:
     """Return for how long the group may take to form."""
     return c.timing.restore_s if group.resumption.restore is not None else c.timing.resume_s
 
@@ -632,7 +632,7 @@ def resume_overdue(c: Cluster) -> None:
         reconfigure(c, f"{late} did not resume generation {group.generation} in time", "abort", record)
 
 
-def _layers_held(group: Group, name: str) -> int:
+def _layers_held(group: TrainingGroup, name: str) -> int:
     return sum(len(layers) for device, layers in group.holdings.items() if device.node == name)
 
 
@@ -659,8 +659,8 @@ def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
     """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
     c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
     group = c.state
-    if isinstance(group, Group) and signal.generation == group.generation and SUSPICION not in c.due:
-        group.suspected_at_step, group.seen_going_on = c.ledger.known_step, False
+    if isinstance(group, TrainingGroup) and signal.generation == group.generation and SUSPICION not in c.due:
+        group.suspected_at_step, group.seen_going_on = c.progress.known_step, False
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
 
 
@@ -671,14 +671,14 @@ def suspicion_overdue(c: Cluster) -> None:
     nor does late news of earlier ones: the group must be seen to go on twice.
     """
     group = c.state
-    if not isinstance(group, Group):
+    if not isinstance(group, TrainingGroup):
         return
     if not c.connected:
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
-    elif c.ledger.known_step > group.suspected_at_step + 1:
+    elif c.progress.known_step > group.suspected_at_step + 1:
         first, group.seen_going_on = not group.seen_going_on, True
         if first:
-            group.suspected_at_step = c.ledger.known_step
+            group.suspected_at_step = c.progress.known_step
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     else:
         record = note_cause(c, "connection_lost", [], "peer")

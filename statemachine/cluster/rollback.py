@@ -20,8 +20,8 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.cluster.snapshots import persisting
-from statemachine.cluster.snapshots.buddies import copies, copy_of
-from statemachine.cluster.snapshots.keeping import Keeping
+from statemachine.cluster.snapshots.replica_peers import copies, copy_of
+from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import holders, key_of
 from statemachine.cluster.state import FIND, GIVE_UP, Cluster, who
 from statemachine.effects import CheckRestore, FindCheckpoint
@@ -37,7 +37,7 @@ REFUSED_TRIES = 10
 
 def check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
     """Ask whether the newest snapshot can be put together. ``False``: there is none."""
-    newest = c.keeping.newest
+    newest = c.snapshots.newest
     if newest is None or not lost_layers or state.restoring is not None:
         return False
     state.why_lost = reason
@@ -66,7 +66,7 @@ def _ask(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> No
 
 def checked(c: Cluster, event: RestoreChecked) -> str | None:
     """Go on from the snapshot; else wait for who may help. Returns why the job is lost, if it is."""
-    state, newest = c.state, c.keeping.newest
+    state, newest = c.state, c.snapshots.newest
     if not isinstance(state, Planning) or newest is None or event.generation != state.generation:
         c.ignore("a check of a snapshot for an older generation")
         return None
@@ -90,31 +90,31 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
         for _, node in sorted(c.nodes.items())
         if not node.alive and not node.gone and node.lost_after == c.resumed_generation and node.prepared
     ]
-    newest = c.keeping.newest
+    newest = c.snapshots.newest
     kept = [
         name
         for name in (_keepers(newest) if newest is not None else ())
         if name not in live and _may_hold(c, name, newest)
     ]
-    if c.persisting.impatient or _as_good(c) or not (live or kept):
+    if c.checkpoints.impatient or _as_good(c) or not (live or kept):
         return reason
     then = "the newest checkpoint is looked for" if c.job and c.job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {who(live + kept)} may still hold it: waiting for their return for "
         f"{c.timing.lost_state_s:g} s, then {then}"
     )
-    pause(c, waited, needed=None, gives_up=True)
+    pause(c, waited, needed=None, pause_limited=True)
     c.set_timer(GIVE_UP, c.timing.lost_state_s)
     return None
 
 
 def _as_good(c: Cluster) -> bool:
     """Nothing was committed behind the persistent checkpoint: nobody who is away has more."""
-    return c.persisting.newest is not None and c.ledger.known_step <= c.persisting.newest.step
+    return c.checkpoints.newest is not None and c.progress.known_step <= c.checkpoints.newest.step
 
 
 def _keepers(newest: Snapshot) -> list[str]:
-    return sorted({*newest.owners, *newest.buddies.values()})
+    return sorted({*newest.owners, *newest.replica_peers.values()})
 
 
 def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
@@ -125,7 +125,7 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
         return newest is not None
     key = key_of(c, newest)
     parts = [key] if name in newest.owners else []
-    parts += [copy_of(key, owner) for owner, buddy in newest.buddies.items() if buddy == name]
+    parts += [copy_of(key, owner) for owner, buddy in newest.replica_peers.items() if buddy == name]
     return any(part not in node.snapshots for part in parts)
 
 
@@ -138,18 +138,18 @@ def search(c: Cluster, reason: str) -> bool:
     if not job.checkpoint.url or not isinstance(state, Planning):
         return False
     state.why_lost = reason
-    if c.at < c.persisting.again_at:
+    if c.at < c.checkpoints.again_at:
         _wait_for_place(c, reason)
         return True
-    spoiled = tuple(sorted(c.persisting.spoiled))
-    c.set_timer(FIND, c.timing.place_s)
-    c.out.append(FindCheckpoint(cause=c.cause, generation=state.generation, job=job, spoiled=spoiled))
+    spoiled = tuple(sorted(c.checkpoints.corrupt_steps))
+    c.set_timer(FIND, c.timing.checkpoint_location_s)
+    c.out.append(FindCheckpoint(cause=c.cause, generation=state.generation, job=job, corrupt_steps=spoiled))
     return True
 
 
 def _refused(c: Cluster) -> bool:
     """The place cannot be read. May it be tried again?"""
-    persisting = c.persisting
+    persisting = c.checkpoints
     if persisting.refused_at is None:
         persisting.refused_at = c.at
     persisting.again_at = c.at + c.timing.lost_state_s / REFUSED_TRIES
@@ -157,8 +157,8 @@ def _refused(c: Cluster) -> bool:
 
 
 def _wait_for_place(c: Cluster, reason: str) -> None:
-    pause(c, f"{reason}; {c.current_job.checkpoint.url} is tried again", needed=None, gives_up=True)
-    c.set_timer(GIVE_UP, c.persisting.again_at - c.at)
+    pause(c, f"{reason}; {c.current_job.checkpoint.url} is tried again", needed=None, pause_limited=True)
+    c.set_timer(GIVE_UP, c.checkpoints.again_at - c.at)
 
 
 def find_overdue(c: Cluster) -> str | None:
@@ -166,7 +166,9 @@ def find_overdue(c: Cluster) -> str | None:
     state = c.state
     if not isinstance(state, Planning):
         return None
-    return _unreadable(c, f"{state.why_lost}; and there was no answer in {c.timing.place_s:g} s")
+    return _unreadable(
+        c, f"{state.why_lost}; and there was no answer in {c.timing.checkpoint_location_s:g} s"
+    )
 
 
 def _unreadable(c: Cluster, reason: str) -> str | None:
@@ -180,7 +182,7 @@ def go_back(c: Cluster, paused: Paused) -> bool:
     """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
     if not c.current_job.checkpoint.url:
         return False
-    c.persisting.impatient = True
+    c.checkpoints.impatient = True
     why = f"{paused.reason}; back to a persistent checkpoint"
     reconfigure(c, why, "abort", note_cause(c, "resumed", []))
     return True
@@ -245,16 +247,16 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
 
 def undo(c: Cluster, state: Planning) -> None:
     """With the Resume: what was committed behind that step is forgotten, and done again."""
-    target, event = state.checkpoint or c.keeping.newest, state.restoring
+    target, event = state.checkpoint or c.snapshots.newest, state.restoring
     assert target is not None, "it was checked"
     assert event is not None, "it was checked"
-    ledger, before = c.ledger, c.ledger.known_step
-    ledger.roll_back(target.step, target.vote)
+    progress, before = c.progress, c.progress.known_step
+    progress.roll_back(target.step, target.vote)
     c.lineage = state.generation
     if state.checkpoint is not None:
         persisting.rolled_back(c, state.checkpoint)
-        c.keeping = Keeping()
-    c.keeping.behind = target.step
+        c.snapshots = JobSnapshots()
+    c.snapshots.behind = target.step
     for node in c.nodes.values():
         node.step = min(node.step, target.step)
     undone = before - target.step
@@ -267,7 +269,7 @@ def undo(c: Cluster, state: Planning) -> None:
         "step": target.step,
         "from_step": before,
         "to_step": target.step,
-        "undone": undone,
+        "undone_steps": undone,
         "tier": event.tier,
         "sources": list(state.sources),
     }
@@ -291,18 +293,18 @@ def foreign(c: Cluster, signal: TrainerLost) -> str | None:
 
 def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
     """Try again without those whose shards cannot be had. Returns why the job is lost, if it is."""
-    group, newest = c.state, c.keeping.newest
+    group, newest = c.state, c.snapshots.newest
     restore = group.resumption.restore if isinstance(group, Resuming) else None
     if restore is None or signal.generation != c.resumed_generation:
         c.ignore("a RestoreFailed that nobody waits for", node.name)
         return None
     for name in signal.bad:
         if name in c.nodes and newest is not None:
-            c.nodes[name].spoiled[key_of(c, newest)] += 1
+            c.nodes[name].part_failures[key_of(c, newest)] += 1
     c.emit("RestoreFailed", signal.detail, node=node.name, bad=list(signal.bad))
     what = f"{'checkpoint' if restore.url else 'snapshot'} of step {restore.step}"
     if restore.url and signal.damaged:
-        c.persisting.spoiled.add(restore.step)
+        c.checkpoints.corrupt_steps.add(restore.step)
         c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
     elif restore.url:
         if not _refused(c):

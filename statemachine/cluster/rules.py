@@ -66,7 +66,7 @@ class Resumption:
     """Of this generation's snapshots."""
     wish: str = ""
     """What was asked for when it was planned: a scheme, or ``auto``."""
-    buddies: dict[str, str] = field(default_factory=dict)
+    replica_peers: dict[str, str] = field(default_factory=dict)
     """Owner → the node that keeps a copy of its part of this generation's snapshots."""
     evaluated: int = 0
     """The newest step whose evaluation was reported when this was decided."""

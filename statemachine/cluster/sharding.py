@@ -10,7 +10,7 @@ from math import lcm
 
 from msgspec.structs import replace
 
-from planner.changes.parts import Run, incomplete, kept_parts, stages_by_layer
+from planner.changes.parts import Run, incomplete, retained_parts, stages_by_layer
 from planner.values import Device, Plan, StatePart
 from statemachine.messages.values import HeldPart
 
@@ -27,7 +27,7 @@ def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePa
                 continue
             for layer in range(stage.first_layer, stage.end_layer):
                 for replica in (False, True) if zero1 else (False,):
-                    runs = kept_parts(stages_of[layer], number, device, zero1=zero1, replica=replica)
+                    runs = retained_parts(stages_of[layer], number, device, zero1=zero1, replica=replica)
                     owned |= {_part(layer, run, replica=replica) for run in runs}
     return frozenset(owned)
 

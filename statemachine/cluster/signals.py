@@ -5,10 +5,9 @@ from typing import assert_never
 from statemachine.cluster.acknowledgement import take_acknowledgement
 from statemachine.cluster.boundaries import set_draining
 from statemachine.cluster.jobs import fail, say_not_under_way, take_doing, take_finished, take_prepared
-from statemachine.cluster.ledger import take_heartbeat, take_stepped
 from statemachine.cluster.membership import (
     TABLE,
-    Verdict,
+    SignalAction,
     admit,
     fence,
     inquire,
@@ -22,9 +21,10 @@ from statemachine.cluster.membership import (
 )
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
+from statemachine.cluster.progress import take_heartbeat, take_stepped
 from statemachine.cluster.recovery import (
     after_loss,
-    do_with,
+    include_returned_node,
     node_lost,
     note_cause,
     reconfigure,
@@ -46,7 +46,7 @@ from statemachine.messages.cluster import (
     Leaving,
     PersistFailed,
     Quiesced,
-    Released,
+    Release,
     RestoreFailed,
     Signal,
     SnapshotCompleted,
@@ -55,13 +55,13 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
     Quiesce,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
 from statemachine.messages.values import ClusterPhase
 
@@ -71,22 +71,22 @@ def arrived(c: Cluster, event: SignalArrived) -> None:
     name, incarnation, signal = event.message.node, event.message.incarnation, event.message.signal
     verdict = TABLE[type(signal), standing(c, name, incarnation)]
     match verdict:
-        case Verdict.TAKE:
+        case SignalAction.TAKE:
             node = c.nodes[name]
             node.heard_at = c.at
             take(c, node, signal)
             return
-        case Verdict.ADMIT:
+        case SignalAction.ADMIT:
             assert isinstance(signal, Hello), "only Hello introduces a node"
             newcomer(c, name, incarnation, signal)
-        case Verdict.RETURN:
+        case SignalAction.RETURN:
             returned(c, c.nodes[name], signal)
-        case Verdict.FENCE:
+        case SignalAction.FENCE:
             fence(c, name, incarnation, "this incarnation is over")
-        case Verdict.INQUIRE:
+        case SignalAction.INQUIRE:
             if (name, incarnation) not in c.rejected:
                 inquire(c, name, incarnation)
-        case Verdict.IGNORE:
+        case SignalAction.IGNORE:
             c.ignore(f"{type(signal).__name__} of an incarnation that is not current", name)
         case _:
             assert_never(verdict)
@@ -120,17 +120,17 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             trainer_lost(c, node, signal)
         case PeerSuspected():
             suspect(c, node, signal)
-        case ReplicaDiverged():
+        case OptimizerReplicaDiverged():
             detail, where = signal.detail, {"generation": signal.generation, "step": signal.step}
-            c.emit("ReplicaDiverged", detail, node=node.name, **where, layer=signal.layer)
+            c.emit("OptimizerReplicaDiverged", detail, node=node.name, **where, layer=signal.layer)
         case Finished():
             take_finished(c, node, signal)
         case Leaving():
             node.leaving = True
             set_draining(c, node, signal.reason)
             if node.released:
-                c.send(node, Released())
-        case Snapping():
+                c.send(node, Release())
+        case SnapshotStarted():
             snapshots.take_snapping(c, node, signal)
         case SnapshotCompleted():
             snapshots.take_completed(c, node, signal)
@@ -173,7 +173,7 @@ def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         inquire(c, node.name, node.incarnation)
     else:
         take_back(c, node)
-        do_with(c, node)
+        include_returned_node(c, node)
         hello(c, node, signal)
 
 
@@ -190,7 +190,7 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
         say_not_under_way(c, node, signal.job_id)
     if node.released:
-        c.send(node, Released())
+        c.send(node, Release())
     if job is None:
         return
     if not c.active:
@@ -204,7 +204,7 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
         node.returning = True
         after_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
-    if news and isinstance(c.state, Paused) and c.state.gives_up:
+    if news and isinstance(c.state, Paused) and c.state.pause_limited:
         record = note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort", record)
         return

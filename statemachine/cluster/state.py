@@ -1,7 +1,7 @@
 """Everything the cluster machine knows, and the few verbs that every part of it uses.
 
 ``Cluster`` is the one mutable object behind ``ClusterMachine``; the modules ``membership``, ``recovery``,
-``jobs``, ``ledger`` and ``signals`` are functions over it. Nothing here decides anything.
+``jobs``, ``progress`` and ``signals`` are functions over it. Nothing here decides anything.
 """
 
 from collections import Counter
@@ -14,35 +14,43 @@ from planner.values import Device, Plan
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import ALIVE, NodeMachine
 from statemachine.cluster.phases import (
-    Group,
-    Over,
+    ActiveRecovery,
+    Ended,
     Paused,
     PhaseEvent,
     Planning,
     Quiescing,
-    Recovery,
     Resuming,
     Running,
     State,
+    TrainingGroup,
     Waiting,
     next_phase,
 )
 from statemachine.cluster.rules import Resumption
-from statemachine.cluster.snapshots.keeping import Keeping, Persisting
+from statemachine.cluster.snapshots.snapshot_state import JobCheckpoints, JobSnapshots
 from statemachine.effects import (
     AnswerRequest,
     BroadcastCommand,
     CancelTimer,
+    ComparePlan,
     Effect,
     EmitEvent,
     PersistState,
     PublishCluster,
     SendCommand,
     SetTimer,
-    WeighPlan,
 )
 from statemachine.messages.cluster import Command
-from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, Job, Profiled, Raising, Vote
+from statemachine.messages.values import (
+    ClusterPhase,
+    CommittedStep,
+    Evaluation,
+    Job,
+    ProfiledJob,
+    RepeatedError,
+    Vote,
+)
 from statemachine.timing import Timing
 
 TICK = "tick"
@@ -63,15 +71,15 @@ LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
+class TrainingProgress:
     """Which steps are known to be committed and which of them the world has been told."""
 
     known: CommittedStep | None = None
     """The newest committed step anybody reported, also nodes now dead."""
-    told: int = 0
+    published_step: int = 0
     """``StepCommitted`` went out for every step up to here."""
     pending: dict[int, Vote] = field(default_factory=dict)
-    """Votes of steps above ``told`` that wait for an earlier one."""
+    """Votes of steps above ``published_step`` that wait for an earlier one."""
     asked: str | None = None
     """Node that was last asked for missing steps."""
     lacking: set[str] = field(default_factory=set)
@@ -99,7 +107,7 @@ class Ledger:
 
     def roll_back(self, step: int, vote: Vote) -> None:
         """What was committed behind ``step`` never was."""
-        self.known, self.told = CommittedStep(step=step, vote=vote), min(self.told, step)
+        self.known, self.published_step = CommittedStep(step=step, vote=vote), min(self.published_step, step)
         self.pending = {number: known for number, known in self.pending.items() if number <= step}
         self.asked = self.behind_since = self.missed = None
         self.lacking.clear()
@@ -109,12 +117,12 @@ class Ledger:
 
 
 @dataclass(slots=True, kw_only=True)
-class Balance:
+class StragglerState:
     """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
 
     speeds: dict[str, float] = field(default_factory=dict)
     """The slow nodes' speeds that it was made for, or last weighed for."""
-    weighing: WeighPlan | None = None
+    weighing: ComparePlan | None = None
     """Asked, and not answered."""
     weighed_at: float | None = None
     usual: float = 1.0
@@ -132,7 +140,7 @@ class Cluster:
     generation: int = 0
     """The highest generation ever persisted; the next is one more."""
     job: Job | None = None
-    profiled: Profiled | None = None
+    profiled: ProfiledJob | None = None
     profiler: str | None = None
     """Node that was asked for the profile."""
     templates_ready: bool = False
@@ -141,21 +149,21 @@ class Cluster:
     templates_before: int = 0
     """Node count that an earlier coordinator's templates of this job were for."""
     exposure: Exposure = field(default_factory=Exposure)
-    balance: Balance = field(default_factory=Balance)
-    keeping: Keeping = field(default_factory=Keeping)
-    persisting: Persisting = field(default_factory=Persisting)
+    straggler_state: StragglerState = field(default_factory=StragglerState)
+    snapshots: JobSnapshots = field(default_factory=JobSnapshots)
+    checkpoints: JobCheckpoints = field(default_factory=JobCheckpoints)
     lineage: int = 0
     """Generation of the job's last rollback; 0: none."""
     resumption: Resumption | None = None
     """The last generation whose Resume was sent."""
-    ledger: Ledger = field(default_factory=Ledger)
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
     blamed: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
     unreached: set[str] = field(default_factory=set)
     """Nodes that were heard, and that an order to stop did not reach in time, since a group last trained."""
     raised: int = 0
     """Times the job's code raised since the last committed step."""
-    raising: Raising | None = None
+    raising: RepeatedError | None = None
     last_failure: str = ""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -179,7 +187,7 @@ class Cluster:
     at: float = 0.0
     cause: str = ""
     dirty: bool = False
-    """Something changed that ``pursue`` should look at."""
+    """Something changed that ``reconcile`` should look at."""
     due: dict[str, float] = field(default_factory=dict)
     out: list[Effect] = field(default_factory=list)
     entered: list[str] = field(default_factory=list)
@@ -197,7 +205,7 @@ class Cluster:
     @property
     def active(self) -> bool:
         """A job is under way."""
-        return self.job is not None and not isinstance(self.state, Over)
+        return self.job is not None and not isinstance(self.state, Ended)
 
     @property
     def current_job(self) -> Job:
@@ -210,15 +218,15 @@ class Cluster:
         return self.resumption.generation if self.resumption is not None else 0
 
     @property
-    def recovery(self) -> Recovery | None:
+    def recovery(self) -> ActiveRecovery | None:
         """The recovery under way, from the loss to the first commit."""
         state = self.state
-        return None if isinstance(state, Waiting | Paused | Over) else state.recovery
+        return None if isinstance(state, Waiting | Paused | Ended) else state.recovery
 
     @property
     def planned(self) -> tuple[str, ...]:
         """Nodes of the plan that runs or is being resumed."""
-        return self.state.planned if isinstance(self.state, Group) else ()
+        return self.state.planned if isinstance(self.state, TrainingGroup) else ()
 
     @property
     def counted_on(self) -> Collection[str]:
@@ -235,12 +243,12 @@ class Cluster:
     def members(self) -> set[str]:
         """Nodes whose reports counted in the generation under way."""
         state = self.state
-        return state.members if isinstance(state, Planning | Group | Paused) else set()
+        return state.members if isinstance(state, Planning | TrainingGroup | Paused) else set()
 
     @property
     def ended(self) -> bool:
         """Every planned node said that all steps are done."""
-        return isinstance(self.state, Group) and self.state.ended
+        return isinstance(self.state, TrainingGroup) and self.state.all_finished
 
     @property
     def speeds(self) -> dict[str, float]:
@@ -311,7 +319,7 @@ class Cluster:
                 reason=reason,
                 node=node,
                 generation=self.generation if generation is None else generation,
-                step=self.ledger.known_step if step is None else step,
+                step=self.progress.known_step if step is None else step,
                 details=details,
             )
         )

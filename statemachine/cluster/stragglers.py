@@ -1,12 +1,12 @@
 """Nodes that have become slow: noticed, told, and given less to do; and given their share back.
 
-Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/watch/stopwatch.py).
+Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/monitoring/stopwatch.py).
 That over what the profile says about the same layers is the node's slowness, that of its slowest device. A
 wrong profile is wrong for all nodes alike, so what counts is the slowness relative to the cluster's median;
 of two middle ones the quicker, as with two nodes one of which is slow. A node that stays slow for a while is
 a straggler: its speed goes into every plan from then on.
 
-A new plan for the sake of speeds alone is first weighed (``WeighPlan``), beside the training. Only if it
+A new plan for the sake of speeds alone is first weighed (``ComparePlan``), beside the training. Only if it
 saves a notable part of a step, and in the steps that are left more than a reconfiguration costs, the nodes
 stop at a step boundary, by the path of a join.
 """
@@ -20,8 +20,8 @@ from statemachine.cluster.phases import Running
 from statemachine.cluster.recovery import note_cause, reconfigure
 from statemachine.cluster.rules import owned_layers
 from statemachine.cluster.state import JOIN, Cluster
-from statemachine.effects import WeighPlan
-from statemachine.events import PlanWeighed
+from statemachine.effects import ComparePlan
+from statemachine.events import PlanCompared
 from statemachine.messages.cluster import Heartbeat
 
 
@@ -39,7 +39,7 @@ def look(c: Cluster) -> None:
     found = _slowness(c)
     if found is None:
         return
-    usual = c.balance.usual = median_low(found.values())
+    usual = c.straggler_state.usual = median_low(found.values())
     for name, slowness in sorted(found.items()):
         _judge(c, c.nodes[name], usual / slowness)
     _weigh(c)
@@ -54,7 +54,7 @@ def _slowness(c: Cluster) -> dict[str, float] | None:
     """Measured over expected time of each planned node; ``None`` while some node's is not known."""
     if c.profiled is None or c.resumption is None:
         return None
-    plan, balance = c.resumption.plan, c.balance
+    plan, balance = c.resumption.plan, c.straggler_state
     if balance.expected_for is not plan:
         balance.expected_for = plan
         balance.expected_ms = expected_ms(c.profiled.profile, c.profiled.job.policy, plan.pipelines)
@@ -96,7 +96,7 @@ def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
         reason,
         node=node.name,
         speed=node.speed,
-        speed_before=before,
+        previous_speed=before,
         microbatch_ms=list(node.microbatch_ms),
     )
     c.persist()
@@ -105,14 +105,14 @@ def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
 
 def _weigh(c: Cluster) -> None:
     """Ask what another plan would save, when speeds are no more those that the plan was made for."""
-    balance, group = c.balance, c.state
+    balance, group = c.straggler_state, c.state
     if not isinstance(group, Running) or not c.templates_ready:
         return
     if c.speeds == balance.speeds or JOIN in c.due:
         return
     if balance.weighing is not None and balance.weighing.generation == c.generation:
         return
-    if balance.weighed_at is not None and c.at - balance.weighed_at < c.timing.straggler_again_s:
+    if balance.weighed_at is not None and c.at - balance.weighed_at < c.timing.straggler_replan_s:
         return
     usable = tuple(name for name in sorted(group.members) if c.nodes[name].ready)
     holdings: dict[Device, frozenset[int]] = {
@@ -125,13 +125,13 @@ def _weigh(c: Cluster) -> None:
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
     )
-    balance.weighing = WeighPlan(cause=c.cause, generation=c.generation, situation=situation)
+    balance.weighing = ComparePlan(cause=c.cause, generation=c.generation, situation=situation)
     c.out.append(balance.weighing)
 
 
-def weighed(c: Cluster, event: PlanWeighed) -> None:
+def weighed(c: Cluster, event: PlanCompared) -> None:
     """Stop at the next boundary for the other plan, or go on as it is."""
-    balance, asked = c.balance, c.balance.weighing
+    balance, asked = c.straggler_state, c.straggler_state.weighing
     if asked is None or event.generation != c.generation or not _steady(c):
         c.ignore("a plan weighed for an older generation")
         return
@@ -140,13 +140,13 @@ def weighed(c: Cluster, event: PlanWeighed) -> None:
         name for name in {*speeds, *balance.speeds} if speeds.get(name, 1.0) != balance.speeds.get(name, 1.0)
     )
     balance.weighing, balance.weighed_at, balance.speeds = None, c.at, dict(speeds)
-    saved_s = (event.present_s - event.possible_s) * balance.usual
-    step_s = max(c.ledger.step_s, event.present_s * balance.usual)
-    left = c.current_job.steps - c.ledger.known_step
+    saved_s = (event.current_s - event.best_s) * balance.usual
+    step_s = max(c.progress.step_s, event.current_s * balance.usual)
+    left = c.current_job.steps - c.progress.known_step
     names = ", ".join(changed)
     if saved_s < c.timing.straggler_gain * step_s or saved_s * left < c.timing.straggler_cost_s:
         c.emit(
-            "PlanKept",
+            "ReplanSkipped",
             f"another plan for the speed of {names} would save {1e3 * max(saved_s, 0.0):.3g} ms of a step of "
             f"{1e3 * step_s:.3g} ms, with {left} steps left",
             nodes=changed,

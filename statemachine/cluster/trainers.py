@@ -14,7 +14,7 @@ from statemachine.cluster.recovery import after_loss
 from statemachine.cluster.rollback import foreign
 from statemachine.cluster.state import Cluster, counted
 from statemachine.messages.cluster import TrainerLost
-from statemachine.messages.values import Raising
+from statemachine.messages.values import RepeatedError
 
 _LINE_CHARACTERS = 200
 """Of a failure, in the reason of its event: the whole detail is there, too."""
@@ -70,16 +70,18 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
     if c.resumption is None:
         return None
     c.raised += 1
-    step, generation = c.ledger.known_step + 1, c.resumption.generation
+    step, generation = c.progress.known_step + 1, c.resumption.generation
     error = last_line(signal.detail)
     past = c.raising
     same = past is not None and past.step == step and past.error == error
     if past is None or past.step != step:
-        now = Raising(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
+        now = RepeatedError(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
     else:
         others = [name for name in past.nodes if name != node.name] if same else []
         tries = past.tries + (generation > past.generation)
-        now = Raising(step=step, generation=generation, tries=tries, error=error, nodes=(*others, node.name))
+        now = RepeatedError(
+            step=step, generation=generation, tries=tries, error=error, nodes=(*others, node.name)
+        )
     c.raising = now
     last = f"{error}; last: {c.last_failure}"
     planned = c.resumption.plan.nodes

@@ -40,17 +40,17 @@ def standby_ineligible(cause: str, peer: Peer) -> EmitEvent:
     """Who looks like a standby and is none."""
     return EmitEvent(
         cause=cause,
-        name="StandbyBarred",
+        name="StandbyIneligible",
         reason=f"{peer.name} will not take over: {peer.ineligible}",
         details={"coordinator": peer.name, "why": peer.ineligible},
     )
 
 
-def takeover_refused(cause: str, me: Peer) -> EmitEvent:
+def takeover_rejected(cause: str, me: Peer) -> EmitEvent:
     """Nobody leads, and nobody will until somebody comes who may."""
     return EmitEvent(
         cause=cause,
-        name="TakeoverRefused",
+        name="TakeoverRejected",
         reason=f"nobody leads, and {me.name} must not: {me.ineligible}",
         details={"coordinator": me.name, "why": me.ineligible},
     )

@@ -56,7 +56,7 @@ class TermClaim:
     """A term that was claimed from the leader session, until the broker sends its record back."""
 
     leader: Leader
-    again: bool
+    resumed: bool
     """See ``Lead.again``."""
     before: Leader | None
     """The previous leader, as far as is known."""
@@ -128,7 +128,7 @@ class LeaderSessionOpened(Event):
     """The leader's record at the broker; ``None``: the broker has none."""
     newest: tuple[int, int]
     """Position of the newest journal that was read there or that this coordinator keeps."""
-    kept: bool = True
+    has_journal: bool = True
     """Whether the broker has a journal. A record without one is a claim after which nothing was done."""
     problem: str = ""
     """Reason why this coordinator cannot begin from the journal there; empty: it can, or there is none."""
@@ -172,7 +172,7 @@ class Lead(Effect):
     """Lead under this term: publish the journal, then everything else."""
 
     leader: Leader
-    again: bool
+    resumed: bool
     """Nobody else led since this one did: its state is still true. Otherwise it begins from what was read."""
 
 
@@ -201,7 +201,7 @@ class AnnouncePeer(Effect):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseTakeover(Effect):
+class RejectTakeover(Effect):
     """Report that nobody leads although it is this one's turn, as it must not; also in the cluster's state."""
 
     event: EmitEvent
@@ -209,5 +209,5 @@ class RefuseTakeover(Effect):
 
 ElectionEffect = (
     SetTimer | CancelTimer | EmitEvent | PublishCluster | AcquireLeadership | ReleaseLeadership | ClaimTerm | Lead
-    | Suspend | StepDown | SendLeaderHeartbeat | AnnouncePeer | RefuseTakeover
+    | Suspend | StepDown | SendLeaderHeartbeat | AnnouncePeer | RejectTakeover
 )  # fmt: skip

@@ -48,7 +48,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
-from statemachine.election.events import standby_ineligible, taken_over, takeover_refused
+from statemachine.election.events import standby_ineligible, taken_over, takeover_rejected
 from statemachine.election.leadership import (
     AcquireLeadership,
     AnnouncePeer,
@@ -67,7 +67,7 @@ from statemachine.election.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
-    RefuseTakeover,
+    RejectTakeover,
     ReleaseLeadership,
     Role,
     SendLeaderHeartbeat,
@@ -301,7 +301,7 @@ class ElectionMachine:
             self._set(TURN, self._timing.election_s)
         elif not self._refused:
             self._refused = True
-            self._out.append(RefuseTakeover(cause=self._cause, event=takeover_refused(self._cause, self.me)))
+            self._out.append(RejectTakeover(cause=self._cause, event=takeover_rejected(self._cause, self.me)))
 
     def _reject_journal(self, problem: str) -> None:
         """The seat showed a journal that we cannot go on from: whoever can may have it."""
@@ -316,9 +316,9 @@ class ElectionMachine:
         if self.role is not Role.CANDIDATE:
             return
         found, lost = event.found, event.found is None or event.found.term < self.term
-        if not event.kept:
+        if not event.has_journal:
             self._record_without_journal = found
-        self._record_there = not lost and event.kept
+        self._record_there = not lost and event.has_journal
         if not self._record_there and self._forgotten_s() > 0:
             self._release("the broker forgot who leads")
             return
@@ -341,7 +341,7 @@ class ElectionMachine:
             return
         self._claimed, self._tries = None, 0
         self._cancel(LEADER_SESSION)
-        self._out.append(Lead(cause=self._cause, leader=claimed.leader, again=claimed.again))
+        self._out.append(Lead(cause=self._cause, leader=claimed.leader, resumed=claimed.resumed))
         self._out += taken_over(self._cause, claimed, self._at, self._timing)
         self.role, self.leader, self._led = Role.LEADER, claimed.leader, True
         self._out += [
@@ -353,7 +353,7 @@ class ElectionMachine:
     def _beat(self) -> None:
         if self.leader is not None:
             self._out.append(SendLeaderHeartbeat(cause=self._cause, leader=self.leader))
-        self._set(BEAT, self._timing.leader_beat_s)
+        self._set(BEAT, self._timing.leader_heartbeat_s)
 
     def _release(self, why: str) -> None:
         self._out.append(ReleaseLeadership(cause=self._cause))

@@ -14,25 +14,25 @@ from planner.values import Plan
 from statemachine.messages.base import Message
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
     Quiesce,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
 from statemachine.messages.values import (
-    Buddy,
     CommittedStep,
     DeviceReport,
     FailureCause,
     HeldPart,
     HeldSnapshot,
     Job,
-    LayerOnDisk,
+    LayerFile,
     NodeActivity,
     NodeFacts,
+    ReplicaPeer,
     Restore,
     Snapshot,
     Vote,
@@ -42,7 +42,7 @@ from statemachine.messages.values import (
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The node is here: on each (re)connection to the broker and when a coordinator asks (``Inquiry``)."""
+    """The node is here: on each (re)connection to the broker and when a coordinator asks (``RequestHello``)."""
 
     facts: NodeFacts
     job_id: str | None
@@ -76,11 +76,11 @@ class Acknowledgement(Struct, frozen=True, kw_only=True):
     """It has sent RestoreFailed under the heartbeat's generation."""
     snap_after: int = 0
     """``Snap.behind`` of the newest order obeyed under the heartbeat's generation; 0: none."""
-    snapped: int = 0
+    snapshot_reported: int = 0
     """Step of the snapshot for which SnapshotCompleted or SnapshotFailed was sent last; 0: none."""
-    persist: str = ""
+    persist_attempt: str = ""
     """Attempt of the last Persist or CancelPersist received; empty: none."""
-    persisted: bool = False
+    persist_reported: bool = False
     """LayersPersisted or PersistFailed was sent for it."""
 
 
@@ -93,11 +93,11 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     """For each device: median computing time of a microbatch under ``generation``; 0, ``None``: unknown."""
     lineage: int = 0
     """That of ``committed``: of the last Resume obeyed."""
-    kept: int = 0
-    """Step of the snapshot of its job that it was last told to keep (``KeepSnapshot``)."""
-    spoiled: int = 0
+    retained_step: int = 0
+    """Step of the snapshot of its job that it was last told to keep (``RetainSnapshot``)."""
+    corrupt_step: int = 0
     """Step of the one of which bytes changed here that cannot be made again; 0: of none."""
-    doing: str = ""
+    build_progress: str = ""
     """What a trainer here does to build the job, in words; empty when all have built it."""
     acknowledgement: Acknowledgement | None = None
     """``None``: the sender makes no statement."""
@@ -117,8 +117,8 @@ class Stepped(Message, frozen=True, kw_only=True):
     steps: tuple[CommittedStep, ...]
     step_s: float
     """Duration of the newest step."""
-    wanted: int | None = None
-    """In an answer to ``StepsWanted``: its ``first``. ``steps`` may then be empty: not known here."""
+    requested_first: int | None = None
+    """In an answer to ``RequestSteps``: its ``first``. ``steps`` may then be empty: not known here."""
     lineage: int = 0
     """Of the last Resume obeyed."""
 
@@ -169,7 +169,7 @@ class LayersPersisted(Message, frozen=True, kw_only=True):
     job_id: str
     attempt: str
     step: int
-    layers: tuple[LayerOnDisk, ...]
+    layers: tuple[LayerFile, ...]
     took_s: float
 
 
@@ -191,10 +191,10 @@ Signal = (
     | Stepped
     | TrainerLost
     | PeerSuspected
-    | ReplicaDiverged
+    | OptimizerReplicaDiverged
     | Finished
     | Leaving
-    | Snapping
+    | SnapshotStarted
     | SnapshotCompleted
     | SnapshotFailed
     | RestoreFailed
@@ -205,7 +205,7 @@ Signal = (
 # --- coordinator → node: commands --------------------------------------------------------------
 
 
-class Inquiry(Message, frozen=True, kw_only=True):
+class RequestHello(Message, frozen=True, kw_only=True):
     """Say Hello again: a coordinator started, or does not know you."""
 
 
@@ -239,15 +239,15 @@ class Resume(Message, frozen=True, kw_only=True):
     """Where the state of ``step`` comes from; ``None``: from those who hold it."""
     held_parts: tuple[HeldPart, ...] = ()
     """Under ZeRO-1 and without ``restore``: who among the planned devices has what."""
-    buddies: dict[str, Buddy] = field(default_factory=dict)
+    replica_peers: dict[str, ReplicaPeer] = field(default_factory=dict)
     """Node → who keeps a copy of its part of this generation's snapshots."""
     evaluated: int = 0
     """The newest step whose evaluation was reported. The state after ``step`` is evaluated first of all if that
     is due and not reported; all ranks agree on it, as all get this number."""
 
 
-class StepsWanted(Message, frozen=True, kw_only=True):
-    """Send ``Stepped`` for these committed steps once more: they were missed (first … last)."""
+class RequestSteps(Message, frozen=True, kw_only=True):
+    """Send ``TrainerStepped`` for these committed steps once more: they were missed (first … last)."""
 
     first: int
     last: int
@@ -268,25 +268,25 @@ class Fence(Message, frozen=True, kw_only=True):
     reason: str
 
 
-class Rejection(Message, frozen=True, kw_only=True):
+class Reject(Message, frozen=True, kw_only=True):
     """You may not join (another node of your name is alive, wrong device count); try again later."""
 
     reason: str
 
 
-class Released(Message, frozen=True, kw_only=True):
+class Release(Message, frozen=True, kw_only=True):
     """You hold nothing the job needs: a drained or leaving node may go."""
 
 
-class Snap(Message, frozen=True, kw_only=True):
+class TakeSnapshot(Message, frozen=True, kw_only=True):
     """Let everybody take a snapshot behind the step in flight. To rank 0's node; behind the last to all."""
 
     generation: int
-    behind: int
+    after_step: int
     """The newest committed step when this was ordered: a node obeys no order twice."""
 
 
-class KeepSnapshot(Message, frozen=True, kw_only=True):
+class RetainSnapshot(Message, frozen=True, kw_only=True):
     """The snapshot of ``step`` is complete everywhere: keep it, release older ones but ``pinned``."""
 
     job_id: str
@@ -321,17 +321,17 @@ class CancelPersist(Message, frozen=True, kw_only=True):
 
 
 Command = (
-    Inquiry
+    RequestHello
     | Prepare
     | Quiesce
     | Resume
-    | StepsWanted
+    | RequestSteps
     | Stop
     | Fence
-    | Rejection
-    | Released
-    | Snap
-    | KeepSnapshot
+    | Reject
+    | Release
+    | TakeSnapshot
+    | RetainSnapshot
     | Persist
     | CancelPersist
 )

@@ -23,7 +23,7 @@ class Prepared(Message, frozen=True, kw_only=True):
 
     job_id: str
     profile: ModelProfile | None
-    """Present when ``Prepare`` asked for it."""
+    """Present when ``PrepareJob`` asked for it."""
 
 
 class Resumed(Message, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Resumed(Message, frozen=True, kw_only=True):
     state_s: float
 
 
-class Snapping(Message, frozen=True, kw_only=True):
+class SnapshotStarted(Message, frozen=True, kw_only=True):
     """The VOTE of ``step`` passed with a flag: the copying of the state after it is about to begin.
 
     Sent by every rank; by the node once.
@@ -62,7 +62,7 @@ class PeerSuspected(Message, frozen=True, kw_only=True):
     detail: str
 
 
-class ReplicaDiverged(Message, frozen=True, kw_only=True):
+class OptimizerReplicaDiverged(Message, frozen=True, kw_only=True):
     """A replica here (AOR) differed from its owner's part after ``step``; it was made again."""
 
     generation: int

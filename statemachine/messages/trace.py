@@ -1,4 +1,4 @@
-"""Frames by which a node asks its trainers what they do when (``runtime.watch.tracing``). No torch in
+"""Frames by which a node asks its trainers what they do when (``runtime.monitoring.tracing``). No torch in
 here."""
 
 import msgspec
@@ -15,7 +15,7 @@ class Trace(Message, frozen=True, kw_only=True):
 
 
 class SpanData(msgspec.Struct, frozen=True, array_like=True):
-    """``runtime.watch.tracing`` says the kinds. Times in microseconds, ``began_us`` since the epoch."""
+    """``runtime.monitoring.tracing`` says the kinds. Times in microseconds, ``began_us`` since the epoch."""
 
     kind: str
     began_us: int

@@ -11,7 +11,7 @@ Order of a trainer's life::
     trainer → node   Quiesced(g, …)
     node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
     trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
-                     StagingSpoiled(g, …) where what it was to go on from is no good: Resume(g, …) once more
+                     StagingCorrupted(g, …) where what it was to go on from is no good: Resume(g, …) once more
     trainer → node   Finished(g, …)      after the last step; the trainer stays, quiescable
     trainer → node   Beat               all the time, from the control thread
     node → trainer   Exit
@@ -20,7 +20,7 @@ A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, th
 SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
 Mend(s, …) at any time: the daemon found bytes of it changed, and made them again.
 
-ReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
+OptimizerReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
 
 A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
 """
@@ -33,13 +33,13 @@ from planner.values import ActivationCheckpointing, Recompute, Within, WithinNod
 from statemachine.messages.base import Message
 from statemachine.messages.common import (
     Finished,
+    OptimizerReplicaDiverged,
     PeerSuspected,
     Prepared,
     Quiesce,
-    ReplicaDiverged,
     Resumed,
-    Snapping,
     SnapshotFailed,
+    SnapshotStarted,
 )
 from statemachine.messages.trace import Trace, Traced
 from statemachine.messages.values import TrainerState, Vote
@@ -47,7 +47,7 @@ from statemachine.messages.values import TrainerState, Vote
 Precision = Literal["float32", "tf32", "bfloat16", "float16", "float64"]
 
 
-class StageData(msgspec.Struct, frozen=True, kw_only=True):
+class WorldStage(msgspec.Struct, frozen=True, kw_only=True):
     """Layers ``[first_layer, end_layer)`` on these global ranks, which split each microbatch by rows."""
 
     first_layer: int
@@ -57,10 +57,10 @@ class StageData(msgspec.Struct, frozen=True, kw_only=True):
     within: Within = "replicate"
 
 
-class PipelineData(msgspec.Struct, frozen=True, kw_only=True):
+class WorldPipeline(msgspec.Struct, frozen=True, kw_only=True):
     """Stages in order and the run of the global batch's microbatches that this pipeline computes."""
 
-    stages: tuple[StageData, ...]
+    stages: tuple[WorldStage, ...]
     first_microbatch: int
     microbatches: int
 
@@ -93,7 +93,7 @@ class PartData(msgspec.Struct, frozen=True, kw_only=True):
 class WorldData(msgspec.Struct, frozen=True, kw_only=True):
     """One generation's training group, the same on every rank (rank r talks from ``hosts[r]``)."""
 
-    pipelines: tuple[PipelineData, ...]
+    pipelines: tuple[WorldPipeline, ...]
     transfers: tuple[TransferData, ...]
     """Empty under ZeRO-1: who sends what follows from ``held_parts``."""
     hosts: tuple[str, ...]
@@ -155,7 +155,7 @@ class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fi
 # --- node → trainer ----------------------------------------------------------------------------
 
 
-class Prepare(Message, frozen=True, kw_only=True):
+class PrepareJob(Message, frozen=True, kw_only=True):
     job_id: str
     training: TrainingData
     profile: bool
@@ -169,7 +169,7 @@ class Prepare(Message, frozen=True, kw_only=True):
     """Send a description of the model, for checkpoints, before ``Prepared``."""
 
 
-class Resume(Message, frozen=True, kw_only=True):
+class ResumeRank(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     vote: Vote | None
@@ -197,7 +197,7 @@ class Resume(Message, frozen=True, kw_only=True):
     """Layers that it drops for the same reason, before new state arrives."""
 
 
-class Snap(Message, frozen=True, kw_only=True):
+class StartSnapshot(Message, frozen=True, kw_only=True):
     """Have everybody take a snapshot behind the next step; ignored in another generation."""
 
     generation: int
@@ -205,7 +205,7 @@ class Snap(Message, frozen=True, kw_only=True):
     """All steps are done, and there is no next one: take it at once, as everybody is told to."""
 
 
-class KeepSnapshot(Message, frozen=True, kw_only=True):
+class RetainLocalSnapshot(Message, frozen=True, kw_only=True):
     """The snapshot of ``step`` is complete on all nodes: older ones are released."""
 
     step: int
@@ -213,7 +213,7 @@ class KeepSnapshot(Message, frozen=True, kw_only=True):
     """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
 
 
-class Mend(Message, frozen=True, kw_only=True):
+class RepairWrite(Message, frozen=True, kw_only=True):
     """Bytes of a part of a complete snapshot in the arena changed there: these were written. Not answered."""
 
     step: int
@@ -237,7 +237,7 @@ class Slow(Message, frozen=True, kw_only=True):
     factor: float
 
 
-class Raise(Message, frozen=True, kw_only=True):
+class RaiseError(Message, frozen=True, kw_only=True):
     """Chaos: an exception comes out of the next microbatch's computing, as if it were the user's."""
 
     detail: str
@@ -247,7 +247,19 @@ class Exit(Message, frozen=True, kw_only=True):
     pass
 
 
-Instruction = Prepare | Quiesce | Resume | Snap | KeepSnapshot | Mend | Sleep | Slow | Raise | Trace | Exit
+Instruction = (
+    PrepareJob
+    | Quiesce
+    | ResumeRank
+    | StartSnapshot
+    | RetainLocalSnapshot
+    | RepairWrite
+    | Sleep
+    | Slow
+    | RaiseError
+    | Trace
+    | Exit
+)
 
 # --- trainer → node ----------------------------------------------------------------------------
 
@@ -259,7 +271,7 @@ class Attached(Message, frozen=True, kw_only=True):
     pid: int
 
 
-class Described(Message, frozen=True, kw_only=True):
+class ModelDescribed(Message, frozen=True, kw_only=True):
     """The description of the model that its checkpoints keep."""
 
     job_id: str
@@ -267,13 +279,13 @@ class Described(Message, frozen=True, kw_only=True):
     """What ``storage.description.encode_description`` made."""
 
 
-class Quiesced(Message, TrainerState, frozen=True, kw_only=True):
+class TrainerQuiesced(Message, TrainerState, frozen=True, kw_only=True):
     """The trainer stopped under ``generation`` and waits for its Resume."""
 
     generation: int
 
 
-class StagingSpoiled(Message, frozen=True, kw_only=True):
+class StagingCorrupted(Message, frozen=True, kw_only=True):
     """What Resume's ``restore`` lends is not, or not any more, what was written. This trainer holds nothing
     and waits for the same Resume with other bytes."""
 
@@ -283,7 +295,7 @@ class StagingSpoiled(Message, frozen=True, kw_only=True):
     detail: str
 
 
-class Stepped(Message, frozen=True, kw_only=True):
+class TrainerStepped(Message, frozen=True, kw_only=True):
     generation: int
     step: int
     vote: Vote
@@ -294,7 +306,7 @@ class Stepped(Message, frozen=True, kw_only=True):
     """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
 
 
-class Snapped(Message, frozen=True, kw_only=True):
+class ShardWritten(Message, frozen=True, kw_only=True):
     """This rank's part is in its arena, with a manifest. May come after the generation's end.
 
     Said by every rank; one that has nothing to write, as others of its stage have the same, says 0 bytes.
@@ -312,12 +324,12 @@ class Snapped(Message, frozen=True, kw_only=True):
     """Of the state, read while the main thread waited for peers anyway."""
 
 
-class Beat(Message, frozen=True, kw_only=True):
+class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     progress: int
     waiting: bool
     reading: bool = False
     """Samples of the data set."""
-    doing: str = ""
+    build_progress: str = ""
     """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
 
 
@@ -330,22 +342,22 @@ class Raised(Message, frozen=True, kw_only=True):
     """Traceback; a sentence where it is known what is wrong."""
 
 
-SnapshotReport = Snapping | Snapped | SnapshotFailed
+SnapshotReport = SnapshotStarted | ShardWritten | SnapshotFailed
 MachineReport = (
     Prepared
-    | Quiesced
+    | TrainerQuiesced
     | Resumed
-    | Stepped
-    | ReplicaDiverged
+    | TrainerStepped
+    | OptimizerReplicaDiverged
     | Finished
     | SnapshotReport
-    | Beat
+    | TrainerHeartbeat
     | PeerSuspected
 )
 """Reports that the node's machine decides on."""
-AsideReport = Traced | StagingSpoiled | Described
+DaemonReport = Traced | StagingCorrupted | ModelDescribed
 """Reports for other parts of the node: who asked for a trace, who staged, who writes checkpoints."""
-Report = Attached | MachineReport | Raised | AsideReport
+Report = Attached | MachineReport | Raised | DaemonReport
 
 
 class Output(Message, frozen=True, kw_only=True):
@@ -359,5 +371,5 @@ class Output(Message, frozen=True, kw_only=True):
     pid: int
 
 
-Greeting = Attached | Output
+FirstFrame = Attached | Output
 """What the first frame on a connection to the node's socket may be."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from planner.values import Device, ModelProfile, Policy, StatePart
-from storage.values import LayerOnDisk as LayerOnDisk  # noqa: PLC0414 (It is a word of this vocabulary, too.)
+from storage.values import LayerFile as LayerFile  # noqa: PLC0414 (It is a word of this vocabulary, too.)
 
 
 class NodeState(StrEnum):
@@ -66,9 +66,9 @@ QuiesceMode = Literal["abort", "boundary"]
 """Stop at once and unwind; or stop together behind the step in flight (joins, drains)."""
 
 
-MOST_METRICS = 32
+MAX_METRICS = 32
 """Own metrics of a training function that one step may have."""
-MOST_METRIC_CHARACTERS = 64
+MAX_METRIC_NAME_CHARACTERS = 64
 """In the name of one of them."""
 
 
@@ -179,7 +179,7 @@ class LoggingPolicy(Struct, frozen=True, kw_only=True):
     mlflow: MlflowPolicy | None = None
 
 
-class ProtectionWish(Struct, frozen=True, kw_only=True):
+class ProtectionRequest(Struct, frozen=True, kw_only=True):
     """What a plan is asked to protect its snapshots with."""
 
     scheme: str | None
@@ -271,12 +271,12 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
     """Where it serves what it keeps of snapshots; 0: nowhere."""
     snapshot_bytes: int = 0
     """That snapshots may take here, all devices together; 0: it did not say."""
-    mark: str = ""
+    secret_fingerprint: str = ""
     """The same on all nodes that have the same secret, of which it says nothing; empty: it did not say."""
     protocol: int = PROTOCOL
 
 
-class Raising(Struct, frozen=True, kw_only=True):
+class RepeatedError(Struct, frozen=True, kw_only=True):
     """The job's code raised in a step that nobody has committed since."""
 
     step: int
@@ -294,7 +294,7 @@ class CommittedStep(Struct, frozen=True, kw_only=True):
     vote: Vote
 
 
-class Profiled(Struct, frozen=True, kw_only=True):
+class ProfiledJob(Struct, frozen=True, kw_only=True):
     """A job with its measured profile: all that templates depend on."""
 
     job: Job
@@ -320,7 +320,7 @@ class SnapshotGroup(Struct, frozen=True, kw_only=True):
     owners: tuple[str, ...]
     """Node names in the order of the pipelines; each keeps its shard."""
     protection: str
-    buddy: str = ""
+    replica_peer: str = ""
     """Where there is one owner: the node that keeps a copy of its shard; empty: nobody does."""
     whole: bool = False
     """Each owner keeps all of it, in parts of its devices, since the devices of a stage hold shards. Otherwise
@@ -344,12 +344,12 @@ class Snapshot(Struct, frozen=True, kw_only=True):
         return tuple(sorted({owner for group in self.groups for owner in group.owners}))
 
     @property
-    def buddies(self) -> dict[str, str]:
+    def replica_peers(self) -> dict[str, str]:
         """Owner → the node that keeps a copy of its part."""
-        return {group.owners[0]: group.buddy for group in self.groups if group.buddy}
+        return {group.owners[0]: group.replica_peer for group in self.groups if group.replica_peer}
 
 
-class Buddy(Struct, frozen=True, kw_only=True):
+class ReplicaPeer(Struct, frozen=True, kw_only=True):
     """Another node, as the one whose shards it is to keep reaches it."""
 
     node: str
@@ -383,7 +383,7 @@ class Checkpoint(Struct, frozen=True, kw_only=True):
     size_bytes: int = 0
 
 
-class PassedOver(Struct, frozen=True, kw_only=True):
+class SkippedCheckpoint(Struct, frozen=True, kw_only=True):
     """Something at the place of the checkpoints that is none, or is not to be used."""
 
     step: int | None

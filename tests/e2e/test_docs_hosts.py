@@ -153,8 +153,11 @@ def test_a_script_on_two_hosts_is_protected_as_the_page_says(hosts: dict[str, Re
         shutil.copytree(ROOT / "examples" / "scripts", host.place / "examples" / "scripts")
         host.begin(keeper)
         # What is the same for two hosts cannot be for two directories of one: where the keeper listens.
-        host.environment |= {"FTD_KEEPER": str(host.place / "memory" / "keeper.sock"), "FIRST": "127.0.0.1"}
-        until((host.place / "memory" / "keeper.sock").exists, hosts)
+        host.environment |= {
+            "FTD_SNAPSHOT_AGENT": str(host.place / "memory" / "snapshot-agent.sock"),
+            "FIRST": "127.0.0.1",
+        }
+        until((host.place / "memory" / "snapshot-agent.sock").exists, hosts)
     # A host's name may take long to look up, or be unknown.
     once = (
         script.replace("29400", str(port)).replace(" --max", " --local-addr 127.0.0.1 --max") + " --steps 12"

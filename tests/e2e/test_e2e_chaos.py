@@ -11,11 +11,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ftd.faults.chaos.player import Played
-from ftd.faults.chaos.report import encoded, junit_of, text_of
+from ftd.faults.chaos.player import ScenarioResult
+from ftd.faults.chaos.report import encoded, render_junit, render_text
 from ftd.faults.chaos.scenario import load_scenario
 from ftd.faults.chaos.values import ClusterSetup, Scenario
-from ftd.local.stage import Stage, means_missing, setup_of, stage_key
+from ftd.local.scenario_cluster import ScenarioCluster, cluster_key, missing_requirement, require_setup
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 
 LIBRARY = sorted((Path(__file__).parents[2] / "examples" / "chaos").glob("*.toml"))
@@ -24,7 +24,7 @@ LIMIT_S = 300
 
 def by_cluster(path: Path) -> tuple[str, str]:
     """Those that share a cluster stand together."""
-    return repr(stage_key(setup_of(load_scenario(path)))), path.name
+    return repr(cluster_key(require_setup(load_scenario(path)))), path.name
 
 
 class Stages:
@@ -34,17 +34,17 @@ class Stages:
         self._runner = asyncio.Runner()
         self._key: ClusterSetup | None = None
         self._open = contextlib.AsyncExitStack()
-        self._stage: Stage | None = None
+        self._stage: ScenarioCluster | None = None
 
-    def play(self, scenario: Scenario) -> Played:
+    def play(self, scenario: Scenario) -> ScenarioResult:
         return self._runner.run(self._play(scenario))
 
-    async def _play(self, scenario: Scenario) -> Played:
-        key = stage_key(setup_of(scenario))
+    async def _play(self, scenario: Scenario) -> ScenarioResult:
+        key = cluster_key(require_setup(scenario))
         if self._stage is None or key != self._key:
             await self._open.aclose()
             self._key, self._stage = key, None
-            self._stage = await self._open.enter_async_context(Stage(key, tell=_say))
+            self._stage = await self._open.enter_async_context(ScenarioCluster(key, report=_say))
         return await self._stage.play(scenario)
 
     def close(self) -> None:
@@ -80,22 +80,22 @@ def test_there_are_enough_of_them_and_each_says_what_for() -> None:
 @pytest.mark.parametrize("path", sorted(LIBRARY, key=by_cluster), ids=lambda path: path.stem)
 def test_a_scenario_of_the_library(stages: Stages, path: Path) -> None:
     scenario = load_scenario(path)
-    if reason := means_missing(setup_of(scenario)):
+    if reason := missing_requirement(require_setup(scenario)):
         pytest.skip(reason)
     played = stages.play(scenario)
     story = [
         f"{at:.2f} {e['event']} {e['node']} g{e['generation']} {e['reason']}"
         for at, e in played.record.events
     ]
-    assert played.met, "\n".join([text_of(played), *story])
+    assert played.met, "\n".join([render_text(played), *story])
     check_reports(played)
 
 
-def check_reports(played: Played) -> None:
+def check_reports(played: ScenarioResult) -> None:
     """What machines read says the same."""
     [told] = json.loads(encoded([played]))
     assert told["met"] and told["scenario"] == played.scenario.name
     assert [one["problem"] for one in told["faults"]] == [""] * len(played.scenario.faults)
-    suite: Any = ElementTree.fromstring(junit_of([played])).find("testsuite")
+    suite: Any = ElementTree.fromstring(render_junit([played])).find("testsuite")
     assert int(suite.get("tests")) == len(played.verdicts) == len(suite.findall("testcase"))
     assert suite.get("failures") == "0"

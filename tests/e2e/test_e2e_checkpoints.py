@@ -115,7 +115,7 @@ def test_checkpoints_are_written_beside_training_and_a_place_that_fails_costs_no
     assert not torch.equal(state["model"]["3.0.weight"], before)
 
     url.rename(tmp_path / "unmounted")
-    given_up = ground.until_event("CheckpointGivenUp")
+    given_up = ground.until_event("CheckpointAbandoned")
     assert "not there" in given_up["reason"], given_up
     ground.further()
     (tmp_path / "unmounted").rename(url)
@@ -130,7 +130,7 @@ def test_the_coordinator_is_killed_while_a_checkpoint_is_written(ground: Playgro
     url = tmp_path / "kept"
     run = ground.submit(checkpoint_job(tmp_path, failures=3, arguments="width = 192"))
     ground.play({"on_event": "CheckpointStarted", "do": "kill", "role": "coordinator"})
-    given_up = ground.until_event("CheckpointGivenUp")
+    given_up = ground.until_event("CheckpointAbandoned")
     assert given_up["reason"] == "the coordinator was restarted"
     step = ground.until_event("CheckpointCompleted")["step"]
     assert step > given_up["step"]
@@ -194,7 +194,7 @@ def test_sharded_state_is_gone_on_with_unsharded_on_other_hosts(
     run = ground.submit(checkpoint_job(tmp_path, zero1=True, failures=3, arguments="tied = true"))
     written = ground.until_event("CheckpointCompleted", times=2)
     ground.until(lambda: len(ground.state["pipelines"]) == 4, "four pipelines in the state")
-    assert not run.named("SnapshotGivenUp")
+    assert not run.named("SnapshotAbandoned")
     check(ground.stop_job(), tied_reference)
     assert written["step"] in [one["step"] for one in verify(url)["checkpoints"]]
     model = nn.Sequential(*build(tied=True).layers).double()
@@ -250,7 +250,7 @@ def test_every_host_and_its_memory_are_gone_and_others_go_on_from_the_newest_sou
     run = ground.submit(checkpoint_job(tmp_path, two_node_replicas=True))
     ground.until_event("CheckpointCompleted", times=2)
     ground.inject(do="kill", nodes=list(HOME))
-    ground.until(lambda: not any(map(ground.cluster.fleet.running, HOME)), "all daemons are dead")
+    ground.until(lambda: not any(map(ground.cluster.processes.running, HOME)), "all daemons are dead")
     for arenas in ground.snapshot_directory.iterdir():
         shutil.rmtree(arenas)
     ground.until_phase("PAUSED")

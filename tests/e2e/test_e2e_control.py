@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ftd.cli.trace import ask
-from ftd.errors import FtdError, RequestRefused
-from ftd.observe.view.trace import rows_of
+from ftd.cli.trace import request_traces
+from ftd.errors import FtdError, RequestRejected
+from ftd.observe.view.trace import align_traces
 from ftd.transport.address import ClusterAddress
 from ftd.transport.wire.public import TraceRequest
 from tests.helpers.playground import HOME, Playground, Run, nodes_of, tiny_job
@@ -28,8 +28,8 @@ def test_joins_drains_and_leaves_recompute_nothing(
     ground.until_event("NodeReleased", "node-0")
     ground.further()
     ground.inject(do="term", node="node-4")
-    ground.until(lambda: not ground.cluster.fleet.running("node-4"), "node-4 has left")
-    assert ground.cluster.fleet.children["node-4"].process.returncode == 0
+    ground.until(lambda: not ground.cluster.processes.running("node-4"), "node-4 has left")
+    assert ground.cluster.processes.children["node-4"].process.returncode == 0
     ground.further()
     assert [r["recomputed_steps"] for r in run.recoveries] == [0] * len(run.recoveries)
     assert len(run.recoveries) == 4
@@ -152,7 +152,7 @@ def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: 
     run = ground.submit(tiny_job(tmp_path, two_node_replicas=True, delay_s=0.02))
     ground.until_step(4)
     first = ground.state["nodes"]["node-1"]["incarnation"]
-    second = ground.on_loop(ground.cluster.fleet.start("impostor", ground.cluster.node_command("node-1")))
+    second = ground.on_loop(ground.cluster.processes.start("impostor", ground.cluster.node_command("node-1")))
     ground.until_event("NodeRejected", "node-1")
     ground.further()
     assert ground.state["nodes"]["node-1"]["incarnation"] == first
@@ -165,7 +165,7 @@ def test_two_nodes_of_one_name(ground: Playground, tmp_path: Path, same_losses: 
     ground.until(lambda: ground.state["nodes"]["node-1"]["incarnation"] > first, "it is another daemon")
     ground.further()
     same_losses(ground.stop_job())
-    ground.on_loop(ground.cluster.fleet.kill("impostor"))
+    ground.on_loop(ground.cluster.processes.kill("impostor"))
     ground.until(lambda: ground.state["nodes"]["node-1"]["state"] == "OFFLINE", "the second one is gone")
 
 
@@ -185,10 +185,10 @@ def test_garbage_on_every_topic_harms_nobody(
     ):
         for payload in (b"", b"\xc1", b"{", b'{"do": "kill"}', b"\x00" * 1_100_000):
             ground.publish(topic, payload)
-    ground.until(lambda: len(run.named("MessageRefused")) >= 4, "the refusals")
+    ground.until(lambda: len(run.named("MessageRejected")) >= 4, "the refusals")
     ground.further(20)
     assert [r["cause"] for r in run.recoveries] == ["start"]
-    assert all(ground.cluster.fleet.running(name) for name in HOME)
+    assert all(ground.cluster.processes.running(name) for name in HOME)
     same_losses(ground.stop_job())
 
 
@@ -196,12 +196,12 @@ def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses
     """Every rank's steps come back; what cannot be traced is refused; losses stay."""
     address = ClusterAddress(broker=ground.cluster.broker, cluster=ground.cluster.options.cluster)
     with pytest.raises(FtdError, match="nothing is training"):
-        ground.on_loop(ask(address, 2, 60.0))
+        ground.on_loop(request_traces(address, 2, 60.0))
     ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(3)
-    state, found = ground.on_loop(ask(address, 2, 60.0))
+    state, found = ground.on_loop(request_traces(address, 2, 60.0))
     assert state["phase"] == "RUNNING"
-    rows = rows_of(found, {})
+    rows = align_traces(found, {})
     assert [row.rank for row in rows] == list(range(len(HOME) * ground.devices))
     for row in rows:
         kinds = [span.kind for span in row.spans]
@@ -209,7 +209,7 @@ def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses
     for wrong, words in (("steps", "1001"), ("device", "devices 0 to 1")):
         envelope = ground.client.envelope()
         request = TraceRequest(**envelope, **{wrong: 1001})  # type: ignore[arg-type]
-        with pytest.raises(RequestRefused, match=words):
+        with pytest.raises(RequestRejected, match=words):
             ground.on_loop(ground.client.request(request, topic=ground.client.topics.trace("node-0")))
     ground.further(3)
     same_losses(ground.stop_job())

@@ -51,7 +51,7 @@ def ground(cluster: Playground, tmp_path: Path) -> Playground:
     tables = "[snapshot]\nevery_steps = 10\n[evaluation]\nevery_steps = 10\n"
     path = write_job(tmp_path, delay_s=0.02, arguments="held_out = 16", tables=tables)
     for name in ("node-0", "node-1", "node-2"):
-        if not cluster.cluster.fleet.running(name):
+        if not cluster.cluster.processes.running(name):
             cluster.on_loop(cluster.cluster.start_node(name))
     cluster.until(
         lambda: [n["state"] for n in cluster.state.get("nodes", {}).values()] == ["HEALTHY"] * 3, "nodes"
@@ -179,7 +179,7 @@ def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(gr
         await page.until(f"{COMMITTED}.then((now) => now >= {before})", "the steps from before")
         await page.until("document.querySelector('#phase').textContent.includes('running')", "the phase")
 
-        environment = ground.cluster.fleet.environment
+        environment = ground.cluster.processes.environment
         environment["FTD_DASHBOARD_TOKEN"] = TOKEN
         try:
             await asyncio.to_thread(ground.on_loop, ground.cluster.kill("coordinator"))

@@ -14,7 +14,7 @@ import pytest
 
 from ftd.local.run import PAUSE_S
 from ftd.observe.view.document import Report
-from ftd.processes import alive, descendants
+from ftd.processes import descendant_pids, is_alive
 from tests.helpers.local_commands import FTD, ftd, leftovers
 from tests.helpers.playground import LIMIT_S, write_job
 
@@ -54,7 +54,7 @@ def shared_memory(home: dict[str, str]) -> list[Path]:
 
 def process_of(pid: int, config: str) -> int:
     """The one below ``pid`` that was started with this configuration."""
-    [found] = [p for p in descendants(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
+    [found] = [p for p in descendant_pids(pid) if config in Path(f"/proc/{p}/cmdline").read_text()]
     return found
 
 
@@ -119,13 +119,13 @@ def test_nothing_is_left_however_it_ends(
     path = tmp_path / "report.json"
     run = start("local", write_job(tmp_path, failures=0), "--nodes", 1, "--no-view", "--report", path)
     until_training(home)
-    below = descendants(run.pid)
+    below = descendant_pids(run.pid)
     assert len(below) >= 1 + 1 + 3  # Broker, coordinator; daemon, zygote and trainer.
     memory = shared_memory(home)
     assert memory
     run.send_signal(how)
     printed, _ = run.communicate(timeout=LIMIT_S)
-    until(lambda: not any(alive(pid) for pid in below), "every process has ended")
+    until(lambda: not any(is_alive(pid) for pid in below), "every process has ended")
     until(lambda: set(leftovers(home)) <= {"local-ftd.json"}, "the directory is gone")
     assert not any(path.exists() for path in memory)
     if how is not signal.SIGKILL:

@@ -27,7 +27,7 @@ def ground() -> Iterator[Playground]:
         pytest.skip("mosquitto is not installed")
     with playground(nodes=0) as made:
         PORTS.update({name: free_port() for name in ("coordinator", "node-0")})
-        environment = made.cluster.fleet.environment
+        environment = made.cluster.processes.environment
         made.on_loop(made.cluster.kill("coordinator"))
         environment["FTD_COORDINATOR_METRICS_PORT"] = str(PORTS["coordinator"])
         made.on_loop(made.cluster.start_coordinator())

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from ftd.local.cluster import COORDINATOR
-from ftd.processes import descendants
+from ftd.processes import descendant_pids
 from tests.helpers.fuzzing import deep
 from tests.helpers.listening import answer, doors_of, undocumented
 from tests.helpers.playground import HOME, Playground, tiny_job
@@ -15,12 +15,12 @@ def test_nothing_listens_beyond_the_table_and_strangers_disturb_no_training(
 ) -> None:
     run = ground.submit(tiny_job(tmp_path))
     ground.further(5)
-    pids = {name: ground.cluster.fleet.children[name].pid for name in (*HOME, COORDINATOR)}
+    pids = {name: ground.cluster.processes.children[name].pid for name in (*HOME, COORDINATOR)}
     wrong = [problem for name in HOME for problem in undocumented("node", pids[name])]
     wrong += undocumented("coordinator", pids[COORDINATOR])
     doors = [door for pid in ground.pids.values() for door in doors_of(pid)]
     assert wrong == [] and doors, "trainers meet each other through gloo"
-    others = {pid for root in pids.values() for pid in descendants(root)} - set(ground.pids.values())
+    others = {pid for root in pids.values() for pid in descendant_pids(root)} - set(ground.pids.values())
     assert {pid: doors_of(pid) for pid in others if Path(f"/proc/{pid}/fd").exists() and doors_of(pid)} == {}
     assert {(door.kind, door.on_loopback) for door in doors} == {("tcp", True)}
     for door in doors:

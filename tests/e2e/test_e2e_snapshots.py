@@ -64,7 +64,7 @@ def test_all_trainers_killed_at_once_and_the_hosts_remember(
     ground.inject(do="kill", nodes=list(HOME), target="trainer")
     details = until_rolled_back(ground)
     assert details["tier"] == "memory"
-    assert not run.named("NodeLost") and not run.named("ShardDamaged")
+    assert not run.named("NodeLost") and not run.named("ShardCorrupted")
     same_losses(ground.stop_job())
 
 
@@ -92,7 +92,7 @@ def test_all_hosts_restarted_find_their_memory_again(
     ground.submit(snapshot_job(tmp_path, two_node_replicas=True))
     ground.until_event("SnapshotCompleted", times=2)
     ground.inject(do="kill", nodes=list(HOME))
-    ground.until(lambda: not any(map(ground.cluster.fleet.running, HOME)), "all daemons are dead")
+    ground.until(lambda: not any(map(ground.cluster.processes.running, HOME)), "all daemons are dead")
     for name in HOME:
         ground.inject(do="start", node=name)
     details = until_rolled_back(ground)
@@ -119,7 +119,7 @@ def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
     )
     run = ground.submit(snapshot_job(tmp_path, "aec+buddy", two_node_replicas=True, failures=0))
     completed = ground.until_event("SnapshotCompleted", times=2)
-    assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
+    assert completed["details"]["replica_peers"] == {"node-0": "node-1", "node-1": "node-0"}
     assert completed["details"]["unprotected"] == []
     ground.until(lambda: len(ground.state["pipelines"]) == 1, "one pipeline in the state")
     assert len(list(ground.snapshot_directory.glob("*/*/copy-0-*"))) == 2
@@ -129,7 +129,7 @@ def test_the_only_owner_is_lost_with_its_memory_and_its_buddy_has_a_copy(
     ground.inject(do="start", node="node-2")
     details = until_rolled_back(ground)
     assert details["tier"] == "buddy" and details["sources"] == ["node-0"]
-    assert not run.named("ShardDamaged")
+    assert not run.named("ShardCorrupted")
     same_losses(ground.stop_job())
     ground.until(lambda: not list(ground.snapshot_directory.glob("*/*/copy-*")), "copies are gone, too")
 
@@ -180,11 +180,11 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
     ground.further()
     ground.inject(do="flip", nodes=["node-0", "node-1"])
     for node in ("node-0", "node-1"):
-        damaged = ground.until_event("ShardDamaged", node)["details"]
+        damaged = ground.until_event("ShardCorrupted", node)["details"]
         repaired = ground.until_event("ShardRepaired", node)["details"]
         assert (repaired["owner"], repaired["part"]) == (node, damaged["part"])
         assert repaired["step"] == run.named("SnapshotCompleted")[-1]["step"]
-    assert len(run.named("ShardDamaged")) == 2, [event["reason"] for event in run.named("ShardDamaged")]
+    assert len(run.named("ShardCorrupted")) == 2, [event["reason"] for event in run.named("ShardCorrupted")]
 
     # While no trainer is there: it is decoded around, and made again as well. The bit flips just before the trainers
     # are killed, since the rollback may be over before a busy machine lets this thread go on.
@@ -195,7 +195,7 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
     kept.bytes_of(manifest, shard)[17] ^= 64
     ground.inject(do="kill", nodes=list(HOME), target="trainer")
     ground.until_event("ShardRepaired", "node-2")
-    assert kept.damaged(manifest) == ()
+    assert kept.find_corrupt(manifest) == ()
     asked(ground, "every", "5")
     assert until_rolled_back(ground)["tier"] == "memory"
     same_losses(ground.stop_job())

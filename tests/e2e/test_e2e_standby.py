@@ -55,7 +55,7 @@ def elected(ground: Playground, before: str, times: int = 1) -> str:
 
 def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
     """The one that led follows, and is seen to; one that did not die has noticed."""
-    child = ground.cluster.fleet.children[before]
+    child = ground.cluster.processes.children[before]
     if thawed:
         ground.until(lambda: "step_down" in child.log.read_text(), f"{before} knows that it does not lead")
         child.log.write_text("")
@@ -187,7 +187,7 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
         relay = module_command(
             "ftd.local.relay", str(listening.fileno()), "127.0.0.1", str(cluster.broker.port)
         )
-        cable = ground.on_loop(cluster.fleet.start("cable", relay, inherit=[listening.fileno()]))
+        cable = ground.on_loop(cluster.processes.start("cable", relay, inherit=[listening.fileno()]))
     text = (cluster.directory / "coordinator.toml").read_text()
     config = cluster.directory / "far.toml"
     config.write_text(
@@ -198,7 +198,7 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     )
     config.chmod(0o600)
     command = module_command("ftd.cli.main", "coordinator", "--config", str(config))
-    ground.on_loop(cluster.fleet.start("far", command))
+    ground.on_loop(cluster.processes.start("far", command))
     deposed(ground, "far")
     ground.play({"after_s": 0, "do": "kill", "role": "coordinator"})
     assert ground.until_event("LeaderElected")["details"]["leader"] == "far"  # By its priority.
@@ -216,4 +216,4 @@ def test_a_leader_that_is_cut_off_is_replaced_and_changes_nothing_when_it_is_bac
     assert all(ground.pids[name, 0] == trainers[name, 0] for name in ("node-0", "node-1", "node-2"))
     assert [r["cause"] for r in run.recoveries] == ["start", "node_lost"]
     as_if_nothing_was(ground, same_losses)
-    ground.on_loop(cluster.fleet.terminate(["far", "cable"], grace_s=10.0))
+    ground.on_loop(cluster.processes.terminate(["far", "cable"], grace_s=10.0))

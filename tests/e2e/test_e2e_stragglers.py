@@ -11,7 +11,7 @@ from tests.helpers.playground import Json, Playground, Run, playground, tiny_job
 @pytest.fixture
 def quick_to_judge() -> Iterator[Playground]:
     """Four nodes, and a coordinator that does not take as long as in production to call a node slow."""
-    timing = {"straggler_s": 1.0, "straggler_again_s": 1.0}
+    timing = {"straggler_s": 1.0, "straggler_replan_s": 1.0}
     with playground(broker="embedded", timing=timing) as ground:
         ground.until(lambda: len(ground.state.get("nodes", {})) == 4, "four nodes")
         yield ground

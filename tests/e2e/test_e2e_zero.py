@@ -55,7 +55,7 @@ def test_with_replicas_a_lost_node_undoes_nothing(
     ground.until(lambda: len(ground.state["pipelines"]) == 4, "it is back")
     ground.further()
     check_losses(ground.stop_job(), reference)
-    assert not run.named("RolledBack") and not run.named("ReplicaDiverged")
+    assert not run.named("RolledBack") and not run.named("OptimizerReplicaDiverged")
 
 
 def test_without_replicas_everybody_goes_back_to_the_snapshot(
@@ -69,7 +69,7 @@ def test_without_replicas_everybody_goes_back_to_the_snapshot(
     ground.until_step(details["from_step"] + 5)
     ground.until_event("SnapshotCompleted", times=3)
     check_losses(ground.stop_job(), reference)
-    assert not run.named("ShardDamaged")
+    assert not run.named("ShardCorrupted")
 
 
 def test_replicas_in_snapshots_make_up_for_a_lost_host(
@@ -85,7 +85,7 @@ def test_replicas_in_snapshots_make_up_for_a_lost_host(
     assert details["tier"] == "decoded"
     ground.until_step(details["from_step"] + 5)
     check_losses(ground.stop_job(), reference)
-    assert not run.named("ShardDamaged")
+    assert not run.named("ShardCorrupted")
 
 
 def test_the_last_pipeline_s_state_is_at_its_buddies(
@@ -99,7 +99,7 @@ def test_the_last_pipeline_s_state_is_at_its_buddies(
     )
     run = ground.submit(sharded_job(tmp_path, "aor+buddy", every_steps=5, two_node_replicas=True, failures=0))
     completed = ground.until_event("SnapshotCompleted", times=2)
-    assert completed["details"]["buddies"] == {"node-0": "node-1", "node-1": "node-0"}
+    assert completed["details"]["replica_peers"] == {"node-0": "node-1", "node-1": "node-0"}
     ground.until(lambda: len(ground.state["pipelines"]) == 1, "one pipeline in the state")
     ground.inject(do="kill", node="node-1")
     [memory] = ground.snapshot_directory.glob("*node-1")
@@ -110,4 +110,4 @@ def test_the_last_pipeline_s_state_is_at_its_buddies(
     ground.until_step(details["from_step"] + 5)
     ground.until_event("SnapshotCompleted", times=3)
     check_losses(ground.stop_job(), reference)
-    assert not run.named("ShardDamaged") and not run.named("ReplicaDiverged")
+    assert not run.named("ShardCorrupted") and not run.named("OptimizerReplicaDiverged")

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 from ftd.config.job import load_job_data
-from ftd.local.fleet import private_directory
-from ftd.local.namespaces import Network, why_not
+from ftd.local.child_processes import private_directory
+from ftd.local.namespaces import NamespaceNetwork, unavailable_reason
 from ftd.processes import module_command
 from ftd.transport.mqtt.mosquitto import find_mosquitto
 from statemachine.messages.trainer import TrainingData
@@ -88,7 +88,7 @@ device_memory_mib = 0.4  # Two nodes for one copy of the model: activations cros
 class Deployment:
     """A cluster on several hosts, and what it says about itself."""
 
-    def __init__(self, directory: Path, network: Network, running: Programs) -> None:
+    def __init__(self, directory: Path, network: NamespaceNetwork, running: Programs) -> None:
         self._directory = directory
         self._network = network
         self._programs = running
@@ -266,7 +266,7 @@ class Deployment:
 def deployment() -> Iterator[Deployment]:
     if find_mosquitto() is None or shutil.which("mosquitto_passwd") is None:
         pytest.skip("mosquitto is not installed")
-    if reason := why_not():
+    if reason := unavailable_reason():
         pytest.skip(reason)
     with private_directory() as directory, programs((HUB, *NODES), directory) as (network, running):
         found = Deployment(directory, network, running)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from ftd.driver import Driver, EventGate
+from ftd.driver import Driver, EventRateLimiter
 from ftd.errors import JournalError
 from statemachine.effects import CancelTimer, Effect, EmitEvent, PersistState, PublishCluster, SetTimer
-from statemachine.events import BrokerConnected, BrokerLost, Event, TimerFired
+from statemachine.events import BrokerConnected, BrokerDisconnected, Event, TimerFired
 
 PATIENCE_S = 60.0
 
@@ -44,7 +44,7 @@ def drive(machine: Scripted, perform: Callable[[Effect], Any], *events: type[Eve
 
         driver = Driver(machine, performing)
         for kind in events:
-            driver.feed(kind(at=driver.now(), cause=driver.cause()))
+            driver.feed(kind(at=driver.now(), cause=driver.new_cause()))
         running = asyncio.create_task(driver.run())
         waiting = asyncio.create_task(done.wait())
         await asyncio.wait([running, waiting], timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -77,10 +77,10 @@ def test_each_effect_is_finished_before_the_next_begins() -> None:
     machine = Scripted(
         {
             BrokerConnected: lambda _: [emit("A"), PersistState(cause="c"), PublishCluster(cause="c")],
-            BrokerLost: lambda _: [emit("Done")],
+            BrokerDisconnected: lambda _: [emit("Done")],
         }
     )
-    drive(machine, perform, BrokerConnected, BrokerLost)
+    drive(machine, perform, BrokerConnected, BrokerDisconnected)
     assert log == ["EmitEvent", "persisted", "PublishCluster"]
 
 
@@ -132,8 +132,8 @@ def test_a_bug_in_a_step_or_an_effect_is_counted_and_the_daemon_goes_on() -> Non
     def perform(effect: Effect) -> None:
         raise ValueError("another")
 
-    machine = Scripted({BrokerConnected: bug, BrokerLost: lambda _: [emit("A"), emit("Done")]})
-    assert drive(machine, perform, BrokerConnected, BrokerLost).bugs == 2
+    machine = Scripted({BrokerConnected: bug, BrokerDisconnected: lambda _: [emit("A"), emit("Done")]})
+    assert drive(machine, perform, BrokerConnected, BrokerDisconnected).bugs == 2
 
 
 def test_without_a_journal_there_is_no_going_on() -> None:
@@ -155,13 +155,13 @@ def test_causes_are_unique_and_short() -> None:
         return Driver(Scripted({}), lambda _: None), Driver(Scripted({}), lambda _: None)
 
     one, other = asyncio.run(scene())
-    causes = [driver.cause() for driver in (one, other) for _ in range(100)]
+    causes = [driver.new_cause() for driver in (one, other) for _ in range(100)]
     assert len(set(causes)) == 200
     assert all(len(cause) == 12 for cause in causes)
 
 
 def test_the_gate_lets_one_of_a_kind_through_a_second() -> None:
-    gate = EventGate()
+    gate = EventRateLimiter()
 
     def ignored(why: str) -> EmitEvent:
         return EmitEvent(cause="c", name="MessageIgnored", reason=why)
@@ -176,7 +176,7 @@ def test_the_gate_lets_one_of_a_kind_through_a_second() -> None:
         assert gate.admit(emit("NodeLost"), float(moment) / 100) == 0
     for index in range(5000):
         gate.admit(ignored(str(index)), 20.0)
-    assert len(gate._kinds) <= EventGate.MAX_KINDS
+    assert len(gate._kinds) <= EventRateLimiter.MAX_KINDS
 
 
 def test_what_waits_is_taken_together() -> None:
@@ -187,7 +187,7 @@ def test_what_waits_is_taken_together() -> None:
     def together(events: Any, bug: Callable[[Any], None]) -> list[Effect]:
         taken.append([type(event).__name__ for event in events])
         for event in events:
-            if isinstance(event, BrokerLost):
+            if isinstance(event, BrokerDisconnected):
                 try:
                     raise RuntimeError("a bug")
                 except RuntimeError:
@@ -199,11 +199,11 @@ def test_what_waits_is_taken_together() -> None:
         driver = Driver(
             Scripted({}),
             lambda effect: done.append("effect"),
-            together=together,
-            carried_out=lambda: (done.append("carried out"), carried_out.set())[0],
+            step_batch=together,
+            on_effects_done=lambda: (done.append("carried out"), carried_out.set())[0],
         )
-        for kind in (BrokerConnected, BrokerLost, BrokerConnected):
-            driver.feed(kind(at=driver.now(), cause=driver.cause()))
+        for kind in (BrokerConnected, BrokerDisconnected, BrokerConnected):
+            driver.feed(kind(at=driver.now(), cause=driver.new_cause()))
         running = asyncio.create_task(driver.run())
         await asyncio.wait_for(carried_out.wait(), PATIENCE_S)
         running.cancel()

@@ -39,7 +39,7 @@ def test_the_watchdog_is_fed_when_it_watches_us(tmp_path: Path, monkeypatch: pyt
         assert systemd.watchdog_period_s() == 0.01
 
         async def scene() -> None:
-            task = asyncio.create_task(systemd.watchdog())
+            task = asyncio.create_task(systemd.feed_watchdog())
             for _ in range(3):
                 assert await asyncio.to_thread(manager.recv, 100) == b"WATCHDOG=1"
             task.cancel()
@@ -57,4 +57,4 @@ def test_no_watchdog(monkeypatch: pytest.MonkeyPatch, limit: str, pid: str | Non
     else:
         monkeypatch.setenv("WATCHDOG_PID", pid)
     assert systemd.watchdog_period_s() is None
-    asyncio.run(systemd.watchdog())
+    asyncio.run(systemd.feed_watchdog())

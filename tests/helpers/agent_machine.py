@@ -6,8 +6,8 @@ from planner.values import Device, PipelinePlacement, Plan, StagePlacement
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
+    TrainerConnected,
     TrainerReported,
-    TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
 from statemachine.effects import (
@@ -62,7 +62,7 @@ class Daemon(Script):
 
     def up(self, first_pid: int = 50) -> None:
         for device in range(self.devices):
-            self.feed(TrainerUp, device=device, pid=first_pid + device)
+            self.feed(TrainerConnected, device=device, pid=first_pid + device)
 
     def prepared(self, profile: bool = False) -> None:
         """From a started daemon to a built job."""
@@ -83,7 +83,9 @@ class Daemon(Script):
     def answered(self, generation: int, step: int, device: int = 0) -> None:
         """A trainer's answer to a Quiesce."""
         values = {name: getattr(report(step), name) for name in TrainerState.__struct_fields__}
-        self.feed(TrainerReported, device=device, report=trainer.Quiesced(generation=generation, **values))
+        self.feed(
+            TrainerReported, device=device, report=trainer.TrainerQuiesced(generation=generation, **values)
+        )
 
     def resume(self, generation: int, step: int, *nodes: str, **others: Any) -> Resume:
         return Resume(
@@ -114,7 +116,7 @@ class Daemon(Script):
         self.feed(
             TrainerReported,
             device=device,
-            report=trainer.Stepped(
+            report=trainer.TrainerStepped(
                 generation=generation, step=step, vote=vote(step), step_s=0.1, bubble_s=0.0
             ),
         )
@@ -123,7 +125,7 @@ class Daemon(Script):
         self.feed(
             TrainerReported,
             device=device,
-            report=trainer.Beat(progress=progress, waiting=waiting, reading=reading),
+            report=trainer.TrainerHeartbeat(progress=progress, waiting=waiting, reading=reading),
         )
 
     def signals(self, kind: type[Any] | None = None) -> list[Any]:

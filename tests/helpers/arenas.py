@@ -1,26 +1,26 @@
 """Snapshots in an arena."""
 
 from storage.arena import Arena, Slot
-from storage.manifest import Manifest, Part, digest_of
+from storage.manifest import SnapshotManifest, SnapshotPart, digest_of
 
 
 def fill(slot: Slot, value: int) -> None:
     slot.view[:] = value
 
 
-def manifest_of(slot: Slot, step: int, *sizes: int) -> Manifest:
+def manifest_of(slot: Slot, step: int, *sizes: int) -> SnapshotManifest:
     """Parts ``p0``, ``p1``, … one after the other."""
     parts, end = [], 0
     for index, size in enumerate(sizes or (len(slot.view),)):
         digest = digest_of(slot.view[end : end + size])
-        parts.append(Part(name=f"p{index}", offset=end, size_bytes=size, digest=digest))
+        parts.append(SnapshotPart(name=f"p{index}", offset=end, size_bytes=size, digest=digest))
         end += size
-    return Manifest(
+    return SnapshotManifest(
         job_id="job", step=step, generation=1, slot=slot.number, parts=tuple(parts), layout={"of": "test"}
     )
 
 
-def snapshot(arena: Arena, step: int, size: int = 10_000) -> Manifest:
+def snapshot(arena: Arena, step: int, size: int = 10_000) -> SnapshotManifest:
     slot = arena.begin(size)
     fill(slot, step % 251)
     manifest = manifest_of(slot, step)

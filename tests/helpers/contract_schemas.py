@@ -8,14 +8,14 @@ from typing import Any
 import fastjsonschema
 import msgspec
 
-from ftd.transport.wire.contract_file import shipped
+from ftd.transport.wire.contract_file import read_shipped_contract
 
 Json = dict[str, Any]
 
 
 @functools.cache
 def document() -> Json:
-    return dict(msgspec.json.decode(shipped()))
+    return dict(msgspec.json.decode(read_shipped_contract()))
 
 
 @functools.cache

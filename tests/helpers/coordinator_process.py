@@ -27,9 +27,9 @@ from statemachine.messages.cluster import (
     FromNode,
     Heartbeat,
     Hello,
-    Inquiry,
     Prepare,
     Quiesced,
+    RequestHello,
     Resume,
     Signal,
     Stepped,
@@ -155,7 +155,7 @@ class PlayedNode:
         if meant is None:
             return
         command = meant.command
-        if isinstance(command, Inquiry):
+        if isinstance(command, RequestHello):
             self.hello()
         self.commands.put_nowait(command)
 

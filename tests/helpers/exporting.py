@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from runtime.description import describe
 from storage.checkpoint import Checkpoint, CheckpointStore
 from storage.description import encode_description
-from storage.layerstate import Entry, Header
+from storage.layerstate import LayerEntry, LayerHeader
 from tests.helpers.kept_checkpoints import about
 
 
@@ -54,7 +54,7 @@ def _packed(
     for name, tensor in tensors.items():
         data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
         entries.append(
-            Entry(
+            LayerEntry(
                 name=name,
                 role="parameter" if name in parameters else "buffer",
                 key="",
@@ -67,5 +67,7 @@ def _packed(
         )
         pieces += [data, np.zeros(-data.size % 16, dtype=np.uint8)]
         end += data.size + -data.size % 16
-    header = Header(format=1, layer=layer, entries=tuple(entries), scalars={}, schedule={}, size_bytes=end)
+    header = LayerHeader(
+        format=1, layer=layer, entries=tuple(entries), scalars={}, schedule={}, size_bytes=end
+    )
     return msgspec.msgpack.encode(header), np.concatenate(pieces)

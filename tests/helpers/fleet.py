@@ -12,9 +12,9 @@ import torch
 
 from runtime.engine.engine import Engine, StepResult
 from runtime.groups.backends import make_communicator
-from runtime.groups.communicator import Aborted, Communicator
+from runtime.groups.communicator import CommunicationAborted, Communicator
 from runtime.groups.store import Rendezvous
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages import trainer as p
 from statemachine.messages.values import Evaluation, Vote
 from tests.helpers.harness import PATIENCE_S, TOKEN, ServerThread
@@ -57,7 +57,7 @@ class Fleet:
 
     def join(self, count: int) -> list[Engine]:
         with torch.random.fork_rng(devices=[]):
-            new = [Engine(self.job, CPU, Pace()) for _ in range(count)]
+            new = [Engine(self.job, CPU, ProgressMonitor()) for _ in range(count)]
         self.engines += new
         return new
 
@@ -109,7 +109,7 @@ class Fleet:
         )
         communicator = make_communicator("gloo", rendezvous, rank, world.hosts, engine.model.runtime)
         self._communicators[engine] = communicator
-        resume = p.Resume(
+        resume = p.ResumeRank(
             generation=self.generation,
             step=step,
             vote=vote,
@@ -125,7 +125,7 @@ class Fleet:
             parked=self.parked.get(rank, ()),
             dropped=self.dropped.get(rank, ()),
         )
-        engine.settle(step, vote)
+        engine.commit_or_discard(step, vote)
         if self.restore:
             engine.restore(Path(self.restore), resume)
         engine.enter(resume, communicator)
@@ -159,7 +159,7 @@ class Fleet:
         def run(rank: int, engine: Engine) -> bool:
             try:
                 engine.step(lambda: False)
-            except Aborted:
+            except CommunicationAborted:
                 return True
             return False
 
@@ -191,7 +191,7 @@ class Fleet:
         self.abort()
         for engine, communicator in self._communicators.items():
             if engine.sharding is not None:
-                engine.sharding.forget()
+                engine.sharding.clear()
             communicator.close()
         self._pool.shutdown()
         self._server.close()
@@ -202,9 +202,9 @@ def whole_layers(engines: Sequence[Engine], step: int, pipelines: Pipelines) -> 
     held: list[set[int]] = []
     for engine in engines:
         if engine.committed_step == step:
-            held.append(set(engine.complete))
+            held.append(set(engine.complete_layers))
         else:
-            held.append(set(engine.owned) if engine.ready_step == step else set())
+            held.append(set(engine.owned_layers) if engine.ready_step == step else set())
     wanted = {
         rank: range(stage.first_layer, stage.end_layer)
         for pipeline in pipelines
@@ -219,13 +219,13 @@ def whole_layers(engines: Sequence[Engine], step: int, pipelines: Pipelines) -> 
     )
 
 
-def report_of(engine: Engine) -> p.Quiesced:
-    return p.Quiesced(
+def report_of(engine: Engine) -> p.TrainerQuiesced:
+    return p.TrainerQuiesced(
         generation=0,
         committed_step=engine.committed_step,
         ready_step=engine.ready_step,
         vote=engine.vote,
-        held=tuple(sorted(engine.complete)),
-        parts=() if engine.sharding is None else engine.sharding.parts(),
+        held=tuple(sorted(engine.complete_layers)),
+        parts=() if engine.sharding is None else engine.sharding.held_parts(),
         evaluation=engine.evaluation,
     )

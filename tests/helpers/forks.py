@@ -14,7 +14,7 @@ ZYGOTE = """
 import json, os, sys, traceback
 import torch, torch.distributed, torch.distributed.fsdp, torch.nn.parallel, aiohttp.web
 import torch._dynamo  # otherwise each process does so at its first optimizer step
-import ftd.snapshots.keeper.daemon
+import ftd.snapshots.snapshot_agent.daemon
 from ftd import Snapshotter
 
 def child(order):

@@ -96,7 +96,7 @@ class TrainerHandle:
         self._decoder = decoder
         self._condition = threading.Condition()
         self._frames: list[frames.Frame] = []
-        self.last_beat: p.Beat | None = None
+        self.last_beat: p.TrainerHeartbeat | None = None
         self.gone = False
         threading.Thread(target=self._read, daemon=True).start()
 
@@ -141,7 +141,7 @@ class TrainerHandle:
     def losses(self) -> dict[int, float]:
         """Of all steps reported and not taken; does not wait."""
         with self._condition:
-            return {f.step: f.vote.loss for f in self._frames if isinstance(f, p.Stepped)}
+            return {f.step: f.vote.loss for f in self._frames if isinstance(f, p.TrainerStepped)}
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.killpg(self.pid, number)
@@ -157,7 +157,7 @@ class TrainerHandle:
         while True:
             with self._condition:
                 for frame in frames:
-                    if isinstance(frame, p.Beat):
+                    if isinstance(frame, p.TrainerHeartbeat):
                         self.last_beat = frame
                     else:
                         self._frames.append(frame)
@@ -185,7 +185,7 @@ class Cluster:
         self._listener.listen(64)
         self._arrivals: queue.SimpleQueue[TrainerHandle] = queue.SimpleQueue()
         self._outputs: dict[int, bytearray] = {}
-        self._notices: queue.SimpleQueue[z.Warm | z.Spawned | z.Exited] = queue.SimpleQueue()
+        self._notices: queue.SimpleQueue[z.ZygoteReady | z.Spawned | z.Exited] = queue.SimpleQueue()
         self.exited: dict[int, int] = {}
         self._devices = 0
         self.trainers: list[TrainerHandle] = []
@@ -200,7 +200,7 @@ class Cluster:
         )
         threading.Thread(target=self._accept, daemon=True).start()
         threading.Thread(target=self._read_notices, daemon=True).start()
-        assert isinstance(self._notices.get(timeout=PATIENCE_S), z.Warm)
+        assert isinstance(self._notices.get(timeout=PATIENCE_S), z.ZygoteReady)
 
     # --- processes -----------------------------------------------------------------------------
 
@@ -239,7 +239,7 @@ class Cluster:
         for trainer in trainers:
             arena = "" if arenas is None else str(arenas / f"device-{trainer.device}")
             trainer.send(
-                p.Prepare(
+                p.PrepareJob(
                     job_id="job",
                     training=data,
                     profile=profile,
@@ -250,17 +250,17 @@ class Cluster:
         for trainer in trainers:
             trainer.take(Prepared)
 
-    def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> list[p.Quiesced]:
+    def quiesce(self, trainers: Sequence[TrainerHandle], mode: str = "abort") -> list[p.TrainerQuiesced]:
         """Enter the next generation."""
         self.generation += 1
         for trainer in trainers:
             trainer.send(Quiesce(generation=self.generation, mode=mode))
-        return [trainer.take(p.Quiesced, generation=self.generation) for trainer in trainers]
+        return [trainer.take(p.TrainerQuiesced, generation=self.generation) for trainer in trainers]
 
     def resume(
         self,
         ranks: Sequence[TrainerHandle],
-        pipelines: Sequence[p.PipelineData],
+        pipelines: Sequence[p.WorldPipeline],
         step: int,
         vote: Vote | None = None,
         transfers: Sequence[p.TransferData] = (),
@@ -275,12 +275,12 @@ class Cluster:
         self,
         rank: int,
         size: int,
-        pipelines: Sequence[p.PipelineData],
+        pipelines: Sequence[p.WorldPipeline],
         step: int,
         vote: Vote | None = None,
         transfers: Sequence[p.TransferData] = (),
-    ) -> p.Resume:
-        return p.Resume(
+    ) -> p.ResumeRank:
+        return p.ResumeRank(
             generation=self.generation,
             step=step,
             vote=vote,
@@ -309,7 +309,7 @@ class Cluster:
     def _greet(self, connection: socket.socket) -> None:
         head = _read_exactly(connection, 4)
         frame = head + _read_exactly(connection, int.from_bytes(head, "big"))
-        greeting = frames.Decoder[Any](p.Greeting).feed(frame)[0]
+        greeting = frames.Decoder[Any](p.FirstFrame).feed(frame)[0]
         output = self._outputs.setdefault(greeting.pid, bytearray())
         if isinstance(greeting, p.Attached):
             trainer = TrainerHandle(greeting, connection, frames.Decoder[Any](p.Report))
@@ -359,14 +359,14 @@ def _read_exactly(connection: socket.socket, size: int) -> bytes:
 
 def pipeline(
     *stages: tuple[int, int, Sequence[int]], first_microbatch: int, microbatches: int, sharded: bool = False
-) -> p.PipelineData:
+) -> p.WorldPipeline:
     """``pipeline((0, 2, [0]), (2, 5, [1, 2]), first_microbatch=0, microbatches=3)``.
 
     :param sharded: stages of several ranks have shards.
     """
-    return p.PipelineData(
+    return p.WorldPipeline(
         stages=tuple(
-            p.StageData(
+            p.WorldStage(
                 first_layer=a, end_layer=b, ranks=tuple(r), within="shard" if sharded else "replicate"
             )
             for a, b, r in stages

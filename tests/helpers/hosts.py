@@ -8,8 +8,8 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ftd.local.namespaces import Network
-from ftd.processes import die_with_parent, tail
+from ftd.local.namespaces import NamespaceNetwork
+from ftd.processes import die_with_parent, read_tail
 
 PREFIX = "ftdtest"
 GONE_S = 30.0
@@ -18,7 +18,7 @@ GONE_S = 30.0
 class Programs:
     """Processes on the hosts of a network: ended, with all that they started, when this is closed."""
 
-    def __init__(self, network: Network, hosts: Sequence[str], logs: Path) -> None:
+    def __init__(self, network: NamespaceNetwork, hosts: Sequence[str], logs: Path) -> None:
         self._network = network
         self._hosts = list(hosts)
         self._logs = logs
@@ -48,7 +48,7 @@ class Programs:
 
     def tails(self) -> str:
         files = [self._logs / f"{name}.log" for name in self._running]
-        return "\n".join(f"--- {file.stem}\n{text}" for file in files if (text := tail(file, 1500)))
+        return "\n".join(f"--- {file.stem}\n{text}" for file in files if (text := read_tail(file, 1500)))
 
     def close(self, grace_s: float) -> None:
         """SIGTERM, and for what is left on the hosts after ``grace_s`` SIGKILL.
@@ -78,9 +78,11 @@ class Programs:
 
 
 @contextlib.contextmanager
-def programs(hosts: Sequence[str], logs: Path, grace_s: float = 3.0) -> Iterator[tuple[Network, Programs]]:
+def programs(
+    hosts: Sequence[str], logs: Path, grace_s: float = 3.0
+) -> Iterator[tuple[NamespaceNetwork, Programs]]:
     """A network, and processes on it; nothing of either is left."""
-    with Network(hosts, prefix=PREFIX) as network:
+    with NamespaceNetwork(hosts, prefix=PREFIX) as network:
         running = Programs(network, hosts, logs)
         try:
             yield network, running

@@ -8,8 +8,8 @@ import numpy as np
 
 from storage.checkpoint import CheckpointManifest, CheckpointStore
 from storage.description import ModelDescription, encode_description
-from storage.layerstate import Entry, Header
-from storage.values import LayerOnDisk
+from storage.layerstate import LayerEntry, LayerHeader
+from storage.values import LayerFile
 
 LAYERS = 3
 DESCRIPTION = ModelDescription(aliases={"0.weight": ("2.weight",)}, files={"config.json": b"{}"})
@@ -25,7 +25,7 @@ def layer_state(layer: int, seed: int = 0, numel: int = 1000) -> tuple[bytes, np
     ):
         size = int(np.prod(shape)) * {"bfloat16": 2, "float32": 4, "int64": 8}[dtype]
         entries.append(
-            Entry(
+            LayerEntry(
                 name=f"{layer}.{name}",
                 role=role,  # type: ignore[arg-type]
                 key=key,
@@ -37,7 +37,7 @@ def layer_state(layer: int, seed: int = 0, numel: int = 1000) -> tuple[bytes, np
             )
         )
         end += size + -size % 16
-    header = Header(
+    header = LayerHeader(
         format=1,
         layer=layer,
         entries=tuple(entries),
@@ -66,7 +66,7 @@ def write(
     """A whole checkpoint; its bytes depend on the seed, which is the step by default."""
     draft = store.begin(step, attempt)
     store.write_description(draft, encode_description(DESCRIPTION))
-    files: list[LayerOnDisk] = []
+    files: list[LayerFile] = []
     for layer in reversed(range(LAYERS)):
         header, payload = layer_state(layer, step if seed is None else seed, numel)
         files.append(store.write_layer(draft, layer, header, in_chunks(payload)))

@@ -14,17 +14,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ftd.snapshots.shards.arenas import Arenas
-from ftd.snapshots.shards.copies import Copies
+from ftd.snapshots.shards.arenas import NodeArenas
+from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.shards.sources import Source
+from ftd.snapshots.shards.sources import SnapshotSource
 from statemachine.messages.values import SnapshotGroup
 from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, LayerImage
-from storage.layerstate import HEADER_FORMAT, Entry, Header
-from storage.manifest import Manifest, Part
+from storage.layerstate import HEADER_FORMAT, LayerEntry, LayerHeader
+from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.shards import ShardLayout, make_shard
 from storage.staged import read_staged
 
@@ -48,16 +48,16 @@ def write(
     generation: int = 1,
     layout: dict[str, Any] | None = None,
     device: int = 0,
-) -> Manifest:
+) -> SnapshotManifest:
     """One device's snapshot in the arenas below ``root``."""
     arena = Arena.open(root / JOB / f"device-{device}")
     slot = arena.begin(max(1, sum(map(len, parts.values()))))
     made, end = [], 0
     for name, data in parts.items():
         slot.view[end : end + len(data)] = data
-        made.append(Part.of(name, end, data))
+        made.append(SnapshotPart.of(name, end, data))
         end += len(data)
-    manifest = Manifest(
+    manifest = SnapshotManifest(
         job_id=JOB,
         step=step,
         generation=generation,
@@ -73,7 +73,7 @@ def write(
 def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
     """Header and payload of a staged layer, verified as a trainer does, and how much of it is lent."""
     staged, payload, lent = read_staged(directory, layer), bytearray(), 0
-    for piece in staged.pieces:
+    for piece in staged.chunks:
         file = Path(piece.path).read_bytes() if piece.path else piece.data
         payload += file[piece.offset : piece.offset + piece.size_bytes]
         if piece.part is not None:
@@ -81,9 +81,9 @@ def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
             first = piece.offset - part.offset
             assert part.in_blocks and 0 <= first <= first + piece.size_bytes <= part.size_bytes
             memory = file[part.offset : part.offset + part.size_bytes]
-            assert part.sound_in(memory, [range(first, first + piece.size_bytes)])
+            assert part.are_ranges_intact(memory, [range(first, first + piece.size_bytes)])
     assert len(payload) == staged.size_bytes
-    assert bool(lent) == bool(staged.lenders) and all(lender.there() for lender in staged.lenders)
+    assert bool(lent) == bool(staged.borrowed) and all(lender.there() for lender in staged.borrowed)
     return staged.header, bytes(payload), lent
 
 
@@ -100,9 +100,9 @@ class Node(AbstractAsyncContextManager["Node"]):
 
     def __init__(self, name: str, root: Path, **options: Any) -> None:
         self.name, self.root = name, root
-        self.arenas = Arenas(root, devices=1)
+        self.arenas = NodeArenas(root, devices=1)
         self.changes = 0
-        self.copies = Copies(self.arenas, node=name, changed=self._changed)
+        self.copies = CopyStore(self.arenas, node=name, changed=self._changed)
         self.server = ShardServer(self.arenas, TOKEN, copies=self.copies, **options)
 
     def _changed(self) -> None:
@@ -124,8 +124,8 @@ class Node(AbstractAsyncContextManager["Node"]):
         return f"127.0.0.1:{self.server.port}"
 
     @property
-    def source(self) -> Source:
-        return Source(node=self.name, address=self.address)
+    def source(self) -> SnapshotSource:
+        return SnapshotSource(node=self.name, address=self.address)
 
 
 # --- layers ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Laye
     for index, (role, size) in enumerate(kinds):
         padded = size + -size % 16
         entries.append(
-            Entry(
+            LayerEntry(
                 name=f"t{index}",
                 role="buffer" if role == "buffer" else "parameter",
                 key="",
@@ -166,7 +166,7 @@ def make_layer(number: int, sizes: Sequence[int], buffer_bytes: int = 0) -> Laye
         run[:size] = random.integers(0, 256, size, dtype=np.uint8)
         runs.append((role, run))
         end += padded
-    header = Header(
+    header = LayerHeader(
         format=HEADER_FORMAT, layer=number, entries=tuple(entries), scalars={}, schedule={}, size_bytes=end
     )
     empty = np.zeros(0, dtype=np.uint8)

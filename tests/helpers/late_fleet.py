@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from runtime.engine.engine import Engine
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.watch.pace import Pace
 from statemachine.messages import trainer as p
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
@@ -43,7 +43,7 @@ class LateFleet(Fleet):
         for number in range(count):
             runtime = self._make(number)
             with torch.random.fork_rng(devices=[]), runtime.computing():
-                engine = Engine(self.job, runtime.device, Pace(), runtime=runtime)
+                engine = Engine(self.job, runtime.device, ProgressMonitor(), runtime=runtime)
             engine.snapshots = SnapshotWriter(
                 job_id="job",
                 directory=self._arenas / f"device-{number}",
@@ -51,7 +51,7 @@ class LateFleet(Fleet):
                 states=engine.states,
                 model=engine.model,
                 sharding=engine.sharding,
-                pace=engine.pace,
+                monitor=engine.monitor,
                 report=lambda _: None,
             )
             engine.optimization.step = self._held_up(runtime, engine.optimization.step)  # type: ignore[method-assign]

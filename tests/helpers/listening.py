@@ -79,7 +79,7 @@ def answer(door: Door, said: bytes, *, host: str = "127.0.0.1", patience_s: floa
 
 
 def refusal(door: Door, *, host: str = "127.0.0.1") -> str:
-    """How a stranger who speaks HTTP is turned away: ``401``, ``StoreRefused``; or what else happens."""
+    """How a stranger who speaks HTTP is turned away: ``401``, ``StoreRejected``; or what else happens."""
     back = answer(door, b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n", host=host)
     if found := re.match(rb"HTTP/1\.1 (\d+)", back):
         return found[1].decode()

@@ -81,7 +81,8 @@ def _peculiar(model: nn.Module, entry: Architecture) -> str:
     found = {
         "tied embeddings": len(set(named)) < len(named),
         "sliding windows": any(getattr(config, key, None) for key in ("sliding_window", "local_attention")),
-        "an auxiliary loss balances the experts, so rows stay together": ExpertBalance.of(model) is not None,
+        "an auxiliary loss balances the experts, so rows stay together": ExpertBalance.find(model)
+        is not None,
         "batch normalisation, so rows stay together": normalises_over_rows(model),
         "encoder and decoder are one chain of blocks": getattr(config, "is_encoder_decoder", False),
         entry.note: bool(entry.note),

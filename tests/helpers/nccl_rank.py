@@ -19,7 +19,7 @@ def main() -> None:
     port, rank, size = map(int, sys.argv[1:])
     where = Rendezvous(host="127.0.0.1", port=port, token=TOKEN, generation=1)
     runtime = CudaComputing(rank)
-    runtime.adopt()
+    runtime.prepare_thread()
     world = tuple(range(size))
     with runtime.computing(), NcclCommunicator(where, rank, size, runtime.device) as one:
         if size == 1:
@@ -31,7 +31,7 @@ def main() -> None:
         pairs = {tuple(sorted((rank, (rank + 1) % size))) for rank in world}
         one.form([], [("activation", first, second) for first, second in pairs])
         print(json.dumps(talk(one, runtime)))
-        one.settle(one.all_reduce(torch.zeros(1), world))
+        one.confirm(one.all_reduce(torch.zeros(1), world))
 
 
 if __name__ == "__main__":

@@ -450,10 +450,10 @@ def check_transition(plan: Plan, situation: Situation, profile: ModelProfile, po
     the tolerated failures and one more allow."""
     limit = profile.device_memory_bytes if policy.device_memory_bytes is None else policy.device_memory_bytes
     if limit is None or not situation.in_memory:
-        assert not plan.released
+        assert not plan.released_layers
         return
-    gone = {each.device: each for each in plan.released}
-    assert len(gone) == len(plan.released) and set(gone) <= set(plan.devices)
+    gone = {each.device: each for each in plan.released_layers}
+    assert len(gone) == len(plan.released_layers) and set(gone) <= set(plan.devices)
     keeps: dict[int, set[str]] = {}
     for pipeline in plan.pipelines:
         for number, stage in enumerate(pipeline.stages):

@@ -6,11 +6,11 @@ import numpy as np
 
 from storage.partimage import (
     Bytes,
-    PartOfLayer,
-    Run,
-    Tensor,
+    LayerPart,
+    TensorInfo,
+    TensorRange,
     WholeLayer,
-    padded,
+    padded_size,
 )
 
 SCHEDULE: dict[str, Any] = {"groups": [{"lr": 0.1}]}
@@ -19,20 +19,20 @@ SCHEDULE: dict[str, Any] = {"groups": [{"lr": 0.1}]}
 def layer_of(counts: list[int]) -> WholeLayer:
     """Parameters ``w0``, ``w1``, … of so many elements, and a buffer of three in the middle."""
     tensors = [
-        Tensor(name=f"w{n}", role="parameter", dtype="float32", shape=(count,), on_host=True)
+        TensorInfo(name=f"w{n}", role="parameter", dtype="float32", shape=(count,), on_host=True)
         for n, count in enumerate(counts)
     ]
-    buffer = Tensor(name="mean", role="buffer", dtype="float32", shape=(3,), on_host=True)
+    buffer = TensorInfo(name="mean", role="buffer", dtype="float32", shape=(3,), on_host=True)
     tensors.insert(1, buffer)
     data = np.arange(3, dtype=np.float32).tobytes()
     return WholeLayer(
-        layer=7, tensors=tuple(tensors), schedule=SCHEDULE, buffers=data.ljust(padded(len(data)), b"\0")
+        layer=7, tensors=tuple(tensors), schedule=SCHEDULE, buffers=data.ljust(padded_size(len(data)), b"\0")
     )
 
 
-def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLayer, Bytes]:
+def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[LayerPart, Bytes]:
     """Values, a moment of each (1000 more), and a step of each parameter that it has."""
-    runs: list[Run] = []
+    runs: list[TensorRange] = []
     pieces: list[bytes] = []
     scalars: dict[str, dict[str, Any]] = {}
     total, begin = sum(counts), 0
@@ -41,7 +41,7 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLay
     def add(name: str, key: str, values: np.ndarray, start: int, count: int | None) -> None:
         data = values.astype(np.float32).tobytes()
         runs.append(
-            Run(
+            TensorRange(
                 name=name,
                 role="optimizer" if key else "parameter",
                 key=key,
@@ -53,7 +53,7 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLay
                 size_bytes=len(data),
             )
         )
-        pieces.append(data.ljust(padded(len(data)), b"\0"))
+        pieces.append(data.ljust(padded_size(len(data)), b"\0"))
 
     for number, count in enumerate(counts):
         first, last = max(low, begin) - begin, min(high, begin + count) - begin
@@ -65,5 +65,5 @@ def part_of(counts: list[int], start: int, end: int, of: int) -> tuple[PartOfLay
             scalars[name] = {"seen": 5}
         begin += count
     data = np.frombuffer(b"".join(pieces), dtype=np.uint8)
-    told = PartOfLayer(layer=7, offset=0, size_bytes=len(data), runs=tuple(runs), scalars=scalars)
+    told = LayerPart(layer=7, offset=0, size_bytes=len(data), ranges=tuple(runs), scalars=scalars)
     return told, data

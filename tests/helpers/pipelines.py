@@ -11,7 +11,7 @@ LAYERS = 4
 
 
 def losses_of(trainer: TrainerHandle, first: int, last: int) -> list[float]:
-    return [trainer.take(p.Stepped, step=step).vote.loss for step in range(first, last + 1)]
+    return [trainer.take(p.TrainerStepped, step=step).vote.loss for step in range(first, last + 1)]
 
 
 def finish(trainers: Sequence[TrainerHandle]) -> None:

@@ -19,12 +19,12 @@ import msgspec
 
 from ftd.config.job import load_job_data
 from ftd.errors import FtdError
-from ftd.faults.chaos.conductor import Conductor
 from ftd.faults.chaos.scenario import parse_scenario
-from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.scheduler import FaultScheduler
+from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import Fault
+from ftd.local.child_processes import private_directory, shared_memory
 from ftd.local.cluster import ClusterOptions, LocalCluster
-from ftd.local.fleet import private_directory, shared_memory
 from ftd.local.inject import LocalInjector
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
@@ -103,10 +103,10 @@ class Playground:
         self.client = ClusterClient(address, listen=True, on_state=self._on_state, on_node=self._on_node)
         await self.client.__aenter__()
         self._injector = LocalInjector(
-            self.client, self.cluster, lambda _name, _pid: None, layout=lambda: layout_of(self.state)
+            self.client, self.cluster, lambda _name, _pid: None, layout=lambda: read_layout(self.state)
         )
         self._failures: list[str] = []
-        self._conductor: Conductor | None = None
+        self._conductor: FaultScheduler | None = None
         self._following = asyncio.ensure_future(self._follow())
         self.witness = ContractWitness(self.cluster.broker, self.cluster.options.cluster)
         self._witnessing = asyncio.ensure_future(self.witness.session.run())
@@ -228,7 +228,7 @@ class Playground:
         ]
         nodes = {name: node["state"] for name, node in self.state.get("nodes", {}).items()}
         head = f"phase {self.state.get('phase')} waiting for {self.state.get('waiting_for')!r} nodes {nodes}"
-        logs = "\n".join(f"--- {name}\n{text}" for name, text in self.cluster.fleet.tails(1500).items())
+        logs = "\n".join(f"--- {name}\n{text}" for name, text in self.cluster.processes.tails(1500).items())
         return "\n".join([head, *lines[-60:], logs])
 
     # --- acting ------------------------------------------------------------------------------------
@@ -324,8 +324,8 @@ class Playground:
 
         async def begin() -> None:
             scenario = parse_scenario({"fault": list(faults)}, "test")
-            self._conductor = Conductor(scenario, inject=self._injector.inject, on_failure=self._failed)
-            self._conductor.begin()
+            self._conductor = FaultScheduler(scenario, inject=self._injector.inject, on_failure=self._failed)
+            self._conductor.start()
 
         self.on_loop(begin())
 
@@ -342,12 +342,12 @@ class Playground:
             if self.state.get("job") and self.state["phase"] not in ("FINISHED", "FAILED"):
                 self.stop_job()
         self.run = None
-        for name in self.cluster.central:
-            assert self.cluster.fleet.running(name), f"{name} is gone\n{self.describe()}"
-        strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.fleet.running(n)]
-        self.on_loop(self.cluster.fleet.terminate(strangers, grace_s=10.0))
+        for name in self.cluster.central_services:
+            assert self.cluster.processes.running(name), f"{name} is gone\n{self.describe()}"
+        strangers = [n for n in self.cluster.nodes if n not in HOME and self.cluster.processes.running(n)]
+        self.on_loop(self.cluster.processes.terminate(strangers, grace_s=10.0))
         for name in HOME:
-            if not self.cluster.fleet.running(name):
+            if not self.cluster.processes.running(name):
                 for device in range(self.devices):
                     self.pids.pop((name, device), None)
                 self.on_loop(self.cluster.start_node(name))

@@ -41,7 +41,7 @@ def reference_run(training: Training, data: TrainingData, steps: int) -> tuple[l
         for microbatch in range(microbatches):
             batch = loader.load(step, microbatch)
             output = model.forward(0, model.layer_count, None, step=step, row=microbatch * rows, batch=batch)
-            loss, weight = model.loss(output, batch, rows)
+            loss, weight = model.compute_loss(output, batch, rows)
             torch.autograd.backward(loss)
             total += loss.item()
             total_weight += float(weight)
@@ -69,7 +69,7 @@ def reference_evaluation(model: Model, training: Training, data: TrainingData) -
             (training.collate or default_collate)(samples), PRECISIONS[data.precision].parameters
         )
         output = model.forward(0, model.layer_count, None, step=0, row=0, batch=batch, train=False)
-        loss, weight = model.loss(output, batch, len(samples))
+        loss, weight = model.compute_loss(output, batch, len(samples))
         total += loss.item()
         total_weight += float(weight)
     return total / total_weight, total_weight

@@ -2,22 +2,22 @@
 
 from typing import Any
 
-from ftd.coordinator.restoring import check_restore
+from ftd.coordinator.restore_check import check_restore
 from planner.errors import StateLostError
 from statemachine.effects import CheckRestore, ComputePlan, EmitEvent
 from statemachine.events import (
     BrokerConnected,
-    JobSubmitted,
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
     Heartbeat,
     SnapshotCompleted,
 )
-from statemachine.messages.common import Prepared, Snapping
+from statemachine.messages.common import Prepared, SnapshotStarted
 from statemachine.messages.values import HeldSnapshot, SnapshotPolicy
 from tests.helpers.transcripts import PROFILE, Coordination, committed, job, report, vote
 
@@ -35,7 +35,7 @@ class Snapshots(Coordination):
         for number, name in enumerate(HELD):
             self.hello(name, 100 + number)
         snapshot = SnapshotPolicy(**{"every_steps": 2, "protection": protection} | policy)
-        self.feed(JobSubmitted, request="r", job=job(steps=40, snapshot=snapshot))
+        self.feed(SubmitRequested, request="r", job=job(steps=40, snapshot=snapshot))
         for number, name in enumerate(HELD):
             self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")
@@ -47,8 +47,8 @@ class Snapshots(Coordination):
         self.stepped("node-0", 1, 1)
         self.lines.clear()
 
-    def beat(self, node: str, kept: int = 0, **says: Any) -> None:
-        self.say(node, Heartbeat(generation=1, committed=committed(1), kept=kept, **says))
+    def beat(self, node: str, retained_step: int = 0, **says: Any) -> None:
+        self.say(node, Heartbeat(generation=1, committed=committed(1), retained_step=retained_step, **says))
 
     def look(self) -> None:
         self.machine._c.due["tick"] = self.now
@@ -80,7 +80,7 @@ class Snapshots(Coordination):
         self.begin()
         self.ordered()
         for name in HELD:
-            self.say(name, Snapping(generation=1, step=3))
+            self.say(name, SnapshotStarted(generation=1, step=3))
         self.completed(*HELD)
         self.stepped("node-0", 1, 3, 4, 5)
         self.lines.clear()

@@ -10,9 +10,9 @@ import torch
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import Communicator
 from runtime.layers.world import owners_of_layer
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.snapshots.writer import SnapshotWriter
-from runtime.watch.pace import Pace
-from runtime.zero.parts import everything
+from runtime.zero.parts import initial_holdings
 from statemachine.messages import trainer as p
 from storage.buckets import derive_buckets
 from tests.helpers.harness import formed_world, pipeline
@@ -37,7 +37,7 @@ class Rank:
 
     def __init__(self, data: p.TrainingData, arena: Path, job_id: str = "job") -> None:
         with torch.random.fork_rng(devices=[]):
-            self.engine = Engine(data, torch.device("cpu"), Pace())
+            self.engine = Engine(data, torch.device("cpu"), ProgressMonitor())
         self.reports: list[p.SnapshotReport] = []
         self.packed: Layers = {}
         self.engine.snapshots = SnapshotWriter(
@@ -47,7 +47,7 @@ class Rank:
             states=self.engine.states,
             model=self.engine.model,
             sharding=self.engine.sharding,
-            pace=self.engine.pace,
+            monitor=self.engine.monitor,
             report=self.reports.append,
         )
 
@@ -56,10 +56,10 @@ class Rank:
         assert engine.snapshots is not None
         for _ in range(steps):
             result = engine.step(lambda: False, lambda: engine.committed_step + 1 == snap_behind)
-            assert result.snap == (engine.committed_step == snap_behind)
-            if result.snap:
+            assert result.snapshot_requested == (engine.committed_step == snap_behind)
+            if result.snapshot_requested:
                 engine.begin_snapshot(1)
-                for layer in sorted(engine.owned if engine.sharding is None else ()):
+                for layer in sorted(engine.owned_layers if engine.sharding is None else ()):
                     header, payload = engine.states.pack(layer)
                     self.packed[layer] = header, payload.numpy().tobytes()
         engine.snapshots.close()
@@ -67,7 +67,7 @@ class Rank:
 
 def run(
     data: p.TrainingData,
-    pipelines: Sequence[p.PipelineData],
+    pipelines: Sequence[p.WorldPipeline],
     scheme: str,
     arenas: Path,
     snap_behind: int = 2,
@@ -80,12 +80,12 @@ def run(
     stages = sorted(stage.ranks for one in pipelines for stage in one.stages)
     nodes = tuple(f"node-{min(stage)}" for stage in stages for _ in stage)
     if data.zero1 or data.within_node != "replicate":
-        world = msgspec.structs.replace(world, held_parts=everything(world))
+        world = msgspec.structs.replace(world, held_parts=initial_holdings(world))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 
     def work(rank: int, communicator: Communicator) -> None:
-        resume = p.Resume(
+        resume = p.ResumeRank(
             generation=1,
             step=0,
             vote=None,
@@ -97,7 +97,7 @@ def run(
             nodes=nodes,
             protection=scheme,
         )
-        ranks[rank].engine.settle(0, None)
+        ranks[rank].engine.commit_or_discard(0, None)
         ranks[rank].engine.enter(resume, communicator)
         ranks[rank].train(snap_behind + 1, snap_behind)
 

@@ -10,10 +10,10 @@ import numpy as np
 from statemachine.messages.values import Vote
 from storage.arena import Arena
 from storage.codes import make_code
-from storage.image import GroupImage, assemble
-from storage.manifest import Manifest
-from storage.shards import Bytes, ShardLayout, fetch_from, restore
-from storage.staged import write_whole
+from storage.image import GroupImage, assemble_payload
+from storage.manifest import SnapshotManifest
+from storage.shards import Bytes, ShardLayout, decode_bucket, fetch_from
+from storage.staged import write_staged_payload
 
 Layers = dict[int, tuple[bytes, bytes]]
 """Layer → header and payload, as ``LayerStates.pack`` makes them."""
@@ -22,7 +22,7 @@ Layers = dict[int, tuple[bytes, bytes]]
 class Kept:
     """One owner's part of one group."""
 
-    def __init__(self, arena: Arena, manifest: Manifest, group: dict[str, object]) -> None:
+    def __init__(self, arena: Arena, manifest: SnapshotManifest, group: dict[str, object]) -> None:
         name = f"group-{group['first_layer']}"
         self.group = msgspec.convert(group, Described)
         self.shard: Bytes = arena.bytes_of(manifest, manifest.part(f"{name}/shard"))
@@ -49,7 +49,7 @@ def kept(arenas: Path, step: int) -> dict[tuple[int, int], dict[int, Kept]]:
         for manifest in arena.snapshots:
             if manifest.step != step:
                 continue
-            assert arena.damaged(manifest) == ()
+            assert arena.find_corrupt(manifest) == ()
             for group in manifest.layout["groups"]:
                 part = Kept(arena, manifest, group)
                 place = part.group.first_layer, part.group.end_layer
@@ -76,11 +76,11 @@ def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layer
     layout = ShardLayout(code=code, bucket_bytes=group.bucket_bytes)
     there = {owner: part.shard for owner, part in parts.items() if owner not in lost}
     bucket = np.empty(group.bucket_bytes, dtype=np.uint8)
-    restore(layout, frozenset(there), fetch_from(there), bucket)
+    decode_bucket(layout, frozenset(there), fetch_from(there), bucket)
     return {
         image.layer: (
             image.header,
-            assemble(image, bucket[image.offset : image.offset + image.size_bytes]).tobytes(),
+            assemble_payload(image, bucket[image.offset : image.offset + image.size_bytes]).tobytes(),
         )
         for image in parts[small_of].image.layers
     }
@@ -98,4 +98,4 @@ def stage(layers: Layers, directory: Path) -> None:
     """As a node does before it sends Resume."""
     directory.mkdir(exist_ok=True)
     for layer, (header, payload) in layers.items():
-        write_whole(directory, layer, header, payload)
+        write_staged_payload(directory, layer, header, payload)

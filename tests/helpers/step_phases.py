@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
+from runtime.groups.communicator import CommunicationAborted
 from tests.helpers.fleet import Fleet
 
 
@@ -25,7 +25,7 @@ def behind_vote(fleet: Fleet, victim: Engine) -> None:
 
     def asked(*arguments: object) -> object:
         ask(*arguments)  # type: ignore[arg-type]
-        raise Aborted
+        raise CommunicationAborted
 
     late._ask = asked  # type: ignore[method-assign,assignment]
     in_gather(fleet, victim)
@@ -44,12 +44,12 @@ def in_gather(fleet: Fleet, victim: Engine) -> None:
             time.sleep(0.001)
         death()
 
-    victim.sharding.gather = died  # type: ignore[method-assign]
+    victim.sharding.gather_parameters = died  # type: ignore[method-assign]
 
 
 def die(fleet: Fleet) -> Callable[..., None]:
     def died(*_: object) -> None:
         fleet.abort()
-        raise Aborted
+        raise CommunicationAborted
 
     return died

@@ -14,10 +14,10 @@ import msgspec
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ftd.coordinator.journal import Journal
-from ftd.observe.tracking.process import COMMAND
-from ftd.observe.tracking.protocol import Assignment, FromWriter, Over
-from ftd.observe.tracking.rows import Row
-from ftd.observe.tracking.writer import INCOMPLETE, Writer
+from ftd.observe.tracking.protocol import FromWriter, LoggedJobEnded, WriterAssignment
+from ftd.observe.tracking.rows import LoggedRow
+from ftd.observe.tracking.writer import INCOMPLETE, TrackingWriter
+from ftd.observe.tracking.writer_process import COMMAND
 from ftd.transport.wire.public import EventMessage
 from statemachine.messages.values import LoggingPolicy
 
@@ -25,8 +25,8 @@ JOB = "gpt-1"
 LIMIT_S = 60.0
 
 
-def row(step: int, loss: float | None = None, **details: Any) -> Row:
-    return Row(
+def row(step: int, loss: float | None = None, **details: Any) -> LoggedRow:
+    return LoggedRow(
         kind="step",
         step=step,
         at="2026-05-04T12:00:05.003Z",
@@ -51,8 +51,8 @@ def details_of(step: int, loss: float | None = None, **details: Any) -> dict[str
     return given | details
 
 
-def evaluation(step: int, loss: float = 3.0) -> Row:
-    return Row(
+def evaluation(step: int, loss: float = 3.0) -> LoggedRow:
+    return LoggedRow(
         kind="evaluation",
         step=step,
         at="2026-05-04T12:00:06.003Z",
@@ -81,7 +81,7 @@ class Keeper:
     def __init__(self, directory: Path, job: str = JOB) -> None:
         self.directory = directory
         self.journal = Journal(directory)
-        self.journal.attribute(job)
+        self.journal.set_job(job)
 
     def commit(self, first: int, last: int, *, generation: int = 1, shift: float = 0.0) -> None:
         for step in range(first, last + 1):
@@ -99,8 +99,8 @@ class Keeper:
         self.journal.flush()
 
 
-def assignment_of(keeper: Keeper, policy: LoggingPolicy, term: int) -> Assignment:
-    return Assignment(
+def assignment_of(keeper: Keeper, policy: LoggingPolicy, term: int) -> WriterAssignment:
+    return WriterAssignment(
         journal=str(keeper.journal.path), job=JOB, term=term, policy=policy, parameters={"seed": 3}
     )
 
@@ -112,7 +112,7 @@ class WriterThread:
         self.said: list[FromWriter] = []
         self._complete = False
         out, self._input = os.pipe()
-        writer = Writer(assignment_of(keeper, policy, term), self.said.append, input_fd=out)
+        writer = TrackingWriter(assignment_of(keeper, policy, term), self.said.append, input_fd=out)
 
         def run() -> None:
             self._complete = writer.run()
@@ -124,7 +124,7 @@ class WriterThread:
     def finish(self, outcome: str | None = None) -> None:
         """Its coordinator ends, or is gone."""
         if outcome is not None:
-            os.write(self._input, msgspec.json.encode(Over(outcome=outcome)) + b"\n")
+            os.write(self._input, msgspec.json.encode(LoggedJobEnded(outcome=outcome)) + b"\n")
         os.close(self._input)
 
     def end(self, outcome: str | None = None) -> int:
@@ -156,7 +156,7 @@ class WriterProcess:
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
         self.say(assignment_of(keeper, policy, term))
 
-    def say(self, said: Assignment | Over) -> None:
+    def say(self, said: WriterAssignment | LoggedJobEnded) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(msgspec.json.encode(said) + b"\n")
         self.process.stdin.flush()
@@ -183,7 +183,7 @@ class WriterProcess:
     def end(self, outcome: str | None = None) -> int:
         """Its coordinator ends, or is gone."""
         if outcome is not None:
-            self.say(Over(outcome=outcome))
+            self.say(LoggedJobEnded(outcome=outcome))
         assert self.process.stdin is not None
         self.process.stdin.close()
         code = self.process.wait(LIMIT_S)

@@ -34,9 +34,9 @@ from statemachine.effects import (
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import (
     BrokerConnected,
-    JobSubmitted,
     PlanReady,
     SignalArrived,
+    SubmitRequested,
     TemplatesReady,
     TimerFired,
 )
@@ -59,7 +59,7 @@ from statemachine.messages.values import (
     Job,
     NodeActivity,
     NodeFacts,
-    ProtectionWish,
+    ProtectionRequest,
     SnapshotPolicy,
     TrainerState,
     Vote,
@@ -70,8 +70,9 @@ GOLDEN = Path(__file__).parents[1] / "statemachine" / "golden"
 LAYERS = 4
 HIDDEN = {"at", "cause", "facts", "training", "policy", "bubble_s", "acknowledgement"}
 PLAIN = {
-    "lineage", "kept", "spoiled", "protection", "snapshots", "failed", "lost_layers", "tier", "buddy",
-    "buddies", "owner", "copied", "held_parts", "evaluation", "evaluated", "doing", "in_memory",
+    "lineage", "retained_step", "corrupt_step", "protection", "snapshots", "failed", "lost_layers", "tier",
+    "replica_peer", "replica_peers", "owner", "copied", "held_parts", "evaluation", "evaluated", "build_progress",
+    "in_memory",
 }  # fmt: skip
 """Shown where they say something."""
 QUIET = {"PublishCluster", "PersistState", "PublishNode"}
@@ -143,7 +144,7 @@ def short(value: Any) -> str:
             return f"{value.node}/{value.index}"
         case Vote():
             return f"{value.loss:.3g}"
-        case ProtectionWish():
+        case ProtectionRequest():
             return value.scheme or "auto"
         case CommittedStep():
             return f"{value.step}:{value.vote.loss:.3g}"
@@ -186,7 +187,7 @@ def short(value: Any) -> str:
 
 def _report(event: TrainerReported) -> str:
     match event.report:
-        case trainer.Quiesced(generation=generation) as state:
+        case trainer.TrainerQuiesced(generation=generation) as state:
             fields = {name: getattr(state, name) for name in TrainerState.__struct_fields__}
             state_of = DeviceReport(device=event.device, **fields)
             return f"TrainerQuiesced(generation={generation}, report={short(state_of)})"
@@ -426,7 +427,7 @@ class Coordination(Script):
         names = [f"node-{n}" for n in range(nodes)]
         for number, name in enumerate(names):
             self.hello(name, 100 + number)
-        self.feed(JobSubmitted, request="r", job=job(steps=steps))
+        self.feed(SubmitRequested, request="r", job=job(steps=steps))
         for number, name in enumerate(names):
             self.say(name, Prepared(job_id="job-1", profile=profile if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")

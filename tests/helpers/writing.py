@@ -13,10 +13,10 @@ from statemachine.effects import (
 )
 from statemachine.events import (
     BrokerConnected,
-    CheckpointWritten,
-    JobSubmitted,
+    CheckpointCommitted,
     NodeVanished,
     PlanImpossible,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
@@ -30,7 +30,7 @@ from statemachine.messages.values import (
     Checkpoint,
     CheckpointPolicy,
     Job,
-    LayerOnDisk,
+    LayerFile,
     Snapshot,
     SnapshotGroup,
     SnapshotPolicy,
@@ -66,9 +66,9 @@ def writing_job(steps: int = 40, every_steps: int = 4) -> Job:
     )
 
 
-def on_disk(layers: tuple[int, ...]) -> tuple[LayerOnDisk, ...]:
+def on_disk(layers: tuple[int, ...]) -> tuple[LayerFile, ...]:
     return tuple(
-        LayerOnDisk(
+        LayerFile(
             layer=layer,
             name=f"layer-{layer:04d}.bin",
             size_bytes=10,
@@ -88,7 +88,7 @@ class Writing(Coordination):
         self.feed(BrokerConnected)
         for number, name in enumerate(NODES):
             self.hello(name, 100 + number)
-        self.feed(JobSubmitted, request="r", job=writing_job(steps, **policy), begin=begin)
+        self.feed(SubmitRequested, request="r", job=writing_job(steps, **policy), start_checkpoint=begin)
         for number, name in enumerate(NODES):
             self.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
         self.feed(TemplatesReady, job_id="job-1")
@@ -108,7 +108,7 @@ class Writing(Coordination):
         kept = machine.snapshot.step if machine.snapshot is not None else 0
         self.stepped("node-0", 1, *range(1, step))
         for name in NODES:
-            self.say(name, Heartbeat(generation=1, committed=committed(step - 1), kept=kept))
+            self.say(name, Heartbeat(generation=1, committed=committed(step - 1), retained_step=kept))
         for name in NODES:
             self.complete(name, step)
         return self.last
@@ -143,7 +143,7 @@ class Writing(Coordination):
         for node, order in self.orders().items():
             self.wrote(order, node)
         commit: CommitCheckpoint = self.one(CommitCheckpoint)
-        self.feed(CheckpointWritten, attempt=commit.attempt, step=step, pruned=())
+        self.feed(CheckpointCommitted, attempt=commit.attempt, step=step, pruned=())
         return commit
 
     def plan_or_not(self) -> None:
@@ -158,7 +158,9 @@ class Writing(Coordination):
 def all_done(s: Writing, steps: int) -> None:
     s.stepped("node-0", 1, *range(1, steps + 1))
     for name in NODES:
-        s.say(name, Heartbeat(generation=1, committed=committed(steps), kept=s.machine.snapshot.step))
+        s.say(
+            name, Heartbeat(generation=1, committed=committed(steps), retained_step=s.machine.snapshot.step)
+        )
     for name in NODES:
         s.say(name, Finished(generation=1, step=steps, digests={}))
 

@@ -13,7 +13,7 @@ from statemachine.messages import trainer as p
 from statemachine.messages.values import Vote
 from tests.helpers.harness import Cluster, TrainerHandle
 
-Pipelines = tuple[p.PipelineData, ...]
+Pipelines = tuple[p.WorldPipeline, ...]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class Sharded:
     protection: str = "none"
     ranks: list[TrainerHandle] = field(default_factory=list)
     pipelines: Pipelines = ()
-    reports: dict[int, p.Quiesced] = field(default_factory=dict)
+    reports: dict[int, p.TrainerQuiesced] = field(default_factory=dict)
     """By device."""
 
     def join(self, count: int) -> list[TrainerHandle]:
@@ -72,7 +72,7 @@ class Sharded:
 
 
 def held_of(
-    report: p.Quiesced, rank: int, step: int, pipelines: Pipelines, was: int, *, zero1: bool = True
+    report: p.TrainerQuiesced, rank: int, step: int, pipelines: Pipelines, was: int, *, zero1: bool = True
 ) -> list[p.PartData]:
     """What the trainer, rank ``was`` of ``pipelines``, has at ``step`` as rank ``rank`` of the next world."""
     if report.committed_step == step:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from planner.changes.assignment import Assigner, Assignment, Held, Place
+from planner.changes.assignment import Assigner, Assignment, Held, NodeSlot
 from planner.changes.cover import cover, held_by, whole_layers
 from planner.errors import StateLostError
 from planner.values import ModelProfile
@@ -24,7 +24,7 @@ def lacks(held: int, first: int, end: int) -> int:
     return sum(STATE[number] for number in range(first, end) if not held >> number & 1)
 
 
-def moved(held: Held, place: Place) -> int:
+def moved(held: Held, place: NodeSlot) -> int:
     """All ways to put a node's devices into a place."""
     return min(
         sum(lacks(mask, *part) for mask, part in zip(order, place, strict=True))
@@ -32,23 +32,23 @@ def moved(held: Held, place: Place) -> int:
     )
 
 
-def fewest_bytes(places: list[Place], held: list[Held]) -> int:
+def fewest_bytes(places: list[NodeSlot], held: list[Held]) -> int:
     cost = np.array([[moved(of_node, place) for place in places] for of_node in held])
     rows, columns = linear_sum_assignment(cost)
     return int(cost[rows, columns].sum())
 
 
-def bytes_of(found: Assignment, pipelines: list[list[Place]], masks: dict[str, Held]) -> int:
+def bytes_of(found: Assignment, pipelines: list[list[NodeSlot]], masks: dict[str, Held]) -> int:
     pairs = zip(found.taken, pipelines, strict=True)
     return sum(moved(masks[n], p) for names, slots in pairs for n, p in zip(names, slots, strict=True))
 
 
 @st.composite
-def seatings(draw: st.DrawFn) -> tuple[list[list[Place]], dict[str, Held], dict[str, tuple[int, int]]]:
+def seatings(draw: st.DrawFn) -> tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]]:
     """Pipelines of one to three nodes, nodes that come from such places, hold more, or nothing."""
     devices = draw(st.integers(1, 3))
 
-    def pipeline() -> list[Place]:
+    def pipeline() -> list[NodeSlot]:
         nodes = draw(st.integers(1, LAYERS // devices))
         inner = draw(st.permutations(range(1, LAYERS)))[: nodes * devices - 1]
         edges = [0, *sorted(inner), LAYERS]
@@ -73,7 +73,7 @@ def seatings(draw: st.DrawFn) -> tuple[list[list[Place]], dict[str, Held], dict[
 @given(seatings())
 @settings(max_examples=300)
 def test_no_assignment_moves_fewer_bytes(
-    seating: tuple[list[list[Place]], dict[str, Held], dict[str, tuple[int, int]]],
+    seating: tuple[list[list[NodeSlot]], dict[str, Held], dict[str, tuple[int, int]]],
 ) -> None:
     pipelines, masks, habits = seating
     nodes = list(masks)
@@ -99,7 +99,7 @@ def test_no_assignment_moves_fewer_bytes(
 
 
 def check_loads(
-    found: Assignment, pipelines: list[list[Place]], masks: dict[str, Held], assigner: Assigner
+    found: Assignment, pipelines: list[list[NodeSlot]], masks: dict[str, Held], assigner: Assigner
 ) -> None:
     """The fullest receiver, and the fullest sender of bytes that are spread evenly, counted one by one."""
     received: list[int] = []
@@ -121,7 +121,7 @@ def check_loads(
 
 def test_nodes_that_hold_just_what_they_need_stay() -> None:
     """Four equal pipelines; the second lost a node, and the one that replaces it takes that very place."""
-    slots: list[Place] = [((0, 3),), ((3, 6),)]
+    slots: list[NodeSlot] = [((0, 3),), ((3, 6),)]
     low, high = (0b000111,), (0b111000,)
     masks: dict[str, Held] = {f"n{p}{o}": (low, high)[o] for p in range(4) for o in (0, 1)}
     habits = {name: (int(name[1]), int(name[2])) for name in masks}
@@ -133,7 +133,7 @@ def test_nodes_that_hold_just_what_they_need_stay() -> None:
 
 
 def test_of_equal_nodes_those_without_a_pipeline_fill_the_gaps() -> None:
-    slots: list[Place] = [((0, 3),), ((3, 6),)]
+    slots: list[NodeSlot] = [((0, 3),), ((3, 6),)]
     masks: dict[str, Held] = {"a": (0b111,), "b": (0b111,), "c": (0b111000,), "d": (0b111000,)}
     habits = {"a": (0, 0), "d": (0, 1)}
     assert Assigner(PROFILE).assign([slots] * 2, list("abcd"), masks, habits).taken == (

@@ -15,7 +15,7 @@ from planner.pipelines.batch import (
     Cost,
     check_batch,
     distribute,
-    distribute_for,
+    distribute_batch,
     largest_share,
     score_ms,
 )
@@ -83,7 +83,7 @@ def test_both_solvers_find_equally_good_shares(data: st.DataObject) -> None:
     objectives: tuple[BatchObjective, ...] = ("minmax", "variance")
     for objective in objectives:
         own, modelled = (
-            distribute_for(objective, costs, microbatches, solver) for solver in ("exact", "pyomo")
+            distribute_batch(objective, costs, microbatches, solver) for solver in ("exact", "pyomo")
         )
         assert sum(modelled) == microbatches and min(modelled) >= 1
         best = score_ms(objective, costs, own)
@@ -95,7 +95,7 @@ def test_hundreds_of_pipelines_are_distributed_by_the_integer_program() -> None:
     random = Random(7)
     clocks = [PipelineClock([random.random()], [random.random()], []) for _ in range(6)] * 50
     costs: list[Cost] = [clock.makespan_ms for clock in clocks]
-    own, modelled = (distribute_for("minmax", costs, 8192, solver) for solver in ("exact", "pyomo"))
+    own, modelled = (distribute_batch("minmax", costs, 8192, solver) for solver in ("exact", "pyomo"))
     assert sum(modelled) == 8192
     assert slowest_ms(costs, modelled) == pytest.approx(slowest_ms(costs, own), rel=1e-6)
 
@@ -169,7 +169,7 @@ def test_each_objective_is_the_best_at_what_it_minimises() -> None:
     slow = PipelineClock([3.0, 1.0], [5.0, 2.0], [0.1])
     costs: list[Cost] = [*(clock.makespan_ms for clock in clocks), slow.makespan_ms, slow.makespan_ms]
     objectives: tuple[BatchObjective, ...] = ("minmax", "variance")
-    given = {objective: distribute_for(objective, costs, 61) for objective in objectives}
+    given = {objective: distribute_batch(objective, costs, 61) for objective in objectives}
     for objective in objectives:
         scores = [score_ms(objective, costs, given[other]) for other in objectives]
         assert score_ms(objective, costs, given[objective]) == min(scores)

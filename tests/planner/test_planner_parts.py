@@ -123,7 +123,7 @@ def lost_one(*, aor: bool) -> Situation:
         device("c"): own(2, 3) + (own(0, 3, replica=True) if aor else ()),
     }
     planner = Planner(profile(), policy())
-    before = planner.plan(planner.fresh(["a", "b", "c"]))
+    before = planner.plan(planner.initial_situation(["a", "b", "c"]))
     assert len(before.pipelines) == 3
     holdings = dict.fromkeys(parts, frozenset[int]())
     return Situation(nodes=("a", "c"), holdings=holdings, previous=before, parts=parts)
@@ -233,8 +233,8 @@ def test_sharded_state_makes_a_replica_fit_on_fewer_nodes_and_wants_all_replicas
     assert (plain.n0, plain.fewest_nodes) == (4, 4)
     assert (sharded.n0, sharded.fewest_nodes) == (2, 4)
     with pytest.raises(TooFewNodesError, match="4 are needed"):
-        sharded.plan(sharded.fresh(["a", "b", "c"]))
-    assert len(sharded.plan(sharded.fresh(list("abcd"))).pipelines) == 2
+        sharded.plan(sharded.initial_situation(["a", "b", "c"]))
+    assert len(sharded.plan(sharded.initial_situation(list("abcd"))).pipelines) == 2
     assert preview(tighter, policy(), 4).instantiation.sizes == (2, 2)
 
 

@@ -56,7 +56,7 @@ def test_a_planner_restored_from_bytes_plans_alike_and_maps_nothing(monkeypatch:
     monkeypatch.setattr("planner.templates.Mapper", never)
     monkeypatch.setattr("planner.pipelines.search.Search.quickest", never)
     for count in range(2, 8):
-        situation = first.fresh([f"node-{number}" for number in range(count)])
+        situation = first.initial_situation([f"node-{number}" for number in range(count)])
         assert second.plan(situation) == first.plan(situation)
 
 
@@ -68,7 +68,7 @@ def test_nothing_precomputed_is_an_error() -> None:
 def test_a_cluster_that_outgrew_what_was_restored_gets_new_templates() -> None:
     first, second = planner_of(), planner_of()
     second.restore(made(first, 4))
-    situation = first.fresh([f"node-{number}" for number in range(6)])
+    situation = first.initial_situation([f"node-{number}" for number in range(6)])
     assert second.plan(situation) == planner_of().plan(situation)
 
 

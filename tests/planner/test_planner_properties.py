@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.changes.tradeoff import ROOM_WORTH
+from planner.changes.tradeoff import MEMORY_FIT_TOLERANCE
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import Device, Link, ModelProfile, Plan, Policy, Recomputation, Situation
@@ -59,7 +59,7 @@ def planners(draw: st.DrawFn) -> Planner | None:
 def owned(plan: Plan, holdings: Holdings, keep_old: bool) -> Holdings:
     """Holdings under a plan; until its first commit trainers also keep what they had."""
     kept: Holdings = dict(holdings) if keep_old else {}
-    for each in plan.released if keep_old else ():
+    for each in plan.released_layers if keep_old else ():
         kept[each.device] = kept[each.device].difference(each.dropped)
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -79,7 +79,7 @@ def check_considered(plan: Plan) -> None:
     assert chosen.iteration_s == plan.estimated_iteration_s
     assert chosen.transfer_bytes == sum(move.size_bytes for move in plan.transfers)
     expected = [each.expected_iteration_s for each in plan.considered]
-    worth = 1 if plan.released else 1 + ROOM_WORTH
+    worth = 1 if plan.released_layers else 1 + MEMORY_FIT_TOLERANCE
     assert expected[0] <= min(expected) * worth * (1 + 1e-9) and expected[1:] == sorted(expected[1:])
     assert len({tuple(sorted(each.sizes)) for each in plan.considered}) == len(expected)
     assert len({sum(each.sizes) for each in plan.considered}) == 1
@@ -92,7 +92,7 @@ def test_any_history_of_failures_and_joins(planner: Planner | None, data: st.Dat
         return
     draw = data.draw
     alive = {f"n{number}" for number in range(draw(st.integers(1, 9)))}
-    holdings: Holdings = dict(planner.fresh(sorted(alive)).holdings)
+    holdings: Holdings = dict(planner.initial_situation(sorted(alive)).holdings)
     previous: Plan | None = None
     for turn in range(draw(st.integers(1, 8))):
         horizon_s = draw(st.sampled_from([None, 0.001, 1.0, 1e6]))

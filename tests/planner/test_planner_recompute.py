@@ -145,7 +145,7 @@ def test_the_search_is_exact_where_recomputation_decides(
 
 def test_a_plan_says_what_each_stage_does_and_expects_its_time() -> None:
     planner = Planner(model(memory_bytes=50), policy_of("auto"))
-    plan = planner.plan(planner.fresh([f"n{number}" for number in range(planner.n0)]))
+    plan = planner.plan(planner.initial_situation([f"n{number}" for number in range(planner.n0)]))
     (pipeline,) = plan.pipelines
     assert len({stage.recompute for stage in pipeline.stages}) > 1
     expected = expected_ms(planner.profile, planner.policy, plan.pipelines)
@@ -157,7 +157,7 @@ def test_a_plan_says_what_each_stage_does_and_expects_its_time() -> None:
 
 def test_a_slow_node_gets_fewer_layers_and_may_stop_recomputing() -> None:
     planner = Planner(model(layers=16, memory_bytes=200), policy_of("auto", global_batch=256))
-    fresh = planner.fresh(["a", "b"])
+    fresh = planner.initial_situation(["a", "b"])
     before = planner.plan(fresh)
     slow = before.pipelines[0].stages[0].devices[0].node
     after = planner.plan(replace(fresh, previous=before, speeds={slow: 0.3}, horizon_s=1e6))

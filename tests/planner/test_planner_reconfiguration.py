@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from planner.changes.assignment import Assigner, natural_key
-from planner.changes.candidates import layouts, reinstantiate
+from planner.changes.candidates import candidate_layouts, reinstantiate
 from planner.changes.tradeoff import expected_iteration_s
 from planner.errors import StateLostError, TooFewNodesError
 from planner.planner import Planner
@@ -69,7 +69,7 @@ def test_the_survivors_that_a_careless_merge_makes_one_pipeline_of_stay_two() ->
     planner = planner_of(tolerate=1)
     planner.precompute(6)
     assert planner.n0 == 2
-    start = planner.plan(planner.fresh(names(6)))
+    start = planner.plan(planner.initial_situation(names(6)))
     assert [len(p.nodes) for p in start.pipelines] == [2, 2, 2]
     situation = after(start, {start.pipelines[0].nodes[0], start.pipelines[1].nodes[1]})
     plan = planner.plan(situation)
@@ -81,7 +81,7 @@ def test_where_the_steps_lead_nowhere_intact_pipelines_are_kept() -> None:
     """Two layers on two nodes: three survivors of [2, 2] can neither borrow nor merge."""
     planner = planner_of(layers=2, memory_bytes=20, tolerate=1)
     assert planner.templates(4).sizes == (2,)
-    start = planner.plan(planner.fresh(names(4)))
+    start = planner.plan(planner.initial_situation(names(4)))
     situation = after(start, {"node-3"})
     plan = planner.plan(situation)
     check_plan(plan, situation, planner.profile, planner.policy)
@@ -93,7 +93,7 @@ def test_where_the_steps_lead_nowhere_intact_pipelines_are_kept() -> None:
 def test_each_method_is_named_and_explained() -> None:
     planner = planner_of(tolerate=1)
     planner.precompute(7)
-    start = planner.plan(planner.fresh(names(7)))
+    start = planner.plan(planner.initial_situation(names(7)))
     assert start.method == "initial"
     assert sorted(len(p.nodes) for p in start.pipelines) == [2, 2, 3]
     small = next(p for p in start.pipelines if len(p.nodes) == 2)
@@ -110,7 +110,7 @@ def test_each_method_is_named_and_explained() -> None:
 
 def test_the_same_nodes_keep_their_plan_and_refill_what_was_lost() -> None:
     planner = planner_of()
-    start = planner.plan(planner.fresh(names(4)))
+    start = planner.plan(planner.initial_situation(names(4)))
     holdings = owned(start)
     emptied = start.devices[1]
     holdings[emptied] = frozenset()
@@ -123,7 +123,7 @@ def test_the_same_nodes_keep_their_plan_and_refill_what_was_lost() -> None:
 
 def test_a_failure_of_a_whole_pipeline_moves_nothing() -> None:
     planner = planner_of(tolerate=2)
-    start = planner.plan(planner.fresh(names(6)))
+    start = planner.plan(planner.initial_situation(names(6)))
     plan = planner.plan(after(start, set(start.pipelines[1].nodes)))
     assert plan.transfers == ()
     assert [p.stages for p in plan.pipelines] == [start.pipelines[0].stages, start.pipelines[2].stages]
@@ -141,7 +141,7 @@ def test_the_fewest_bytes_move() -> None:
 
 def test_sources_are_near_first_and_then_share_the_load() -> None:
     planner = planner_of(layers=4, memory_bytes=None, tolerate=0, devices_per_node=2)
-    start = planner.plan(planner.fresh(names(3)))
+    start = planner.plan(planner.initial_situation(names(3)))
     everything = frozenset(range(4))
     holdings = {Device(node=n, index=i): everything for n in names(3) for i in (0, 1)}
     holdings[Device(node="node-1", index=1)] = frozenset()
@@ -198,24 +198,24 @@ def test_the_only_holder_is_chosen_even_where_that_moves_more() -> None:
 def test_too_few_nodes_say_how_many_are_needed() -> None:
     planner = planner_of(tolerate=1)
     with pytest.raises(TooFewNodesError) as raised:
-        planner.plan(planner.fresh(names(1)))
+        planner.plan(planner.initial_situation(names(1)))
     assert (raised.value.needed, raised.value.present) == (2, 1)
     strict = planner_of(tolerate=1, minimum="oobleck")
     with pytest.raises(TooFewNodesError) as raised:
-        strict.plan(strict.fresh(names(3)))
+        strict.plan(strict.initial_situation(names(3)))
     assert (raised.value.needed, raised.value.present) == (4, 3)
 
 
 def test_one_replica_goes_on_below_oobleck_s_minimum() -> None:
     planner = planner_of(tolerate=1)
-    plan = planner.plan(planner.fresh(names(3)))
+    plan = planner.plan(planner.initial_situation(names(3)))
     assert [len(p.nodes) for p in plan.pipelines] == [3]
     assert "one copy" in plan.reason
 
 
 def test_the_order_of_nodes_and_holdings_does_not_matter() -> None:
     first, second = planner_of(), planner_of()
-    start = first.plan(first.fresh(names(5)))
+    start = first.plan(first.initial_situation(names(5)))
     situation = after(start, {"node-2"}, ("node-10", "node-7"))
     shuffled = Situation(
         nodes=tuple(reversed(situation.nodes)),
@@ -233,7 +233,7 @@ def test_nodes_are_numbered_as_people_count() -> None:
         "node-10",
     ]
     planner = planner_of(memory_bytes=None)
-    plan = planner.plan(planner.fresh([f"node-{n}" for n in (11, 2, 1, 10)]))
+    plan = planner.plan(planner.initial_situation([f"node-{n}" for n in (11, 2, 1, 10)]))
     assert plan.nodes == ("node-1", "node-2", "node-10", "node-11")
 
 
@@ -245,7 +245,7 @@ def heavy(horizon_s: float | None, lost: set[str], joined: tuple[str, ...] = ())
         layers=layers, microbatch_rows=4, link=Link(latency_ms=0.0, bytes_per_s=1e9), ring=free
     )
     planner = Planner(profile, Policy(global_batch=160, microbatch_rows=4))
-    start = planner.plan(planner.fresh(names(9)))
+    start = planner.plan(planner.initial_situation(names(9)))
     assert [len(p.nodes) for p in start.pipelines] == [3, 2, 2, 2]
     situation = replace(after(start, lost, joined), horizon_s=horizon_s)
     plan = planner.plan(situation)
@@ -312,7 +312,7 @@ def test_each_layout_is_proposed_under_its_name() -> None:
 
     def proposed(before: list[int], left: list[int], nodes: int) -> dict[str, list[int]]:
         sizes = planner.templates(20).sizes
-        found = layouts(before, left, nodes, sizes, instantiator, planner.policy.microbatches)
+        found = candidate_layouts(before, left, nodes, sizes, instantiator, planner.policy.microbatches)
         assert len({tuple(sorted(layout.sizes)) for layout in found}) == len(found)
         assert all(sum(layout.sizes) == nodes for layout in found)
         assert sorted(instantiator.best(nodes).sizes) in [sorted(layout.sizes) for layout in found]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from planner.errors import InfeasibleError
 from planner.reliability import (
-    FailureLaw,
+    FailureDistribution,
     Protection,
     daly_days,
     loss_rate_per_day,
@@ -23,9 +23,9 @@ from planner.reliability import (
 FIGURE_8 = Protection(
     nodes=3072,
     group=6,
-    hardware=FailureLaw(rate=1e-4, shape=1.3),
-    trainer=FailureLaw(rate=1e-5, shape=1.3),
-    snapshots=FailureLaw(rate=1e-5, shape=1.3),
+    hardware=FailureDistribution(rate=1e-4, shape=1.3),
+    trainer=FailureDistribution(rate=1e-5, shape=1.3),
+    snapshots=FailureDistribution(rate=1e-5, shape=1.3),
 )
 
 
@@ -70,7 +70,7 @@ def test_survival_is_what_counting_all_states_gives(
 ) -> None:
     group = min(group, nodes)
     losses = min(losses, group - 1)
-    law = FailureLaw(rate=rate, shape=shape)
+    law = FailureDistribution(rate=rate, shape=shape)
     protection = Protection(nodes=nodes, group=group, losses=losses, hardware=law)
     assert protection.protected(days) == pytest.approx(counted(protection, days), rel=1e-9)
     if losses == 0:
@@ -78,7 +78,7 @@ def test_survival_is_what_counting_all_states_gives(
 
 
 def test_more_losses_that_can_be_decoded_are_safer_for_longer() -> None:
-    law = FailureLaw(rate=1e-3)
+    law = FailureDistribution(rate=1e-3)
     safe = [
         safe_days(Protection(nodes=60, group=6, losses=n, hardware=law).protected, 0.99) for n in range(4)
     ]
@@ -87,16 +87,16 @@ def test_more_losses_that_can_be_decoded_are_safer_for_longer() -> None:
 
 @given(mean=st.floats(0.1, 1e4), shape=st.floats(0.4, 3.0))
 def test_a_law_of_a_mean_has_that_mean(mean: float, shape: float) -> None:
-    assert FailureLaw.of_mean(mean, shape).mean_days == pytest.approx(mean, rel=1e-9)
+    assert FailureDistribution.of_mean(mean, shape).mean_days == pytest.approx(mean, rel=1e-9)
 
 
 def test_a_mean_beyond_all_days_is_for_ever() -> None:
-    assert FailureLaw(rate=1e-300, shape=0.1).mean_days == math.inf
-    assert FailureLaw.of_mean(1e-300, 5.0).rate == math.inf
+    assert FailureDistribution(rate=1e-300, shape=0.1).mean_days == math.inf
+    assert FailureDistribution.of_mean(1e-300, 5.0).rate == math.inf
 
 
 def test_the_mean_time_to_loss_of_one_node_is_its_mean() -> None:
-    law = FailureLaw(rate=0.02, shape=0.7)
+    law = FailureDistribution(rate=0.02, shape=0.7)
     alone = Protection(nodes=1, group=1, losses=0, hardware=law)
     assert mean_days(alone.unprotected) == pytest.approx(law.mean_days, rel=1e-6)
     assert mean_days(lambda _: 1.0) == math.inf
@@ -116,7 +116,7 @@ def test_dalys_interval_wastes_least(cost: float, mean: float) -> None:
 
 
 def test_losses_come_with_slow_repair_and_spare_replicas_prevent_them() -> None:
-    law = FailureLaw.of_mean(100.0)
+    law = FailureDistribution.of_mean(100.0)
     assert loss_rate_per_day(50, 0, law, 0.1) == pytest.approx(0.5)
     rates = [loss_rate_per_day(50, 1, law, repair) for repair in (0.01, 0.1, 1.0)]
     assert rates == sorted(rates)
@@ -124,8 +124,8 @@ def test_losses_come_with_slow_repair_and_spare_replicas_prevent_them() -> None:
     assert rates[1] == pytest.approx(0.5 * (1 - math.exp(-49 * 0.001)), rel=1e-6)
     bought = [smallest_tolerance(50, law, repair, 30.0, 0.9) for repair in (0.001, 0.1, 1.0)]
     assert bought == sorted(bought, key=lambda f: f or 0) and bought[0] == 1
-    assert smallest_tolerance(3000, FailureLaw.of_mean(1.0), 1.0, 30.0, 0.999) is None
-    assert smallest_tolerance(50, FailureLaw(rate=0.0), 1.0, 30.0, 0.999) == 0
+    assert smallest_tolerance(3000, FailureDistribution.of_mean(1.0), 1.0, 30.0, 0.999) is None
+    assert smallest_tolerance(50, FailureDistribution(rate=0.0), 1.0, 30.0, 0.999) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_losses_come_with_slow_repair_and_spare_replicas_prevent_them() -> None:
         ({"group": 7}, "group is 7"),
         ({"losses": 3}, "losses is 3"),
         ({"losses": -1}, "losses is -1"),
-        ({"hardware": FailureLaw(rate=math.nan)}, "hardware.rate is nan"),
-        ({"trainer": FailureLaw(rate=-1.0)}, "trainer.rate is -1"),
-        ({"hardware": FailureLaw(rate=1.0, shape=0.0)}, "hardware.shape is 0"),
+        ({"hardware": FailureDistribution(rate=math.nan)}, "hardware.rate is nan"),
+        ({"trainer": FailureDistribution(rate=-1.0)}, "trainer.rate is -1"),
+        ({"hardware": FailureDistribution(rate=1.0, shape=0.0)}, "hardware.shape is 0"),
     ],
 )
 def test_bad_entries_are_named(change: dict[str, object], names: str) -> None:
-    good = {"nodes": 6, "group": 3, "losses": 1, "hardware": FailureLaw(rate=0.1)}
+    good = {"nodes": 6, "group": 3, "losses": 1, "hardware": FailureDistribution(rate=0.1)}
     with pytest.raises(InfeasibleError, match=names):
         Protection(**{**good, **change})  # type: ignore[arg-type]
     with pytest.raises(InfeasibleError, match="threshold is 1"):

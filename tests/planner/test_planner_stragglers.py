@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planner.changes.stragglers import estimates_s, put_together, rebalance, share_out, still_true
+from planner.changes.stragglers import (
+    estimates_s,
+    estimates_still_hold,
+    group_slow_nodes,
+    rebalance,
+    redistribute_batch,
+)
 from planner.planner import Planner
 from planner.stages.layers import expected_ms
 from planner.values import (
@@ -78,7 +84,7 @@ def test_shares_are_the_best_of_all(
 ) -> None:
     planner = planner_of(times, microbatches=count)
     cuts: Cuts = ((0, cut), (cut, len(times)))
-    found = share_out(planner.costs, [pipeline("ab", cuts), pipeline("cd", cuts)], speeds)
+    found = redistribute_batch(planner.costs, [pipeline("ab", cuts), pipeline("cd", cuts)], speeds)
     best_ms = min(
         max(
             slow_ms(planner.profile, cuts, placement.nodes, speeds, share)
@@ -109,10 +115,10 @@ def test_equally_slow_nodes_are_put_together_as_well_as_can_be(
     rows = ["ab", "cd", "ef"]
 
     def best_s(names: list[str]) -> float:
-        return step_s(share_out(planner.costs, [pipeline(row, cuts) for row in names], speeds))
+        return step_s(redistribute_batch(planner.costs, [pipeline(row, cuts) for row in names], speeds))
 
-    together = put_together([pipeline(row, cuts) for row in rows], speeds)
-    assert step_s(share_out(planner.costs, together, speeds)) == pytest.approx(
+    together = group_slow_nodes([pipeline(row, cuts) for row in rows], speeds)
+    assert step_s(redistribute_batch(planner.costs, together, speeds)) == pytest.approx(
         min(best_s(names) for names in seatings(rows))
     )
     assert sorted(node for p in together for node in p.nodes) == list("abcdef")
@@ -121,11 +127,11 @@ def test_equally_slow_nodes_are_put_together_as_well_as_can_be(
 def test_quick_nodes_stay_where_they_are() -> None:
     cuts: Cuts = ((0, 2), (2, 4))
     rows = [pipeline("ab", cuts), pipeline("cd", cuts), pipeline("ef", cuts)]
-    assert put_together(rows, {}) == tuple(rows)
-    found = put_together(rows, {"b": 0.5, "e": 0.4})
+    assert group_slow_nodes(rows, {}) == tuple(rows)
+    found = group_slow_nodes(rows, {"b": 0.5, "e": 0.4})
     assert [p.nodes for p in found] == [("a", "f"), ("c", "d"), ("e", "b")]
     other = pipeline("gh", ((0, 1), (1, 4)))
-    assert put_together([rows[0], other], {"b": 0.5, "g": 0.5}) == (rows[0], other), "other places"
+    assert group_slow_nodes([rows[0], other], {"b": 0.5, "g": 0.5}) == (rows[0], other), "other places"
 
 
 def test_devices_follow_their_node() -> None:
@@ -146,7 +152,7 @@ def test_devices_follow_their_node() -> None:
         chained(two_devices("a", (0, 1)), two_devices("b", (1, 0))),
         chained(two_devices("c", (0, 1)), two_devices("d", (0, 1))),
     ]
-    found = put_together(rows, {"a": 0.5, "d": 0.5})
+    found = group_slow_nodes(rows, {"a": 0.5, "d": 0.5})
     assert [p.nodes for p in found] == [("a", "d"), ("c", "b")]
     assert [d.index for s in found[1].stages for d in s.devices] == [0, 1, 1, 0]
 
@@ -157,7 +163,7 @@ def test_a_slow_stage_gets_fewer_layers_where_that_pays() -> None:
     masks = {"a": (0b00001111,), "b": (0b11110000,)}
     found = rebalance(planner.costs, [start], {"b": 1 / 3}, masks, FOREVER)
     assert [(s.first_layer, s.end_layer) for s in found[0].stages] == [(0, 6), (6, 8)]
-    before = share_out(planner.costs, start, {"b": 1 / 3})
+    before = redistribute_batch(planner.costs, start, {"b": 1 / 3})
     assert step_s(found) < 0.7 * step_s(before)
     soon = rebalance(planner.costs, [start], {"b": 1 / 3}, masks, 1.0)
     assert soon == before, "the next failure comes before the bytes have moved"
@@ -194,7 +200,7 @@ def replanned(planner: Planner, before: Plan, **changes: object) -> Plan:
 
 def test_a_slow_pipeline_gets_less_and_its_share_back() -> None:
     planner = planner_of([10.0] * 4, microbatches=12)
-    first = planner.plan(planner.fresh(("a", "b", "c", "d")))
+    first = planner.plan(planner.initial_situation(("a", "b", "c", "d")))
     even = {p.nodes: p.microbatches for p in first.pipelines}
     slow = replanned(planner, first, speeds={"a": 0.25})
     assert slow.method == "rebalance"
@@ -218,7 +224,7 @@ def disturbed(draw: st.DrawFn) -> tuple[Planner, Plan, Situation]:
         devices=draw(st.sampled_from([1, 1, 2])),
     )
     names = [f"n{n}" for n in range(6)]
-    before = planner.plan(planner.fresh(names[: draw(st.integers(2, 5))]))
+    before = planner.plan(planner.initial_situation(names[: draw(st.integers(2, 5))]))
     nodes = [*before.nodes, *before.idle_nodes]
     usable = nodes[: max(1, len(nodes) - draw(st.integers(0, 1)))]
     usable += draw(st.sampled_from([[], ["n5"]]))
@@ -242,7 +248,7 @@ def test_plans_with_slow_nodes_are_sound_and_never_slower_for_knowing(
         return
     plan = planner.plan(situation)
     check_plan(plan, situation, planner.profile, planner.policy)
-    assert still_true(planner.costs, plan.pipelines, situation.speeds)
+    assert estimates_still_hold(planner.costs, plan.pipelines, situation.speeds)
     unaware = planner.plan(replace(situation, speeds={}))
     assert plan.estimated_iteration_s <= 1.0500001 * max(
         estimates_s(planner.costs, unaware.pipelines, situation.speeds)

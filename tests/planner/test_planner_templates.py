@@ -9,7 +9,7 @@ import pytest
 from planner.errors import BatchError, InfeasibleError, TooFewNodesError
 from planner.planner import Planner
 from planner.stages.costs import StageCosts
-from planner.stages.feasibility import fewest_nodes, fullest_stage
+from planner.stages.feasibility import fewest_nodes, find_fullest_stage
 from planner.stages.memory import MemoryModel, in_flight
 from planner.templates import Templates, check_tolerance, smallest_pipeline
 from planner.values import ModelProfile, Policy, Recomputation, Recompute, SplitTime
@@ -151,7 +151,7 @@ def test_n0_and_the_fullest_stage_against_all_mappings() -> None:
         assert fewest_nodes(costs) == min(fitting, default=None)
         outcomes.add(min(fitting, default=None))
         for nodes in range(1, costs.most_nodes + 1):
-            fullest = fullest_stage(costs, nodes)
+            fullest = find_fullest_stage(costs, nodes)
             stage = fullest.first_layer, fullest.end_layer
             sizes = [
                 stage_bytes(
@@ -204,4 +204,4 @@ def test_too_few_nodes_are_told_which_stage_is_too_large() -> None:
     with pytest.raises(
         TooFewNodesError, match=r"because on \d+ nodes? the stage of layers? .* needs .* bytes"
     ):
-        planner.plan(planner.fresh(["n1"]))
+        planner.plan(planner.initial_situation(["n1"]))

@@ -115,7 +115,7 @@ def test_plans_say_it_and_expected_times_leave_communication_out() -> None:
     profile, policy = model(stage_devices=(2,)), policy_of("tensor")
     planner = Planner(profile, policy)
     planner.precompute(2)
-    plan = planner.plan(planner.fresh(["a", "b"]))
+    plan = planner.plan(planner.initial_situation(["a", "b"]))
     assert {stage.within for pipeline in plan.pipelines for stage in pipeline.stages} == {"tensor"}
     assert "all stages of several devices are tensor-parallel" in plan.reason
     stage = plan.pipelines[0].stages[0]

@@ -6,9 +6,9 @@ from random import Random
 import pytest
 
 from planner.changes.assignment import Assigner
-from planner.changes.candidates import Layout, layouts
+from planner.changes.candidates import PipelineLayout, candidate_layouts
 from planner.changes.cover import Masks, whole_layers
-from planner.changes.tradeoff import ROOM_WORTH, Weighed, weigh
+from planner.changes.tradeoff import MEMORY_FIT_TOLERANCE, CandidatePlan, choose_layout
 from planner.planner import Planner
 from planner.values import Device, Plan, Policy, Situation
 from tests.helpers.oracles import check_plan, layer, profile_of
@@ -55,7 +55,7 @@ def test_layers_are_dropped_where_enough_others_hold_them_and_parked_elsewhere(
 ) -> None:
     """Full stages hold the layer before them, too: f + 1 nodes must keep it, and two at least."""
     planner = tight(tolerate=tolerate)
-    start = planner.plan(replace(planner.fresh(names(3 * pipelines))))
+    start = planner.plan(replace(planner.initial_situation(names(3 * pipelines))))
     holdings = {
         device: layers | {min(layers) - 1} if len(layers) == 3 and min(layers) > 0 else layers
         for device, layers in owned(start).items()
@@ -64,20 +64,23 @@ def test_layers_are_dropped_where_enough_others_hold_them_and_parked_elsewhere(
     plan = planner.plan(situation)
     check_plan(plan, situation, planner.profile, planner.policy)
     assert plan.pipelines == start.pipelines and len(plan.pipelines) == pipelines
-    assert any(each.parked for each in plan.released) == parks
-    assert any(each.dropped for each in plan.released) == drops
+    assert any(each.parked for each in plan.released_layers) == parks
+    assert any(each.dropped for each in plan.released_layers) == drops
     assert ("in host memory to have room until the first step" in plan.reason) == parks
     assert ("old layers, which others hold, to have room" in plan.reason) == drops
 
 
 def test_no_limit_and_no_memory_taken_release_nothing() -> None:
     unlimited = planner_of(memory_bytes=None)
-    assert unlimited.plan(after(unlimited.plan(unlimited.fresh(names(4))), {"n0"})).released == ()
+    assert (
+        unlimited.plan(after(unlimited.plan(unlimited.initial_situation(names(4))), {"n0"})).released_layers
+        == ()
+    )
     planner = tight()
-    start = planner.plan(planner.fresh(names(8)))
+    start = planner.plan(planner.initial_situation(names(8)))
     lost = after(start, {start.pipelines[0].nodes[0]})
-    assert planner.plan(lost).released
-    assert planner.plan(replace(lost, in_memory=False)).released == ()
+    assert planner.plan(lost).released_layers
+    assert planner.plan(replace(lost, in_memory=False)).released_layers == ()
 
 
 def test_of_two_places_a_node_takes_the_one_that_has_room_for_its_old_layers() -> None:
@@ -113,23 +116,23 @@ def test_a_layout_with_room_is_taken_where_its_steps_take_nearly_as_long() -> No
             Device(node=node, index=0): ranges[number] if number < 4 else random.choice(ranges)
             for number, node in enumerate(nodes)
         }
-        previous = planner.plan(planner.fresh(names(13)))
+        previous = planner.plan(planner.initial_situation(names(13)))
         masks = Assigner(planner.profile).masks(nodes, 1, holdings)
         among = layouts_after(planner, previous, nodes)
         weighed = [weigh_among(planner, [layout], nodes, masks, previous) for layout in among]
         chosen = weigh_among(planner, among, nodes, masks, previous)
         least_s = min(each.considered.expected_iteration_s for each in weighed)
         roomy = [each for each in weighed if not each.assignment.excess_bytes]
-        near = [e for e in roomy if e.considered.expected_iteration_s <= least_s * (1 + ROOM_WORTH)]
+        near = [e for e in roomy if e.considered.expected_iteration_s <= least_s * (1 + MEMORY_FIT_TOLERANCE)]
         assert bool(near) == (not chosen.assignment.excess_bytes)
-        assert chosen.considered.expected_iteration_s <= least_s * (1 + ROOM_WORTH) * (1 + 1e-9)
+        assert chosen.considered.expected_iteration_s <= least_s * (1 + MEMORY_FIT_TOLERANCE) * (1 + 1e-9)
         refused = [each for each in weighed if each.considered.expected_iteration_s <= least_s * (1 + 1e-9)]
         preferred += bool(near) and any(each.assignment.excess_bytes for each in refused)
     assert preferred
 
 
-def layouts_after(planner: Planner, previous: Plan, nodes: tuple[str, ...]) -> list[Layout]:
-    return layouts(
+def layouts_after(planner: Planner, previous: Plan, nodes: tuple[str, ...]) -> list[PipelineLayout]:
+    return candidate_layouts(
         before=[len(pipeline.nodes) for pipeline in previous.pipelines],
         left=[sum(node in nodes for node in pipeline.nodes) for pipeline in previous.pipelines],
         nodes=len(nodes),
@@ -140,9 +143,9 @@ def layouts_after(planner: Planner, previous: Plan, nodes: tuple[str, ...]) -> l
 
 
 def weigh_among(
-    planner: Planner, among: list[Layout], nodes: tuple[str, ...], masks: Masks, previous: Plan
-) -> Weighed:
-    return weigh(
+    planner: Planner, among: list[PipelineLayout], nodes: tuple[str, ...], masks: Masks, previous: Plan
+) -> CandidatePlan:
+    return choose_layout(
         among,
         templates=planner.templates(len(nodes)).by_nodes,
         instantiator=planner.instantiator(len(nodes)),

@@ -181,7 +181,7 @@ def test_one_device_has_nothing_to_share() -> None:
 
 def test_the_choice_is_in_the_plan_and_what_is_computed_does_not_change() -> None:
     planner = Planner(model(memory_bytes=2600, stage_devices=(2,)), policy_of("auto"))
-    plan = planner.plan(planner.fresh(["n"]))
+    plan = planner.plan(planner.initial_situation(["n"]))
     (stage, *_) = plan.pipelines[0].stages
     assert (
         stage.within == "shard"
@@ -195,7 +195,7 @@ def test_a_pipeline_cut_anew_for_a_slow_node_keeps_shards_only_where_it_must() -
     planner = Planner(
         model(layers=12, memory_bytes=6000, stage_devices=(2,)), policy_of("auto", global_batch=256)
     )
-    fresh = planner.fresh(["a", "b"])
+    fresh = planner.initial_situation(["a", "b"])
     before = planner.plan(fresh)
     slow = before.pipelines[0].stages[0].devices[0].node
     after = planner.plan(replace(fresh, previous=before, speeds={slow: 0.3}, horizon_s=1e6))
@@ -206,7 +206,7 @@ def test_a_pipeline_cut_anew_for_a_slow_node_keeps_shards_only_where_it_must() -
     assert sorted(kinds) == ["replicate", "shard"]
     assert "; 1 of 2 stages of several devices have their layers in shards" in after.reason
     roomy = Planner(model(memory_bytes=10**4, stage_devices=(2,)), policy_of("auto"))
-    assert "shard" not in roomy.plan(roomy.fresh(["a"])).reason
+    assert "shard" not in roomy.plan(roomy.initial_situation(["a"])).reason
 
 
 def heavy(random: Random, profile: ModelProfile) -> ModelProfile:

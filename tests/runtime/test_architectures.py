@@ -9,7 +9,7 @@ import pytest
 from planner.values import Recompute
 from runtime.data.sampling import Sampler
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
+from runtime.groups.communicator import CommunicationAborted
 from tests.helpers.architecture_runs import (
     STEPS,
     Layout,
@@ -292,12 +292,12 @@ def lose_the_vote(fleet: Fleet) -> None:
 
     def asked(*arguments: Any) -> None:
         ask(*arguments)
-        raise Aborted
+        raise CommunicationAborted
 
     late._ask = asked  # type: ignore[method-assign,assignment]
 
     def step(rank: int, engine: Engine) -> None:
-        with contextlib.suppress(Aborted):
+        with contextlib.suppress(CommunicationAborted):
             engine.step(lambda: False)
 
     fleet.each(step)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from runtime.data.batches import (
     cast_floating,
-    checked_batch,
+    check_batch,
+    count_rows,
     default_collate,
     first_difference,
-    rows_of_batch,
     signature,
     slice_rows,
     to_device,
@@ -59,7 +59,7 @@ def test_plain_tensors_numbers_and_dataclasses_are_samples_too() -> None:
 def test_unsigned_numbers_of_token_files_become_usable_ones() -> None:
     for kind in (np.uint16, np.uint32):
         assert default_collate([np.arange(3, dtype=kind)]).dtype == torch.int64
-        assert checked_batch(np.zeros((1, 3), dtype=kind)).dtype == torch.int64
+        assert check_batch(np.zeros((1, 3), dtype=kind)).dtype == torch.int64
     assert default_collate([np.arange(3, dtype=np.uint8)]).dtype == torch.uint8
 
 
@@ -89,12 +89,12 @@ def test_samples_that_cannot_be_stacked_are_named(samples: list[Any], said: str)
 
 def test_what_a_collate_function_returned_becomes_a_batch() -> None:
     given = UserDict({"x": np.zeros((2, 3), dtype=np.float32), "n": np.int64(4), "y": (torch.ones(2), "a")})
-    batch = checked_batch(given)
+    batch = check_batch(given)
     assert type(batch) is dict and batch["n"] == 4 and type(batch["n"]) is int
     assert batch["x"].dtype == torch.float32 and batch["y"][1] == "a"
-    transposed = checked_batch(torch.arange(6).reshape(2, 3).T)
+    transposed = check_batch(torch.arange(6).reshape(2, 3).T)
     assert transposed.is_contiguous() and transposed.shape == (3, 2)
-    assert not checked_batch(torch.ones(2, requires_grad=True)).requires_grad
+    assert not check_batch(torch.ones(2, requires_grad=True)).requires_grad
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_what_a_collate_function_returned_becomes_a_batch() -> None:
 )
 def test_what_is_no_batch_is_refused(returned: Any, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
-        checked_batch(returned)
+        check_batch(returned)
 
 
 BATCH = {
@@ -132,7 +132,7 @@ def test_rows_are_sliced_and_the_rest_stays() -> None:
     assert part["names"] == ["b", "c"] and part["more"][1] == [1, None]
     assert part["bias"] is BATCH["bias"] and part["scale"] is BATCH["scale"]
     assert part["x"].data_ptr() == BATCH["x"][1:].data_ptr()
-    assert rows_of_batch(BATCH) == 4 and rows_of_batch(part) == 2
+    assert count_rows(BATCH) == 4 and count_rows(part) == 2
 
 
 def test_a_batch_without_rows_cannot_be_split() -> None:
@@ -141,7 +141,7 @@ def test_a_batch_without_rows_cannot_be_split() -> None:
     with pytest.raises(TrainingError, match="no tensor of the batch has the microbatch's 4 rows in dim 0"):
         slice_rows(packed, 0, 2, 4)
     with pytest.raises(TrainingError, match="has a dimension for the rows"):
-        rows_of_batch({"x": torch.tensor(1.0)})
+        count_rows({"x": torch.tensor(1.0)})
 
 
 def test_signatures_tell_shapes_and_types_apart_but_not_rows() -> None:

@@ -4,27 +4,29 @@ from itertools import combinations
 
 import pytest
 
-from runtime.script.protection import code_of, losses_of, restorable
-from runtime.wire.keeper_protocol import Held, Layout, Run
-from storage.codes import make_code, recipe
+from runtime.script.protection import find_restorable, scheme_of, tolerated_losses
+from runtime.wire.snapshot_agent_protocol import HeldRankSnapshot, ProtectedRun, RankSnapshotLayout
+from storage.codes import make_code, solve_lost_cells
 
 
-def layout(rank: int, ranks: int, *, shared: int = 0, scheme: str = "none", owner: int = -1) -> Layout:
+def layout(
+    rank: int, ranks: int, *, shared: int = 0, scheme: str = "none", owner: int = -1
+) -> RankSnapshotLayout:
     owners = ranks if shared else 1
-    return Layout(
+    return RankSnapshotLayout(
         rank=rank, ranks=ranks, own_bytes=1, shared_bytes=shared, scheme=scheme, owners=owners, owner=owner
     )
 
 
-def kept(run: Run, step: int, scheme: str, *, shared: int) -> list[Held]:
+def kept(run: ProtectedRun, step: int, scheme: str, *, shared: int) -> list[HeldRankSnapshot]:
     """All that the hosts of a run keep of a step, one rank on each."""
-    ranks, scheme, found = len(run.ranks), scheme if shared else "none", []
-    for rank, host in enumerate(run.ranks):
+    ranks, scheme, found = len(run.host_of_rank), scheme if shared else "none", []
+    for rank, host in enumerate(run.host_of_rank):
         copy = layout(rank, ranks, shared=shared, scheme=scheme)
         own = layout(rank, ranks, shared=shared, scheme=scheme, owner=host if shared else -1)
-        found.append(Held(address=run.hosts[host], generation=1, step=step, layout=own))
-        for buddy in run.buddies(host):
-            found.append(Held(address=buddy, generation=1, step=step, layout=copy, copy=True))
+        found.append(HeldRankSnapshot(address=run.hosts[host], generation=1, step=step, layout=own))
+        for buddy in run.copy_holders(host):
+            found.append(HeldRankSnapshot(address=buddy, generation=1, step=step, layout=copy, is_copy=True))
     return found
 
 
@@ -32,18 +34,20 @@ def kept(run: Run, step: int, scheme: str, *, shared: int) -> list[Held]:
 @pytest.mark.parametrize("hosts", [2, 3, 4, 5])
 @pytest.mark.parametrize("shared", [0, 1000])
 def test_any_loss_within_the_guarantee_is_survived(scheme: str, hosts: int, shared: int) -> None:
-    copies = min(losses_of(scheme), hosts - 1)
-    run = Run(job="j", generation=1, hosts=tuple("abcde"[:hosts]), ranks=tuple(range(hosts)), copies=copies)
+    copies = min(tolerated_losses(scheme), hosts - 1)
+    run = ProtectedRun(
+        job="j", generation=1, hosts=tuple("abcde"[:hosts]), host_of_rank=tuple(range(hosts)), copies=copies
+    )
     held = kept(run, 7, scheme, shared=shared)
     for lost in combinations(run.hosts, copies):
         left = [one for one in held if one.address not in lost]
-        found, _ = restorable(left, hosts)
+        found, _ = find_restorable(left, hosts)
         assert [one.key for one in found] == [(1, 7)]
         assert all(address not in lost for some in found[0].own.values() for address in some)
         gone = frozenset(range(hosts)) - set(found[0].shards)
-        assert not shared or recipe(make_code(scheme, hosts), gone) is not None
+        assert not shared or solve_lost_cells(make_code(scheme, hosts), gone) is not None
     beyond = [
-        restorable([one for one in held if one.address not in lost], hosts)[0]
+        find_restorable([one for one in held if one.address not in lost], hosts)[0]
         for lost in combinations(run.hosts, copies + 1)
     ]
     assert [] in beyond
@@ -51,37 +55,41 @@ def test_any_loss_within_the_guarantee_is_survived(scheme: str, hosts: int, shar
 
 def test_the_newest_that_all_ranks_can_have() -> None:
     held = [
-        Held(address="", generation=g, step=s, layout=layout(rank, 2))
+        HeldRankSnapshot(address="", generation=g, step=s, layout=layout(rank, 2))
         for rank, keys in enumerate([[(1, 5), (1, 6), (2, 2)], [(1, 4), (1, 5), (2, 2), (2, 3)]])
         for g, s in keys
     ]
-    found, refused = restorable(held, 2)
+    found, refused = find_restorable(held, 2)
     assert [one.key for one in found] == [(2, 2), (1, 5)]
     assert dict(refused)[2, 3] == "what was rank 0's own is lost"
 
 
 def test_another_number_of_ranks() -> None:
-    held = [Held(address="a", generation=1, step=1, layout=layout(rank, 2)) for rank in range(2)]
-    found, refused = restorable(held, 3)
+    held = [HeldRankSnapshot(address="a", generation=1, step=1, layout=layout(rank, 2)) for rank in range(2)]
+    found, refused = find_restorable(held, 3)
     assert not found and "it is of 2 ranks, and there are 3" in refused[0][1]
-    run = Run(job="j", generation=1, hosts=("a", "b"), ranks=(0, 1), copies=1)
-    found, _ = restorable(kept(run, 1, "aec", shared=10), 3)
+    run = ProtectedRun(job="j", generation=1, hosts=("a", "b"), host_of_rank=(0, 1), copies=1)
+    found, _ = find_restorable(kept(run, 1, "aec", shared=10), 3)
     assert [found[0].source_of(rank) for rank in range(3)] == [0, 1, 0]
-    assert restorable(kept(run, 1, "aec", shared=10), 1)[0][0].key == (1, 1)
+    assert find_restorable(kept(run, 1, "aec", shared=10), 1)[0][0].key == (1, 1)
 
 
 def test_spare_hosts_are_buddies_too() -> None:
-    run = Run(job="j", generation=1, hosts=("a",), ranks=(0, 0), spare=("x", "y"), copies=2)
-    assert run.buddies(0) == ("x", "y") and run.protected_by("y") == (0,) and run.ranks_of("a") == (0, 1)
+    run = ProtectedRun(
+        job="j", generation=1, hosts=("a",), host_of_rank=(0, 0), spare_hosts=("x", "y"), copies=2
+    )
+    assert (
+        run.copy_holders(0) == ("x", "y") and run.hosts_copied_by("y") == (0,) and run.ranks_of("a") == (0, 1)
+    )
 
 
 def test_the_names_of_protections() -> None:
-    assert code_of("buddy") == "arc:1" and code_of("aec + buddy") == "aec+arc:1"
+    assert scheme_of("buddy") == "arc:1" and scheme_of("aec + buddy") == "aec+arc:1"
     losses = {"none": 0, "buddy": 1, "arc:3": 3, "aec": 1, "aec2": 2, "aec+arc:1": 2}
-    assert {protection: losses_of(code_of(protection)) for protection in losses} == losses
+    assert {protection: tolerated_losses(scheme_of(protection)) for protection in losses} == losses
     with pytest.raises(ValueError, match="no protection"):
-        losses_of(code_of("raid5"))
+        tolerated_losses(scheme_of("raid5"))
     with pytest.raises(
         ValueError, match=r"'aor' is no protection; there are none, arc:k .*, aec, aec2, joined"
     ):
-        losses_of(code_of("aor"))  # For jobs of a cluster.
+        tolerated_losses(scheme_of("aor"))  # For jobs of a cluster.

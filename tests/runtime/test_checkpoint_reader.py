@@ -26,7 +26,7 @@ from runtime.layers.state import LayerStates
 from runtime.training import load_training
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
-from storage.errors import DamagedError, MissingError, PlaceError
+from storage.errors import CheckpointMissingError, CorruptDataError, LocationError
 from storage.layerstate import decode_header, fingerprint_of
 from tests.helpers.kept_checkpoints import about
 from tests.helpers.layer_states import Trainer
@@ -196,14 +196,14 @@ def test_damage_is_found_before_a_tensor_of_that_layer_is_filled(tmp_path: Path)
     state = {name: torch.full((8,), 7.0, dtype=torch.float64)}
     with pytest.raises(CheckpointException) as raised:
         dcp.load({"model": state}, storage_reader=FtdCheckpointReader(tmp_path))
-    assert any(isinstance(error[0], DamagedError) for error in raised.value.failures.values())
+    assert any(isinstance(error[0], CorruptDataError) for error in raised.value.failures.values())
     assert (state[name] == 7).all()
 
 
 def test_nothing_there_is_said_before_torch_asks(tmp_path: Path) -> None:
-    with pytest.raises(MissingError, match="no complete checkpoint"):
+    with pytest.raises(CheckpointMissingError, match="no complete checkpoint"):
         FtdCheckpointReader(tmp_path)
-    with pytest.raises(PlaceError, match="not there"):
+    with pytest.raises(LocationError, match="not there"):
         FtdCheckpointReader(tmp_path / "nowhere")
     assert FtdCheckpointReader.validate_checkpoint_id(tmp_path)
     assert not FtdCheckpointReader.validate_checkpoint_id("nosuch://x")

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine, EngineError
-from runtime.groups.communicator import Aborted, SoloCommunicator
-from runtime.watch.pace import Pace
-from statemachine.messages.trainer import Resume, TrainingData, WorldData
+from runtime.groups.communicator import CommunicationAborted, SoloCommunicator
+from runtime.monitoring.progress import ProgressMonitor
+from statemachine.messages.trainer import ResumeRank, TrainingData, WorldData
 from statemachine.messages.values import Vote
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
@@ -19,15 +19,15 @@ CPU = torch.device("cpu")
 
 def engine_of(data: TrainingData) -> Engine:
     with torch.random.fork_rng(devices=[]):
-        return Engine(data, CPU, Pace())
+        return Engine(data, CPU, ProgressMonitor())
 
 
 def enter(engine: Engine, step: int, vote: Vote | None = None) -> None:
     """Resume alone, with all layers."""
-    engine.settle(step, vote)
+    engine.commit_or_discard(step, vote)
     layers = engine.model.layer_count
     microbatches = engine.data.global_batch // engine.data.microbatch_rows
-    resume = Resume(
+    resume = ResumeRank(
         generation=1,
         step=step,
         vote=vote,
@@ -52,9 +52,9 @@ def stop_at_vote(engine: Engine) -> None:
     """The abort comes when this rank holds complete gradients, but before VOTE."""
 
     def abort() -> bool:
-        raise Aborted
+        raise CommunicationAborted
 
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         engine.step(abort)
 
 
@@ -119,8 +119,12 @@ def test_gradients_in_flight_are_discarded_and_the_step_is_redone(data: Training
 
 def test_who_was_away_holds_nothing(data: TrainingData) -> None:
     engine = engine_of(data)
-    engine.settle(7, Vote(loss=1.0, gradient_norm=1.0))
-    assert engine.committed_step == 7 and engine.complete == set() and engine.model.held == frozenset()
+    engine.commit_or_discard(7, Vote(loss=1.0, gradient_norm=1.0))
+    assert (
+        engine.committed_step == 7
+        and engine.complete_layers == set()
+        and engine.model.held_layers == frozenset()
+    )
     with pytest.raises(EngineError, match="nobody sent them"):
         enter(engine, 7)
 
@@ -130,14 +134,14 @@ def test_applying_without_a_vote_is_refused(data: TrainingData) -> None:
     enter(engine, 0)
     stop_at_vote(engine)
     with pytest.raises(EngineError, match="its vote is missing"):
-        engine.settle(1, None)
+        engine.commit_or_discard(1, None)
 
 
 def test_a_stop_rides_on_the_vote(data: TrainingData) -> None:
     engine = engine_of(data)
     enter(engine, 0)
-    assert engine.step(lambda: True).stop
-    assert not engine.step(no).stop
+    assert engine.step(lambda: True).stop_requested
+    assert not engine.step(no).stop_requested
     assert engine.committed_step == 2
 
 

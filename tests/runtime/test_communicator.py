@@ -19,19 +19,19 @@ import torch
 from runtime.device import HostRuntime
 from runtime.groups.backends import make_communicator
 from runtime.groups.communicator import (
-    GROUP_TIMEOUT_S,
-    MOST_GROUP_TIMEOUT_S,
-    Aborted,
+    MAX_GROUP_TIMEOUT_S,
+    MIN_GROUP_TIMEOUT_S,
+    CommunicationAborted,
     CommunicationError,
     Communicator,
     GroupError,
     Members,
     PeerLost,
-    Pending,
+    PendingOperation,
     SoloCommunicator,
     group_timeout_s,
-    plain_words,
-    run_of,
+    member_range,
+    short_message,
 )
 from runtime.groups.gloo import GlooCommunicator
 from runtime.groups.nccl import NcclCommunicator
@@ -103,18 +103,18 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 def test_runs_of_a_vector_are_gathered_and_reduced(server: ServerThread, numel: int) -> None:
     def work(communicator: GlooCommunicator) -> tuple[list[float], list[float]]:
         rank, members = communicator.rank, (0, 1, 2)
-        start, end = run_of(numel, rank, 3)
+        start, end = member_range(numel, rank, 3)
         gathered = torch.full((numel,), -1.0, dtype=torch.float64)
         own = torch.arange(start, end, dtype=torch.float64)
-        communicator.wait(communicator.gather_runs(gathered, own, members))
+        communicator.wait(communicator.all_gather_uneven(gathered, own, members))
         reduced = torch.empty(end - start, dtype=torch.float64)
         whole = torch.arange(numel, dtype=torch.float64) * (rank + 1)
-        communicator.wait(communicator.reduce_runs(reduced, whole, members))
+        communicator.wait(communicator.reduce_scatter(reduced, whole, members))
         return gathered.tolist(), reduced.tolist()
 
     for rank, (gathered, reduced) in enumerate(on_all(world(server, 3, ((0, 1, 2),)), work)):
         assert gathered == list(range(numel))
-        start, end = run_of(numel, rank, 3)
+        start, end = member_range(numel, rank, 3)
         assert reduced == [6.0 * i for i in range(start, end)]
 
 
@@ -177,11 +177,11 @@ def test_abort_frees_every_kind_of_wait(server: ServerThread, others: set[thread
         time.sleep(0.05)
         one.abort()
         one.abort()
-        with pytest.raises(Aborted):
+        with pytest.raises(CommunicationAborted):
             blocked.result(60)
-        with pytest.raises(Aborted):
+        with pytest.raises(CommunicationAborted):
             one.check()
-        with pytest.raises(Aborted):
+        with pytest.raises(CommunicationAborted):
             one.send(torch.ones(1), 1, "state")
         one.close()
         two.close()
@@ -193,13 +193,13 @@ def test_abort_while_a_group_is_forming(server: ServerThread, others: set[thread
     blocked = start(lambda: one.form([]))
     time.sleep(0.05)
     one.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         blocked.result(60)
     one.close()
     eventually(lambda: communication_threads() <= others)
     early = make(server, 0, 2, generation=2, timeout_s=FAR_S)
     early.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         early.form([])
     early.close()
 
@@ -258,7 +258,7 @@ def test_fifty_formations_leave_nothing_behind(server: ServerThread, others: set
         if generation % 2:
             stuck = one.receive(torch.ones(10), 1, "activation")
             one.abort()
-            with pytest.raises(Aborted):
+            with pytest.raises(CommunicationAborted):
                 one.wait(stuck)
         else:
             on_all([one, two], lambda c: c.wait(c.all_reduce(torch.ones(1), c.world)))
@@ -288,7 +288,7 @@ def test_a_world_of_one_needs_no_rendezvous() -> None:
     alone.wait(alone.all_reduce(tensor, alone.world))
     assert tensor.tolist() == [1.0, 1.0]
     alone.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         alone.check()
     alone.close()
 
@@ -297,20 +297,20 @@ def test_a_backends_message_is_cut_to_what_a_user_needs() -> None:
     error = RuntimeError(
         "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:17804. This is typically"
     )
-    assert plain_words(error) == "Connection closed by peer [127.0.0.1]:17804"
-    assert plain_words(RuntimeError("Timed out")) == "Timed out"
-    assert plain_words(RuntimeError()) == "RuntimeError"
+    assert short_message(error) == "Connection closed by peer [127.0.0.1]:17804"
+    assert short_message(RuntimeError("Timed out")) == "Timed out"
+    assert short_message(RuntimeError()) == "RuntimeError"
 
 
 def test_what_an_abort_made_fail_is_aborted_also_when_its_failure_is_seen_first() -> None:
     """The waiting thread may get the processor only after the operation that the abort ended."""
-    failed, done = Pending(), Pending()
+    failed, done = PendingOperation(), PendingOperation()
     failed.done, failed.error, done.done = True, RuntimeError("the communicator was aborted"), True
     one = SoloCommunicator()
     with pytest.raises(PeerLost):
         one.wait(failed)
     one.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         one.wait(failed)
     one.wait(done)
 
@@ -410,7 +410,7 @@ def test_an_abort_frees_who_waits_for_a_peer_that_is_never_introduced(
     eventually(lambda: one._groups.keys() >= {"activation", "gradient", "state", (0, 1)})
     assert not blocked.done()
     one.abort()
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         blocked.result(30)
     one.close()
 
@@ -438,7 +438,7 @@ def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
     assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"
     one.abort()
     one.close()  # As the main thread does at once.
-    with pytest.raises(Aborted):
+    with pytest.raises(CommunicationAborted):
         blocked.result(30)
     eventually(lambda: all(group.aborted.is_set() for group in made))
 
@@ -458,7 +458,7 @@ def test_a_group_of_nccl_that_cannot_be_aborted_keeps_no_other() -> None:
 
 
 def test_the_timeout_of_a_group_grows_with_its_steps_and_with_each_group_that_it_ended() -> None:
-    assert group_timeout_s(0.0, 0) == group_timeout_s(0.17, 0) == GROUP_TIMEOUT_S
+    assert group_timeout_s(0.0, 0) == group_timeout_s(0.17, 0) == MIN_GROUP_TIMEOUT_S
     assert group_timeout_s(60.0, 0) == 1200.0 and group_timeout_s(60.0, 2) == 4800.0
-    assert group_timeout_s(0.17, 3) == 8 * GROUP_TIMEOUT_S
-    assert group_timeout_s(0.17, 10_000) == MOST_GROUP_TIMEOUT_S
+    assert group_timeout_s(0.17, 3) == 8 * MIN_GROUP_TIMEOUT_S
+    assert group_timeout_s(0.17, 10_000) == MAX_GROUP_TIMEOUT_S

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import runtime.script.copier
-from runtime.script.copier import Capture, Copier
-from runtime.script.tensor_image import Piece, Unit
+from runtime.script.copier import ScriptCapture, SnapshotCopier
+from runtime.script.tensor_image import CopyRange, CopyUnit
 from runtime.side_stream import SideStreams
 from storage.arena import Slot
 
@@ -50,13 +50,13 @@ class SlowStreams(SideStreams):
         pass
 
 
-def capture(source: torch.Tensor) -> Capture:
+def capture(source: torch.Tensor) -> ScriptCapture:
     size = source.numel()
-    piece = Piece(entry=0, start=0, offset=0, size_bytes=size)
-    return Capture(
+    piece = CopyRange(entry=0, start=0, offset=0, size_bytes=size)
+    return ScriptCapture(
         step=1,
         rank=0,
-        units=[Unit(0, size, (piece,))],
+        units=[CopyUnit(0, size, (piece,))],
         shared_units=0,
         sources=[source],
         body_bytes=size,
@@ -69,11 +69,11 @@ def capture(source: torch.Tensor) -> Capture:
 def test_a_step_comes_behind_copies_that_the_device_was_asked_for_and_has_not_made() -> None:
     done: list[int] = []
     streams = SlowStreams()
-    copier = Copier(
+    copier = SnapshotCopier(
         open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
         complete=lambda step, slot, parts, layout: done.append(step),
         failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
-        side=streams,
+        streams=streams,
     )
     try:
         copier.begin(capture(torch.arange(64, dtype=torch.uint8)))
@@ -99,12 +99,12 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
 
     streams = Torn()
     broken = capture(torch.arange(64, dtype=torch.uint8))
-    broken.units.append(Unit(64, 1, (Piece(entry=9, start=0, offset=64, size_bytes=1),)))
-    copier = Copier(
+    broken.units.append(CopyUnit(64, 1, (CopyRange(entry=9, start=0, offset=64, size_bytes=1),)))
+    copier = SnapshotCopier(
         open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
         complete=lambda step, slot, parts, layout: pytest.fail("it is not complete"),
         failed=lambda step, error: told.append(type(error).__name__),
-        side=streams,
+        streams=streams,
     )
     streams.arrive.set()
     copier.begin(broken)
@@ -116,7 +116,7 @@ def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytes
     """A parity of a tensor on the device and one in host memory."""
     asked: list[tuple[Any, torch.Tensor]] = []
     monkeypatch.setattr(
-        runtime.script.copier, "copy_piece", lambda target, source: asked.append((target, source))
+        runtime.script.copier, "copy_async", lambda target, source: asked.append((target, source))
     )
 
     class Late(SlowStreams):
@@ -129,13 +129,13 @@ def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytes
     there, here = torch.arange(64, dtype=torch.uint8), np.full(64, 0x3C, dtype=np.uint8)
     mixed = capture(there)
     mixed.sources.append(here)
-    added = Piece(entry=1, start=0, offset=0, size_bytes=64, added=True)
-    mixed.units[0] = Unit(0, 64, (*mixed.units[0].pieces, added))
-    copier = Copier(
+    added = CopyRange(entry=1, start=0, offset=0, size_bytes=64, is_xor=True)
+    mixed.units[0] = CopyUnit(0, 64, (*mixed.units[0].ranges, added))
+    copier = SnapshotCopier(
         open_slot=lambda size: Slot(0, slot),
         complete=lambda step, slot, parts, layout: None,
         failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
-        side=Late(),
+        streams=Late(),
     )
     copier.begin(mixed)
     copier.close()

@@ -371,7 +371,7 @@ def test_a_module_that_checkpoints_its_blocks_itself_is_refused_in_the_first_ste
     with pytest.raises(
         TrainingError, match=r"torch.utils.checkpoint around its blocks.*activation_checkpointing"
     ):
-        model.loss(output, batch, 4)[0].backward()
+        model.compute_loss(output, batch, 4)[0].backward()
 
 
 MADE = """
@@ -491,7 +491,7 @@ def test_masks_that_become_unequal_later_end_the_step() -> None:
     with pytest.raises(
         TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
     ):
-        model.loss(output, batch, 2)
+        model.compute_loss(output, batch, 2)
 
 
 # --- ids beyond the vocabulary -------------------------------------------------------------------------

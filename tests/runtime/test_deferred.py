@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError
+from runtime.deferred import DeferredModule, ModelRecorder, Recording, UntrackedWriteError
 from tests.helpers.architectures import ARCHITECTURES, lora
 from tests.helpers.harness import ROOT
 
@@ -59,7 +59,7 @@ def at_once(make: Callable[[], nn.Module], seed: int = 3) -> tuple[nn.Module, Te
 def deferred(make: Callable[[], nn.Module], seed: int = 3, **options: Any) -> tuple[nn.Module, Recording]:
     torch.manual_seed(seed)
     recording = Recording()
-    with Recorder(recording, **options):
+    with ModelRecorder(recording, **options):
         made = make()
     return made, recording
 
@@ -71,7 +71,7 @@ def check_equal(make: Callable[[], nn.Module], large_bytes: int) -> int:
         made, recording = deferred(make, large_bytes=large_bytes)
         assert torch.equal(torch.get_rng_state(), state)
     lasting = made.state_dict(keep_vars=True)
-    without = sum(recording.place_of(value) is not None for value in lasting.values())
+    without = sum(recording.view_of(value) is not None for value in lasting.values())
     other = DeferredModule(made, recording).materialise()
     for (name, value), (same, expected) in zip(
         other.state_dict().items(), wanted.state_dict().items(), strict=True
@@ -150,7 +150,7 @@ def test_what_another_thread_wrote_counts() -> None:
 
 def test_a_tensor_that_two_threads_wrote_to_is_refused() -> None:
     made, recording = deferred(lambda: FromAnotherThread(torch.zeros(64, 64)), large_bytes=0)
-    with pytest.raises(UnseenError):
+    with pytest.raises(UntrackedWriteError):
         DeferredModule(made, recording)
 
 
@@ -171,7 +171,7 @@ def test_present_modules_have_memory_for_a_while() -> None:
     module = DeferredModule(made, recording)
     before = dict(module.root.named_parameters())
     assert isinstance(module.root, Unusual)
-    with module.present(module.root.table.modules(), torch.device("cpu")):
+    with module.materialised(module.root.table.modules(), torch.device("cpu")):
         assert module.root.table(torch.tensor([1])).isfinite().all()
         assert module.root.sparse.weight.is_meta
     assert dict(module.root.named_parameters()) == before
@@ -194,7 +194,7 @@ def test_streams_differ_from_tensor_to_tensor_and_are_the_same_every_time() -> N
 MEMORY = """
 import torch
 from torch import nn
-from runtime.deferred import DeferredModule, Recorder, Recording, UnseenError
+from runtime.deferred import DeferredModule, Recorder, Recording, UntrackedWriteError
 
 def peak_mib():
     lines = open("/proc/self/status").read().splitlines()

@@ -93,7 +93,7 @@ def test_trainers_that_made_different_models_take_no_step(cluster: Cluster, tmp_
     ("pipelines", "ranks"), [(THREE_AND_ONE, 4), (TWO_AND_TWO, 4), (SPLIT_ROWS, 5), (ALONE, 1)]
 )
 def test_losses_do_not_depend_on_the_layout(
-    cluster: Cluster, pipelines: tuple[p.PipelineData, ...], ranks: int
+    cluster: Cluster, pipelines: tuple[p.WorldPipeline, ...], ranks: int
 ) -> None:
     job = data(steps=4, arguments={"dropout": 0.1})
     expected, _ = reference_run(load(job), job, 4)
@@ -101,7 +101,7 @@ def test_losses_do_not_depend_on_the_layout(
     cluster.resume(trainers, pipelines, step=0)
     assert all(r.bytes_moved == 0 for r in cluster.resumed(trainers))
     for trainer in trainers:
-        votes = [trainer.take(p.Stepped, step=step).vote for step in range(1, 5)]
+        votes = [trainer.take(p.TrainerStepped, step=step).vote for step in range(1, 5)]
         assert [vote.loss for vote in votes] == pytest.approx(expected, rel=1e-9)
         warm_up = [3e-3 * step / 20 for step in range(1, 5)]
         assert [vote.learning_rate for vote in votes] == pytest.approx(warm_up)
@@ -109,7 +109,7 @@ def test_losses_do_not_depend_on_the_layout(
     finish(trainers)
 
 
-def target_of(reports: Sequence[p.Quiesced]) -> tuple[int, Vote | None]:
+def target_of(reports: Sequence[p.TrainerQuiesced]) -> tuple[int, Vote | None]:
     """The coordinator's rule: the newest step that anybody committed, which all the others can reach."""
     best = max(reports, key=lambda r: r.committed_step)
     for report in reports:
@@ -132,7 +132,7 @@ def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
 
     def watch(trainer: TrainerHandle, last: int) -> None:
         while min(last, steps) not in seen:
-            stepped = trainer.take(p.Stepped)
+            stepped = trainer.take(p.TrainerStepped)
             seen[stepped.step] = stepped.vote.loss
 
     watch(trainers[0], 3)
@@ -186,7 +186,7 @@ def test_failures_during_a_recovery(cluster: Cluster) -> None:
         pipeline((0, 4, [3]), first_microbatch=3, microbatches=1),
     )
     cluster.resume(trainers, three_replicas, step=0)
-    trainers[0].take(p.Stepped, step=2)
+    trainers[0].take(p.TrainerStepped, step=2)
     trainers[3].kill()
     trainers[2].kill(signal.SIGSTOP)
     first_two = trainers[:2]
@@ -213,7 +213,7 @@ def test_a_neighbour_hints_at_a_dead_peer_and_survives(cluster: Cluster) -> None
     job = data(steps=100_000)
     trainers = start(cluster, 2, job)
     cluster.resume(trainers, (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),), 0)
-    trainers[0].take(p.Stepped)
+    trainers[0].take(p.TrainerStepped)
     trainers[1].kill()
     hint = trainers[0].take(PeerSuspected)
     assert hint.generation == cluster.generation and hint.detail
@@ -230,7 +230,7 @@ def test_state_moves_between_all_at_once(cluster: Cluster) -> None:
     one = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
     cluster.resume(trainers, one, step=0)
     cluster.resumed(trainers)
-    trainers[0].take(p.Stepped, step=1)
+    trainers[0].take(p.TrainerStepped, step=1)
     reports = cluster.quiesce(trainers, mode="boundary")
     step, vote = target_of(reports)
     assert [r.held for r in reports] == [(0, 1), (2, 3)]
@@ -254,18 +254,18 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
     busy, idle = trainers
     busy.send(cluster.resume_frame(0, 1, ALONE, 0))
     idle.send(cluster.resume_frame(-1, 1, ALONE, 0))
-    busy.take(p.Stepped, step=2)
+    busy.take(p.TrainerStepped, step=2)
     stale = cluster.resume_frame(0, 1, ALONE, 0)
     idle.send(Quiesce(generation=cluster.generation + 1, mode="abort"))
     idle.send(stale)  # Of the generation before: to be ignored.
     cluster.generation += 1
-    assert idle.take(p.Quiesced).held == (0, 1, 2, 3)
+    assert idle.take(p.TrainerQuiesced).held == (0, 1, 2, 3)
     cluster.generation += 1
     for mode in ("boundary", "abort"):
         busy.send(Quiesce(generation=cluster.generation, mode=mode))
         cluster.generation += 1
     cluster.generation -= 1
-    report = busy.take(p.Quiesced, generation=cluster.generation)
+    report = busy.take(p.TrainerQuiesced, generation=cluster.generation)
     assert report.committed_step >= 2 and report.ready_step is None
     # The idle one was away meanwhile: what it holds is of no use now, it must get everything.
     for rank, trainer in enumerate((idle, busy)):
@@ -273,7 +273,7 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
         transfers = moves([0, 1], 1, 0)
         trainer.send(cluster.resume_frame(rank, 2, split, report.committed_step, report.vote, transfers))
     cluster.resumed((idle, busy))
-    assert idle.take(p.Stepped).step == report.committed_step + 1
+    assert idle.take(p.TrainerStepped).step == report.committed_step + 1
     finish(trainers)
 
 
@@ -285,10 +285,10 @@ def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
     stages = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
     cluster.resume(trainers, stages, step=0)
     first, second = trainers
-    before = [second.take(p.Stepped, step=step) for step in range(1, 5)]
+    before = [second.take(p.TrainerStepped, step=step) for step in range(1, 5)]
     second.send(p.Slow(factor=20.0))
-    waiting = [first.take(p.Stepped, step=step) for step in range(1, 17)]
-    slow = [second.take(p.Stepped, step=step) for step in range(7, 17)]
+    waiting = [first.take(p.TrainerStepped, step=step) for step in range(1, 17)]
+    slow = [second.take(p.TrainerStepped, step=step) for step in range(7, 17)]
     assert [frame.vote.loss for frame in waiting] == pytest.approx(expected, rel=1e-9)
     assert all(0 < frame.microbatch_ms <= 1e3 * frame.step_s for frame in (*before, *waiting, *slow))
     slow_ms = statistics.median(frame.microbatch_ms for frame in slow)

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.data.reading import Key
+from runtime.data.reading import MicrobatchKey
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
+from runtime.groups.communicator import CommunicationAborted
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
-from runtime.watch.pace import Pace
 from statemachine.messages import trainer as p
 from tests.helpers.fleet import CPU, Fleet, report_of
 from tests.helpers.harness import pipeline
@@ -60,14 +60,14 @@ def gpt_job(directory: Path, **changes: Any) -> p.TrainingData:
     return data_for("mine.py:held_out", directory, **(fields | changes))
 
 
-def ranks_of(pipelines: tuple[p.PipelineData, ...]) -> int:
+def ranks_of(pipelines: tuple[p.WorldPipeline, ...]) -> int:
     return sum(len(stage.ranks) for one in pipelines for stage in one.stages)
 
 
 @pytest.mark.parametrize("pipelines", [THREE_AND_ONE, TWO_AND_TWO, SPLIT_ROWS, SHARDED_ROWS, ALONE])
 @pytest.mark.parametrize("batches", [0, 2])
 def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
-    tmp_path: Path, pipelines: tuple[p.PipelineData, ...], batches: int
+    tmp_path: Path, pipelines: tuple[p.WorldPipeline, ...], batches: int
 ) -> None:
     within = pipelines[0].stages[0].within
     job = gpt_job(tmp_path, evaluation_batches=batches, within_node=within)
@@ -85,8 +85,8 @@ def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
         without.enter(without.engines, pipelines)
         without.steps(5)
         assert fleet.losses == without.losses  # To the bit.
-        digests = fleet.each(lambda _, engine: engine.digests())
-        assert digests == without.each(lambda _, engine: engine.digests())
+        digests = fleet.each(lambda _, engine: engine.compute_digests())
+        assert digests == without.each(lambda _, engine: engine.compute_digests())
     assert list(fleet.evaluations) == [2, 4, 5]
     for step, (loss, weight) in expected.items():
         found = fleet.evaluations[step]
@@ -109,7 +109,7 @@ def die(fleet: Fleet, victim: Engine, in_batch: int) -> None:
         if batch < in_batch:
             return real(step, batch)
         fleet.abort()
-        raise Aborted
+        raise CommunicationAborted
 
     evaluator.run = run  # type: ignore[method-assign]
 
@@ -118,7 +118,7 @@ def broken_evaluation(fleet: Fleet) -> None:
     def run(rank: int, engine: Engine) -> bool:
         try:
             engine.evaluate(lambda: False)
-        except Aborted:
+        except CommunicationAborted:
             return True
         return False
 
@@ -141,10 +141,10 @@ def test_an_evaluation_that_a_failure_ends_is_made_again_by_who_is_left(
         fleet.enter(fleet.engines, TWO_AND_TWO)
         fleet.steps(2)
         survivors, victim = fleet.engines[:3], fleet.engines[3]
-        before = [engine.digests() for engine in survivors]
+        before = [engine.compute_digests() for engine in survivors]
         die(fleet, victim, in_batch)
         broken_evaluation(fleet)
-        assert [engine.digests() for engine in survivors] == before
+        assert [engine.compute_digests() for engine in survivors] == before
         assert [(r.committed_step, r.ready_step, r.evaluation) for r in map(report_of, survivors)] == 3 * [
             (2, None, None)
         ]
@@ -249,17 +249,17 @@ def test_workers_read_held_out_batches_ahead(tmp_path: Path, workers: int) -> No
         fleet.evaluate()
         for engine in fleet.engines:
             engine._loader.close()
-    steps = [Key(step, 0, number) for step in (1, 2) for number in range(4)]
-    held_out = [Key(2, batch, number) for batch in (1, 2) for number in range(4)] + [
-        Key(2, 3, number) for number in range(2)
+    steps = [MicrobatchKey(step, 0, number) for step in (1, 2) for number in range(4)]
+    held_out = [MicrobatchKey(2, batch, number) for batch in (1, 2) for number in range(4)] + [
+        MicrobatchKey(2, 3, number) for number in range(2)
     ]
-    assert found == [*steps, *held_out, Key(3, 0, 0), Key(3, 0, 1)]
+    assert found == [*steps, *held_out, MicrobatchKey(3, 0, 0), MicrobatchKey(3, 0, 1)]
     assert sorted(fleet.evaluations) == [2, 4, 5]
 
 
-def _resume(pipelines: tuple[p.PipelineData, ...]) -> p.Resume:
+def _resume(pipelines: tuple[p.WorldPipeline, ...]) -> p.ResumeRank:
     world = p.WorldData(pipelines=pipelines, transfers=(), hosts=("127.0.0.1",) * 2)
-    return p.Resume(
+    return p.ResumeRank(
         generation=1, step=0, vote=None, rank=1, world=world, rendezvous_host="", rendezvous_port=0, token=""
     )
 
@@ -310,7 +310,7 @@ def test_a_held_out_set_that_cannot_be_used_is_refused_at_once(
     script(tmp_path, BAD)
     job = data_for("mine.py:build", tmp_path, **({"evaluation_every_steps": 2} | fields), arguments=arguments)
     with torch.random.fork_rng(devices=[]), pytest.raises(TrainingError, match=says):
-        Engine(job, CPU, Pace())
+        Engine(job, CPU, ProgressMonitor())
 
 
 def test_a_held_out_sample_that_raises_is_named(tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from runtime.engine import gradients
-from runtime.engine.gradients import Gradients
+from runtime.engine.gradients import GradientBuffers
 from runtime.groups.communicator import SoloCommunicator
 from runtime.groups.gloo import GlooCommunicator
 from runtime.layers.model import Model
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
 from storage.buckets import derive_buckets
 from tests.helpers.harness import formed_world
 from tests.helpers.runtime_support import data_for, training_of
@@ -59,7 +59,7 @@ def test_sums_over_owners(
     def run(rank: int) -> None:
         mine = models[rank]
         buckets = derive_buckets(mine.parameter_layers, OWNERS, mine.parameter_sizes)
-        grads = Gradients.of_buckets(mine, buckets, pair[rank])
+        grads = GradientBuffers.from_buckets(mine, buckets, pair[rank])
         for _ in range(2):  # The second step must not see anything of the first.
             grads.begin()
             for number, x in enumerate(inputs[2 * rank : 2 * rank + 2]):
@@ -68,7 +68,7 @@ def test_sums_over_owners(
                 out = mine.forward(0, 3, x, step=1, row=0)
                 assert isinstance(out, torch.Tensor)
                 out.sum().backward()  # type: ignore[no-untyped-call]
-            grads.finish(Pace())
+            grads.finish(ProgressMonitor())
         norms[rank] = grads.squared_norm()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
@@ -107,10 +107,10 @@ def test_a_bucket_that_is_not_finite_is_counted() -> None:
     mine = model()
     owners = {layer: (0,) for layer in range(3)}
     buckets = derive_buckets(mine.parameter_layers, owners, mine.parameter_sizes)
-    grads = Gradients.of_buckets(mine, buckets, SoloCommunicator())
+    grads = GradientBuffers.from_buckets(mine, buckets, SoloCommunicator())
     grads.begin()
     dict(mine.named_parameters([0]))["0.weight"].grad[0, 0] = torch.inf  # type: ignore[index]
-    grads.finish(Pace())
+    grads.finish(ProgressMonitor())
     assert grads.squared_norm() == (0.0, 1)
 
 
@@ -119,7 +119,7 @@ def test_a_second_gradient_in_one_backward_pass_is_refused() -> None:
     mine = model()
     owners = {layer: (0,) for layer in range(3)}
     buckets = derive_buckets(mine.parameter_layers, owners, mine.parameter_sizes)
-    grads = Gradients.of_buckets(mine, buckets, SoloCommunicator())
+    grads = GradientBuffers.from_buckets(mine, buckets, SoloCommunicator())
     grads.begin()
     grads.arm()
     weight = dict(mine.named_parameters([0]))["0.weight"]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.groups.communicator import Aborted
-from runtime.script.copier import Capture, Copier
-from runtime.script.tensor_image import Piece, Unit
+from runtime.groups.communicator import CommunicationAborted
+from runtime.script.copier import ScriptCapture, SnapshotCopier
+from runtime.script.tensor_image import CopyRange, CopyUnit
 from runtime.side_stream import SideStreams
 from runtime.snapshots.movers import DeviceMover
 from statemachine.messages import trainer as p
@@ -159,7 +159,7 @@ def test_an_abort_frees_who_waits_for_a_device_s_peer() -> None:
         with one._runtime.computing():
             pending = one.receive(torch.zeros(4), 1, "state")
             threading.Timer(0.05, one.abort).start()
-            with pytest.raises(Aborted):
+            with pytest.raises(CommunicationAborted):
                 one.wait(pending)
         one.close()
 
@@ -174,21 +174,23 @@ def copied(runtime: LateRuntime) -> bool:
     def complete(step: int, slot: Slot, *_: object) -> None:
         found[step] = slot.view[:4096].copy()
 
-    copier = Copier(
+    copier = SnapshotCopier(
         open_slot=lambda size: Slot(0, np.zeros(size, dtype=np.uint8)),
         complete=complete,
         failed=lambda step, error: pytest.fail(f"step {step}: {error}"),
-        side=SideStreams(lambda _: runtime),
+        streams=SideStreams(lambda _: runtime),
     )
     with runtime.computing():
         state = torch.zeros(4096, dtype=torch.uint8)
         for step in range(1, 6):
             state.add_(1)
             copier.begin(
-                Capture(
+                ScriptCapture(
                     step=step,
                     rank=0,
-                    units=[Unit(n * 1024, 1024, (Piece(0, n * 1024, n * 1024, 1024),)) for n in range(4)],
+                    units=[
+                        CopyUnit(n * 1024, 1024, (CopyRange(0, n * 1024, n * 1024, 1024),)) for n in range(4)
+                    ],
                     shared_units=0,
                     sources=[state],
                     body_bytes=4096,
@@ -225,12 +227,12 @@ def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime
     with Fleet(job, 3) as plain:
         plain.enter(plain.engines, TWO)
         plain.steps(2)
-        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned)}
+        packed = {layer: e.states.pack(layer) for e in plain.engines for layer in sorted(e.owned_layers)}
         packed = {layer: (header, payload.numpy().tobytes()) for layer, (header, payload) in packed.items()}
         plain.steps(2)
         plain.enter(plain.engines, TURNED)
         plain.steps(2)
-        votes, digests = plain.votes, [engine.digests() for engine in plain.engines]
+        votes, digests = plain.votes, [engine.compute_digests() for engine in plain.engines]
     with LateFleet(job, arenas, make) as fleet:
         fleet.enter(fleet.engines, TWO)
         fleet.steps(1)
@@ -243,7 +245,7 @@ def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime
         fleet.steps(1)
         fleet.hold_s = 1.0
         fleet.steps(1)
-        found = fleet.each(lambda rank, engine: engine.digests())
+        found = fleet.each(lambda rank, engine: engine.compute_digests())
         fleet.close_snapshots()
         for engine in fleet.engines:
             runtime = engine.model.runtime
@@ -290,7 +292,7 @@ def test_parts_and_shards_are_those_of_a_cpu(
             for layout in pipelines:
                 fleet.enter(fleet.engines, layout)
                 fleet.steps(2)
-            digests = fleet.each(lambda rank, engine: engine.digests())
+            digests = fleet.each(lambda rank, engine: engine.compute_digests())
             if isinstance(fleet, LateFleet):
                 fleet.close_snapshots()
         return [fleet.losses[step] for step in range(1, 5)], digests

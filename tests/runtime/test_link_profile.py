@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 
 from runtime.layers.model import CPU
-from runtime.measuring.link_profile import SIZES_BYTES, groups_of, measure_links
-from runtime.wire.measurement import LinkOrder, Progress
+from runtime.profiling.link_profile import MESSAGE_SIZES_BYTES, measure_links, measured_groups
+from runtime.wire.measurement import LinkMeasurementRequest, Progress
 from tests.helpers.harness import ServerThread, formed_world
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -20,13 +20,13 @@ SIZE = 3
 
 
 def test_every_size_and_group_is_measured_by_rank_0() -> None:
-    with formed_world(SIZE, groups_of(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
+    with formed_world(SIZE, measured_groups(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
         told: list[Progress] = []
         found = list(pool.map(lambda rank: measure_links(rank, CPU, 10.0, told.append), ranks))
     sent, reduced = found[0]
-    assert [entry.size_bytes for entry in sent] == list(SIZES_BYTES)
+    assert [entry.size_bytes for entry in sent] == list(MESSAGE_SIZES_BYTES)
     assert [(entry.members, entry.size_bytes) for entry in reduced] == [
-        (members, size) for members in (2, 3) for size in SIZES_BYTES
+        (members, size) for members in (2, 3) for size in MESSAGE_SIZES_BYTES
     ]
     assert all(3 <= entry.time.repeats <= 31 and entry.time.minimum_ms > 0 for entry in (*sent, *reduced))
     assert found[1:] == [((), ())] * (SIZE - 1)
@@ -34,17 +34,17 @@ def test_every_size_and_group_is_measured_by_rank_0() -> None:
 
 
 def test_without_time_the_large_sizes_are_left_out() -> None:
-    with formed_world(SIZE, groups_of(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
+    with formed_world(SIZE, measured_groups(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(lambda rank: measure_links(rank, CPU, 0.0, lambda progress: None), ranks))
     sent, reduced = found[0]
-    assert [entry.size_bytes for entry in sent] == list(SIZES_BYTES[:2])
+    assert [entry.size_bytes for entry in sent] == list(MESSAGE_SIZES_BYTES[:2])
     assert len(reduced) == 2 * 2
     assert all(entry.time.repeats == 3 for entry in (*sent, *reduced))
 
 
-def run(order: LinkOrder | bytes) -> "subprocess.Popen[bytes]":
+def run(order: LinkMeasurementRequest | bytes) -> "subprocess.Popen[bytes]":
     process = subprocess.Popen(
-        [sys.executable, "-m", "runtime.measuring.link_profile", "--parent", str(os.getpid())],
+        [sys.executable, "-m", "runtime.profiling.link_profile", "--parent", str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -58,8 +58,8 @@ def run(order: LinkOrder | bytes) -> "subprocess.Popen[bytes]":
     return process
 
 
-def order_for(port: int, token: str, backend: str = "gloo") -> LinkOrder:
-    return LinkOrder(port=port, token=token, backend=backend, most_members=2, budget_s=0.1)
+def order_for(port: int, token: str, backend: str = "gloo") -> LinkMeasurementRequest:
+    return LinkMeasurementRequest(port=port, token=token, backend=backend, max_members=2, budget_s=0.1)
 
 
 def test_ranks_that_cannot_meet_are_an_error_and_all_end() -> None:
@@ -71,7 +71,7 @@ def test_ranks_that_cannot_meet_are_an_error_and_all_end() -> None:
 def test_an_order_that_is_none_is_refused() -> None:
     process = run(b"{}")
     out, err = process.communicate(timeout=240)
-    assert process.returncode == 2 and out == b"" and b"no LinkOrder on stdin" in err
+    assert process.returncode == 2 and out == b"" and b"no LinkMeasurementRequest on stdin" in err
 
 
 def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
@@ -79,7 +79,7 @@ def test_without_two_gpus_there_is_nothing_to_measure_for_nccl() -> None:
     out, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     answer = msgspec.json.decode(out)
-    assert (answer["type"], answer["sent"], answer["reduced"]) == ("LinksMeasured", [], [])
+    assert (answer["type"], answer["sent"], answer["reduced"]) == ("LinkMeasurements", [], [])
 
 
 def test_ranks_do_not_outlive_the_process_that_forked_them() -> None:

@@ -40,7 +40,7 @@ def trained(url: Path, steps: int) -> Trainer:
 def write(url: Path, model: Model, states: LayerStates, step: int) -> None:
     store = CheckpointStore.at(str(url), create=True)
     draft = store.begin(step)
-    store.write_description(draft, encode_description(describe(model.whole)))
+    store.write_description(draft, encode_description(describe(model.root_module)))
     packed = [states.pack(layer) for layer in range(model.layer_count)]
     files = [store.write_layer(draft, k, h, [p.numpy()]) for k, (h, p) in enumerate(packed)]
     store.commit(draft, files, **about())
@@ -102,7 +102,7 @@ def test_the_losses_are_those_of_the_job(tmp_path: Path, load: Callable[[Path, P
 def test_the_model_alone_is_filled(tmp_path: Path) -> None:
     job, plain = trained(tmp_path, 2), Plain()
     assert load_checkpoint(tmp_path, plain.model, step=2) == 2
-    wanted = job.model.whole.state_dict()
+    wanted = job.model.root_module.state_dict()
     assert all(torch.equal(value, wanted[name]) for name, value in plain.model.state_dict().items())
 
 

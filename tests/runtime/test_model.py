@@ -91,13 +91,13 @@ def test_dropped_layers_have_no_memory_and_get_it_back_empty() -> None:
     model = gpt()
     before = {name: parameter.shape for name, parameter in model.named_parameters(range(4))}
     model.drop([1, 2])
-    assert model.held == {0, 3}
+    assert model.held_layers == {0, 3}
     assert all(p.is_meta for _, p in model.named_parameters([1, 2]))
     assert not any(p.is_meta for _, p in model.named_parameters([0, 3]))
-    version = model.version
+    version = model.parameter_version
     model.materialise(1)
-    assert model.held == {0, 1, 3}
-    assert model.version != version
+    assert model.held_layers == {0, 1, 3}
+    assert model.parameter_version != version
     assert not any(p.is_meta for _, p in model.named_parameters([1]))
     assert {name: parameter.shape for name, parameter in model.named_parameters(range(4))} == before
     assert all(isinstance(p, nn.Parameter) and p.requires_grad for _, p in model.named_parameters(range(4)))
@@ -384,7 +384,7 @@ def test_a_plan_sets_how_layers_recompute() -> None:
         model.set_recompute(mode)
         for left, right in zip(plain, gradients(), strict=True):
             assert torch.equal(left, right)
-    with model.recomputing("selective", kept.append):
+    with model.override_recompute("selective", kept.append):
         gradients()
     assert kept and all(value.dtype == torch.float64 for value in kept)
     count = len(kept)

@@ -36,7 +36,7 @@ def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 def memory_bytes(engine: Engine) -> int:
     """Of parameters and of the optimizer's state."""
     tensors = {id(t.value): t.value for layer in range(4) for t in engine.model.tensors_of(layer)}
-    named = [name for name, _ in engine.model.named_parameters(engine.model.held)]
+    named = [name for name, _ in engine.model.named_parameters(engine.model.held_layers)]
     states = [value for name in named for value in engine.optimization.parameter_state(name).values()]
     optimizer = engine.optimization._optimizer
     assert optimizer is not None
@@ -59,12 +59,12 @@ def test_a_parked_layer_is_sent_from_host_memory_and_freed_at_the_first_commit(f
     with_both = memory_bytes(third)
     fleet.parked = {2: (2,)}
     fleet.enter(fleet.engines, MOVED)
-    assert third.parked.layers == {2} and third.model.held == {3}
+    assert third.parked.layers == {2} and third.model.held_layers == {3}
     assert report_of(third).held == (2, 3)
     assert memory_bytes(third) < with_both
-    assert second.complete == {1, 2}
+    assert second.complete_layers == {1, 2}
     fleet.steps(1)
-    assert not third.parked.layers and third.complete == third.model.held == {3}
+    assert not third.parked.layers and third.complete_layers == third.model.held_layers == {3}
     expect_reference(fleet)
 
 
@@ -78,12 +78,12 @@ def test_state_that_only_a_parked_layer_has_left_is_sent_to_the_next_plan(fleet:
     # Ranks change places: what rank 2 had goes to rank 1, which is lost.
     swapped = (pipeline((0, 1, [0]), (1, 2, [2]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
     fleet.enter(fleet.engines, swapped)
-    assert third.parked.layers == {2, 3} and third.model.held == {1}
+    assert third.parked.layers == {2, 3} and third.model.held_layers == {1}
     fleet.parked = {}
     fleet.enter([third, first], (pipeline((0, 1, [0]), (1, 4, [1]), first_microbatch=0, microbatches=4),))
-    assert third.parked.layers == {2, 3} and first.complete == {0, 1, 2, 3}
+    assert third.parked.layers == {2, 3} and first.complete_layers == {0, 1, 2, 3}
     fleet.enter([first, third], TWO)
-    assert not third.parked.layers and third.model.held >= {2, 3}
+    assert not third.parked.layers and third.model.held_layers >= {2, 3}
     fleet.steps(2)
     expect_reference(fleet)
 
@@ -104,7 +104,7 @@ def test_a_dropped_layer_is_gone_and_comes_from_others(fleet: Fleet) -> None:
             pipeline((0, 4, [1]), first_microbatch=2, microbatches=2),
         ),
     )
-    assert third.model.held == third.complete == {2, 3}
+    assert third.model.held_layers == third.complete_layers == {2, 3}
     memory_bytes(third)
     fleet.dropped = {}
     fleet.enter(fleet.engines, pipelines)
@@ -122,8 +122,8 @@ def test_state_that_is_started_anew_leaves_nothing_parked(fleet: Fleet) -> None:
     second = fleet.engines[1]
     assert second.parked.layers == {1}
     fleet.abort()
-    second.settle(5, None)
-    assert not second.parked.layers and not second.complete and not second.model.held
+    second.commit_or_discard(5, None)
+    assert not second.parked.layers and not second.complete_layers and not second.model.held_layers
 
 
 def test_what_did_not_arrive_whole_takes_no_memory_in_the_next_generation(
@@ -135,9 +135,9 @@ def test_what_did_not_arrive_whole_takes_no_memory_in_the_next_generation(
     header, payload = fleet.engines[2].states.pack(2)
     writer = first.states.writer(2, header, payload.numel())
     writer.write(0, payload[:1000])
-    assert 2 in first.model.held and 2 not in first.complete
+    assert 2 in first.model.held_layers and 2 not in first.complete_layers
     fleet.enter(fleet.engines, THREE)
-    assert first.model.held == {0} == first.complete
+    assert first.model.held_layers == {0} == first.complete_layers
     fleet.steps(1)
     expect_reference(fleet)
 

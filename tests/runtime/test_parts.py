@@ -13,22 +13,29 @@ from runtime.layers.world import owners_of_layer
 from runtime.zero.cells import (
     Fractions,
     common_cells,
-    copied_parts,
     is_sharded,
     owned_parts,
+    replica_assignments,
     replica_parts,
     share_of,
     stage_of,
 )
-from runtime.zero.parts import PartsError, Shape, cell_contributions, contributions, everything, moves_of
-from statemachine.messages.trainer import PartData, PipelineData, StageData, WorldData
+from runtime.zero.parts import (
+    ParameterLayout,
+    PartsError,
+    cell_gather_ranges,
+    gather_ranges,
+    initial_holdings,
+    plan_transfers,
+)
+from statemachine.messages.trainer import PartData, WorldData, WorldPipeline, WorldStage
 from storage.buckets import ParameterSize, derive_buckets
 
 LAYERS = 5
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> tuple[Shape, dict[str, ParameterSize]]:
+def shapes(draw: st.DrawFn) -> tuple[ParameterLayout, dict[str, ParameterSize]]:
     """Parameters of any length, some empty, some tied between two layers, two dtypes."""
     layers: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, ParameterSize] = {}
@@ -39,7 +46,7 @@ def shapes(draw: st.DrawFn) -> tuple[Shape, dict[str, ParameterSize]]:
             layers[name] = tuple(sorted({layer, also}))
             dtype = draw(st.sampled_from(["float32", "float32", "bfloat16"]))
             sizes[name] = ParameterSize(numel=draw(st.integers(0, 40)), dtype=dtype)
-    return Shape.of(layers, sizes), sizes
+    return ParameterLayout.from_parameters(layers, sizes), sizes
 
 
 @st.composite
@@ -54,14 +61,14 @@ def worlds(draw: st.DrawFn) -> WorldData:
                 tuple(range(rank, rank + width)),
                 draw(st.sampled_from(["replicate", "shard", "tensor"])),
             )
-            stages.append(StageData(first_layer=first, end_layer=end, ranks=ranks, within=within))
+            stages.append(WorldStage(first_layer=first, end_layer=end, ranks=ranks, within=within))
             rank += width
-        pipelines.append(PipelineData(stages=tuple(stages), first_microbatch=0, microbatches=1))
+        pipelines.append(WorldPipeline(stages=tuple(stages), first_microbatch=0, microbatches=1))
     return WorldData(pipelines=tuple(pipelines), transfers=(), hosts=("h",) * rank)
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Shape, WorldData, tuple[PartData, ...], bool, bool]:
+def situations(draw: st.DrawFn) -> tuple[ParameterLayout, WorldData, tuple[PartData, ...], bool, bool]:
     """An old world of which some ranks live on, with other numbers, and some of these are not whole."""
     shape, _ = draw(shapes())
     old, new = draw(worlds()), draw(worlds())
@@ -88,7 +95,9 @@ def _part(rank: int, layer: int, part: Fractions, replica: bool, whole: bool) ->
     return PartData(rank=rank, layer=layer, start=start, end=end, of=of, replica=replica, whole=whole)
 
 
-def having(shape: Shape, held: Sequence[PartData], rank: int, what: str, zero1: bool) -> set[tuple[int, int]]:
+def having(
+    shape: ParameterLayout, held: Sequence[PartData], rank: int, what: str, zero1: bool
+) -> set[tuple[int, int]]:
     """(vector, element) pairs, the slow and plain way."""
     found = set()
     for entry in held:
@@ -97,14 +106,14 @@ def having(shape: Shape, held: Sequence[PartData], rank: int, what: str, zero1: 
         for number, vector in enumerate(shape.vectors):
             layers = vector.layers[:1] if zero1 else vector.layers
             if entry.layer in layers:
-                found |= {(number, e) for e in range(*vector.part(entry.start, entry.end, entry.of))}
+                found |= {(number, e) for e in range(*vector.part_range(entry.start, entry.end, entry.of))}
             if what == "parameters" and entry.whole and entry.layer in vector.layers:
                 found |= {(number, e) for e in range(vector.numel)}
     return found
 
 
 def needing(
-    shape: Shape, world: WorldData, rank: int, what: str, zero1: bool, replicas: bool
+    shape: ParameterLayout, world: WorldData, rank: int, what: str, zero1: bool, replicas: bool
 ) -> set[tuple[int, int]]:
     own = {layer for layer, ranks in owners_of_layer(world).items() if rank in ranks}
     found = set()
@@ -117,14 +126,14 @@ def needing(
             if vector.layer in own:
                 parts = owned_parts(world, rank, vector.layer, zero1=True)
                 parts += replica_parts(world, rank, vector.layer) if replicas else ()
-        found |= {(number, e) for part in parts for e in range(*vector.part(*part))}
+        found |= {(number, e) for part in parts for e in range(*vector.part_range(*part))}
     return found
 
 
 @settings(max_examples=150)
 @given(situations())
 def test_every_need_is_met_once_by_one_who_can(
-    situation: tuple[Shape, WorldData, tuple[PartData, ...], bool, bool],
+    situation: tuple[ParameterLayout, WorldData, tuple[PartData, ...], bool, bool],
 ) -> None:
     shape, world, held, zero1, replicas = situation
     ranks = range(len(world.hosts))
@@ -136,16 +145,16 @@ def test_every_need_is_met_once_by_one_who_can(
     ) or {entry.layer for entry in held} != set(range(LAYERS))
     if lost:
         with pytest.raises(PartsError, match="nobody has"):
-            moves_of(shape, world, held, zero1=zero1, replicas=replicas)
+            plan_transfers(shape, world, held, zero1=zero1, replicas=replicas)
         return
-    moves = moves_of(shape, world, held, zero1=zero1, replicas=replicas)
-    assert moves == moves_of(shape, world, tuple(reversed(held)), zero1=zero1, replicas=replicas)
+    moves = plan_transfers(shape, world, held, zero1=zero1, replicas=replicas)
+    assert moves == plan_transfers(shape, world, tuple(reversed(held)), zero1=zero1, replicas=replicas)
     for rank in ranks:
         for what in ("parameters", "optimizer"):
             got = Counter(
                 (m.vector, e)
                 for m in moves
-                if (m.target, m.what) == (rank, what)
+                if (m.target, m.content) == (rank, what)
                 for e in range(m.start, m.end)
             )
             missing = needing(shape, world, rank, what, zero1, replicas) - having(
@@ -153,7 +162,7 @@ def test_every_need_is_met_once_by_one_who_can(
             )
             assert got == Counter(missing)
             for move in moves:
-                if (move.source, move.what) == (rank, what):
+                if (move.source, move.content) == (rank, what):
                     sent = {(move.vector, e) for e in range(move.start, move.end)}
                     assert sent <= having(shape, held, rank, what, zero1)
                     if what == "optimizer":
@@ -162,22 +171,24 @@ def test_every_need_is_met_once_by_one_who_can(
                         assert any(sent <= one for one in kept)
         own = {layer for layer, owners in owners_of_layer(world).items() if rank in owners}
         known = {entry.layer for entry in held if entry.rank == rank}
-        assert sorted(m.layer for m in moves if (m.target, m.what) == (rank, "rest")) == sorted(own - known)
+        assert sorted(m.layer for m in moves if (m.target, m.content) == (rank, "rest")) == sorted(
+            own - known
+        )
     assert all(m.source != m.target for m in moves)
     rest = {(entry.rank, entry.layer) for entry in held}
-    assert all((m.source, m.layer) in rest for m in moves if m.what == "rest")
+    assert all((m.source, m.layer) in rest for m in moves if m.content == "rest")
 
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
 def test_contributions_cover_each_bucket_once_and_are_the_parts(
-    described: tuple[Shape, dict[str, ParameterSize]], world: WorldData
+    described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, sizes = described
     world = without_shards(world)
     layers = {name: vector.layers for vector in shape.vectors for name in vector.names}
     for bucket in derive_buckets(layers, owners_of_layer(world), sizes):
-        found = contributions(shape, bucket, world)
+        found = gather_ranges(shape, bucket, world)
         if not found:
             assert len(world.pipelines) == 1
             continue
@@ -185,7 +196,7 @@ def test_contributions_cover_each_bucket_once_and_are_the_parts(
         elements = [e for ranges in found.values() for start, end in ranges for e in range(start, end)]
         assert sorted(elements) == list(range(bucket.numel))
         places = {
-            bucket_offset + e: (number, vector.place(name)[0] + e)
+            bucket_offset + e: (number, vector.parameter_range(name)[0] + e)
             for number, vector in enumerate(shape.vectors)
             for name, bucket_offset in zip(bucket.parameters, bucket.offsets, strict=True)
             if name in vector.names
@@ -199,13 +210,13 @@ def test_contributions_cover_each_bucket_once_and_are_the_parts(
 @settings(max_examples=100)
 @given(shapes(), worlds())
 def test_contributions_cover_each_cell_once_and_are_the_parts(
-    described: tuple[Shape, dict[str, ParameterSize]], world: WorldData
+    described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, _ = described
     for number, vector in enumerate(shape.vectors):
         for cell in common_cells(world, vector.layers):
             begin, end = cell.elements(vector.numel)
-            found = cell_contributions(vector, cell, world)
+            found = cell_gather_ranges(vector, cell, world)
             assert tuple(sorted(found)) == cell.owners
             elements = [e for ranges in found.values() for first, last in ranges for e in range(first, last)]
             assert sorted(elements) == list(range(end - begin))
@@ -231,13 +242,13 @@ def test_those_who_have_a_layer_share_out_its_optimizer_state(world: WorldData) 
             ]
             copies = 1 if zero1 else len(world.pipelines)
             assert sum((end - start for start, end in parts), Fraction(0)) == copies
-        copied = copied_parts(world, layer)
+        copied = replica_assignments(world, layer)
         assert len(world.pipelines) == 1 or {(one.owner, one.part) for one in copied} == {
             (rank, part) for rank in speakers for part in owned_parts(world, rank, layer, zero1=True)
         }
         for one in copied:
             # Whoever repeats updates has the gradients: it has these elements itself.
-            start, end, of = share_of(stage_of(world, one.keeper), one.keeper)
+            start, end, of = share_of(stage_of(world, one.holder), one.holder)
             assert Fraction(start, of) <= Fraction(one.part[0], one.part[2])
             assert Fraction(one.part[1], one.part[2]) <= Fraction(end, of)
 
@@ -262,21 +273,21 @@ def owned(world: WorldData) -> list[PartData]:
     ]
 
 
-def two(first: int) -> PipelineData:
+def two(first: int) -> WorldPipeline:
     """Layers 0–2 on rank ``first``, 3–4 on the next."""
-    return PipelineData(
+    return WorldPipeline(
         stages=(
-            StageData(first_layer=0, end_layer=3, ranks=(first,)),
-            StageData(first_layer=3, end_layer=5, ranks=(first + 1,)),
+            WorldStage(first_layer=0, end_layer=3, ranks=(first,)),
+            WorldStage(first_layer=3, end_layer=5, ranks=(first + 1,)),
         ),
         first_microbatch=0,
         microbatches=1,
     )
 
 
-def plain_shape() -> Shape:
+def plain_shape() -> ParameterLayout:
     sizes = {f"{layer}.w": ParameterSize(numel=1000 + layer, dtype="float32") for layer in range(LAYERS)}
-    return Shape.of({name: (int(name[0]),) for name in sizes}, sizes)
+    return ParameterLayout.from_parameters({name: (int(name[0]),) for name in sizes}, sizes)
 
 
 def test_sources_share_the_load() -> None:
@@ -289,7 +300,7 @@ def test_sources_share_the_load() -> None:
         for rank in ranks
         if rank < 4
     ]
-    moves = moves_of(shape, world, held, zero1=True, replicas=False)
+    moves = plan_transfers(shape, world, held, zero1=True, replicas=False)
     sent: Counter[int] = Counter()
     for move in moves:
         sent[move.source] += move.end - move.start
@@ -301,7 +312,7 @@ def test_sources_share_the_load() -> None:
 def test_who_restored_its_layers_itself_needs_nobody() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
-    assert moves_of(shape, world, everything(world), zero1=True, replicas=True) == ()
+    assert plan_transfers(shape, world, initial_holdings(world), zero1=True, replicas=True) == ()
 
 
 def test_primaries_come_before_replicas() -> None:
@@ -315,8 +326,10 @@ def test_primaries_come_before_replicas() -> None:
         for rank, part, replica in ((ranks[0], 0, False), (ranks[0], 1, True), (ranks[1], 1, False))
     ]
     moves = [
-        m for m in moves_of(shape, world, held, zero1=True, replicas=False) if m.layer < 3 and m.target == 4
+        m
+        for m in plan_transfers(shape, world, held, zero1=True, replicas=False)
+        if m.layer < 3 and m.target == 4
     ]
     for what in ("parameters", "optimizer"):
-        assert {(m.source, m.start >= 500) for m in moves if m.what == what} <= {(0, False), (2, True)}
-    assert {m.source for m in moves if m.what == "parameters"} == {0, 2}
+        assert {(m.source, m.start >= 500) for m in moves if m.content == what} <= {(0, False), (2, True)}
+    assert {m.source for m in moves if m.content == "parameters"} == {0, 2}

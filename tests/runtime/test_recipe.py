@@ -17,9 +17,9 @@ from runtime.recipe import build
 from runtime.recipe.datasets import Split, byte_tokenizer
 from runtime.recipe.optimization import make_optimizer, make_scheduler, schedule_factor
 from runtime.sources.tokenizer import load_tokenizer
-from runtime.sources.used_files import facts_of
+from runtime.sources.used_files import count_files
 from runtime.training import Training, TrainingError, load_training
-from runtime.wire.recipe import RECIPE, FileFacts, OptimizerTable, Recipe, ScheduleTable
+from runtime.wire.recipe import RECIPE, FileTotals, OptimizerTable, Recipe, ScheduleTable
 from statemachine.messages.trainer import TrainingData
 from tests.helpers.corpus import make_tokenizer, sentence, write_lines
 from tests.helpers.small_models import MODELS, model_of
@@ -360,10 +360,10 @@ def test_images_become_pixel_values(tmp_path: Path, channels: int) -> None:
     assert arrays.dataset[2]["pixel_values"].shape == (channels, 16, 16)
 
     from datasets import ClassLabel, Dataset, Features, Image
-    from PIL import Image as Picture
+    from PIL import Image as LiveFrame
 
     features = Features({"image": Image(), "label": ClassLabel(num_classes=4)})
-    rows = {"image": [Picture.fromarray(image).resize((40, 20)) for image in pixels], "label": [0, 1, 2, 3]}
+    rows = {"image": [LiveFrame.fromarray(image).resize((40, 20)) for image in pixels], "label": [0, 1, 2, 3]}
     Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     sample = built(model, {"huggingface": str(tmp_path / "set")}).dataset[2]
     assert sample["pixel_values"].shape == (channels, 16, 16)
@@ -378,13 +378,13 @@ def vit(**changes: Any) -> dict[str, Any]:
 
 def test_images_are_prepared_as_the_model_s_directory_says(tmp_path: Path) -> None:
     from datasets import Dataset, Features, Image, Value
-    from PIL import Image as Picture
+    from PIL import Image as LiveFrame
 
     place = Path(saved(tmp_path / "model", "resnet"))
     numbers = {"size": {"shortest_edge": 8}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.25]}
     (place / "preprocessor_config.json").write_text(json.dumps(numbers))
     features = Features({"picture": Image(), "label": Value("int64")})
-    rows = {"picture": [Picture.new("RGB", (20, 20), (0, 255, 0))], "label": [1]}
+    rows = {"picture": [LiveFrame.new("RGB", (20, 20), (0, 255, 0))], "label": [1]}
     Dataset.from_dict(rows, features=features).save_to_disk(str(tmp_path / "set"))
     model = {"huggingface": str(place), "task": "image-classification"}
     values = built(model, {"huggingface": str(tmp_path / "set")}).dataset[0]["pixel_values"]
@@ -450,8 +450,8 @@ def test_a_host_with_other_files_is_refused(tmp_path: Path, text: str) -> None:
     tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
     model = {"architecture": "llama", "overrides": LLAMA}
     tables = {"model": model, "data": {"text": f"{tmp_path}/*.jsonl", "tokenizer": tokenizer}, "steps": 9}
-    facts = facts_of(msgspec.convert(tables, Recipe))
-    assert facts["data.text"] == FileFacts(files=1, bytes=Path(text).stat().st_size)
+    facts = count_files(msgspec.convert(tables, Recipe))
+    assert facts["data.text"] == FileTotals(files=1, bytes=Path(text).stat().st_size)
     assert facts["data.tokenizer"].files == 1
     files = msgspec.to_builtins(facts)
     assert len(build(**tables, files=files).dataset) > 0

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 from ftd.node import rendezvous
-from runtime.groups.store import Connection, Rendezvous, RendezvousStore, StoreError
+from runtime.groups.store import Rendezvous, RendezvousStore, StoreConnection, StoreError
 from runtime.wire import frames
 from runtime.wire import store_protocol as s
 from tests.helpers.harness import TOKEN, ServerThread
@@ -126,7 +126,7 @@ def test_the_keys_of_a_generation_go_with_its_last_connection(server: ServerThre
 
 def test_a_wrong_token_is_refused(server: ServerThread) -> None:
     with pytest.raises(StoreError, match="wrong secret"):
-        Connection(meeting(server, token="guess"), 0, 5.0)
+        StoreConnection(meeting(server, token="guess"), 0, 5.0)
 
 
 def test_nobody_listens() -> None:
@@ -153,7 +153,7 @@ def test_strangers_are_refused_and_the_server_lives_on(server: ServerThread, dat
         answer = b""
         while part := stranger.recv(4096):
             answer += part
-    assert isinstance(frames.Decoder[s.StoreReply](s.StoreReply).feed(answer)[0], s.StoreRefused)
+    assert isinstance(frames.Decoder[s.StoreReply](s.StoreReply).feed(answer)[0], s.StoreRejected)
     one = store(server)
     one.set("key", b"value")
     one.close()
@@ -177,13 +177,13 @@ def test_limits(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
-    one = Connection(meeting(server), 0, 5.0)
+    one = StoreConnection(meeting(server), 0, 5.0)
     with pytest.raises(StoreError, match="second StoreHello"):
-        one.ask(s.StoreHello(proof=s.proof_of(TOKEN, 1), generation=1, rank=0))
-    two = Connection(meeting(server), 0, 5.0)
-    two.ask(s.StoreSet(key="text", value=b"abc"))
+        one.request(s.StoreHello(proof=s.make_proof(TOKEN, 1), generation=1, rank=0))
+    two = StoreConnection(meeting(server), 0, 5.0)
+    two.request(s.StoreSet(key="text", value=b"abc"))
     with pytest.raises(StoreError, match="holds no number"):
-        two.ask(s.StoreAdd(key="text", amount=1))
+        two.request(s.StoreAdd(key="text", amount=1))
     one.close()
     two.close()
 
@@ -200,5 +200,5 @@ def test_another_service_at_the_address_is_a_store_error() -> None:
         thread.start()
         place = Rendezvous(host="127.0.0.1", port=other.getsockname()[1], token=TOKEN, generation=1)
         with pytest.raises(StoreError, match="rendezvous connection lost"):
-            Connection(place, 0, 30.0)
+            StoreConnection(place, 0, 30.0)
         thread.join()

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.engine.schedule import (
-    SENT_AHEAD,
-    AwaitSent,
+    MAX_UNRECEIVED,
+    AwaitReceived,
     Backward,
     Forward,
     ForwardOperation,
@@ -149,7 +149,7 @@ def test_forward_only_waits_until_the_next_stage_has_taken_what_was_sent() -> No
         ReceiveActivation(5),
         Forward(5),
         SendActivation(5),
-        AwaitSent(4),
+        AwaitReceived(4),
         ReceiveActivation(7),
         Forward(7),
         SendActivation(7),
@@ -174,7 +174,7 @@ def test_forward_only_ends_in_any_order_of_events_within_its_memory(
         match lists[stage][:1]:
             case [ReceiveActivation()]:
                 return bool(on_the_way[stage])
-            case [AwaitSent(microbatch)]:
+            case [AwaitReceived(microbatch)]:
                 return microbatch not in on_the_way[stage + 1]
             case other:
                 return bool(other)
@@ -188,7 +188,7 @@ def test_forward_only_ends_in_any_order_of_events_within_its_memory(
                 assert on_the_way[stage].pop(0) == microbatch
             case SendActivation(microbatch):
                 on_the_way[stage + 1].append(microbatch)
-                assert len(on_the_way[stage + 1]) <= SENT_AHEAD
+                assert len(on_the_way[stage + 1]) <= MAX_UNRECEIVED
 
 
 def test_forward_only_of_no_stage_is_refused() -> None:

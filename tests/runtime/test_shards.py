@@ -13,7 +13,7 @@ from planner.values import Recompute
 from runtime.engine.engine import Engine
 from runtime.training import TrainingError
 from statemachine.messages import trainer as p
-from storage.staged import write_whole
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
@@ -62,7 +62,7 @@ def expected() -> list[float]:
     ids=["one of two", "one of four", "stages of two", "mixed"],
 )
 def test_losses_are_those_of_one_process(
-    expected: list[float], pipelines: tuple[p.PipelineData, ...], ranks: int, zero1: bool
+    expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int, zero1: bool
 ) -> None:
     with Fleet(job(zero1=zero1), ranks) as fleet:
         fleet.enter(fleet.engines, pipelines)
@@ -113,7 +113,7 @@ def test_a_death_rolls_nothing_back(
         fleet.steps(1)
         fleet.enter([fleet.engines[number] for number in (4, 3, 2, 0, 1)], PAIRS)
         fleet.steps(STEPS - fleet.engines[0].committed_step)
-        digests = fleet.each(lambda _, engine: engine.digests())
+        digests = fleet.each(lambda _, engine: engine.compute_digests())
         assert digests[0] == digests[1] == digests[2] | digests[4]
         assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
 
@@ -128,14 +128,14 @@ def test_each_device_has_its_share_and_no_more() -> None:
         assert not any(parameter() is not None for parameter in whole), "the layers that were built are freed"
         for engine in fleet.engines:
             model = engine.model
-            assert not model.held
+            assert not model.held_layers
             assert all(parameter.is_meta for _, parameter in model.named_parameters(range(4)))
             sharding = engine.sharding
             assert sharding is not None
             whole = sum(vector.numel for vector in sharding.shape.vectors)
-            own = sum(one.slice.end - one.slice.start for part in sharding.states.kept for one in part.slices)
+            own = sum(one.slice.end - one.slice.start for part in sharding.states.held for one in part.slices)
             assert own == pytest.approx(whole / 4, abs=len(sharding.shape.vectors))
-            for part in sharding.states.kept:
+            for part in sharding.states.held:
                 for one in part.slices:
                     for value in (one.value, one.state["exp_avg"], one.state["exp_avg_sq"]):
                         assert isinstance(value, torch.Tensor)
@@ -146,7 +146,7 @@ def test_each_device_has_its_share_and_no_more() -> None:
     ("pipelines", "ranks"), [(STAGES_OF_ONE, 3), (STAGES_OF_TWO, 4)], ids=["stages of one", "stages of two"]
 )
 def test_whole_layers_out_of_files_are_gone_on_with(
-    tmp_path: Path, expected: list[float], pipelines: tuple[p.PipelineData, ...], ranks: int
+    tmp_path: Path, expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int
 ) -> None:
     """As a snapshot or a checkpoint has them. The last layer shares a weight with the first, in another stage."""
     with Fleet(job(within_node="replicate"), 1) as fleet:
@@ -154,7 +154,7 @@ def test_whole_layers_out_of_files_are_gone_on_with(
         fleet.steps(2)
         for layer in range(4):
             header, payload = fleet.engines[0].states.pack(layer)
-            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
+            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
     with Fleet(job(), ranks) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2
         assert fleet.enter(fleet.engines, pipelines) == 2

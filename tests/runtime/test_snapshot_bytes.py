@@ -11,14 +11,14 @@ import torch
 
 from runtime.engine.engine import Engine
 from runtime.groups.communicator import SoloCommunicator
-from runtime.snapshots.pieces import Bytes, Unit
-from runtime.snapshots.schedule import Elapsed
-from runtime.watch.pace import Pace
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.snapshots.schedule import StepTimes
+from runtime.snapshots.shard_units import Bytes, ShardUnit
 from statemachine.messages import trainer as p
 from statemachine.messages.common import SnapshotFailed
 from statemachine.messages.values import Vote
 from storage.arena import Arena
-from storage.manifest import Digests
+from storage.manifest import PartDigester
 from tests.helpers.harness import pipeline
 from tests.helpers.runtime_support import data_for, gpt_data, script
 from tests.helpers.snapshot_runs import SEVERAL, UNEQUAL, Rank, run
@@ -75,7 +75,7 @@ Job = Callable[[Path], p.TrainingData]
     ],
 )
 def test_every_covered_loss_gives_the_exact_bytes(
-    tmp_path: Path, job: Job, pipelines: tuple[p.PipelineData, ...], scheme: str, losses: int
+    tmp_path: Path, job: Job, pipelines: tuple[p.WorldPipeline, ...], scheme: str, losses: int
 ) -> None:
     ranks = run(job(tmp_path), pipelines, scheme, tmp_path)
     groups = kept(tmp_path, 2)
@@ -98,7 +98,7 @@ def test_every_covered_loss_gives_the_exact_bytes(
     assert checked >= end * losses
     for rank in ranks:
         (snapped,) = rank.reports
-        assert isinstance(snapped, p.Snapped)
+        assert isinstance(snapped, p.ShardWritten)
         assert snapped.size_bytes > 0 and snapped.copy_s > 0 and snapped.stall_s > 0
 
 
@@ -107,11 +107,11 @@ def test_the_next_step_waits_for_a_slow_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
     """Nothing of the next step is in the snapshot, however late it is copied."""
-    make = Unit.make
+    make = ShardUnit.write
     alone = Alone(job(tmp_path), tmp_path / "arena")
     engine = alone.rank.engine
 
-    def late(unit: Unit, slot: Bytes, digests: Digests | None = None) -> None:
+    def late(unit: ShardUnit, slot: Bytes, digests: PartDigester | None = None) -> None:
         writer = engine.snapshots
         while writer is not None and writer._capture is not None:  # The main thread has not come for it yet.
             time.sleep(0.01)
@@ -120,13 +120,13 @@ def test_the_next_step_waits_for_a_slow_copy(
 
     alone.snap()
     alone.steps()
-    monkeypatch.setattr(Unit, "make", late)
+    monkeypatch.setattr(ShardUnit, "make", late)
     alone.snap()
-    packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned)}
+    packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned_layers)}
     engine.step(lambda: False)
     assert alone.steps() == [1, 2]
     snapped = alone.rank.reports[-1]
-    assert isinstance(snapped, p.Snapped) and snapped.stall_s > 0.1
+    assert isinstance(snapped, p.ShardWritten) and snapped.stall_s > 0.1
     arena = Arena.open(tmp_path / "arena")
     newest = arena.snapshots[0]
     (group,) = newest.layout["groups"]
@@ -157,24 +157,24 @@ def test_what_is_frozen_is_copied_once_into_a_slot(
     alone = Alone(data, tmp_path / "arena")
     engine = alone.rank.engine
     assert engine.snapshots is not None
-    make, copied = Unit.make, [0]
+    make, copied = ShardUnit.write, [0]
 
-    def counted(unit: Unit, slot: Bytes, digests: Digests | None = None) -> None:
+    def counted(unit: ShardUnit, slot: Bytes, digests: PartDigester | None = None) -> None:
         copied[-1] += unit.size_bytes
         make(unit, slot, digests)
 
-    monkeypatch.setattr(Unit, "make", counted)
+    monkeypatch.setattr(ShardUnit, "make", counted)
     for step in range(1, 6):
         alone.snap()
-        packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned)}
+        packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned_layers)}
         engine.snapshots.finish()
         assert step in alone.steps()
-        engine.snapshots.keep(step)
+        engine.snapshots.retain(step)
         assert alone.steps() == [step]
         arena = Arena.open(tmp_path / "arena")
         (newest,) = arena.snapshots
         if damaged and step == 4:
-            assert arena.damaged(newest) == ("group-0/shard",), (
+            assert arena.find_corrupt(newest) == ("group-0/shard",), (
                 "what was damaged before does not count as sound"
             )
             break
@@ -216,7 +216,7 @@ class Alone:
             transfers=(),
             hosts=("127.0.0.1",),
         )
-        self.resume = p.Resume(
+        self.resume = p.ResumeRank(
             generation=1,
             step=0,
             vote=None,
@@ -227,11 +227,11 @@ class Alone:
             token="",
             nodes=("a",),
         )
-        self.rank.engine.settle(0, None)
+        self.rank.engine.commit_or_discard(0, None)
         self.rank.engine.enter(self.resume, SoloCommunicator())
 
     def snap(self, generation: int = 1) -> None:
-        assert self.rank.engine.step(lambda: False, lambda: True).snap
+        assert self.rank.engine.step(lambda: False, lambda: True).snapshot_requested
         self.rank.engine.begin_snapshot(generation)
 
     def steps(self) -> list[int]:
@@ -253,14 +253,14 @@ def test_what_is_complete_everywhere_stays_whatever_is_given_up(tmp_path: Path) 
     assert writer is not None
     alone.snap()
     assert alone.steps() == [1]
-    writer.keep(1)
+    writer.retain(1)
     alone.snap()
     assert alone.steps() == [1, 2]
     alone.snap()
     assert alone.steps() == [1, 2, 3], "2 may be complete everywhere by now"
     alone.snap()
     assert alone.steps() == [1, 3, 4], "2 was given up: 3 was ordered behind it"
-    writer.keep(4)
+    writer.retain(4)
     assert alone.steps() == [4]
     alone.close()
 
@@ -270,20 +270,20 @@ def test_what_is_pinned_stays_until_it_is_not_any_more(tmp_path: Path) -> None:
     writer = alone.rank.engine.snapshots
     assert writer is not None
     alone.snap()
-    writer.keep(1, pinned=1)
+    writer.retain(1, pinned=1)
     alone.snap()
-    writer.keep(2, pinned=1)
+    writer.retain(2, pinned=1)
     assert alone.steps() == [1, 2]
     alone.snap()
     assert alone.steps() == [1, 2, 3]
-    writer.keep(3, pinned=1)
+    writer.retain(3, pinned=1)
     alone.snap()
     assert alone.steps() == [1, 3, 4]
     alone.snap()
     assert alone.steps() == [1, 3, 4], "4 may be complete everywhere by now: 5 has no room"
     alone.snap()
     assert alone.steps() == [1, 3, 6], "4 was given up: 6 was ordered behind it"
-    writer.keep(6)
+    writer.retain(6)
     assert alone.steps() == [6]
     alone.close()
 
@@ -293,8 +293,8 @@ def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
     for _ in range(3):
         alone.snap()
     engine = alone.rank.engine
-    engine.settle(2, Vote(loss=1.0, gradient_norm=1.0), lineage=2)
-    assert engine.complete == set() and engine.lineage == 2 and engine.committed_step == 2
+    engine.commit_or_discard(2, Vote(loss=1.0, gradient_norm=1.0), lineage=2)
+    assert engine.complete_layers == set() and engine.lineage == 2 and engine.committed_step == 2
     alone.close()
     again = Alone(gpt_data(), tmp_path)
     assert again.steps() == [], "it begins at step 0: all of them are of another past"
@@ -326,21 +326,21 @@ def test_a_new_process_keeps_what_is_of_its_job_damaged_or_not(tmp_path: Path) -
 def test_what_cannot_be_copied_is_said_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(unit: Unit, slot: object, digests: object = None) -> None:
+    def broken(unit: ShardUnit, slot: object, digests: object = None) -> None:
         raise OSError("the memory is gone")
 
     alone = Alone(gpt_data(), tmp_path)
     alone.snap()
     assert alone.steps() == [1]
     with monkeypatch.context() as patch:
-        patch.setattr(Unit, "make", broken)
+        patch.setattr(ShardUnit, "make", broken)
         alone.snap()
         alone.steps()
     alone.snap()
     assert alone.steps() == [1, 3]
     alone.close()
     said = [(type(r).__name__, r.step) for r in alone.rank.reports]
-    assert said == [("Snapped", 1), ("SnapshotFailed", 2), ("Snapped", 3)]
+    assert said == [("ShardWritten", 1), ("SnapshotFailed", 2), ("ShardWritten", 3)]
     failed = alone.rank.reports[1]
     assert isinstance(failed, SnapshotFailed) and failed.detail == "OSError: the memory is gone"
 
@@ -353,15 +353,15 @@ def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
     writer = alone.rank.engine.snapshots
     assert writer is not None
     for _ in range(8):
-        writer.committed(Elapsed(step_s=4.0, waits_s=2.0, sums_s=0.0))
+        writer.record_step(StepTimes(step_s=4.0, waits_s=2.0, sums_s=0.0))
     alone.snap()
     threading.Event().wait(0.1)
     assert alone.rank.reports[-1].step == 1, "no bubble so far"
-    with alone.rank.engine.pace.idle():
+    with alone.rank.engine.monitor.idle():
         alone.steps()
     assert alone.steps() == [1, 2]
     snapped = alone.rank.reports[-1]
-    assert isinstance(snapped, p.Snapped) and snapped.step == 2
+    assert isinstance(snapped, p.ShardWritten) and snapped.step == 2
     read = sum(part.size_bytes for m in Arena.open(tmp_path).snapshots for part in m.parts if m.step == 2)
     assert 0 < snapped.idle_bytes <= read
     alone.close()
@@ -370,7 +370,7 @@ def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
 def test_no_arena_no_thread_no_memory(tmp_path: Path) -> None:
     threads = threading.active_count()
     with torch.random.fork_rng(devices=[]):
-        engine = Engine(gpt_data(), torch.device("cpu"), Pace())
-    assert engine.snapshots is None and engine.pace.window is None
+        engine = Engine(gpt_data(), torch.device("cpu"), ProgressMonitor())
+    assert engine.snapshots is None and engine.monitor.peer_wait is None
     assert threading.active_count() == threads
-    assert msgspec.structs.asdict(p.Prepare(job_id="j", training=gpt_data(), profile=False))["arena"] == ""
+    assert msgspec.structs.asdict(p.PrepareJob(job_id="j", training=gpt_data(), profile=False))["arena"] == ""

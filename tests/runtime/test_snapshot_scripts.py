@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.script.place import default_directory
+from runtime.script.rank_arena import default_directory
 from tests.helpers.forks import Forked, Zygote
 
 ROOT = Path(__file__).parents[2]

@@ -13,21 +13,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.snapshots.capture import Capture
-from runtime.snapshots.groups import even_cuts, groups_of
+from runtime.snapshots.capture import TrainerCapture
+from runtime.snapshots.groups import layer_groups, split_evenly
 from runtime.snapshots.movers import Bytes, DeviceMover, HostMover
-from runtime.snapshots.pieces import BLOCK_BYTES, Bucket, Unit, source_of, units_of
-from runtime.snapshots.schedule import Elapsed, Schedule
-from runtime.streaming import streaming_environment
+from runtime.snapshots.schedule import CopySchedule, StepTimes
+from runtime.snapshots.shard_units import BLOCK_BYTES, ShardUnit, SnapshotBucket, shard_units, source_of
+from runtime.streaming_stores import streaming_environment
 from statemachine.messages.trainer import WorldData
 from statemachine.messages.values import Vote
 from storage.codes import make_code
 from storage.manifest import BLOCK_BYTES as MANIFEST_BLOCK_BYTES
-from storage.manifest import Part
+from storage.manifest import SnapshotPart
 from storage.shards import ShardLayout, make_shard
 from tests.helpers.harness import pipeline
 
-UNIT_BYTES = Schedule().unit_bytes
+UNIT_BYTES = CopySchedule().unit_bytes
 
 
 class HostStreams:
@@ -47,7 +47,10 @@ class HostStreams:
 
 def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | None = None) -> None:
     random = np.random.default_rng(1)
-    bucket, plain = Bucket(HostMover() if streams is None else DeviceMover(torch.device("cpu"), streams)), b""
+    bucket, plain = (
+        SnapshotBucket(HostMover() if streams is None else DeviceMover(torch.device("cpu"), streams)),
+        b"",
+    )
     for number, size in enumerate(sizes):
         values = random.integers(0, 256, size, dtype=np.uint8)
         tensor = torch.from_numpy(values)
@@ -62,10 +65,10 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
         make_shard(layout, owner, np.frombuffer(plain, dtype=np.uint8), expected)
         # What the slot held before must not shine through the gaps.
         slot = np.full(64 + layout.shard_bytes(owner), 0xA5, dtype=np.uint8)
-        units = units_of(layout, owner, bucket, 64, UNIT_BYTES)
+        units = shard_units(layout, owner, bucket, 64, UNIT_BYTES)
         for unit in reversed(units):
             assert unit.read_bytes <= max(UNIT_BYTES, 64 * len(unit.starts))
-            unit.make(slot)
+            unit.write(slot)
             assert streams is None or streams.finished == streams.asked, "bytes are still under way"
         assert slot[64:].tobytes() == expected.tobytes()
         assert (slot[:64] == 0xA5).all()
@@ -83,41 +86,41 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
     left_out = 0
     for owner in range(owners):
         slot = None
-        parts: tuple[Part, ...] = ()
+        parts: tuple[SnapshotPart, ...] = ()
         for _ in range(2):
-            bucket = Bucket(HostMover())
+            bucket = SnapshotBucket(HostMover())
             for value, (size, frozen) in zip(values, sizes, strict=True):
                 bucket.add(source_of(torch.from_numpy(value)), size, frozen=frozen)
             layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=bucket.size_bytes)
             size_bytes = layout.shard_bytes(owner)
-            capture = Capture(
+            capture = TrainerCapture(
                 generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=3 * mib // 2
             )
-            capture.add_units(units_of(layout, owner, bucket, 0, capture.unit_bytes), 0)
+            capture.add_units(shard_units(layout, owner, bucket, 0, capture.unit_bytes), 0)
             capture.shards.append(("shard", 0, size_bytes))
             assert sum(unit.size_bytes for unit in capture.units) == size_bytes
             if slot is None:
                 slot = np.full(size_bytes, 0xA5, dtype=np.uint8)
             else:
-                capture.keep_frozen(parts)
+                capture.skip_frozen(parts)
                 left_out += size_bytes - sum(unit.size_bytes for unit in capture.units)
             capture.slot = slot
             for unit in capture.units:
-                unit.make(slot, capture.digests_at(unit))
+                unit.write(slot, capture.digests_at(unit))
             parts = capture.parts()
             expected = np.zeros(size_bytes, dtype=np.uint8)
             make_shard(layout, owner, np.concatenate(values), expected)
             assert slot.tobytes() == expected.tobytes()
-            assert parts == (Part.of("shard", 0, expected),)
+            assert parts == (SnapshotPart.of("shard", 0, expected),)
             for value, (_, frozen) in zip(values, sizes, strict=True):
                 if not frozen:
                     np.bitwise_xor(value, 0x5A, out=value)
     assert left_out > 4 * mib
 
 
-def check_digests(units: list[Unit], expected: Bytes) -> None:
+def check_digests(units: list[ShardUnit], expected: Bytes) -> None:
     """Made beside copying, until somebody else makes a unit: the rest comes behind."""
-    capture = Capture(
+    capture = TrainerCapture(
         generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=UNIT_BYTES, units=units
     )
     capture.shards.append(("shard", 64, len(expected)))
@@ -126,12 +129,12 @@ def check_digests(units: list[Unit], expected: Bytes) -> None:
     for number, unit in enumerate(units):
         digests = None if number == helped else capture.digests_at(unit)
         assert (digests is None) == (number >= helped)
-        unit.make(slot, digests)
+        unit.write(slot, digests)
     (part,) = capture.parts()
-    assert part == Part.of(part.name, 64, expected) and part.intact(expected)
+    assert part == SnapshotPart.of(part.name, 64, expected) and part.is_intact(expected)
     numbers = part.covering(0, part.size_bytes)
     assert bool(part.blocks) == (part.size_bytes > MANIFEST_BLOCK_BYTES) and part.in_blocks
-    assert all(part.sound(number, expected[slice(*part.block(number))]) for number in numbers)
+    assert all(part.is_block_intact(number, expected[slice(*part.block(number))]) for number in numbers)
 
 
 SCHEMES = st.sampled_from(["none", "arc:1", "aec", "aec2", "aec+arc:1"])
@@ -215,11 +218,11 @@ NODES = ("a", "a", "b", "c", "d", "d")
 def test_groups_are_cut_where_a_pipeline_is_and_shared_out_among_devices(
     rank: int, expected: list[tuple[int, int, tuple[str, ...], int]], coupled: list[object]
 ) -> None:
-    groups = groups_of(WORLD, NODES, rank, "aec", [1] * 5)
+    groups = layer_groups(WORLD, NODES, rank, "aec", [1] * 5)
     assert [(g.first_layer, g.end_layer, g.owners, g.owner) for g in groups] == expected
     assert all(g.code == make_code("aec", 2) for g in groups)
-    assert groups_of(WORLD, (), rank, "aec", [1] * 5) == ()
-    alone = groups_of(WORLD, NODES, rank, "aec", [1] * 5, coupled=True)
+    assert layer_groups(WORLD, (), rank, "aec", [1] * 5) == ()
+    alone = layer_groups(WORLD, NODES, rank, "aec", [1] * 5, coupled=True)
     assert [(g.first_layer, g.end_layer, g.owners, g.owner) for g in alone] == coupled
 
 
@@ -247,7 +250,7 @@ def test_the_devices_of_each_stage_share_out_all_layers(
     scheme = "arc:1+aor" if zero1 else "none"
     cuts = set()
     for owner, ranks in enumerate(stages):
-        kept = [groups_of(world, nodes, rank, scheme, sizes, zero1=zero1) for rank in ranks]
+        kept = [layer_groups(world, nodes, rank, scheme, sizes, zero1=zero1) for rank in ranks]
         own = sorted((g.first_layer, g.end_layer) for some in kept for g in some if g.own)
         assert [n for first, end in own for n in range(first, end)] == list(range(len(sizes)))
         cuts.add(tuple(own))
@@ -269,7 +272,7 @@ def test_each_device_of_a_stage_that_shards_keeps_its_parts_of_all_layers() -> N
     found = [
         [
             (g.name, g.end_layer, g.owner, g.parted)
-            for g in groups_of(world, NODES, rank, "arc:1", [1] * 5)
+            for g in layer_groups(world, NODES, rank, "arc:1", [1] * 5)
             if g.own and not g.replica
         ]
         for rank in range(6)
@@ -286,42 +289,42 @@ def test_each_device_of_a_stage_that_shards_keeps_its_parts_of_all_layers() -> N
 
 
 def test_shares_are_about_equal() -> None:
-    assert even_cuts([1, 1, 1, 1], 2) == [0, 2, 4]
-    assert even_cuts([9, 1, 1, 1], 2) == [0, 1, 4]
-    assert even_cuts([1, 1, 1, 9], 3) == [0, 2, 3, 4]
-    assert even_cuts([0, 0, 0], 3) == [0, 1, 2, 3]
-    assert even_cuts([5, 5, 5, 5, 5], 1) == [0, 5]
+    assert split_evenly([1, 1, 1, 1], 2) == [0, 2, 4]
+    assert split_evenly([9, 1, 1, 1], 2) == [0, 1, 4]
+    assert split_evenly([1, 1, 1, 9], 3) == [0, 2, 3, 4]
+    assert split_evenly([0, 0, 0], 3) == [0, 1, 2, 3]
+    assert split_evenly([5, 5, 5, 5, 5], 1) == [0, 5]
 
 
-def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> Elapsed:
-    return Elapsed(step_s=step_s, waits_s=waits_s, sums_s=sums_s)
+def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> StepTimes:
+    return StepTimes(step_s=step_s, waits_s=waits_s, sums_s=sums_s)
 
 
 def test_computing_is_disturbed_only_for_what_bubbles_do_not_take() -> None:
-    schedule = Schedule()
+    schedule = CopySchedule()
     assert schedule.may_copy("bubble", 1, at(0.0, 0.0))
     assert schedule.may_copy("computing", 0, at(0.0, 0.0)), "nothing is known yet"
-    schedule.note_copy(1000, 1.0)
+    schedule.record_copy(1000, 1.0)
     assert schedule.may_copy("computing", 1, at(0.0, 0.0))
     for waits_s in (0.4, 0.6):
-        schedule.note_step(at(2.0, waits_s, 0.3))
+        schedule.record_step(at(2.0, waits_s, 0.3))
     assert schedule.bandwidth == 1000
     assert not schedule.may_copy("computing", 399, at(0.0, 0.0))
     assert schedule.may_copy("computing", 401, at(0.0, 0.0))
     assert schedule.may_copy("computing", 399, at(0.0, 0.1)), "part of the bubbles is over"
     assert schedule.may_copy("computing", 399, at(1.6, 0.0)), "the step ends before"
-    schedule.age()
-    schedule.note_copy(3000, 0.5)
+    schedule.discount()
+    schedule.record_copy(3000, 0.5)
     assert math.isclose(schedule.bandwidth, 3500)
     assert not schedule.may_copy("computing", 1399, at(0.0, 0.0))
 
 
 def test_digests_are_made_beside_copying_where_the_step_lasts_longer() -> None:
-    host, device = Schedule(), Schedule(own_link=True)
+    host, device = CopySchedule(), CopySchedule(has_own_link=True)
     assert not host.has_time(0, 0.0), "nothing is known yet"
     for schedule in (host, device):
-        schedule.note_copy(1000, 1.0)
-        schedule.note_step(at(2.0, 0.0))
+        schedule.record_copy(1000, 1.0)
+        schedule.record_step(at(2.0, 0.0))
     assert host.has_time(1500, 0.0)
     assert not host.has_time(1700, 0.0)
     assert not host.has_time(1500, 0.5)
@@ -330,10 +333,10 @@ def test_digests_are_made_beside_copying_where_the_step_lasts_longer() -> None:
 
 
 def test_on_a_device_sums_are_disturbed_last() -> None:
-    host, device = Schedule(), Schedule(own_link=True)
+    host, device = CopySchedule(), CopySchedule(has_own_link=True)
     for schedule in (host, device):
-        schedule.note_copy(1000, 1.0)
-        schedule.note_step(at(2.0, 0.5, 0.3))
+        schedule.record_copy(1000, 1.0)
+        schedule.record_step(at(2.0, 0.5, 0.3))
     assert host.period(waiting=True, for_sums=True) == "bubble"
     assert device.period(waiting=True, for_sums=True) == "communication"
     assert device.period(waiting=True, for_sums=False) == "bubble"
@@ -348,8 +351,8 @@ def test_on_a_device_sums_are_disturbed_last() -> None:
 
 @given(st.floats(1.0, 1e12), st.floats(1e-6, 1e3))
 def test_units_follow_the_bandwidth_within_limits(copied: float, seconds: float) -> None:
-    schedule = Schedule()
-    schedule.note_copy(int(copied), seconds)
+    schedule = CopySchedule()
+    schedule.record_copy(int(copied), seconds)
     size = schedule.unit_bytes
     assert 1 << 20 <= size <= 16 << 20 and size % 64 == 0
     if 1 << 20 < size < 16 << 20:

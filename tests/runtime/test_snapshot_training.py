@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from statemachine.messages import trainer as p
-from statemachine.messages.common import Snapping, SnapshotFailed
+from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from storage.arena import Arena
 from tests.helpers.harness import Cluster, TrainerHandle, pipeline
 from tests.helpers.pipelines import THREE_AND_ONE, TWO_AND_TWO, finish, losses_of, replicas_agree
@@ -36,7 +36,7 @@ def data(steps: int, **changes: Any) -> p.TrainingData:
 def start(
     cluster: Cluster,
     job: p.TrainingData,
-    pipelines: Sequence[p.PipelineData],
+    pipelines: Sequence[p.WorldPipeline],
     arenas: Path,
     limit_bytes: int | None = None,
     **resume: Any,
@@ -54,14 +54,14 @@ def start(
 
 def snap(cluster: Cluster, trainers: Sequence[TrainerHandle], by: int = 0) -> int:
     """Order a snapshot; the step that it is behind."""
-    trainers[by].send(p.Snap(generation=cluster.generation))
-    steps = {t.take(Snapping, generation=cluster.generation).step for t in trainers}
+    trainers[by].send(p.StartSnapshot(generation=cluster.generation))
+    steps = {t.take(SnapshotStarted, generation=cluster.generation).step for t in trainers}
     (step,) = steps
     return step
 
 
-def snapped(trainers: Sequence[TrainerHandle], step: int) -> list[p.Snapped]:
-    return [trainer.take(p.Snapped, step=step) for trainer in trainers]
+def snapped(trainers: Sequence[TrainerHandle], step: int) -> list[p.ShardWritten]:
+    return [trainer.take(p.ShardWritten, step=step) for trainer in trainers]
 
 
 def without(arenas: Path, step: int, one_lost: bool) -> Layers:
@@ -75,7 +75,7 @@ def without(arenas: Path, step: int, one_lost: bool) -> Layers:
 
 @pytest.mark.parametrize("pipelines", [TWO_AND_TWO, SPLIT])
 def test_losses_are_those_of_a_run_without(
-    cluster: Cluster, tmp_path: Path, pipelines: tuple[p.PipelineData, ...]
+    cluster: Cluster, tmp_path: Path, pipelines: tuple[p.WorldPipeline, ...]
 ) -> None:
     """A snapshot after another while training; then anew in another layout out of what one loss leaves."""
     steps = 60
@@ -87,7 +87,7 @@ def test_losses_are_those_of_a_run_without(
         step = snap(cluster, trainers, by=number)
         assert all(report.size_bytes > 0 for report in snapped(trainers, step))
         for trainer in trainers:
-            trainer.send(p.KeepSnapshot(step=step))
+            trainer.send(p.RetainLocalSnapshot(step=step))
         taken.append(step)
     last = taken[-1]
     assert taken == sorted(set(taken)) and last < steps - 2, "the machine is too slow for this test"
@@ -127,9 +127,9 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     losses = losses_of(trainers[0], 1, 3)
     digests = replicas_agree(trainers)
     for trainer in trainers:
-        trainer.send(p.Snap(generation=cluster.generation - 1, last=True))  # of another generation
-        trainer.send(p.Snap(generation=cluster.generation, last=True))
-    begun = [trainer.take(Snapping, generation=cluster.generation).step for trainer in trainers]
+        trainer.send(p.StartSnapshot(generation=cluster.generation - 1, last=True))  # of another generation
+        trainer.send(p.StartSnapshot(generation=cluster.generation, last=True))
+    begun = [trainer.take(SnapshotStarted, generation=cluster.generation).step for trainer in trainers]
     assert begun == [3, 3, 3, 3]
     assert all(report.size_bytes > 0 for report in snapped(trainers, 3))
     vote = vote_of(tmp_path, 3)
@@ -144,7 +144,7 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     again = start(cluster, job, THREE_AND_ONE, tmp_path / "new", **back)
     without_it = {r for one in THREE_AND_ONE for s in one.stages if s.end_layer == 4 for r in s.ranks}
     for rank in without_it:
-        said = again[rank].take(p.StagingSpoiled, generation=cluster.generation)
+        said = again[rank].take(p.StagingCorrupted, generation=cluster.generation)
         assert "layer 3" in said.detail and said.part == ""
     (tmp_path / "layer-3.staged").rename(staging / "layer-3.staged")
     for rank in without_it:
@@ -155,7 +155,7 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     finish(again)
 
 
-def plain_losses(cluster: Cluster, job: p.TrainingData, pipelines: Sequence[p.PipelineData]) -> list[float]:
+def plain_losses(cluster: Cluster, job: p.TrainingData, pipelines: Sequence[p.WorldPipeline]) -> list[float]:
     trainers = cluster.fork(4)
     cluster.prepare(trainers, job)
     cluster.quiesce(trainers)
@@ -218,8 +218,8 @@ def test_a_generation_that_ends_still_completes_what_was_begun(cluster: Cluster,
     fields = {"nodes": ("a", "b", "c", "d"), "protection": "aec"}
     cluster.resume(trainers, TWO_AND_TWO, best.committed_step, best.vote, **fields)
     cluster.resumed(trainers)
-    trainers[0].send(p.Snap(generation=generation))
-    trainers[0].take(p.Stepped, step=best.committed_step + 3)
+    trainers[0].send(p.StartSnapshot(generation=generation))
+    trainers[0].take(p.TrainerStepped, step=best.committed_step + 3)
     later = snap(cluster, trainers, by=1)
     assert later > best.committed_step + 2
     snapped(trainers, later)
@@ -260,6 +260,6 @@ def test_without_an_arena_an_order_is_answered(cluster: Cluster) -> None:
     step = snap(cluster, trainers)
     failed = trainers[0].take(SnapshotFailed)
     assert (failed.step, failed.detail) == (step, "this trainer was given no memory for snapshots")
-    trainers[0].take(p.Stepped, step=step + 2)
+    trainers[0].take(p.TrainerStepped, step=step + 2)
     finish(trainers)
     assert msgspec.structs.asdict(failed)["generation"] == cluster.generation

@@ -21,12 +21,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import runtime.script.copier
-import runtime.script.place
+import runtime.script.rank_arena
 from ftd import SnapshotError, Snapshotter
-from runtime.script.filling import Filling, spans_of
-from runtime.script.plain_state import Ref, encode, freeze, rebuild, thaw
-from runtime.script.saved import NOTHING
-from runtime.script.tensor_image import UNIT_BYTES, Image, bytes_of, cut, order_of, whole
+from runtime.script.plain_state import TensorRef, encode, freeze, rebuild, thaw
+from runtime.script.saved import EMPTY
+from runtime.script.tensor_filler import TensorFiller, verified_spans
+from runtime.script.tensor_image import (
+    UNIT_BYTES,
+    Image,
+    cut_units,
+    dimension_order,
+    memory_bytes,
+    whole_image,
+)
 from storage.errors import ArenaFullError
 
 SHM = Path("/dev/shm")
@@ -36,7 +43,7 @@ NUMBERS = itertools.count()
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = SHM / f"ftd-test-snapshotter-{os.getpid()}-{next(NUMBERS)}"
-    monkeypatch.setattr(runtime.script.place, "_LOCK_S", 0.2)
+    monkeypatch.setattr(runtime.script.rank_arena, "_LOCK_S", 0.2)
     yield path
     shutil.rmtree(path, ignore_errors=True)
 
@@ -143,7 +150,7 @@ def test_a_snapshot_is_of_its_step_though_the_copy_ends_in_the_next(
     script.run(1, 2)
     script.snapshots.wait()
     parameters = [p.detach().clone() for p in script.model.parameters()]
-    gate, slot = threading.Event(), script.snapshots._place.slot
+    gate, slot = threading.Event(), script.snapshots._place.acquire_slot
     script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     script.snapshots.snapshot(3)
     seen: list[bool] = []
@@ -163,7 +170,7 @@ def test_what_is_changed_by_hand_waits_too(place: Path) -> None:
     snapshots = Snapshotter("job", directory=place, averaged=averaged)
     snapshots.register("frozen", frozen, guarded=True)
     before = averaged.weight.detach().clone(), frozen.weight.detach().clone()
-    gate, slot = threading.Event(), snapshots._place.slot
+    gate, slot = threading.Event(), snapshots._place.acquire_slot
     snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     snapshots.snapshot(1)
     with torch.no_grad():
@@ -243,7 +250,7 @@ def test_plain_data_comes_back_as_it_was() -> None:
     assert back[3]["nested"][0] is tensor
     assert (back.pop("array") == value.pop("array")).all()
     assert back == value and isinstance(back["text"], tuple) and isinstance(back["counter"], Counter)
-    assert isinstance(thawed[3]["nested"][0], Ref)
+    assert isinstance(thawed[3]["nested"][0], TensorRef)
 
 
 def test_generators_of_ones_own_go_on(place: Path) -> None:
@@ -278,12 +285,12 @@ def test_the_units_of_an_image_are_its_bytes_each_once() -> None:
         ranges.append((number, end, size))
         end += size + 13
     end -= 13
-    units = cut(ranges, whole(end))
+    units = cut_units(ranges, whole_image(end))
     assert [u.offset for u in units] == [i * UNIT_BYTES for i in range(len(units))]
     assert sum(u.size_bytes for u in units) == end
     seen = Counter[int]()
     for unit in units:
-        for piece in unit.pieces:
+        for piece in unit.ranges:
             assert unit.offset <= piece.offset <= unit.offset + unit.size_bytes - piece.size_bytes
             assert piece.offset - piece.start == ranges[piece.entry][1]
             seen[piece.entry] += piece.size_bytes
@@ -296,14 +303,14 @@ def test_a_tensor_comes_back_in_any_order_of_dimensions(shape: tuple[int, ...]) 
     turned = values.permute(tuple(reversed(range(values.dim()))))
     for tensor in (values, turned):
         image = Image(known={})
-        image.add(tensor, "it", at_once=False)
-        flat = bytes_of(tensor, order_of(tensor))
+        image.add(tensor, "it", immediate=False)
+        flat = memory_bytes(tensor, dimension_order(tensor))
         assert flat is not None
         for old in (torch.zeros_like(tensor), torch.zeros_like(tensor).contiguous(), None):
-            filling = Filling(entries=image.entries, images={False: flat.numpy(), True: NOTHING})
-            filled = filling.take(0, old, None)
+            filling = TensorFiller(entries=image.entries, images={False: flat.numpy(), True: EMPTY})
+            filled = filling.target_for(0, old, None)
             assert old is None or filled is old
-            assert filling.verify(spans_of(flat.numpy(), shared=False)) == ()
+            assert filling.verify(verified_spans(flat.numpy(), shared=False)) == ()
             filling.finish()
             assert torch.equal(filled, tensor)
 
@@ -347,7 +354,7 @@ def test_too_little_memory_is_said_at_start_with_both_numbers(
     assert caught.value.free_bytes == 1_000_000
     assert not (place / "job").exists(), "nothing is left behind"
     monkeypatch.undo()
-    monkeypatch.setattr(runtime.script.place, "_LOCK_S", 0.2)
+    monkeypatch.setattr(runtime.script.rank_arena, "_LOCK_S", 0.2)
     kept = Script(place)  # its lock was given back
     kept.snapshots.snapshot(1)
     kept.leave()
@@ -479,7 +486,7 @@ def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
     script = Script(place)
     script.run(1, 2)
     script.snapshots.wait()
-    gate, slot = threading.Event(), script.snapshots._place.slot
+    gate, slot = threading.Event(), script.snapshots._place.acquire_slot
     script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     script.snapshots.snapshot(3)
     child = os.fork()
@@ -702,7 +709,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         Snapshotter("job", directory=place)
     child = os.fork()
     if child == 0:
-        runtime.script.place._open_here.clear()
+        runtime.script.rank_arena._open_here.clear()
         with contextlib.suppress(SnapshotError):
             Snapshotter("job", directory=place)
             os._exit(1)
@@ -767,11 +774,11 @@ def test_a_rank_of_several_must_be_able_to_ask_the_others(
 
 
 def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(runtime.script.place, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(runtime.script.rank_arena, "SHARED_MEMORY", tmp_path)
     (tmp_path / f"ftd-{os.getuid()}").symlink_to("/")
     with pytest.raises(SnapshotError, match="give directory="):
         Snapshotter("job")
-    monkeypatch.setattr(runtime.script.place, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(runtime.script.rank_arena, "SHARED_MEMORY", tmp_path / "none")
     with pytest.raises(SnapshotError, match="there is no"):
         Snapshotter("job")
 

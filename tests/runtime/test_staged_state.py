@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from runtime.engine.staged_state import SpoiledError, StagedState
+from runtime.engine.staged_state import StagedStateLoader, StagingCorruptedError
 from runtime.layers.state import StateError
-from storage.manifest import Manifest, Part, record_digest, write_record
-from storage.staged import Lender, Piece, StagedLayer, read_staged, write_staged
+from storage.manifest import SnapshotManifest, SnapshotPart, record_digest, write_record
+from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, read_staged, write_staged
 from tests.helpers.layer_states import Trainer
 
 BLOCK_BYTES = 512
@@ -23,15 +23,15 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.engine.staged_state.BLOCK_BYTES", BLOCK_BYTES)
 
 
-def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int) -> list[Piece]:
+def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int) -> list[PayloadChunk]:
     """Cut anywhere: some pieces are in the record, some in a file, some in a slot among other bytes."""
     chance = random.Random(seed)
     before, behind = chance.randbytes(chance.randrange(1000)), chance.randbytes(chance.randrange(1000))
     slot, own = directory / f"slot-{layer}", directory / f"bytes-{layer}"
     slot.write_bytes(bytes(100) + before + payload + behind)
     own.write_bytes(before + payload)
-    part = Part.of("group-0/shard", 100, before + payload + behind)
-    manifest = Manifest(job_id="job", step=3, generation=1, slot=0, parts=(part,), layout={})
+    part = SnapshotPart.of("group-0/shard", 100, before + payload + behind)
+    manifest = SnapshotManifest(job_id="job", step=3, generation=1, slot=0, parts=(part,), layout={})
     write_record(directory / f"step-{layer}.json", manifest)
     cuts = sorted({0, len(payload), *(chance.randrange(len(payload) + 1) for _ in range(9))})
     pieces = []
@@ -39,20 +39,20 @@ def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int)
         at, size = len(before) + first, end - first
         match chance.randrange(3):
             case 0:
-                pieces.append(Piece(size_bytes=size, data=payload[first:end]))
+                pieces.append(PayloadChunk(size_bytes=size, data=payload[first:end]))
             case 1:
-                pieces.append(Piece(size_bytes=size, path=str(own), offset=at))
+                pieces.append(PayloadChunk(size_bytes=size, path=str(own), offset=at))
             case _:
                 cut = part.cut(at, at + size)
-                pieces.append(Piece(size_bytes=size, path=str(slot), offset=100 + at, part=cut))
-    lender = Lender(manifest=str(directory / f"step-{layer}.json"), digest=record_digest(manifest))
-    staged = StagedLayer(header=header, pieces=tuple(pieces), lenders=(lender,))
+                pieces.append(PayloadChunk(size_bytes=size, path=str(slot), offset=100 + at, part=cut))
+    lender = BorrowedSnapshot(manifest=str(directory / f"step-{layer}.json"), digest=record_digest(manifest))
+    staged = StagedLayer(header=header, chunks=tuple(pieces), borrowed=(lender,))
     write_staged(directory, layer, staged)
     assert read_staged(directory, layer) == staged
     return pieces
 
 
-def flip(piece: Piece, place: int) -> None:
+def flip(piece: PayloadChunk, place: int) -> None:
     data = bytearray(Path(piece.path).read_bytes())
     data[piece.offset + place] ^= 4
     Path(piece.path).write_bytes(data)
@@ -68,11 +68,11 @@ def test_the_very_state_comes_out_of_any_pieces(tmp_path: Path, seed: int) -> No
         stage(tmp_path, layer, header, payload.numpy().tobytes(), seed)
     new.model.drop(new.layers)
     ticks: list[None] = []
-    with StagedState(tmp_path, new.states, lambda: ticks.append(None)) as staged:
+    with StagedStateLoader(tmp_path, new.states, lambda: ticks.append(None)) as staged:
         for layer in new.layers:
-            staged.take(layer)
-        staged.check()
-    assert ticks and new.model.held == set(new.layers)
+            staged.load_layer(layer)
+        staged.verify()
+    assert ticks and new.model.held_layers == set(new.layers)
     assert new.digests() == old.digests()
     assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
 
@@ -99,10 +99,10 @@ def test_memory_that_is_there_is_filled_again_and_none_serves_two(tmp_path: Path
     shared = state["exp_avg"]
     new.optimization.set_parameter_state(name, {**state, "exp_avg_sq": shared})
     before = memory()
-    with StagedState(tmp_path, new.states, lambda: None, reuse=True) as staged:
+    with StagedStateLoader(tmp_path, new.states, lambda: None, reuse=True) as staged:
         for layer in new.layers:
-            staged.take(layer)
-        staged.check()
+            staged.load_layer(layer)
+        staged.verify()
     after = memory()
     assert {which for which in before if before[which] != after[which]} == {(name, "exp_avg_sq")}
     assert new.digests() == old.digests()
@@ -117,23 +117,23 @@ def test_what_is_lent_and_changed_is_not_taken(tmp_path: Path) -> None:
     lent = next(piece for piece in pieces if piece.part is not None)
     for place in (0, lent.size_bytes // 2, lent.size_bytes - 1):
         flip(lent, place)
-        with StagedState(tmp_path, target.states, lambda: None) as staged:
-            with pytest.raises(SpoiledError, match="layer 1: its digest does not match") as caught:
-                staged.take(1)
-                staged.check()
+        with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
+            with pytest.raises(StagingCorruptedError, match="layer 1: its digest does not match") as caught:
+                staged.load_layer(1)
+                staged.verify()
             assert caught.value.part == "group-0/shard"
         flip(lent, place)
-    with StagedState(tmp_path, target.states, lambda: None) as staged:
-        staged.take(1)
+    with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
+        staged.load_layer(1)
         (tmp_path / "step-1.json").unlink()
-        with pytest.raises(SpoiledError, match="gone or another one"):
-            staged.check()
+        with pytest.raises(StagingCorruptedError, match="gone or another one"):
+            staged.verify()
         write_record(
             tmp_path / "step-1.json",
-            Manifest(job_id="job", step=4, generation=1, slot=0, parts=(), layout={}),
+            SnapshotManifest(job_id="job", step=4, generation=1, slot=0, parts=(), layout={}),
         )
-        with pytest.raises(SpoiledError, match="gone or another one"):
-            staged.check()
+        with pytest.raises(StagingCorruptedError, match="gone or another one"):
+            staged.verify()
 
 
 def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_path: Path) -> None:
@@ -141,10 +141,10 @@ def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_pa
     header, payload = source.states.pack(1)
     pieces = stage(tmp_path, 1, header, payload.numpy().tobytes(), 3)
 
-    def problem(error: type[Exception] = SpoiledError, layer: int = 1) -> str:
-        with StagedState(tmp_path, target.states, lambda: None) as staged:
+    def problem(error: type[Exception] = StagingCorruptedError, layer: int = 1) -> str:
+        with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
             with pytest.raises(error) as caught:
-                staged.take(layer)
+                staged.load_layer(layer)
             return str(caught.value)
 
     assert "No such file" in problem(layer=2)
@@ -153,7 +153,7 @@ def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_pa
     path.write_bytes(whole[:150])
     assert "has only 150 bytes" in problem()
     path.write_bytes(whole)
-    short = StagedLayer(header=header, pieces=tuple(pieces[:-1]))
+    short = StagedLayer(header=header, chunks=tuple(pieces[:-1]))
     write_staged(tmp_path, 1, short)
     assert "stands where layer 1" in problem(StateError)
     (tmp_path / "layer-1.staged").write_bytes(b"\x93")
@@ -169,9 +169,9 @@ def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
     header, payload = old.states.pack(2)
     stage(tmp_path, 2, header, payload.numpy().tobytes(), 5)
     monkeypatch.setattr("runtime.engine.staged_state._memory", lambda tensor: None)
-    with StagedState(tmp_path, new.states, lambda: None) as staged:
-        staged.take(2)
-        staged.check()
+    with StagedStateLoader(tmp_path, new.states, lambda: None) as staged:
+        staged.load_layer(2)
+        staged.verify()
     assert new.states.digest(2) == old.states.digest(2)
     again, _ = new.states.pack(2)
     assert again == header

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from runtime.layers.model import Model
 from runtime.layers.optimizer import Optimization
-from runtime.layers.state import Entry, Header, LayerStates, StateError
+from runtime.layers.state import LayerEntry, LayerHeader, LayerStates, StateError
 from tests.helpers.layer_states import Trainer
 from tests.helpers.runtime_support import data_for, training_of
 
@@ -27,7 +27,7 @@ def test_a_joiner_trains_on_to_the_last_bit(precision: str) -> None:
         assert payload.is_contiguous()
         assert len(payload) == old.states.state_bytes(layer)
         new.states.unpack(layer, header, payload)
-    assert new.model.held == set(new.layers)
+    assert new.model.held_layers == set(new.layers)
     assert new.digests() == old.digests()
     assert [old.step(step) for step in (4, 5)] == [new.step(step) for step in (4, 5)]
     assert new.digests() == old.digests()
@@ -82,7 +82,7 @@ def test_a_tied_layer_fills_the_one_tensor_that_both_layers_use() -> None:
     old.step(1)
     new.model.drop(new.layers)
     new.states.unpack(3, *old.states.pack(3))
-    assert new.model.held == {3}
+    assert new.model.held_layers == {3}
     tied = dict(new.model.named_parameters([0]))["0.token.weight"]
     assert not tied.is_meta
     assert new.states.digest(3) == old.states.digest(3)
@@ -191,7 +191,7 @@ def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
     target.model.drop([1])
     with pytest.raises(StateError, match=message):
         target.states.unpack(1, edit(header), payload)
-    assert 1 not in target.model.held
+    assert 1 not in target.model.held_layers
 
 
 @pytest.mark.parametrize(
@@ -208,8 +208,8 @@ def test_the_header_is_plain_msgpack_that_says_what_the_bytes_are() -> None:
     trainer = Trainer()
     trainer.step(1)
     header, payload = trainer.states.pack(1)
-    decoded = msgspec.msgpack.decode(header, type=Header)
-    assert decoded.entries[0] == Entry(
+    decoded = msgspec.msgpack.decode(header, type=LayerHeader)
+    assert decoded.entries[0] == LayerEntry(
         name="1.norm_1.weight",
         role="parameter",
         key="",

@@ -10,7 +10,7 @@ import pytest
 
 from runtime.training import TrainingError, load_training
 from statemachine.messages import trainer as p
-from storage.staged import write_whole
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet
 from tests.helpers.harness import Cluster, pipeline
 from tests.helpers.runtime_support import data_for, script
@@ -110,7 +110,7 @@ def test_after_a_rollback_it_is_called_for_the_steps_that_run_again(tmp_path: Pa
         fleet.steps(3)
         for layer in range(2):
             header, payload = fleet.engines[0].states.pack(layer)
-            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
+            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
         fleet.steps(2)
         fleet.join(1)
         fleet.restore, fleet.restore_step = str(tmp_path), 3
@@ -128,12 +128,12 @@ def test_a_killed_process_leaves_no_step_out(tmp_path: Path) -> None:
         cluster.prepare([first, second], job)
         cluster.quiesce([first, second])
         cluster.resume([first, second], BOTH, step=0)
-        second.take(p.Stepped, step=30)
+        second.take(p.TrainerStepped, step=30)
         first.kill(signal.SIGKILL)
         [report] = cluster.quiesce([second])
         step = report.committed_step
         cluster.resume([second], ALONE, step=step, vote=report.vote)
-        second.take(p.Stepped, step=step + 10)
+        second.take(p.TrainerStepped, step=step + 10)
         second.kill(signal.SIGKILL)
     steps = called_steps(tmp_path)
     assert set(range(1, step + 10)) <= set(steps)

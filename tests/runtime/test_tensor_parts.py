@@ -11,11 +11,11 @@ import pytest
 
 from planner.values import Recompute, Within
 from runtime.engine.engine import Engine
+from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
-from runtime.watch.pace import Pace
 from runtime.zero.tensor_parts import StageTensorParts
 from statemachine.messages import trainer as p
-from storage.staged import write_whole
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import CPU, Fleet
 from tests.helpers.reference import load, reference_run
 from tests.helpers.runtime_support import data_for
@@ -28,14 +28,14 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 def stage(
     first: int, end: int, ranks: tuple[int, ...], within: Within = "tensor", **more: object
-) -> p.StageData:
+) -> p.WorldStage:
     return msgspec.structs.replace(
-        p.StageData(first_layer=first, end_layer=end, ranks=ranks, within=within), **more
+        p.WorldStage(first_layer=first, end_layer=end, ranks=ranks, within=within), **more
     )
 
 
-def pipeline(*stages: p.StageData, first: int = 0, microbatches: int = 4) -> p.PipelineData:
-    return p.PipelineData(stages=stages, first_microbatch=first, microbatches=microbatches)
+def pipeline(*stages: p.WorldStage, first: int = 0, microbatches: int = 4) -> p.WorldPipeline:
+    return p.WorldPipeline(stages=stages, first_microbatch=first, microbatches=microbatches)
 
 
 ONE_OF_TWO = (pipeline(stage(0, 5, (0, 1))),)
@@ -65,7 +65,7 @@ def expected() -> list[float]:
     ids=["one of two", "one of four", "stages of two", "mixed"],
 )
 def test_losses_are_those_of_one_process(
-    expected: list[float], pipelines: tuple[p.PipelineData, ...], ranks: int, zero1: bool
+    expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int, zero1: bool
 ) -> None:
     with Fleet(job(zero1=zero1), ranks) as fleet:
         fleet.enter(fleet.engines, pipelines)
@@ -112,7 +112,7 @@ def test_a_death_rolls_nothing_back(
         fleet.steps(1)
         fleet.enter([fleet.engines[number] for number in (4, 3, 2, 0, 1)], PAIRS)
         fleet.steps(STEPS - fleet.engines[0].committed_step)
-        digests = fleet.each(lambda _, engine: engine.digests())
+        digests = fleet.each(lambda _, engine: engine.compute_digests())
         assert digests[0] == digests[1] == digests[2] | digests[4]
         assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
 
@@ -124,10 +124,10 @@ def test_each_device_has_its_part_and_columns_and_no_more() -> None:
         gc.collect()
         for engine in fleet.engines:
             model, sharding = engine.model, engine.sharding
-            assert sharding is not None and not model.held
+            assert sharding is not None and not model.held_layers
             assert all(parameter.is_meta for _, parameter in model.named_parameters(range(5)))
             whole = sum(vector.numel for vector in sharding.shape.vectors)
-            kept = {one.slice.name: one for part in sharding.states.kept for one in part.slices}
+            kept = {one.slice.name: one for part in sharding.states.held for one in part.slices}
             own = sum(one.slice.end - one.slice.start for one in kept.values())
             assert own == pytest.approx(whole / 4, abs=len(sharding.shape.vectors))
             parts = sharding._optimization.shards
@@ -146,7 +146,7 @@ def test_what_a_replica_saved_is_gone_on_with_and_evaluated(tmp_path: Path, expe
         fleet.steps(2)
         for layer in range(5):
             header, payload = fleet.engines[0].states.pack(layer)
-            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
+            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
     with Fleet(job(), 4) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 2
         assert fleet.enter(fleet.engines, STAGES_OF_TWO) == 2
@@ -220,13 +220,13 @@ def test_low_precision_is_summed_in_float32() -> None:
 )
 def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=re.escape(words)):
-        Engine(job(arguments=changes), CPU, Pace())
+        Engine(job(arguments=changes), CPU, ProgressMonitor())
 
 
 def test_layers_that_are_compiled_are_not_split() -> None:
     with pytest.raises(TrainingError, match=r"training\.compile is on, and compiled layers cannot be split"):
-        Engine(job(compile=True), CPU, Pace())
-    model = Engine(job(compile=True, within_node="auto"), CPU, Pace()).model
+        Engine(job(compile=True), CPU, ProgressMonitor())
+    model = Engine(job(compile=True, within_node="auto"), CPU, ProgressMonitor()).model
     assert model.tensor_plan is None and model.tensor_problem is not None
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from runtime.data.batches import map_leaves
 from runtime.data.sampling import Sampler
-from runtime.tracebacks import describe_error, users_traceback
+from runtime.tracebacks import describe_error, user_traceback
 
 
 def told(act: Callable[[], object]) -> str:
@@ -20,7 +20,7 @@ def told(act: Callable[[], object]) -> str:
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
         frame = frame.tb_next
-    return users_traceback(error.with_traceback(frame))
+    return user_traceback(error.with_traceback(frame))
 
 
 def broken(shard: int) -> None:

@@ -84,7 +84,7 @@ def test_an_error_of_the_user_is_reported_and_output_is_captured(cluster: Cluste
         """,
     )
     (trainer,) = cluster.fork(1)
-    trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
+    trainer.send(p.PrepareJob(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
     raised = trainer.take(p.Raised)
     assert raised.where == "prepare"
     assert "KeyError: 'no such thing'" in raised.detail and "mine.py, line" in raised.detail
@@ -137,10 +137,12 @@ def test_a_trainer_says_what_it_does_until_it_is_prepared(cluster: Cluster, tmp_
         """,
     )
     (trainer,) = cluster.fork(1)
-    trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "measuring layer 2 of 2")
+    trainer.send(p.PrepareJob(job_id="job", training=data_for("mine.py:build", tmp_path), profile=True))
+    eventually(
+        lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == "measuring layer 2 of 2"
+    )
     trainer.take(Prepared)
-    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.doing == "")
+    eventually(lambda: trainer.last_beat is not None and trainer.last_beat.build_progress == "")
 
 
 def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_path: Path) -> None:
@@ -190,7 +192,7 @@ def test_a_step_that_takes_longer_than_the_timeout_of_a_group_is_committed_in_th
         """
         import time
         from runtime.groups import communicator
-        communicator.GROUP_TIMEOUT_S = 0.5
+        communicator.MIN_GROUP_TIMEOUT_S = 0.5
 
         class Slow(nn.Linear):
             def forward(self, x):
@@ -223,7 +225,7 @@ def test_a_step_that_takes_longer_than_the_timeout_of_a_group_is_committed_in_th
 
 def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
-    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=True, devices_per_node=2))
+    trainer.send(p.PrepareJob(job_id="job", training=gpt_data(), profile=True, devices_per_node=2))
     prepared = trainer.take(Prepared)
     assert prepared.profile is not None and len(prepared.profile.layers) == 4
     assert [[s.devices for s in layer.split] for layer in prepared.profile.layers] == [[2]] * 4
@@ -232,8 +234,8 @@ def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
 
 def test_the_model_is_described_where_that_is_asked_for(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
-    trainer.send(p.Prepare(job_id="job", training=gpt_data(), profile=False, describe=True))
-    described = trainer.take(p.Described)
+    trainer.send(p.PrepareJob(job_id="job", training=gpt_data(), profile=False, describe=True))
+    described = trainer.take(p.ModelDescribed)
     assert described.job_id == "job"
     assert decode_description(described.description, "it") == ModelDescription(
         aliases={"0.token.weight": ("3.weight",)}
@@ -264,7 +266,7 @@ def test_a_model_that_cannot_be_described_is_trained_all_the_same(cluster: Clust
     )
     (trainer,) = cluster.fork(1)
     data = data_for("mine.py:build", tmp_path)
-    trainer.send(p.Prepare(job_id="job", training=data, profile=False, describe=True))
+    trainer.send(p.PrepareJob(job_id="job", training=data, profile=False, describe=True))
     trainer.take(Prepared)
     eventually(lambda: b"keep no configuration of the model: ArithmeticError: boom" in trainer.output)
     trainer.close()
@@ -277,7 +279,7 @@ def test_a_sleeping_main_thread_shows_in_the_beats(cluster: Cluster) -> None:
     eventually(lambda: trainer.last_beat is not None and trainer.last_beat.waiting)
     cluster.quiesce(trainers)
     cluster.resume(trainers, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),), step=0)
-    trainer.take(p.Stepped)
+    trainer.take(p.TrainerStepped)
     trainer.send(p.Sleep(seconds=3600.0))
 
     def stands_still() -> bool:
@@ -316,7 +318,7 @@ def test_modules_are_loaded_for_all_trainers_unless_they_cannot_be(tmp_path: Pat
     )
     with Cluster("sound", "absent", "broken", "busy", path=tmp_path) as cluster:
         (trainer,) = cluster.fork(1)
-        trainer.send(p.Prepare(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
+        trainer.send(p.PrepareJob(job_id="job", training=data_for("mine.py:build", tmp_path), profile=False))
         assert "KeyError: ['sound']" in trainer.take(p.Raised).detail
 
 
@@ -344,7 +346,7 @@ def test_fifty_reconfigurations_leave_no_threads_and_no_descriptors(cluster: Clu
         report = cluster.quiesce(trainers, mode="boundary")[0]
         step, vote = report.committed_step, report.vote
         cluster.resume(trainers, split, step, vote)
-        trainers[0].take(p.Stepped, step=step + 1)
+        trainers[0].take(p.TrainerStepped, step=step + 1)
         if count == 4:
             before = sizes()
     eventually(

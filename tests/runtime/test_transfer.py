@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from runtime.engine.engine import Engine
-from runtime.groups.communicator import Aborted
+from runtime.groups.communicator import CommunicationAborted
 from runtime.groups.gloo import GlooCommunicator
-from runtime.layers.transfer import Exchange, TransferError, WholeLayers
-from runtime.watch.pace import Pace
+from runtime.layers.transfer import LayerEndpoint, StateExchange, TransferError
+from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TransferData
 from tests.helpers.harness import formed_world
 from tests.helpers.runtime_support import gpt_data
@@ -27,19 +27,19 @@ def pair() -> Iterator[list[GlooCommunicator]]:
 def engine_at(step: int) -> Engine:
     """A trainer that has nothing yet, told to be at ``step``."""
     with torch.random.fork_rng(devices=[]):
-        engine = Engine(gpt_data(), CPU, Pace())
-    engine.settle(step, None)
+        engine = Engine(gpt_data(), CPU, ProgressMonitor())
+    engine.commit_or_discard(step, None)
     return engine
 
 
 def exchange(
     engine: Engine, communicator: GlooCommunicator, transfers: list[TransferData]
-) -> Exchange[TransferData]:
-    return Exchange(
+) -> StateExchange[TransferData]:
+    return StateExchange(
         transfers,
-        packer=WholeLayers(engine.states, engine.complete, engine.parked),
+        endpoint=LayerEndpoint(engine.states, engine.complete_layers, engine.parked),
         communicator=communicator,
-        pace=engine.pace,
+        monitor=engine.monitor,
         device=CPU,
     )
 
@@ -56,7 +56,7 @@ def test_layers_arrive_whole_and_bytes_are_counted(pair: list[GlooCommunicator])
     receiving = exchange(target, pair[1], transfers)
     receiving.run()
     sending.join(60)
-    assert target.complete == {0, 2, 3}
+    assert target.complete_layers == {0, 2, 3}
     assert receiving.received_bytes > sum(source.states.state_bytes(layer) for layer in (0, 2, 3))
     for layer in (0, 2, 3):
         assert target.states.digest(layer) == source.states.digest(layer)
@@ -71,7 +71,7 @@ def test_a_layer_that_was_half_received_is_not_held(pair: list[GlooCommunicator]
     def receive() -> None:
         try:
             receiving.run()
-        except Aborted as error:
+        except CommunicationAborted as error:
             outcome.append(error)
 
     thread = threading.Thread(target=receive)
@@ -86,7 +86,7 @@ def test_a_layer_that_was_half_received_is_not_held(pair: list[GlooCommunicator]
     pair[1].abort()  # The header of layer 1 is there, its payload never comes.
     thread.join(60)
     assert len(outcome) == 1
-    assert target.complete == {0}
+    assert target.complete_layers == {0}
 
 
 def test_impossible_announcements(pair: list[GlooCommunicator]) -> None:

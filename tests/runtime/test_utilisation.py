@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from runtime.layers.model import Model
-from runtime.measuring.profile import measure
-from runtime.measuring.utilisation import count_flops, known_peak_flops, peak_flops
+from runtime.profiling.layer_profile import profile_model
+from runtime.profiling.utilisation import count_flops, known_peak_flops, peak_flops
 from runtime.training import load_training
 from tests.helpers.runtime_support import data_for, gpt_data
 
@@ -48,7 +48,7 @@ def test_a_processor_has_no_peak_unless_the_job_says_so() -> None:
 def test_a_profile_has_the_operations_where_the_peak_is_known() -> None:
     def profile_of(**changes: float) -> tuple[float | None, float | None]:
         data = data_for("mlp.py:build", precision="float32", **changes)
-        profile = measure(Model(load_training(data), data, CPU), data).profile
+        profile = profile_model(Model(load_training(data), data, CPU), data).profile
         return profile.flops, profile.device_peak_flops
 
     data = data_for("mlp.py:build", precision="float32")

@@ -6,13 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.groups.communicator import run_of
-from runtime.layers.world import WorldError, check_world, owners_of_layer, seat_of, talks_of
-from statemachine.messages.trainer import PipelineData, TransferData, WorldData
+from runtime.groups.communicator import member_range
+from runtime.layers.world import (
+    WorldError,
+    check_world,
+    communication_edges,
+    owners_of_layer,
+    rank_assignment,
+)
+from statemachine.messages.trainer import TransferData, WorldData, WorldPipeline
 from tests.helpers.harness import pipeline
 
 
-def world(*pipelines: PipelineData, size: int, transfers: tuple[TransferData, ...] = ()) -> WorldData:
+def world(*pipelines: WorldPipeline, size: int, transfers: tuple[TransferData, ...] = ()) -> WorldData:
     return WorldData(pipelines=pipelines, transfers=transfers, hosts=("127.0.0.1",) * size)
 
 
@@ -25,23 +31,25 @@ GOOD = world(
 
 def test_seats_and_owners() -> None:
     check_world(GOOD, layers=3, microbatches=4)
-    first, second, third, alone = (seat_of(GOOD, rank, 4) for rank in range(4))
+    first, second, third, alone = (rank_assignment(GOOD, rank, 4) for rank in range(4))
     assert first.is_first and not first.is_last and alone.is_first and alone.is_last
-    assert [(r.peer, r.start, r.end) for r in first.following] == [(1, 0, 2), (2, 2, 4)]
-    assert [(r.peer, r.start, r.end) for r in third.previous] == [(0, 0, 2)]
+    assert [(r.peer, r.start, r.end) for r in first.activations_to] == [(1, 0, 2), (2, 2, 4)]
+    assert [(r.peer, r.start, r.end) for r in third.activations_from] == [(0, 0, 2)]
     assert (second.first_row, second.rows, third.first_row, third.rows) == (0, 2, 2, 2)
-    assert (alone.first_microbatch, list(alone.layers), alone.previous) == (3, [0, 1, 2], ())
+    assert (alone.first_microbatch, list(alone.layers), alone.activations_from) == (3, [0, 1, 2], ())
     assert owners_of_layer(GOOD) == {0: (0, 3), 1: (1, 2, 3), 2: (1, 2, 3)}
     with pytest.raises(WorldError, match="rank 7 has no place"):
-        seat_of(GOOD, 7, 4)
+        rank_assignment(GOOD, 7, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
 def test_who_talks_to_whom_is_what_the_seats_say(rows: int) -> None:
     moved = (TransferData(layer=1, source=3, target=1), TransferData(layer=2, source=3, target=1))
     plan = world(*GOOD.pipelines, size=4, transfers=moved)
-    met = {(rank, route.peer) for rank in range(4) for route in seat_of(plan, rank, rows).following}
-    told = talks_of(plan, rows)
+    met = {
+        (rank, route.peer) for rank in range(4) for route in rank_assignment(plan, rank, rows).activations_to
+    }
+    told = communication_edges(plan, rows)
     assert {(one, other) for channel, one, other in told if channel == "activation"} == met
     assert {talk for talk in told if talk[0] != "activation"} == {
         ("state", 1, 3),
@@ -56,16 +64,16 @@ def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, be
         pipeline((0, 1, ranks[:before]), (1, 2, ranks[before:]), first_microbatch=0, microbatches=1),
         size=before + behind,
     )
-    assert [run_of(rows, i, before)[1] for i in range(before - 1)] == [
-        run_of(rows, i, before)[0] for i in range(1, before)
+    assert [member_range(rows, i, before)[1] for i in range(before - 1)] == [
+        member_range(rows, i, before)[0] for i in range(1, before)
     ]
     sent: list[tuple[int, int, int, int]] = []
     received: list[tuple[int, int, int, int]] = []
     for rank in ranks:
-        seat = seat_of(plan, rank, rows)
-        for route in seat.following:
+        seat = rank_assignment(plan, rank, rows)
+        for route in seat.activations_to:
             sent.append((rank, route.peer, seat.first_row + route.start, seat.first_row + route.end))
-        for route in seat.previous:
+        for route in seat.activations_from:
             received.append((route.peer, rank, seat.first_row + route.start, seat.first_row + route.end))
     assert sorted(sent) == sorted(received)
     spans = sorted((start, end) for _, _, start, end in sent)

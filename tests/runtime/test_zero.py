@@ -40,7 +40,7 @@ ALONE = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),
     [(THREE_AND_TWO, 5, "aor"), (SPLIT_ROWS, 6, "aor"), (ALONE, 2, "none")],
 )
 def test_losses_do_not_depend_on_the_layout(
-    cluster: Cluster, pipelines: tuple[p.PipelineData, ...], ranks: int, protection: str
+    cluster: Cluster, pipelines: tuple[p.WorldPipeline, ...], ranks: int, protection: str
 ) -> None:
     job = data(steps=5, arguments={"dropout": 0.1})
     expected, _ = reference_run(load(job), job, 5)
@@ -76,7 +76,7 @@ def test_kills_and_joins_with_replicas(cluster: Cluster) -> None:
 
     def watch(trainer: TrainerHandle, last: int) -> None:
         while min(last, steps) not in seen:
-            stepped = trainer.take(p.Stepped)
+            stepped = trainer.take(p.TrainerStepped)
             seen[stepped.step] = stepped.vote.loss
 
     watch(trainers[0], 3)

@@ -12,7 +12,7 @@ from runtime.training import TrainingError
 from runtime.zero import sharding as sharding_module
 from runtime.zero.parts import PartsError
 from statemachine.messages import trainer as p
-from storage.staged import write_whole
+from storage.staged import write_staged_payload
 from tests.helpers.fleet import Fleet, report_of
 from tests.helpers.harness import pipeline
 from tests.helpers.reference import load, reference_run
@@ -72,7 +72,7 @@ def test_with_replicas_a_death_rolls_nothing_back(
         left = [engine for number, engine in enumerate(fleet.engines) if number != 2]
         assert fleet.enter(left, TWO_AND_TWO) == committed + 3 + (phase in (behind_vote, in_gather))
         fleet.steps(STEPS - fleet.engines[0].committed_step)
-        digests = [engine.digests() for engine in fleet.engines]
+        digests = [engine.compute_digests() for engine in fleet.engines]
         assert digests[0] | digests[1] == digests[2] | digests[3]
         assert [fleet.losses[step] for step in range(1, STEPS + 1)] == pytest.approx(expected, rel=1e-9)
 
@@ -120,7 +120,7 @@ def test_whole_layers_out_of_files_are_shared_out(tmp_path: Path, expected: list
         fleet.steps(3)
         for layer in range(4):
             header, payload = fleet.engines[0].states.pack(layer)
-            write_whole(tmp_path, layer, header, payload.numpy().tobytes())
+            write_staged_payload(tmp_path, layer, header, payload.numpy().tobytes())
     with Fleet(job(), 4) as fleet:
         fleet.restore, fleet.restore_step = str(tmp_path), 3
         assert fleet.enter(fleet.engines, TWO_AND_TWO) == 3
@@ -190,10 +190,10 @@ def test_replicas_are_their_owners_bit_for_bit(
             assert all(result.diverged == () for result in fleet.steps(1))
         assert [fleet.losses[step] for step in range(1, 5)] == pytest.approx(expected, rel=1e-5)
         assert_replicas_agree(fleet)
-        before = [engine.digests() for engine in fleet.engines]
+        before = [engine.compute_digests() for engine in fleet.engines]
         spoil(fleet)
         assert all(result.vote.skipped and not result.diverged for result in fleet.steps(1))
-        assert [engine.digests() for engine in fleet.engines] == before
+        assert [engine.compute_digests() for engine in fleet.engines] == before
         fleet.engines[0]._gradients.__dict__.pop("squared_norm")
         assert not any(result.vote.skipped for result in fleet.steps(2))
         assert_replicas_agree(fleet)
@@ -211,8 +211,8 @@ def assert_replicas_agree(fleet: Fleet) -> None:
     own, replicas = {}, {}
     for engine in fleet.engines:
         assert engine.sharding is not None
-        engine.sharding.parts()
-        for part in engine.sharding.states.kept:
+        engine.sharding.held_parts()
+        for part in engine.sharding.states.held:
             target = replicas if part.replica else own
             target[part.layer, part.start] = engine.sharding.states.digest(part)
             assert all(one.state for one in part.slices)
@@ -240,7 +240,7 @@ def test_a_replica_that_differs_is_told_and_made_anew(
         # A thread that ended is no replica; the next check makes another.
         sharding.replica._apply = lambda options: 1 / 0  # type: ignore[method-assign,assignment]
         fleet.steps(1)
-        assert not any(part.replica for part in sharding.parts())
+        assert not any(part.replica for part in sharding.held_parts())
         assert [one.layer for one in fleet.steps(1)[3].diverged] == [1, 2]
         assert_replicas_agree(fleet)
 

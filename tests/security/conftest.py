@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.faults.sim.run import run_seed
+from ftd.faults.sim.simulation_run import run_seed
 from ftd.transport.wire import codec
 from statemachine.agent.events import CommandArrived
 from statemachine.agent.machine import AgentMachine

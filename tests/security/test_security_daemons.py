@@ -20,14 +20,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from ftd.local.fleet import private_directory, shared_memory
+from ftd.local.child_processes import private_directory, shared_memory
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.mosquitto import await_listening, find_mosquitto, free_port, mosquitto_command
 from ftd.transport.wire.codec import MAX_COMMAND_BYTES, MAX_PAYLOAD_BYTES
 from ftd.transport.wire.public import StatusRequest
 from ftd.transport.wire.topics import Topics
-from runtime.groups.store import Connection, Rendezvous, StoreError
+from runtime.groups.store import Rendezvous, StoreConnection, StoreError
 from runtime.wire import frames, store_protocol
 from tests.helpers.fuzzing import deep, garbled, seeded, twisted
 from tests.helpers.listening import Door, answer, documented, doors_of, refusal, undocumented
@@ -217,15 +217,15 @@ def test_http_doors_let_nobody_in_whatever_he_says(lab: Lab, name: str, port: st
 
 
 def test_a_rendezvous_takes_no_other_secret_no_old_proof_and_no_nonsense(lab: Lab) -> None:
-    door = lab.door("node", "StoreRefused")
+    door = lab.door("node", "StoreRejected")
     there = {"host": "127.0.0.1", "port": door.port}
-    current = Connection(Rendezvous(**there, token=SECRET, generation=7), 0, PATIENCE_S)
-    current.ask(store_protocol.StoreSet(key="k", value=b"v"))
+    current = StoreConnection(Rendezvous(**there, token=SECRET, generation=7), 0, PATIENCE_S)
+    current.request(store_protocol.StoreSet(key="k", value=b"v"))
     with pytest.raises(StoreError, match="wrong secret"):
-        Connection(Rendezvous(**there, token="guess", generation=8), 0, PATIENCE_S)
+        StoreConnection(Rendezvous(**there, token="guess", generation=8), 0, PATIENCE_S)
     with pytest.raises(StoreError, match="generation 6 is over"):
-        Connection(Rendezvous(**there, token=SECRET, generation=6), 0, PATIENCE_S)
-    heard_on_the_wire = store_protocol.proof_of(SECRET, 7)
+        StoreConnection(Rendezvous(**there, token=SECRET, generation=6), 0, PATIENCE_S)
+    heard_on_the_wire = store_protocol.make_proof(SECRET, 7)
     for generation in (8, 2**63):
         replayed = store_protocol.StoreHello(proof=heard_on_the_wire, generation=generation, rank=0)
         assert b"wrong secret" in answer(door, frames.encode(replayed))
@@ -234,19 +234,19 @@ def test_a_rendezvous_takes_no_other_secret_no_old_proof_and_no_nonsense(lab: La
         wrong = garbled(rng, frames.encode(store_protocol.StoreSet(key="another", value=b"x")))
         answer(door, (hello + wrong) if rng.random() < 0.5 else wrong, patience_s=0.05)
     answer(door, (1 << 19).to_bytes(4, "big") + b"x" * 5000, patience_s=0.2)
-    assert current.ask(store_protocol.StoreGet(keys=("k",), timeout_s=1.0)) == (b"v",)
+    assert current.request(store_protocol.StoreGet(keys=("k",), timeout_s=1.0)) == (b"v",)
     current.close()
-    assert lab.metric("node", "ftd_node_rendezvous_refused_total") > 20
-    assert lab.daemons["node"].said.count('"rendezvous_refused"') <= 2
+    assert lab.metric("node", "ftd_node_rendezvous_rejected_total") > 20
+    assert lab.daemons["node"].said.count('"rendezvous_rejected"') <= 2
 
 
 def test_strangers_who_say_nothing_keep_no_trainer_out(lab: Lab) -> None:
-    door = lab.door("node", "StoreRefused")
+    door = lab.door("node", "StoreRejected")
     with contextlib.ExitStack() as stack:
         for _ in range(400):
             stack.enter_context(socket.create_connection(("127.0.0.1", door.port), PATIENCE_S))
         rendezvous = Rendezvous(host="127.0.0.1", port=door.port, token=SECRET, generation=9)
-        Connection(rendezvous, 0, PATIENCE_S).close()
+        StoreConnection(rendezvous, 0, PATIENCE_S).close()
 
 
 # --- topics --------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
             history = await client.history()
             assert not [e for e in history if e["event"] in ("RolledBack", "JobSubmitted", "ChaosInjected")]
             deadline = time.monotonic() + PATIENCE_S
-            while not any(e["details"].get("held_back", 0) > 1 for e in history):
+            while not any(e["details"].get("suppressed", 0) > 1 for e in history):
                 assert time.monotonic() < deadline, "refusals are told one by one"
                 # How many were held back is told with the next one.
                 session.publish(T.request, b"\x91")
@@ -325,7 +325,7 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
 
     asyncio.run(scene())
     for name in ("coordinator", "node"):
-        assert lab.metric(name, "ftd_messages_refused_total") > 50
+        assert lab.metric(name, "ftd_messages_rejected_total") > 50
     until(lambda: "host-a" in state_of(lab)["nodes"], "the node is still known", lab.daemons["coordinator"])
 
 

@@ -17,7 +17,7 @@ from ftd.config.job import job_from_data, load_job_data, profile_from_data
 from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError, FtdError, JournalError, WireError
 from ftd.faults.chaos.scenario import load_scenario
-from ftd.faults.sim.run import run_seed
+from ftd.faults.sim.simulation_run import run_seed
 from ftd.snapshots.shards.protocol import NodeManifest
 from ftd.transport.wire import checking, codec, contract_examples
 from ftd.transport.wire.public import (
@@ -41,10 +41,10 @@ from statemachine.messages import trace as trace_protocol
 from statemachine.messages import trainer as protocol
 from statemachine.timing import Timing
 from storage.checkpoint import CheckpointStore
-from storage.errors import DamagedError, StorageError
+from storage.errors import CorruptDataError, StorageError
 from storage.image import GroupImage, LayerImage
 from storage.layerstate import decode_header
-from storage.manifest import Manifest, Part, check_parts, decode_record, digest_of
+from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, decode_record, digest_of
 from tests.helpers.fuzzing import deep, garbled, seeded, survives, twisted
 from tests.helpers.kept_snapshots import make_layer
 from tests.helpers.wire_messages import Wire, folded
@@ -166,7 +166,7 @@ FRAMES: list[tuple[Any, list[Any]]] = [
     ),
     (store_protocol.StoreReply, [store_protocol.StoreValues(values=(b"1", b"2"))]),
     (protocol.Report, [protocol.Raised(where="step", detail="Traceback"), trace()]),
-    (protocol.Greeting, [protocol.Attached(device=0, pid=7), protocol.Output(device=0, pid=7)]),
+    (protocol.FirstFrame, [protocol.Attached(device=0, pid=7), protocol.Output(device=0, pid=7)]),
     (zygote_protocol.ZygoteNotice, [zygote_protocol.Spawned(device=0, pid=7)]),
 ]  # fmt: skip
 
@@ -274,8 +274,10 @@ def group_image() -> GroupImage:
 
 def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
     data = np.arange(100, dtype=np.uint8)
-    part = Part.of("group-0/shard", 0, data)
-    manifest = Manifest(job_id="j", step=5, generation=1, slot=0, parts=(part,), layout={"groups": []})
+    part = SnapshotPart.of("group-0/shard", 0, data)
+    manifest = SnapshotManifest(
+        job_id="j", step=5, generation=1, slot=0, parts=(part,), layout={"groups": []}
+    )
     body = msgspec.json.encode(NodeManifest(manifests=(manifest,)))
     image, header = group_image().to_bytes(), make_layer(3, [40, 100]).header
 
@@ -296,9 +298,9 @@ def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
                 if rng.random() < 0.5
                 else form.encode(twisted(rng, form.decode(original)))
             )
-            survives(read, wrong, (DamagedError,))
+            survives(read, wrong, (CorruptDataError,))
         for nested in (deep(b"["), deep(b"\x91"), b""):
-            assert not survives(read, nested, (DamagedError,))
+            assert not survives(read, nested, (CorruptDataError,))
 
 
 def test_checkpoints_made_wrong_are_passed_over(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import pytest
 
 from ftd.faults.chaos.scenario import load_scenario
-from ftd.faults.sim.scenario import ScenarioWorld
-from ftd.faults.sim.setting import setting_of
+from ftd.faults.sim.scenario import ScenarioSimulation
+from ftd.faults.sim.scenario_setup import make_scenario_setup
 from statemachine.effects import EmitEvent
 from statemachine.messages.cluster import FromNode, ToNode, ToNodes
 
@@ -48,8 +48,8 @@ COST_S = 2.0
 LATE_S = 1.0
 KINDS = (
     "Hello", "Heartbeat", "Prepared", "Quiesced", "Resumed", "Stepped", "TrainerLost", "Finished", "Leaving",
-    "Snapping", "SnapshotCompleted", "LayersPersisted", "Prepare", "Quiesce", "Resume", "Stop", "Released",
-    "Snap", "KeepSnapshot", "Persist",
+    "SnapshotStarted", "SnapshotCompleted", "LayersPersisted", "Prepare", "Quiesce", "Resume", "Stop", "Release",
+    "TakeSnapshot", "RetainSnapshot", "Persist",
 )  # fmt: skip
 
 
@@ -63,7 +63,9 @@ class Life:
         path = directory / "scenario.toml"
         path.write_text(SCENARIO.format(job=EXAMPLES / "chaos-job.toml"))
         scenario = load_scenario(path)
-        self.world = ScenarioWorld(scenario, setting_of(scenario, None, None, path.name), seed=3)
+        self.world = ScenarioSimulation(
+            scenario, make_scenario_setup(scenario, None, None, path.name), seed=3
+        )
         self.met: dict[str, int] = {}
         self.commits: list[float] = []
         self.ended = ""
@@ -100,7 +102,7 @@ class Life:
             case "repeated":
                 real(*others, message)
             case "late":
-                self.world.world.at(LATE_S, real, *others, message)
+                self.world.world.call_later(LATE_S, real, *others, message)
                 return
         real(*others, message)
 

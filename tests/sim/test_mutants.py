@@ -16,25 +16,25 @@ from msgspec import structs
 from ftd.coordinator import coordinator, leadership
 from ftd.coordinator.events import EventStream
 from ftd.coordinator.journal import Journal
-from ftd.coordinator.leadership import FollowerSession, Leadership, Restored, Takeover
+from ftd.coordinator.leadership import FollowerSession, InitialLead, Leadership, Takeover
 from ftd.driver import Driver
-from ftd.faults.sim import faults, plans, run
+from ftd.faults.sim import faults, plans, simulation_run
 from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.faults import fill_disk, power_cut
-from ftd.faults.sim.network import TOPICS, Network
-from ftd.faults.sim.run import run_seed
-from ftd.faults.sim.simulation import Leaning, Simulation
+from ftd.faults.sim.network import TOPICS, SimNetwork
+from ftd.faults.sim.simulation import SeedOverrides, Simulation
+from ftd.faults.sim.simulation_run import run_seed
 from ftd.faults.sim.trainers import SimTrainer
 from ftd.transport.wire.checking import encode_event
-from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.coordinator_messages import JournalCopy
 from planner.changes.parts import part_needs
 from statemachine.agent import commands as agent_commands
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.cluster import (
     boundaries,
-    ledger,
     machine,
     membership,
+    progress,
     recovery,
     rollback,
     rules,
@@ -42,17 +42,17 @@ from statemachine.cluster import (
     trainers,
 )
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.promises import promised
+from statemachine.cluster.durable.durability import durability_key
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Decision, Reports, Resumption
 from statemachine.cluster.snapshots import persisting, snapshots
-from statemachine.cluster.state import Cluster, Ledger
+from statemachine.cluster.state import Cluster, TrainingProgress
 from statemachine.effects import Effect, PersistState
 from statemachine.election import machine as election
 from statemachine.election.leadership import LeaderSessionOpened
 from statemachine.election.machine import ElectionMachine
 from statemachine.messages.cluster import Prepare, Resume, ToNode, ToNodes
-from statemachine.messages.trainer import Snapped
+from statemachine.messages.trainer import ShardWritten
 from statemachine.messages.values import ClusterPhase, CommittedStep, Evaluation, QuiesceMode, Snapshot
 from tests.sim.test_worst_moments import BEHIND_A_SAVE, amid
 
@@ -63,15 +63,15 @@ SHARDED = range(1, 3 * SEEDS, 3)
 EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
 """Around commits: some have the gradients, some have applied them."""
 real_decide = rules.decide
-real_go_on = EventStream.go_on
+real_go_on = EventStream.publish_unacknowledged
 
 
 def found(
-    expected: str, seeds: Sequence[int] = range(SEEDS), leaning: Leaning | None = None
+    expected: str, seeds: Sequence[int] = range(SEEDS), leaning: SeedOverrides | None = None
 ) -> tuple[int, str]:
     """The first seed that finds the bug, and what it says."""
     for seed in seeds:
-        violation = run_seed(seed, leaning=leaning).violation
+        violation = run_seed(seed, overrides=leaning).violation
         if violation is not None and expected in violation:
             return seed, violation
     raise AssertionError(f"{len(seeds)} seeds did not find the planted bug ({expected!r})")
@@ -138,13 +138,13 @@ def test_a_broken_roll_forward_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Decision], expected: str
 ) -> None:
     monkeypatch.setattr(recovery, "decide", mutant)
-    found(expected, leaning=Leaning(at_commits=EXITS))
+    found(expected, leaning=SeedOverrides(at_commits=EXITS))
 
 
 def test_gradients_taken_for_layers_that_have_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_by_gradients", lambda _, report, *others: frozenset(report.held))
     exits = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 5))
-    found("layer", range(2 * SEEDS), Leaning(zero1=False, checkpoints=False, at_commits=exits))
+    found("layer", range(2 * SEEDS), SeedOverrides(zero1=False, checkpoints=False, at_commits=exits))
 
 
 def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
     strikes = tuple(
         (name, faults.raise_in_trainer, 1) for name in ("StepCommitted", "Quiesced", "TrainerLost")
     )
-    found("taken for the job's", leaning=Leaning(strikes=strikes))
+    found("taken for the job's", leaning=SeedOverrides(strikes=strikes))
 
 
 def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan_in_words: Any) -> None:
@@ -194,7 +194,7 @@ def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
         session.publish(stream._topic, encode_event(message))
 
     monkeypatch.setattr(EventStream, "_publish", publish)
-    found("and never told", leaning=Leaning(coordinators=2))
+    found("and never told", leaning=SeedOverrides(coordinators=2))
 
 
 def test_events_that_are_decided_after_the_journal_is_written_are_found(
@@ -205,7 +205,7 @@ def test_events_that_are_decided_after_the_journal_is_written_are_found(
     crashes = tuple(
         (name, amid, passed) for name in ("GenerationStarted", "Quiesced") for passed in (0, 1, 2)
     )
-    found("", leaning=Leaning(coordinators=1, strikes=crashes))
+    found("", leaning=SeedOverrides(coordinators=1, strikes=crashes))
 
 
 def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +215,7 @@ def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest
     monkeypatch.setattr(Journal, "save", save)
     monkeypatch.setattr(Journal, "reserve", lambda self, generation: None)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("", leaning=Leaning(coordinators=1, strikes=strikes))
+    found("", leaning=SeedOverrides(coordinators=1, strikes=strikes))
 
 
 def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_follower_that_ends_with_a_full_disk_is_found(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(FollowerSession, "_take", take)
     full = tuple(("StepCommitted", fill_disk, passed) for passed in (1, 5))
-    found("no progress after the healing", leaning=Leaning(coordinators=1, strikes=full))
+    found("no progress after the healing", leaning=SeedOverrides(coordinators=1, strikes=full))
 
 
 def test_a_driver_that_forgets_events_of_the_same_moment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_foun
 ) -> None:
     monkeypatch.setattr(leadership, "beyond", lambda state, floor: state)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("was used twice", leaning=Leaning(coordinators=1, strikes=strikes))
+    found("was used twice", leaning=SeedOverrides(coordinators=1, strikes=strikes))
 
 
 def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_found(
@@ -261,10 +261,10 @@ def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_foun
 ) -> None:
     """Whom they left behind is then taken for one of them, with gradients of another plan; or what they have
     is taken for lost, or for undone."""
-    monkeypatch.setattr(coordinator, "promised", lambda journal: promised(journal)[:-1])
+    monkeypatch.setattr(coordinator, "durability_key", lambda journal: durability_key(journal)[:-1])
     cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
     strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
-    leaning = Leaning(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
+    leaning = SeedOverrides(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
     found("", range(20, SEEDS), leaning)
 
 
@@ -278,14 +278,14 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
 
     real = ElectionMachine._opened
     monkeypatch.setattr(ElectionMachine, "_opened", seated)
-    found("in which another one led", leaning=Leaning(coordinators=3))
+    found("in which another one led", leaning=SeedOverrides(coordinators=3))
 
 
 def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Network, "fences", property(lambda _: False, lambda _, value: None), raising=False)
+    monkeypatch.setattr(SimNetwork, "fences", property(lambda _: False, lambda _, value: None), raising=False)
     blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
-    found("generation", leaning=Leaning(coordinators=3, strikes=strikes))
+    found("generation", leaning=SeedOverrides(coordinators=3, strikes=strikes))
 
 
 def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
@@ -293,7 +293,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
 ) -> None:
     """It uses generations again that the leader started meanwhile; or another one there has a newer one."""
     with monkeypatch.context() as patch:
-        patch.setattr(durable, "unseen", lambda journal, incarnation: journal)
+        patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
         found("was used twice", leaning=BEHIND_A_SAVE)
     monkeypatch.setattr(election, "outdone", lambda newest, others: False)
     found("which is there, has", leaning=BEHIND_A_SAVE)
@@ -303,7 +303,7 @@ def test_an_order_to_build_that_is_lost_and_not_repeated_is_found(monkeypatch: p
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
-    found("to build", leaning=Leaning(rarer=False, strikes=(*lossy, *submitted)))
+    found("to build", leaning=SeedOverrides(rarer=False, strikes=(*lossy, *submitted)))
 
 
 def renewed_and_lost(sim: Simulation) -> None:
@@ -312,7 +312,7 @@ def renewed_and_lost(sim: Simulation) -> None:
 
     def again(coordinator: SimCoordinator, after_s: float) -> None:
         coordinator.crash()
-        sim.world.at(after_s, coordinator.restart)
+        sim.world.call_later(after_s, coordinator.restart)
 
     def black_out() -> None:
         sim.network.stop_broker(0.3)
@@ -322,9 +322,9 @@ def renewed_and_lost(sim: Simulation) -> None:
     new, old = sim.coordinator, next(one for one in sim.coordinators if one is not sim.coordinator)
     new.crash()
     new.edition = 1
-    sim.world.at(0.5, new.restart)
-    sim.world.at(4.0, again, old, 1.0)
-    sim.world.at(9.0, black_out)
+    sim.world.call_later(0.5, new.restart)
+    sim.world.call_later(4.0, again, old, 1.0)
+    sim.world.call_later(9.0, black_out)
 
 
 @pytest.mark.parametrize("mutant", ["check", "bar"])
@@ -333,12 +333,12 @@ def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
 ) -> None:
     """It takes what it cannot read for nothing; or forgets with its process that there was such a journal."""
     if mutant == "check":
-        begin, keep = Takeover.begin, Takeover.keep
+        begin, keep = Takeover.begin, Takeover.save_copy
 
         def unread(self: Takeover, copy: JournalCopy) -> bool:
             return bool(self._unreadable(copy.schema, copy.protocol, copy.version))
 
-        def begin_without(self: Takeover, copy: JournalCopy | None, incarnation: int) -> Restored:
+        def begin_without(self: Takeover, copy: JournalCopy | None, incarnation: int) -> InitialLead:
             return begin(self, None if copy is not None and unread(self, copy) else copy, incarnation)
 
         monkeypatch.setattr(Takeover, "check", lambda self, copy: "")
@@ -346,11 +346,11 @@ def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
             Takeover, "keep", lambda self, copy: "" if unread(self, copy) else keep(self, copy)
         )
         monkeypatch.setattr(Takeover, "begin", begin_without)
-        found("", range(20, 220), Leaning(coordinators=3, upgrades=True))
+        found("", range(20, 220), SeedOverrides(coordinators=3, upgrades=True))
         return
-    monkeypatch.setattr(run, "HEAL_S", 70.0)
-    lost = Leaning(coordinators=2, upgrades=False, strikes=(("StepCommitted", renewed_and_lost, 2),))
-    assert [run_seed(seed, leaning=lost).violation for seed in range(3)] == [None] * 3
+    monkeypatch.setattr(simulation_run, "HEAL_S", 70.0)
+    lost = SeedOverrides(coordinators=2, upgrades=False, strikes=(("StepCommitted", renewed_and_lost, 2),))
+    assert [run_seed(seed, overrides=lost).violation for seed in range(3)] == [None] * 3
 
     def bar(self: Journal, position: tuple[int, int], schema: int, protocol: int, version: str) -> None:
         self._foreign = position, (schema, protocol, version)
@@ -373,7 +373,7 @@ def test_a_standby_that_takes_the_leader_s_clock_for_its_own_is_found(
 
     monkeypatch.setattr(Journal, "save_copy", save_copy)
     crashes = tuple(("SnapshotCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
-    found("takes the newest snapshot to be", leaning=Leaning(coordinators=2, strikes=crashes))
+    found("takes the newest snapshot to be", leaning=SeedOverrides(coordinators=2, strikes=crashes))
 
 
 def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: 
 
     real = Leadership.publish
     monkeypatch.setattr(Leadership, "publish", publish)
-    found("published before it was persisted", leaning=Leaning(coordinators=2))
+    found("published before it was persisted", leaning=SeedOverrides(coordinators=2))
 
 
 def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,14 +412,14 @@ def test_a_node_that_obeys_what_is_for_others_is_found(
 
     monkeypatch.setattr(ToNodes, "addressed", addressed)
     restarts = tuple(("GenerationStarted", faults.crash_node, passed) for passed in (0, 1))
-    found(expected, leaning=Leaning(strikes=restarts))
+    found(expected, leaning=SeedOverrides(strikes=restarts))
 
 
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "may_return", lambda c, node: True)
     monkeypatch.setattr(recovery, "trusted", lambda *everything: True)
     cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
-    found("", leaning=Leaning(coordinators=1, strikes=(*cuts, ("NodeLost", faults.exit_trainer, 0))))
+    found("", leaning=SeedOverrides(coordinators=1, strikes=(*cuts, ("NodeLost", faults.exit_trainer, 0))))
 
 
 def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +441,7 @@ def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: 
     real = agent_commands.hello
     monkeypatch.setattr(agent_commands, "hello", hello)
     outages = tuple((name, faults.restart_broker, 0) for name in ("Quiesced", "PlanChosen", "NodeLost"))
-    found("no progress after the healing", leaning=Leaning(strikes=outages))
+    found("no progress after the healing", leaning=SeedOverrides(strikes=outages))
 
 
 def test_a_snapshot_that_is_kept_before_it_is_complete_everywhere_is_found(
@@ -473,11 +473,11 @@ def test_a_snapshot_that_is_kept_before_it_is_durable_is_found(monkeypatch: pyte
 
 def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up(c: Cluster, why: str) -> None:
-        underway = c.keeping.underway
+        underway = c.snapshots.pending
         if underway is not None and underway.completed and c.resumption is not None and c.job is not None:
             one = next(iter(underway.completed.values()))
             groups = snapshots.groups_of(c.resumption.plan, c.resumption.protection)
-            c.keeping.newest = Snapshot(
+            c.snapshots.newest = Snapshot(
                 step=one.step, generation=one.generation, vote=one.vote, groups=groups
             )
         real(c, why)
@@ -488,7 +488,7 @@ def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest
 
 
 def test_a_rollback_that_forgets_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "roll_back", lambda self, step, vote: None)
+    monkeypatch.setattr(TrainingProgress, "roll_back", lambda self, step, vote: None)
     found("of which no snapshot is complete")
 
 
@@ -509,7 +509,7 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     monkeypatch.setattr(
         signals, "take_acknowledgement", lambda c, node, signal: None
     )  # It would be found out.
-    found("no progress after the healing", leaning=Leaning(duplicates=0.1))
+    found("no progress after the healing", leaning=SeedOverrides(duplicates=0.1))
 
 
 def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
@@ -537,9 +537,9 @@ def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest
 def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def wrote(a: agent_commands.Agent, device: int, report: Snapped) -> None:
+    def wrote(a: agent_commands.Agent, device: int, report: ShardWritten) -> None:
         real(a, device, report)
-        underway = a.underway
+        underway = a.local_snapshot
         if underway is not None and underway.written is not None and underway.completed is None:
             agent_snapshots.complete(a, underway.written)
 
@@ -551,7 +551,7 @@ def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
 def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
-    alone = Leaning(zero1=False, protection="aec+buddy", checkpoints=False, strikes=crashes)
+    alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, strikes=crashes)
     found("and buddies of", leaning=alone)
 
 
@@ -571,13 +571,13 @@ def test_a_coordinator_that_forgets_whom_it_needs_or_nobody_is_found(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Callable[..., Any], expected: str
 ) -> None:
     monkeypatch.setattr(module, name, mutant)
-    found(expected, leaning=Leaning(churn=True))
+    found(expected, leaning=SeedOverrides(churn=True))
 
 
 # --- evaluations ------------------------------------------------------------------------------------
 
 
-EVALUATED = Leaning(
+EVALUATED = SeedOverrides(
     evaluations=True,
     strikes=tuple(
         (name, faults.exit_trainer, passed) for name in ("Evaluated", "StepCommitted") for passed in (1, 3)
@@ -588,7 +588,7 @@ EVALUATED = Leaning(
 
 def test_an_evaluation_that_counts_as_reported_before_it_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
-        c.ledger.evaluated = max(c.ledger.evaluated, step)
+        c.progress.evaluated = max(c.progress.evaluated, step)
 
     monkeypatch.setattr(recovery, "learn_evaluation", learn)
     found("came, and Evaluated", leaning=EVALUATED)
@@ -597,10 +597,10 @@ def test_an_evaluation_that_counts_as_reported_before_it_is_is_found(monkeypatch
 def test_an_evaluation_whose_report_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def tell(c: Cluster) -> None:
         real(c)
-        c.ledger.evaluated = 0
+        c.progress.evaluated = 0
 
-    real = ledger._tell_evaluation
-    monkeypatch.setattr(ledger, "_tell_evaluation", tell)
+    real = progress._tell_evaluation
+    monkeypatch.setattr(progress, "_tell_evaluation", tell)
     found("came twice", leaning=EVALUATED)
 
 
@@ -644,7 +644,7 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
 
 def test_parts_whose_gradients_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything, **more: ())
-    found("live trainers hold all", leaning=Leaning(zero1=True, protection="aor", at_commits=EXITS))
+    found("live trainers hold all", leaning=SeedOverrides(zero1=True, protection="aor", at_commits=EXITS))
 
 
 def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
@@ -670,31 +670,31 @@ def test_a_checkpoint_that_is_committed_before_every_layer_is_written_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persisting, "all_written", lambda writing: True)
-    found("is committed with layers", leaning=Leaning(checkpoints=True))
+    found("is committed with layers", leaning=SeedOverrides(checkpoints=True))
 
 
 def test_a_snapshot_that_goes_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "pinned", lambda c, record: 0)
-    found("while it is persisted", leaning=Leaning(checkpoints=True))
+    found("while it is persisted", leaning=SeedOverrides(checkpoints=True))
 
 
 def test_a_coordinator_that_forgets_what_it_wrote_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_persisting", lambda c: {})
     crashes = tuple(("CheckpointCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
-    found("checkpoint", leaning=Leaning(zero1=False, checkpoints=True, strikes=crashes))
+    found("checkpoint", leaning=SeedOverrides(zero1=False, checkpoints=True, strikes=crashes))
 
 
 def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def search(c: Cluster, reason: str) -> bool:
-        c.persisting.spoiled.clear()
+        c.checkpoints.corrupt_steps.clear()
         return real(c, reason)
 
     real = rollback.search
     monkeypatch.setattr(rollback, "search", search)
     strikes = tuple(("CheckpointCompleted", f, 0) for f in (faults.damage_checkpoint, faults.lose_all_memory))
-    found("no progress after the healing", leaning=Leaning(checkpoints=True, strikes=strikes))
+    found("no progress after the healing", leaning=SeedOverrides(checkpoints=True, strikes=strikes))
 
 
 def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -702,7 +702,7 @@ def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatc
     closed = tuple((name, faults.close_place, passed) for name, passed in (*moments, ("NodeJoined", 6)))
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
     monkeypatch.setattr(rollback, "_refused", lambda c: False)
-    found("sound checkpoints", range(2 * SEEDS), Leaning(checkpoints=True, strikes=(lost, *closed)))
+    found("sound checkpoints", range(2 * SEEDS), SeedOverrides(checkpoints=True, strikes=(lost, *closed)))
 
 
 # --- bits that change in memory ----------------------------------------------------------------------
@@ -711,7 +711,10 @@ def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatc
 def test_a_damaged_part_that_is_asked_for_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
     strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.damage_shards, faults.fail_all_trainers))
-    found("no progress after the healing", leaning=Leaning(protection="none", zero1=False, strikes=strikes))
+    found(
+        "no progress after the healing",
+        leaning=SeedOverrides(protection="none", zero1=False, strikes=strikes),
+    )
 
 
 def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,4 +723,4 @@ def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.Mo
         snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
     )
     strikes = (("SnapshotCompleted", faults.damage_shard, 1),)
-    found("others hold what it takes", leaning=Leaning(protection="aec", zero1=False, strikes=strikes))
+    found("others hold what it takes", leaning=SeedOverrides(protection="aec", zero1=False, strikes=strikes))

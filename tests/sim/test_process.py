@@ -29,8 +29,8 @@ def test_a_frozen_process_runs_what_came_meanwhile_when_it_thaws() -> None:
     came: list[tuple[str, float]] = []
     loop.call_later(1.0, lambda: came.append(("timer", world.now)))
     loop.freeze()
-    world.at(2.0, loop.enter, lambda: came.append(("message", world.now)))
-    world.at(3.0, loop.thaw)
+    world.call_later(2.0, loop.enter, lambda: came.append(("message", world.now)))
+    world.call_later(3.0, loop.thaw)
     world.run(10.0)
     assert sorted(came) == [("message", 3.0), ("timer", 3.0)]
 
@@ -48,8 +48,8 @@ def test_a_killed_process_runs_nothing_and_leaves_no_task() -> None:
             came.append("ended")
 
     task = loop.create_task(work())
-    world.at(1.0, loop.kill)
-    world.at(2.0, loop.enter, came.append, "message")
+    world.call_later(1.0, loop.kill)
+    world.call_later(2.0, loop.enter, came.append, "message")
     world.run(10.0)
     assert task.cancelled() and came == ["ended"]
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.errors import ConfigurationError
-from ftd.faults.chaos.player import Played
-from ftd.faults.chaos.report import json_of, junit_of, text_of
+from ftd.faults.chaos.player import ScenarioResult
+from ftd.faults.chaos.report import build_document, render_junit, render_text
 from ftd.faults.chaos.scenario import load_scenario, parse_scenario
-from ftd.faults.sim.scenario import play
-from ftd.faults.sim.setting import setting_of, unsupported
+from ftd.faults.sim.scenario import play_simulated
+from ftd.faults.sim.scenario_setup import make_scenario_setup, unsupported_faults
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.events import NodeVanished
 
@@ -23,21 +23,21 @@ SCENARIOS = sorted((EXAMPLES / "chaos").glob("*.toml"))
 SEEDS = range(3)
 
 
-def played(path: Path, seed: int) -> Played:
+def played(path: Path, seed: int) -> ScenarioResult:
     scenario = load_scenario(path)
-    return play(scenario, setting_of(scenario, None, None, path.name), seed)[0]
+    return play_simulated(scenario, make_scenario_setup(scenario, None, None, path.name), seed)[0]
 
 
 def supported(path: Path) -> bool:
     scenario = load_scenario(path)
-    return not unsupported(scenario, setting_of(scenario, None, None, path.name))
+    return not unsupported_faults(scenario, make_scenario_setup(scenario, None, None, path.name))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_the_library_meets_its_expectations_in_the_simulator(path: Path) -> None:
     for seed in SEEDS:
         found = played(path, seed)
-        assert found.met, text_of(found)
+        assert found.met, render_text(found)
 
 
 def test_all_of_the_library_can_be_simulated() -> None:
@@ -45,7 +45,9 @@ def test_all_of_the_library_can_be_simulated() -> None:
 
 
 def test_a_seed_gives_the_same_run_and_another_one_another() -> None:
-    first, again, other = (json_of(played(EXAMPLES / "chaos" / "node-killed.toml", s)) for s in (1, 1, 2))
+    first, again, other = (
+        build_document(played(EXAMPLES / "chaos" / "node-killed.toml", s)) for s in (1, 1, 2)
+    )
     assert first == again
     assert first["took_s"] != other["took_s"]
     assert first["simulated"] == {"seed": 1, "skipped": (), "problems": ()}
@@ -80,7 +82,7 @@ def test_an_expectation_fails_where_a_bug_is_planted(tmp_path: Path, monkeypatch
     monkeypatch.setattr(ClusterMachine, "_dispatch", deaf)
     found = played(path, 0)
     assert not found.met
-    assert [verdict.what for verdict in found.verdicts if not verdict.met] == ["resumed within 1 s"]
+    assert [verdict.description for verdict in found.verdicts if not verdict.met] == ["resumed within 1 s"]
 
 
 def test_a_broken_invariant_fails_a_scenario_that_does_not_expect_anything(
@@ -91,8 +93,8 @@ def test_a_broken_invariant_fails_a_scenario_that_does_not_expect_anything(
     assert not found.met
     assert found.simulated is not None
     assert "was used twice" in found.simulated.problems[0]
-    assert "was used twice" in text_of(found)
-    suite = ElementTree.fromstring(junit_of([found])).find("testsuite")
+    assert "was used twice" in render_text(found)
+    suite = ElementTree.fromstring(render_junit([found])).find("testsuite")
     assert suite is not None
     assert suite.get("errors") == "1"
 
@@ -129,7 +131,7 @@ def test_a_trainer_that_is_stopped_for_a_moment_goes_on_and_nobody_is_lost(tmp_p
         path = scenario_file(tmp_path, **stop, expect=f'{{ {lost} = ["TrainerLost"] }}')
         for seed in SEEDS:
             found = played(path, seed)
-            assert found.met, text_of(found)
+            assert found.met, render_text(found)
 
 
 def test_what_waits_for_a_fault_that_is_left_out_is_left_out(tmp_path: Path) -> None:
@@ -171,8 +173,8 @@ def test_a_fault_whose_node_is_not_there_is_a_fault_that_did_not_strike(tmp_path
 
 def test_losses_are_those_of_the_undisturbed_run_or_told_apart() -> None:
     scenario = parse_scenario({"fault": [], "expect": {"same_losses": True}}, "none")
-    setting = setting_of(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
-    assert play(scenario, setting, 0)[0].met
+    setting = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
+    assert play_simulated(scenario, setting, 0)[0].met
 
 
 def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
@@ -183,10 +185,10 @@ def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
     node = {"on_event": "CoordinatorStarted", "occurrence": 2, "do": "kill", "node": "node-1"}
     faults = [first, broker, coordinator, {**node, "expect": {"resumed_within_s": 5}}]
     scenario = parse_scenario({"fault": faults, "limit_s": 20}, "reboot")
-    setting = setting_of(scenario, EXAMPLES / "chaos-job.toml", 4, "reboot")
+    setting = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 4, "reboot")
     for seed in SEEDS:
-        found = play(scenario, setting, seed)[0]
-        assert found.met, text_of(found)
+        found = play_simulated(scenario, setting, seed)[0]
+        assert found.met, render_text(found)
 
 
 def test_a_snapshot_beyond_repair_is_replaced_though_the_next_one_does_not_fit() -> None:
@@ -194,13 +196,13 @@ def test_a_snapshot_beyond_repair_is_replaced_though_the_next_one_does_not_fit()
     moment = {"on_event": "SnapshotCompleted"}
     flips = [{**moment, "do": "flip", "node": node} for node in ("node-0", "node-1")]
     full = {**moment, "do": "fill_memory", "node": "node-2", "for_s": 3.0}
-    again = {"on_event": "SnapshotGivenUp", "do": "slow", "node": "node-2", "for_s": 0.1}
+    again = {"on_event": "SnapshotAbandoned", "do": "slow", "node": "node-2", "for_s": 0.1}
     faults = [*flips, full, {**again, "expect": {"events": ["SnapshotCompleted"]}}]
     override = {"snapshot": {"every_steps": 200, "protection": "aec"}}
     cluster = {"job": str(EXAMPLES / "chaos-job.toml"), "nodes": 4, "override": override}
     cluster["timing"] = {"scrub_s": 0.5}
     scenario = parse_scenario({"fault": faults, "limit_s": 35, "cluster": cluster}, "beyond repair")
-    setting = setting_of(scenario, None, None, "beyond repair")
+    setting = make_scenario_setup(scenario, None, None, "beyond repair")
     for seed in SEEDS:
-        found = play(scenario, setting, seed)[0]
-        assert found.met, text_of(found)
+        found = play_simulated(scenario, setting, seed)[0]
+        assert found.met, render_text(found)

@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.faults.sim import run
+from ftd.faults.sim import simulation_run
 from ftd.faults.sim.drawing import RARER
 from ftd.faults.sim.faults import raise_everywhere
 from ftd.faults.sim.invariants import WRONG_CODE
-from ftd.faults.sim.run import Run, run_seed
-from ftd.faults.sim.simulation import SHAPES, Fault, Leaning
+from ftd.faults.sim.simulation import SHAPES, Fault, SeedOverrides
+from ftd.faults.sim.simulation_run import SimulationRun, run_seed
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent
 from statemachine.events import TimerFired
@@ -39,7 +39,7 @@ def test_a_seed_is_one_run() -> None:
 
 def test_a_seed_is_one_run_whatever_ran_before_and_however_strings_hash() -> None:
     """In another process: nothing may depend on the order of a set or on what is cached."""
-    code = "from ftd.faults.sim.run import run_seed; import hashlib; " + (
+    code = "from ftd.faults.sim.simulation_run import run_seed; import hashlib; " + (
         "print(hashlib.sha256('\\n'.join(run_seed(12, tracing=True).trace).encode()).hexdigest())"
     )
     digests = {
@@ -66,7 +66,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     for seed in range(5 * SEEDS):
         if seed >= SEEDS and tiers == TIERS:
             break  # Whether a seed comes to one of the rare ones changes with all that is drawn.
-        simulation = Run(seed)
+        simulation = SimulationRun(seed)
         shapes.add(simulation.shape)
 
         def seen(event: EmitEvent, check=simulation.invariants.public_event) -> None:  # type: ignore[no-untyped-def]
@@ -103,10 +103,10 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
         "snapshots",
         "damage",
     } <= set(faults)
-    assert {"SnapshotCompleted", "SnapshotGivenUp", "RolledBack"} <= set(names)
+    assert {"SnapshotCompleted", "SnapshotAbandoned", "RolledBack"} <= set(names)
     assert {"SnapshotIntervalChosen", "ProtectionChanged"} <= set(names)
     assert tiers == TIERS
-    assert {"StragglerDetected", "StragglerRecovered", "PlanKept"} <= set(names)
+    assert {"StragglerDetected", "StragglerRecovered", "ReplanSkipped"} <= set(names)
     assert {"NodeRejected", "NodeFenced", "NodeReleased", "ClusterPaused", "JobFailed", "BrokerLost"} <= set(
         names
     )
@@ -115,7 +115,7 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
 def test_the_rarer_faults_strike() -> None:
     struck: Counter[str] = Counter()
     for seed in range(SEEDS):
-        simulation = Run(seed, leaning=Leaning(rarer=True))
+        simulation = SimulationRun(seed, leaning=SeedOverrides(rarer=True))
 
         def strike(fault: Fault, real: Callable[[Fault], None] = simulation.strike) -> None:
             struck[fault.__name__] += 1
@@ -168,7 +168,7 @@ def test_many_seeds_on_the_command_line() -> None:
 
 
 def test_a_broken_seed_prints_its_replay_and_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "PATIENCE_S", -run.HEAL_S + 1.0)
+    monkeypatch.setattr(simulation_run, "PATIENCE_S", -simulation_run.HEAL_S + 1.0)
     done = CliRunner().invoke(app, ["sim", "--seeds", "2", "--first", "40"])
     assert done.exit_code == 1
     assert "ftd sim --seed 40 --trace\n  no progress after the healing" in done.output
@@ -184,7 +184,9 @@ def test_wrong_code_fails_the_job_and_nothing_else_is_taken_for_it() -> None:
     """Whatever else strikes, and whoever leads; the other jobs of these seeds end as ever."""
     failed = 0
     for seed in range(30):
-        simulation = Run(seed, leaning=Leaning(strikes=(("StepCommitted", raise_everywhere, 4),)))
+        simulation = SimulationRun(
+            seed, leaning=SeedOverrides(strikes=(("StepCommitted", raise_everywhere, 4),))
+        )
         said: list[str] = []
         simulation.invariants.on_failure = said.append
         simulation.finish()

@@ -9,10 +9,10 @@ from statemachine.messages.cluster import (
     Acknowledgement,
     Command,
     Heartbeat,
-    Inquiry,
     Leaving,
     Prepare,
-    Released,
+    Release,
+    RequestHello,
     Resume,
     Stop,
     TrainerLost,
@@ -112,7 +112,7 @@ def test_a_quiesce_is_sent_again(s: Cluster) -> None:
 
 def test_reports_are_asked_for(s: Cluster) -> None:
     quiescing(s)
-    assert ("node-2", Inquiry) in kinds(s.beat())
+    assert ("node-2", RequestHello) in kinds(s.beat())
     s.hello("node-2", 102, job_id="job-1", prepared=True, generation=2, quiesced=True)
     assert ("node-2", Quiesce) in {(one.node, type(one.command)) for one in s.commands()}
 
@@ -143,20 +143,20 @@ def test_a_resumed_is_asked_for(s: Cluster) -> None:
     s.resumed("node-0", 2)
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"], s.activity["node-1"] = NodeActivity.BUILDING, NodeActivity.TRAINING
-    assert kinds(s.beat()) == {("node-1", Inquiry)}
+    assert kinds(s.beat()) == {("node-1", RequestHello)}
 
 
 @pytest.mark.parametrize("activity", [NodeActivity.BUILDING, NodeActivity.PREPARED])
 def test_a_lost_trainer_is_asked_about(s: Cluster, activity: NodeActivity) -> None:
     s.activity["node-2"] = activity
-    assert ("node-2", Inquiry) in kinds(s.beat())
+    assert ("node-2", RequestHello) in kinds(s.beat())
     s.hello("node-2", 102, job_id="job-1", prepared=activity is NodeActivity.PREPARED, generation=1)
     assert s.machine.phase is ClusterPhase.QUIESCING
 
 
 def test_a_restore_that_failed_and_a_suspected_peer_are_asked_about(s: Cluster) -> None:
     s.acknowledged["node-1"] = {"suspects_peer": True}
-    assert kinds(s.beat()) == {("node-1", Inquiry)}
+    assert kinds(s.beat()) == {("node-1", RequestHello)}
     s.say("node-1", PeerSuspected(generation=1, detail="reset"))
     assert s.beat(1.0) == []
     recovering(s)
@@ -164,7 +164,7 @@ def test_a_restore_that_failed_and_a_suspected_peer_are_asked_about(s: Cluster) 
     s.activity["node-3"] = NodeActivity.BUILDING
     s.acknowledged = {name: {} for name in NODES}
     s.acknowledged["node-0"] = {"restore_failed": True}
-    assert kinds(s.beat()) == {("node-0", Inquiry)}
+    assert kinds(s.beat()) == {("node-0", RequestHello)}
 
 
 def test_the_end_of_the_job_is_asked_for() -> None:
@@ -173,10 +173,10 @@ def test_the_end_of_the_job_is_asked_for() -> None:
     s.all_are(NodeActivity.FINISHED, 1)
     for name in NODES[:3]:
         s.say(name, Finished(generation=1, step=1, digests={}))
-    assert kinds(s.beat()) == {("node-3", Inquiry)}
+    assert kinds(s.beat()) == {("node-3", RequestHello)}
     s.say("node-3", Finished(generation=1, step=1, digests={}))
     assert s.machine.phase is ClusterPhase.FINISHED
-    assert {name for name, command in s.beat() if isinstance(command, Inquiry)} == set(NODES)
+    assert {name for name, command in s.beat() if isinstance(command, RequestHello)} == set(NODES)
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
     assert [type(one.command) for one in s.commands()] == [Stop]
 
@@ -192,12 +192,12 @@ def test_a_prepare_is_sent_again_and_prepared_is_asked_for(s: Cluster) -> None:
     s.activity["node-3"] = NodeActivity.NONE
     assert ("node-3", Prepare) in kinds(s.beat())
     s.job_ids["node-3"], s.activity["node-3"] = "job-1", NodeActivity.PREPARED
-    assert ("node-3", Inquiry) in kinds(s.beat())
+    assert ("node-3", RequestHello) in kinds(s.beat())
 
 
 def test_a_wish_to_leave_is_asked_for_and_the_release_is_sent_again(s: Cluster) -> None:
     s.acknowledged["node-3"] = {"leaving": True}
-    assert kinds(s.beat()) == {("node-3", Inquiry)}
+    assert kinds(s.beat()) == {("node-3", RequestHello)}
     s.say("node-3", Leaving(reason="spot notice"))
     s.fire("join", 0.1)
     s.all_are(NodeActivity.QUIESCED, 2)
@@ -210,7 +210,7 @@ def test_a_wish_to_leave_is_asked_for_and_the_release_is_sent_again(s: Cluster) 
     s.activity["node-3"] = NodeActivity.IDLE
     s.step = 2
     s.stepped("node-0", 2, 2)
-    assert ("node-3", Released) in kinds(s.beat())
+    assert ("node-3", Release) in kinds(s.beat())
 
 
 # --- what contradicts nothing --------------------------------------------------------------------
@@ -267,12 +267,12 @@ def test_a_released_node_is_told_again_while_it_works_or_wants_to_leave() -> Non
     for number, name in enumerate(NODES):
         s.hello(name, 100 + number)
     s.feed(DrainRequested, request="d", node="node-3")
-    assert [one.node for one in s.commands(Released)] == ["node-3"]
+    assert [one.node for one in s.commands(Release)] == ["node-3"]
     s.all_are(NodeActivity.NONE, 0)
     s.job_ids = dict.fromkeys(NODES, None)
     assert beaten(s, "node-3", activity=NodeActivity.NONE, job_id=None) == []
-    assert beaten(s, "node-3", activity=NodeActivity.NONE, job_id=None, leaving=True) == [Released]
-    assert beaten(s, "node-3", activity=NodeActivity.BUILDING, job_id=None) == [Released]
+    assert beaten(s, "node-3", activity=NodeActivity.NONE, job_id=None, leaving=True) == [Release]
+    assert beaten(s, "node-3", activity=NodeActivity.BUILDING, job_id=None) == [Release]
 
 
 def test_a_wish_to_leave_that_has_arrived_is_not_asked_for(s: Cluster) -> None:
@@ -288,11 +288,11 @@ def test_without_a_job_a_node_is_asked_about_a_job_that_it_names_and_about_nothi
     s.all_are(NodeActivity.NONE, 0)
     s.job_ids = dict.fromkeys(NODES, None)
     assert s.beat(2.0) == []
-    assert beaten(s, "node-1", activity=NodeActivity.PREPARED, job_id="job-0") == [Inquiry]
+    assert beaten(s, "node-1", activity=NodeActivity.PREPARED, job_id="job-0") == [RequestHello]
 
 
 def test_trainers_that_are_gone_are_asked_about_and_those_of_an_unprepared_node_are_not(s: Cluster) -> None:
-    assert beaten(s, "node-2", activity=NodeActivity.NONE, job_id=None) == [Inquiry]
+    assert beaten(s, "node-2", activity=NodeActivity.NONE, job_id=None) == [RequestHello]
     other = Cluster()
     other.running(3)
     other.hello("node-3", 103)

@@ -7,12 +7,12 @@ import pytest
 from planner.values import StatePart
 from statemachine.agent.events import (
     AgentStarted,
-    RestoringFailed,
+    StagingFailed,
     TerminationRequested,
+    TrainerConnected,
     TrainerFailed,
     TrainerReported,
     TrainerStarved,
-    TrainerUp,
 )
 from statemachine.agent.machine import AgentMachine
 from statemachine.effects import (
@@ -20,15 +20,15 @@ from statemachine.effects import (
     ExitDaemon,
     InstructTrainer,
     KillTrainer,
+    PrepareTrainer,
     PublishNode,
     RemoveSnapshots,
     RenewIncarnation,
+    ResumeTrainer,
     SetTimer,
     StartTrainer,
-    TrainerPrepare,
-    TrainerResume,
 )
-from statemachine.events import BrokerConnected, BrokerLost
+from statemachine.events import BrokerConnected, BrokerDisconnected
 from statemachine.messages import trainer
 from statemachine.messages.cluster import (
     Acknowledgement,
@@ -36,19 +36,26 @@ from statemachine.messages.cluster import (
     Fence,
     Heartbeat,
     Hello,
-    Inquiry,
     Leaving,
     Prepare,
     Quiesced,
-    Rejection,
-    Released,
+    Reject,
+    Release,
+    RequestHello,
+    RequestSteps,
     RestoreFailed,
     Stepped,
-    StepsWanted,
     Stop,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged, Resumed
+from statemachine.messages.common import (
+    Finished,
+    OptimizerReplicaDiverged,
+    PeerSuspected,
+    Prepared,
+    Quiesce,
+    Resumed,
+)
 from statemachine.messages.values import DeviceReport, Evaluation, NodeActivity, NodeState, TrainerState
 from statemachine.timing import Timing
 from tests.helpers.agent_machine import Daemon
@@ -134,7 +141,7 @@ def test_only_the_first_trainer_measures() -> None:
     d = Daemon(devices=2)
     d.up()
     d.order(Prepare(job=job(), profile=True))
-    assert [(e.device, e.profile) for e in d.all(TrainerPrepare)] == [(0, True), (1, False)]
+    assert [(e.device, e.profile) for e in d.all(PrepareTrainer)] == [(0, True), (1, False)]
 
 
 def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None:
@@ -142,10 +149,14 @@ def test_the_heartbeat_says_how_far_a_trainer_is_with_building_the_job() -> None
     d.up()
     d.order(Prepare(job=job(), profile=True))
     for device, doing in ((0, "measuring layer 3 of 10"), (1, "")):
-        d.feed(TrainerReported, device=device, report=trainer.Beat(progress=1, waiting=False, doing=doing))
+        d.feed(
+            TrainerReported,
+            device=device,
+            report=trainer.TrainerHeartbeat(progress=1, waiting=False, build_progress=doing),
+        )
     d.fire("heartbeat", 0.25)
     (heartbeat,) = d.signals()
-    assert isinstance(heartbeat, Heartbeat) and heartbeat.doing == "measuring layer 3 of 10"
+    assert isinstance(heartbeat, Heartbeat) and heartbeat.build_progress == "measuring layer 3 of 10"
 
 
 def test_prepare_twice_is_answered_twice_and_done_once() -> None:
@@ -153,7 +164,7 @@ def test_prepare_twice_is_answered_twice_and_done_once() -> None:
     d.prepared()
     d.order(Prepare(job=job(), profile=False))
     assert d.signals() == [Prepared(job_id="job-1", profile=None)]
-    assert not d.all(TrainerPrepare)
+    assert not d.all(PrepareTrainer)
 
 
 def test_a_profile_wanted_late_is_measured_by_fresh_trainers() -> None:
@@ -163,7 +174,7 @@ def test_a_profile_wanted_late_is_measured_by_fresh_trainers() -> None:
     assert d.all(KillTrainer)
     assert d.all(StartTrainer)
     d.up(60)
-    assert d.one(TrainerPrepare).profile
+    assert d.one(PrepareTrainer).profile
 
 
 def test_a_late_prepare_of_a_job_that_is_over_is_ignored() -> None:
@@ -172,9 +183,9 @@ def test_a_late_prepare_of_a_job_that_is_over_is_ignored() -> None:
     d.order(Stop(job_id="job-1", reason="finished"))
     d.up(60)
     d.order(Prepare(job=job(), profile=False))
-    assert not d.all(TrainerPrepare)
+    assert not d.all(PrepareTrainer)
     d.order(Prepare(job=job("job-2"), profile=False))
-    assert d.all(TrainerPrepare)
+    assert d.all(PrepareTrainer)
 
 
 def test_a_node_that_is_not_prepared_says_so_at_once() -> None:
@@ -189,8 +200,8 @@ def test_an_idle_node_hands_the_resume_on_and_does_not_train() -> None:
     d.prepared()
     d.quiesced(1)
     d.order(d.resume(1, 0, "b", "c"))
-    assert d.all(TrainerResume)
-    d.order(Inquiry())
+    assert d.all(ResumeTrainer)
+    d.order(RequestHello())
     assert not d.signals(Hello)[0].training
 
 
@@ -214,11 +225,11 @@ def test_an_older_quiesce_and_a_resume_nobody_waits_for_are_ignored() -> None:
     d.order(Quiesce(generation=4, mode="abort"))
     assert not d.all(InstructTrainer)
     d.order(d.resume(4, 3))
-    assert not d.all(TrainerResume)
+    assert not d.all(ResumeTrainer)
     d.order(d.resume(5, 3))
-    assert len(d.all(TrainerResume)) == 1
+    assert len(d.all(ResumeTrainer)) == 1
     d.order(d.resume(5, 3))
-    assert not d.all(TrainerResume)
+    assert not d.all(ResumeTrainer)
 
 
 def test_a_quiesce_said_again_is_answered_again() -> None:
@@ -265,9 +276,11 @@ def test_other_nodes_keep_steps_for_who_asks() -> None:
     for step in (1, 2, 3):
         d.stepped(step)
         assert not d.signals()
-    d.order(StepsWanted(first=2, last=9))
-    assert d.signals() == [Stepped(generation=1, steps=(committed(2), committed(3)), step_s=0.1, wanted=2)]
-    d.order(StepsWanted(first=20, last=21))
+    d.order(RequestSteps(first=2, last=9))
+    assert d.signals() == [
+        Stepped(generation=1, steps=(committed(2), committed(3)), step_s=0.1, requested_first=2)
+    ]
+    d.order(RequestSteps(first=20, last=21))
     assert d.signals()[0].steps == ()
 
 
@@ -318,9 +331,9 @@ def test_the_heartbeat_acknowledges_orders_and_mentions_reports() -> None:
     assert said().activity is NodeActivity.QUIESCED
     d.order(d.resume(1, 0))
     assert said().activity is NodeActivity.RESUMING
-    d.feed(RestoringFailed, failure=RestoreFailed(generation=1, detail="no bytes"))
+    d.feed(StagingFailed, failure=RestoreFailed(generation=1, detail="no bytes"))
     assert said().restore_failed
-    d.order(Inquiry())
+    d.order(RequestHello())
     assert [one.detail for one in d.signals(RestoreFailed)] == ["no bytes"]
 
 
@@ -345,7 +358,7 @@ def test_the_heartbeat_carries_how_long_each_device_computes() -> None:
             d.feed(
                 TrainerReported,
                 device=device,
-                report=trainer.Stepped(
+                report=trainer.TrainerStepped(
                     generation=1,
                     step=number,
                     vote=vote(number),
@@ -388,7 +401,7 @@ def test_what_the_last_evaluation_found_comes_with_the_digests_and_again_with_th
     )
     finished = Finished(generation=1, step=10, digests={0: "aa"}, evaluation=found)
     assert d.signals()[-1] == finished
-    d.order(Inquiry())
+    d.order(RequestHello())
     assert d.signals()[-1] == finished
 
 
@@ -408,7 +421,7 @@ def test_a_node_reports_all_that_a_trainer_says_of_its_state() -> None:
     }
     assert set(said) == set(TrainerState.__struct_fields__)
     for device in (1, 0):
-        d.feed(TrainerReported, device=device, report=trainer.Quiesced(generation=2, **said))
+        d.feed(TrainerReported, device=device, report=trainer.TrainerQuiesced(generation=2, **said))
     (quiesced,) = d.signals(Quiesced)
     assert quiesced.reports == tuple(DeviceReport(device=device, **said) for device in (0, 1))
 
@@ -422,8 +435,8 @@ def test_a_suspicion_is_passed_on() -> None:
 def test_a_replica_that_differed_is_told() -> None:
     d = running()
     where = {"generation": 1, "step": 50, "layer": 3, "detail": "the momentum differs"}
-    d.feed(TrainerReported, device=0, report=ReplicaDiverged(**where))
-    assert d.signals() == [ReplicaDiverged(**where)]
+    d.feed(TrainerReported, device=0, report=OptimizerReplicaDiverged(**where))
+    assert d.signals() == [OptimizerReplicaDiverged(**where)]
 
 
 # --- failures and hangs ---------------------------------------------------------------------------------
@@ -500,7 +513,7 @@ def test_long_steps_get_long_patience() -> None:
     d.feed(
         TrainerReported,
         device=0,
-        report=trainer.Stepped(generation=1, step=1, vote=vote(1), step_s=2.0, bubble_s=0.0),
+        report=trainer.TrainerStepped(generation=1, step=1, vote=vote(1), step_s=2.0, bubble_s=0.0),
     )
     assert not watch(d, 7.0)
     assert watch(d, 2.0)
@@ -524,7 +537,7 @@ def test_trainers_that_end_again_and_again_while_they_build_cannot_build() -> No
     d.order(Prepare(job=job(), profile=False))
     causes = []
     for pid in (70, 71, 72):
-        d.feed(TrainerUp, device=0, pid=pid)
+        d.feed(TrainerConnected, device=0, pid=pid)
         d.feed(TrainerFailed, device=0, pid=pid, cause_of_failure="exited", detail="killed by SIGSEGV")
         causes.append(d.signals(TrainerLost)[-1])
         d.fire("restart")
@@ -565,7 +578,7 @@ def test_restarts_slow_down_while_nothing_works() -> None:
         if timers:
             d.fire("restart", timers[0])
         assert d.all(StartTrainer)
-        d.feed(TrainerUp, device=0, pid=51 + attempt)
+        d.feed(TrainerConnected, device=0, pid=51 + attempt)
     assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
 
 
@@ -582,7 +595,7 @@ def test_an_idle_trainer_s_death_is_nobody_s_business() -> None:
 
 def test_what_fell_into_an_outage_is_said_again() -> None:
     d = running()
-    d.feed(BrokerLost)
+    d.feed(BrokerDisconnected)
     d.quiesced(2, 1)
     d.feed(BrokerConnected)
     assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Quiesced]
@@ -591,7 +604,7 @@ def test_what_fell_into_an_outage_is_said_again() -> None:
     d.feed(
         TrainerReported, device=0, report=Resumed(generation=2, bytes_moved=1, rendezvous_s=0.0, state_s=0.0)
     )
-    d.feed(BrokerLost)
+    d.feed(BrokerDisconnected)
     d.feed(TrainerReported, device=0, report=Finished(generation=2, step=10, digests={0: "aa"}))
     d.feed(BrokerConnected)
     assert [type(s) for s in d.signals()] == [Hello, Prepared, Heartbeat, Resumed, Finished]
@@ -600,7 +613,7 @@ def test_what_fell_into_an_outage_is_said_again() -> None:
 
 def test_a_trainer_lost_in_an_outage_is_told_after_it() -> None:
     d = running()
-    d.feed(BrokerLost)
+    d.feed(BrokerDisconnected)
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="raised", detail="ValueError")
     d.feed(BrokerConnected)
     assert [type(s) for s in d.signals()] == [Hello, TrainerLost, Heartbeat]
@@ -609,14 +622,14 @@ def test_a_trainer_lost_in_an_outage_is_told_after_it() -> None:
 
 def test_no_heartbeat_while_the_broker_is_away() -> None:
     d = running()
-    d.feed(BrokerLost)
+    d.feed(BrokerDisconnected)
     d.fire("heartbeat", 0.25)
     assert not d.last
 
 
 def test_a_rejected_node_asks_again_every_second() -> None:
     d = Daemon()
-    d.order(Rejection(reason="another one is alive"))
+    d.order(Reject(reason="another one is alive"))
     assert [t.delay_s for t in d.all(SetTimer)] == [1.0]
     d.fire("hello", 1.0)
     assert len(d.signals(Hello)) == 1
@@ -647,10 +660,10 @@ def test_sigterm_asks_to_leave_and_goes_when_released() -> None:
     d.feed(TerminationRequested, reason="SIGTERM")
     assert d.signals() == [Leaving(reason="SIGTERM")]
     assert not d.all(ExitDaemon)
-    d.order(Released())
+    d.order(Release())
     assert d.one(KillTrainer).grace_s == 2.0
     assert d.one(ExitDaemon).code == 0
-    d.order(Inquiry())
+    d.order(RequestHello())
     assert not d.last
 
 
@@ -673,7 +686,7 @@ def test_a_second_sigterm_or_one_with_nothing_to_hand_over_goes_at_once() -> Non
 
 def test_a_drained_node_stays_without_trainers() -> None:
     d = running()
-    d.order(Released())
+    d.order(Release())
     assert d.all(KillTrainer)
     assert not d.all(StartTrainer)
     assert not d.all(ExitDaemon)
@@ -703,8 +716,8 @@ def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
 def test_late_news_of_an_ended_process_is_corrected_by_the_real_one() -> None:
     d = Daemon()
     d.order(Prepare(job=job(), profile=False))
-    d.feed(TrainerUp, device=0, pid=50)
-    d.feed(TrainerUp, device=0, pid=50)
-    assert not d.all(TrainerPrepare)
-    d.feed(TrainerUp, device=0, pid=51)
-    assert d.all(TrainerPrepare)
+    d.feed(TrainerConnected, device=0, pid=50)
+    d.feed(TrainerConnected, device=0, pid=50)
+    assert not d.all(PrepareTrainer)
+    d.feed(TrainerConnected, device=0, pid=51)
+    assert d.all(PrepareTrainer)

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from ftd.coordinator.planning_ahead import expected
+from ftd.coordinator.speculative_planning import expected_situation
 from planner.values import Device
 from statemachine.cluster.durable.durable import JournalError
 from statemachine.cluster.durable.outbox import is_kept
@@ -26,8 +26,8 @@ from statemachine.effects import (
     CancelTimer,
     ComputePlan,
     EmitEvent,
-    ForeseePlan,
     PersistState,
+    PlanAhead,
     PublishCluster,
     RecordSteps,
     SendCommand,
@@ -35,13 +35,13 @@ from statemachine.effects import (
 )
 from statemachine.events import (
     BrokerConnected,
-    BrokerLost,
+    BrokerDisconnected,
     DrainRequested,
-    JobSubmitted,
     NodeVanished,
     PlanImpossible,
     StepsMissed,
     StopRequested,
+    SubmitRequested,
     TemplatesFailed,
     TemplatesReady,
 )
@@ -49,19 +49,19 @@ from statemachine.messages.cluster import (
     Acknowledgement,
     Fence,
     Heartbeat,
-    Inquiry,
     Leaving,
     Prepare,
-    Rejection,
-    Released,
+    Reject,
+    Release,
+    RequestHello,
+    RequestSteps,
     Resume,
     Signal,
     Stepped,
-    StepsWanted,
     Stop,
     TrainerLost,
 )
-from statemachine.messages.common import Finished, PeerSuspected, Prepared, Quiesce, ReplicaDiverged
+from statemachine.messages.common import Finished, OptimizerReplicaDiverged, PeerSuspected, Prepared, Quiesce
 from statemachine.messages.values import (
     ClusterPhase,
     CommittedStep,
@@ -81,7 +81,7 @@ def measuring() -> Coordination:
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
     s.hello("node-1", 101)
-    s.feed(JobSubmitted, request="r", job=job())
+    s.feed(SubmitRequested, request="r", job=job())
     assert {name: p.profile for name, p in sent(s, Prepare).items()} == {"node-0": True, "node-1": False}
     s.say("node-1", Prepared(job_id="job-1", profile=None))
     return s
@@ -102,7 +102,7 @@ def paused() -> Coordination:
 
 def test_a_second_job_has_to_wait_for_the_first() -> None:
     s = running()
-    s.feed(JobSubmitted, request="again", job=job("job-2"))
+    s.feed(SubmitRequested, request="again", job=job("job-2"))
     answer = s.one(AnswerRequest)
     assert not answer.accepted
     assert "ftd stop tiny" in answer.detail
@@ -110,7 +110,7 @@ def test_a_second_job_has_to_wait_for_the_first() -> None:
 
 def test_the_same_submission_twice_is_one() -> None:
     s = running()
-    s.feed(JobSubmitted, request="again", job=job("job-1"))
+    s.feed(SubmitRequested, request="again", job=job("job-1"))
     assert s.one(AnswerRequest).accepted
     assert s.machine.phase is ClusterPhase.RUNNING
 
@@ -118,7 +118,7 @@ def test_the_same_submission_twice_is_one() -> None:
 def test_the_same_submission_again_behind_the_end_of_the_job_is_no_new_job() -> None:
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
-    s.feed(JobSubmitted, request="again", job=job("job-1"))
+    s.feed(SubmitRequested, request="again", job=job("job-1"))
     assert s.one(AnswerRequest).accepted
     assert s.machine.phase is ClusterPhase.FINISHED and not sent(s, Prepare)
 
@@ -130,7 +130,7 @@ def test_a_job_after_a_stopped_one_starts_from_nothing() -> None:
     assert set(sent(s, Stop)) == {"node-0", "node-1", "node-2", "node-3"}
     assert events(s) == ["JobStopped"]
     assert s.machine.phase is ClusterPhase.FINISHED
-    s.feed(JobSubmitted, request="next", job=job("job-2"))
+    s.feed(SubmitRequested, request="next", job=job("job-2"))
     assert s.machine.committed_step == 0
     assert set(sent(s, Prepare)) == {"node-0", "node-1", "node-2", "node-3"}
     for name in ("node-0", "node-1", "node-2", "node-3"):
@@ -151,7 +151,7 @@ def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
-    s.feed(JobSubmitted, request="r", job=job())
+    s.feed(SubmitRequested, request="r", job=job())
     s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
     assert s.one(BuildTemplates).max_nodes == 3
     s.feed(TemplatesFailed, job_id="job-1", reason="no pipeline fits: take 2 nodes")
@@ -163,10 +163,10 @@ def test_a_start_says_how_far_the_nodes_are() -> None:
     s = measuring()
     assert s.machine.public_state()["waiting_for"] == "node-0 to build and measure the model"
     for doing in ("measuring layer 3 of 10", "x" * 1000):
-        s.say("node-0", Heartbeat(generation=0, committed=None, doing=doing))
+        s.say("node-0", Heartbeat(generation=0, committed=None, build_progress=doing))
         assert s.all(PublishCluster), "people see it at once"
         assert s.machine.public_state()["waiting_for"] == f"node-0, which is {doing[:100]}"
-    s.say("node-0", Heartbeat(generation=0, committed=None, doing="x" * 1000))
+    s.say("node-0", Heartbeat(generation=0, committed=None, build_progress="x" * 1000))
     assert not s.all(PublishCluster)
 
 
@@ -181,7 +181,7 @@ def test_a_job_that_no_node_can_build_fails_with_the_last_word() -> None:
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
     s.hello("node-1", 101)
-    s.feed(JobSubmitted, request="r", job=job())
+    s.feed(SubmitRequested, request="r", job=job())
     for name in ("node-0", "node-1"):
         assert s.machine.phase is ClusterPhase.WAITING
         s.say(name, TrainerLost(generation=0, device=0, cause="unprepared", detail="KeyError: 'width'"))
@@ -193,7 +193,7 @@ def test_trainers_that_die_first_and_cannot_build_then_fail_the_job_too() -> Non
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
-    s.feed(JobSubmitted, request="r", job=job())
+    s.feed(SubmitRequested, request="r", job=job())
     s.say("node-0", TrainerLost(generation=0, device=0, cause="exited", detail="killed by SIGKILL"))
     assert s.machine.phase is ClusterPhase.WAITING
     s.say("node-0", TrainerLost(generation=0, device=0, cause="unprepared", detail="trainers ended 3 times"))
@@ -230,7 +230,7 @@ def test_the_start_waits_a_moment_for_nodes_that_are_building() -> None:
     s.feed(BrokerConnected)
     for number in range(3):
         s.hello(f"node-{number}", 100 + number)
-    s.feed(JobSubmitted, request="r", job=job())
+    s.feed(SubmitRequested, request="r", job=job())
     s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
     s.say("node-1", Prepared(job_id="job-1", profile=None))
     s.feed(TemplatesReady, job_id="job-1")
@@ -255,7 +255,7 @@ def test_replicas_that_diverged_are_reported() -> None:
 def test_a_second_node_of_a_name_is_rejected_until_the_first_is_silent() -> None:
     s = running()
     s.hello("node-3", 999)
-    assert "alive at 10.0.0.1" in sent(s, Rejection)["node-3"].reason
+    assert "alive at 10.0.0.1" in sent(s, Reject)["node-3"].reason
     assert events(s) == ["NodeRejected"]
     s.wait(1.0)
     s.hello("node-3", 999)
@@ -279,7 +279,7 @@ def test_a_newcomer_takes_a_vanished_node_s_name_at_once_and_the_old_one_is_fenc
 def test_a_node_of_another_shape_is_rejected_with_the_number_it_needs() -> None:
     s = running()
     s.hello("node-9", 900, facts=facts(devices=2))
-    assert sent(s, Rejection)["node-9"].reason == (
+    assert sent(s, Reject)["node-9"].reason == (
         "this node has 2 devices, but every node of the running job has 1: set node.devices = 1 and restart the "
         "node, or stop the job and submit it again for nodes of 2 devices"
     )
@@ -289,7 +289,7 @@ def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.hello("node-3", 999, facts=facts(devices=2))
-    assert sent(s, Rejection)["node-3"].reason.startswith(
+    assert sent(s, Reject)["node-3"].reason.startswith(
         "this node has 2 devices and had 1 before, but every node of the running job has 1: set node.devices = 1"
     )
     assert [event for event in events(s) if event.startswith("Node")] == ["NodeRejected"]
@@ -309,8 +309,8 @@ def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> Non
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100, facts=facts(devices=2))
-    s.feed(JobSubmitted, request="r", job=job())
-    assert set(sent(s, Rejection)) == {"node-0"}
+    s.feed(SubmitRequested, request="r", job=job())
+    assert set(sent(s, Reject)) == {"node-0"}
     assert "node-0" not in s.machine.public_state()["nodes"]
     s.feed(StopRequested, request="stop", job="tiny")
     s.hello("node-0", 100, facts=facts(devices=2))
@@ -320,16 +320,16 @@ def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> Non
 def test_strangers_are_asked_who_they_are_once_in_a_while() -> None:
     s = running()
     s.say("node-9", Heartbeat(generation=0, committed=None), incarnation=900)
-    assert set(sent(s, Inquiry)) == {"node-9"}
+    assert set(sent(s, RequestHello)) == {"node-9"}
     s.say("node-9", Heartbeat(generation=0, committed=None), incarnation=900)
-    assert not sent(s, Inquiry)
+    assert not sent(s, RequestHello)
 
 
 def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again() -> None:
     """The order was lost, as where a broker's queue is full; who answered is left alone."""
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
-    s.feed(JobSubmitted, request="next", job=job("job-2"))
+    s.feed(SubmitRequested, request="next", job=job("job-2"))
     for name in ("node-1", "node-2", "node-3"):
         s.say(name, Prepared(job_id="job-2", profile=None))
     nothing = Acknowledgement(activity=NodeActivity.NONE, job_id=None)
@@ -339,7 +339,7 @@ def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again(
         for name in ("node-0", "node-1", "node-2", "node-3"):
             said = nothing if name == "node-0" else built
             s.say(name, Heartbeat(generation=1, committed=None, acknowledgement=said))
-            assert not sent(s, Inquiry)
+            assert not sent(s, RequestHello)
         s.fire("tick", s.machine._c.timing.heartbeat_s)
         orders += sent(s, Prepare).items()
     assert {name for name, _ in orders} == {"node-0"}
@@ -404,8 +404,8 @@ def test_a_hint_about_a_peer_is_only_an_event() -> None:
 
 def test_a_replica_that_differed_is_only_an_event() -> None:
     s = running()
-    s.say("node-0", ReplicaDiverged(generation=1, step=50, layer=3, detail="the momentum differs"))
-    assert events(s) == ["ReplicaDiverged"]
+    s.say("node-0", OptimizerReplicaDiverged(generation=1, step=50, layer=3, detail="the momentum differs"))
+    assert events(s) == ["OptimizerReplicaDiverged"]
     assert not s.commands()
 
 
@@ -453,7 +453,7 @@ def test_whom_quiesce_does_not_reach_may_come_back_once_with_its_state() -> None
         assert "NodeLost" in events(s)
         if generation == 2:
             s.say("node-1", Heartbeat(generation=1, committed=committed(1)))
-            assert "node-1" in sent(s, Inquiry)
+            assert "node-1" in sent(s, RequestHello)
             s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
             assert "NodeJoined" in events(s) and not sent(s, Fence)
             assert sent(s, Quiesce)["node-1"].generation == 3
@@ -577,11 +577,11 @@ def test_what_will_be_asked_of_the_planner_is_foreseen_at_each_loss() -> None:
     for lost in ("node-1", "node-2"):
         left.remove(lost)
         s.feed(NodeVanished, node=lost, incarnation=s.incarnations[lost])
-        assert list(s.one(ForeseePlan).devices) == left
-    foreseen = s.one(ForeseePlan)
+        assert list(s.one(PlanAhead).devices) == left
+    foreseen = s.one(PlanAhead)
     for name in left:
         s.quiesced(name, 2, report(1, held=owned[name]))
-    assert expected(foreseen) == s.one(ComputePlan).situation
+    assert expected_situation(foreseen) == s.one(ComputePlan).situation
 
 
 def test_when_all_are_lost_while_reports_come_in_the_job_waits() -> None:
@@ -627,12 +627,12 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
 def test_a_node_that_is_drained_while_it_builds_the_job_hands_that_on() -> None:
     s = measuring()
     s.feed(DrainRequested, request="d", node="node-0")
-    assert set(sent(s, Released)) == {"node-0"}
+    assert set(sent(s, Release)) == {"node-0"}
     assert sent(s, Prepare)["node-1"].profile
     s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
-    assert set(sent(s, Released)) == {"node-0"} and not sent(s, Stop)  # The job is not over.
+    assert set(sent(s, Release)) == {"node-0"} and not sent(s, Stop)  # The job is not over.
     s.hello("node-0", 100, job_id="job-1")
-    assert set(sent(s, Released)) == {"node-0"} and not sent(s, Prepare)
+    assert set(sent(s, Release)) == {"node-0"} and not sent(s, Prepare)
 
 
 def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() -> None:
@@ -670,7 +670,7 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
     for name in ("node-1", "node-2", "node-3"):
         s.resumed(name, 2)
     s.stepped("node-1", 2, 2)
-    assert set(sent(s, Released)) == set()
+    assert set(sent(s, Release)) == set()
     s.fire("join", 0.1)  # node-4 comes; the layers of node-2 are nowhere else yet
     held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
     for name in ("node-1", "node-2", "node-3"):
@@ -695,7 +695,7 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
     s.resumed("node-3", 4)
     s.resumed("node-4", 4)
     s.stepped("node-1", 4, 4)
-    assert set(sent(s, Released)) == {"node-2"}
+    assert set(sent(s, Release)) == {"node-2"}
 
 
 def layers_of(s: Coordination) -> dict[str, tuple[int, int]]:
@@ -720,7 +720,7 @@ def test_a_leaving_node_without_work_is_released_at_once() -> None:
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
     s.say("node-0", Leaving(reason="SIGTERM"))
-    assert set(sent(s, Released)) == {"node-0"}
+    assert set(sent(s, Release)) == {"node-0"}
 
 
 # --- messages that come late, twice or not at all --------------------------------------------------
@@ -784,28 +784,28 @@ def test_steps_that_another_coordinator_told_are_recalled_and_not_told_again() -
     s = running()
     s.stepped("node-0", 1, 2, 3, 4, 5)
     s.feed(StepsMissed, first=2, last=9)
-    assert sent(s, StepsWanted) == {"node-0": StepsWanted(first=2, last=5)}, "what was told, and no more"
+    assert sent(s, RequestSteps) == {"node-0": RequestSteps(first=2, last=5)}, "what was told, and no more"
     held_out = Evaluation(loss=3.0, weight=8.0, took_s=0.5)
     known = (
         CommittedStep(step=2, vote=vote(2)),
         CommittedStep(step=3, vote=structs.replace(vote(3), evaluation=held_out)),
     )
-    s.say("node-0", Stepped(generation=1, steps=known, step_s=0.1, wanted=2))
+    s.say("node-0", Stepped(generation=1, steps=known, step_s=0.1, requested_first=2))
     recalled = [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3)]
     assert [(e.name, e.step) for e in s.one(RecordSteps).steps] == recalled
     assert s.one(RecordSteps).steps[1].details["loss"] == 3.0
     assert s.one(RecordSteps).steps[0].details["loss"] == vote(2).loss
     assert s.one(RecordSteps).steps[0].details["samples_per_s"] is None, "nobody knows how long it took"
     assert not events(s)
-    assert sent(s, StepsWanted) == {"node-0": StepsWanted(first=4, last=5)}, "and the rest"
-    s.say("node-0", Stepped(generation=1, steps=(), step_s=0.1, wanted=4))
-    assert sent(s, StepsWanted) == {"node-1": StepsWanted(first=4, last=5)}, "of another one"
+    assert sent(s, RequestSteps) == {"node-0": RequestSteps(first=4, last=5)}, "and the rest"
+    s.say("node-0", Stepped(generation=1, steps=(), step_s=0.1, requested_first=4))
+    assert sent(s, RequestSteps) == {"node-1": RequestSteps(first=4, last=5)}, "of another one"
     s.feed(StepsMissed, first=4, last=5)
-    assert sent(s, StepsWanted) == {"node-2": StepsWanted(first=4, last=5)}, "it did not answer"
+    assert sent(s, RequestSteps) == {"node-2": RequestSteps(first=4, last=5)}, "it did not answer"
     last = tuple(CommittedStep(step=n, vote=vote(n)) for n in (4, 5))
-    s.say("node-2", Stepped(generation=1, steps=last, step_s=0.1, wanted=4))
+    s.say("node-2", Stepped(generation=1, steps=last, step_s=0.1, requested_first=4))
     assert [e.step for e in s.one(RecordSteps).steps] == [4, 5]
-    assert not sent(s, StepsWanted)
+    assert not sent(s, RequestSteps)
 
 
 def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
@@ -813,11 +813,11 @@ def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
     s.stepped("node-0", 1, 2, 3)
     s.feed(StepsMissed, first=1, last=2)
     for name in ("node-0", "node-1"):
-        assert set(sent(s, StepsWanted)) == {name}
-        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, wanted=1))
-    assert not sent(s, StepsWanted) and not s.all(RecordSteps)
+        assert set(sent(s, RequestSteps)) == {name}
+        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, requested_first=1))
+    assert not sent(s, RequestSteps) and not s.all(RecordSteps)
     s.feed(StepsMissed, first=4, last=4)
-    assert not sent(s, StepsWanted), "it was not told yet"
+    assert not sent(s, RequestSteps), "it was not told yet"
 
 
 def test_steps_that_update_nothing_are_told_now_and_then() -> None:
@@ -835,7 +835,7 @@ def test_missed_steps_are_asked_back() -> None:
     s = running()
     s.stepped("node-0", 1, 4)
     assert not events(s)
-    assert sent(s, StepsWanted)["node-0"] == StepsWanted(first=2, last=3)
+    assert sent(s, RequestSteps)["node-0"] == RequestSteps(first=2, last=3)
     s.stepped("node-0", 1, 2, 3)
     assert [e.step for e in s.all(EmitEvent)] == [2, 3, 4]
 
@@ -844,8 +844,8 @@ def test_votes_that_nobody_has_are_given_up() -> None:
     s = running(2)
     s.stepped("node-0", 1, 4)
     for name in ("node-0", "node-1"):
-        assert set(sent(s, StepsWanted)) == {name}
-        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, wanted=2))
+        assert set(sent(s, RequestSteps)) == {name}
+        s.say(name, Stepped(generation=1, steps=(), step_s=0.1, requested_first=2))
     assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [4]
 
 
@@ -881,10 +881,10 @@ def test_a_node_with_an_old_job_is_told_to_stop_it() -> None:
 
 def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
     s = running()
-    s.feed(BrokerLost)
+    s.feed(BrokerDisconnected)
     s.wait(600.0)
     s.feed(BrokerConnected)
-    assert set(sent(s, Inquiry)) == {"node-0", "node-1", "node-2", "node-3"}
+    assert set(sent(s, RequestHello)) == {"node-0", "node-1", "node-2", "node-3"}
     s.fire("tick", 0.25)
     assert "NodeLost" not in events(s)
     for name in ("node-0", "node-1", "node-2"):
@@ -901,12 +901,12 @@ def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
 def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> None:
     """A broker that stood still ends the sessions of nodes that live; who does not answer is lost for its silence."""
     s = running()
-    s.feed(BrokerLost)
+    s.feed(BrokerDisconnected)
     s.wait(9.0)
     s.feed(BrokerConnected)
     s.wait(0.5)
     s.feed(NodeVanished, node="node-3", incarnation=s.incarnations["node-3"])
-    assert "NodeLost" not in events(s) and set(sent(s, Inquiry)) == {"node-3"}
+    assert "NodeLost" not in events(s) and set(sent(s, RequestHello)) == {"node-3"}
     s.wait(2.4)
     for name in ("node-0", "node-1", "node-2", *(["node-3"] if heard else [])):
         s.say(name, Heartbeat(generation=1, committed=committed(1)))
@@ -941,7 +941,7 @@ def test_a_node_that_is_drained_after_the_job_is_released_at_once() -> None:
         s.say(name, Finished(generation=1, step=1, digests={}))
     assert s.machine.phase is ClusterPhase.FINISHED
     s.feed(DrainRequested, request="d", node="node-1")
-    assert set(sent(s, Released)) == {"node-1"}
+    assert set(sent(s, Release)) == {"node-1"}
 
 
 def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
@@ -951,7 +951,7 @@ def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     assert len(s.all(BuildTemplates)) == 1
     s.feed(BrokerConnected)
     assert events(s) == ["CoordinatorStarted"]
-    assert set(sent(s, Inquiry)) == {"node-0", "node-1", "node-2", "node-3"}
+    assert set(sent(s, RequestHello)) == {"node-0", "node-1", "node-2", "node-3"}
     for name in ("node-0", "node-1", "node-2", "node-3"):
         s.hello(name, s.incarnations[name], job_id="job-1", prepared=True, generation=1, training=True)
         assert not s.commands()
@@ -982,7 +982,11 @@ def test_what_is_told_is_journaled_with_it_and_not_found_out_again_after_a_crash
     ("signal", "told", "kept"),
     [
         (TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"), "TrainerLost", True),
-        (ReplicaDiverged(generation=1, step=1, layer=0, detail="differs"), "ReplicaDiverged", True),
+        (
+            OptimizerReplicaDiverged(generation=1, step=1, layer=0, detail="differs"),
+            "OptimizerReplicaDiverged",
+            True,
+        ),
         (PeerSuspected(generation=1, detail="reset"), "PeerSuspected", False),
         (Finished(generation=9, step=1, digests={}), "MessageIgnored", False),
     ],

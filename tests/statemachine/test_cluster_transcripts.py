@@ -1,7 +1,7 @@
 """The main scenarios of the cluster machine, word for word (see ``transcripts``)."""
 
 from statemachine.effects import AnswerRequest
-from statemachine.events import BrokerConnected, DrainRequested, JobSubmitted, NodeVanished, TemplatesReady
+from statemachine.events import BrokerConnected, DrainRequested, NodeVanished, SubmitRequested, TemplatesReady
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.common import Finished, Prepared
 from tests.helpers.transcripts import PROFILE, Coordination, job, report
@@ -13,7 +13,7 @@ def test_start_and_finish() -> None:
     s.note("two nodes come, a job is submitted: one of them measures the model")
     s.hello("node-0", 100)
     s.hello("node-1", 101)
-    s.feed(JobSubmitted, request="r", job=job(steps=2))
+    s.feed(SubmitRequested, request="r", job=job(steps=2))
     s.say("node-1", Prepared(job_id="job-1", profile=None))
     s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
     s.wait(0.5)

@@ -24,7 +24,7 @@ from statemachine.election.leadership import (
     Peer,
     PeerSeen,
     PeerVanished,
-    RefuseTakeover,
+    RejectTakeover,
     ReleaseLeadership,
     Role,
     StepDown,
@@ -95,7 +95,7 @@ def test_the_first_one_leads_at_once() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     reign = one.reigns()
-    assert (reign.leader.term, reign.leader.name, reign.again) == (1, "bert", False)
+    assert (reign.leader.term, reign.leader.name, reign.resumed) == (1, "bert", False)
     assert "LeaderElected" not in one.names()
 
 
@@ -199,7 +199,7 @@ def test_a_leader_whose_broker_was_restarted_goes_on() -> None:
     assert one.has(Suspend) and not one.has(AcquireLeadership)
     one.feed(FollowerSessionOpened, after_s=5.0)
     reign = one.reigns()  # The broker remembers nothing.
-    assert reign.again and reign.leader.term == mine.term + 1
+    assert reign.resumed and reign.leader.term == mine.term + 1
 
 
 def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_knew() -> None:
@@ -209,7 +209,7 @@ def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_k
     one.feed(LeaderSessionLost, why="reset")
     assert one.has(AcquireLeadership)  # Alone, as far as it knows.
     reign = one.reigns(found=Leader(term=mine.term + 1, name="anna", incarnation=1))
-    assert not reign.again and reign.leader.term == mine.term + 2
+    assert not reign.resumed and reign.leader.term == mine.term + 2
 
 
 def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
@@ -325,13 +325,13 @@ def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> N
     [announced] = [e for e in one.feed(JournalChecked, problem="schema 2") if isinstance(e, AnnouncePeer)]
     assert announced.peer.ineligible == "schema 2" and announced.peer.name == "bert"
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    [refused] = [e for e in one.out if isinstance(e, RefuseTakeover)]
+    [refused] = [e for e in one.out if isinstance(e, RejectTakeover)]
     assert "bert must not: schema 2" in refused.event.reason and not one.has(AcquireLeadership)
     assert not one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(FollowerSessionLost)
     one.feed(LeaderSeen, leader=ANNA)
     one.feed(FollowerSessionOpened)
-    assert one.has(RefuseTakeover)  # The broker may have forgotten it.
+    assert one.has(RejectTakeover)  # The broker may have forgotten it.
     one.feed(LeaderSeen, leader=Leader(term=5, name="cora", incarnation=3))
     one.feed(JournalChecked, problem="")
     assert one.has(AnnouncePeer) and not one.machine.me.ineligible
@@ -351,17 +351,17 @@ def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all
     other.feed(JournalChecked, problem="old")
     other.feed(LeaderVanished, incarnation=1, graceful=False)
     other.fire("turn")
-    assert not other.has(AcquireLeadership) and not other.has(RefuseTakeover)
+    assert not other.has(AcquireLeadership) and not other.has(RejectTakeover)
     other.feed(PeerVanished, incarnation=2)
     other.fire("turn")
-    assert other.has(RefuseTakeover)
+    assert other.has(RejectTakeover)
 
 
 def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attempt() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0), problem="damaged")
-    assert one.has(ReleaseLeadership) and one.has(RefuseTakeover) and not one.has(Lead)
+    assert one.has(ReleaseLeadership) and one.has(RejectTakeover) and not one.has(Lead)
     assert one.machine.role is Role.FOLLOWER and one.machine.me.ineligible == "damaged"
 
 
@@ -371,11 +371,11 @@ def test_the_leader_tells_who_would_not_take_over() -> None:
     one.feed(FollowerSessionOpened)
     one.fire("silence")
     one.reigns()
-    assert one.names().count("StandbyBarred") == 1
+    assert one.names().count("StandbyIneligible") == 1
     cora = Peer(name="cora", incarnation=3)
     one.feed(PeerSeen, peer=cora)
     one.feed(PeerSeen, peer=replace(cora, ineligible="older"))
-    assert one.names().count("StandbyBarred") == 1 and one.has(PublishCluster)
+    assert one.names().count("StandbyIneligible") == 1 and one.has(PublishCluster)
     one.feed(PeerSeen, peer=replace(cora, ineligible="older"))
     assert not one.out
 
@@ -456,7 +456,7 @@ def test_an_older_record_is_as_good_as_none() -> None:
     assert not one.has(AcquireLeadership)
     one.waits_for_the_seat()
     assert one.at >= back_at + TIMING.leader_silence_s / 2
-    assert not one.reigns(found=before, term=5).again
+    assert not one.reigns(found=before, term=5).resumed
 
 
 def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_nobody() -> None:
@@ -499,7 +499,7 @@ def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
     one.feed(LeaderVanished, incarnation=3, graceful=False)
     while not one.has(AcquireLeadership):
         one.fire("turn")
-    one.feed(LeaderSessionOpened, found=claim, newest=(4, 8), kept=False)
+    one.feed(LeaderSessionOpened, found=claim, newest=(4, 8), has_journal=False)
     assert one.has(ReleaseLeadership) and not one.has(ClaimTerm)
     one.waits_for_the_seat()
     assert one.at >= gone_at + TIMING.lost_record_timeout_s
@@ -601,9 +601,9 @@ def test_a_journal_that_cannot_be_read_is_announced_once_for_each_reason() -> No
     assert one.has(AnnouncePeer)
     assert one.feed(JournalChecked, problem="schema 2") == []
     one.feed(LeaderVanished, incarnation=1, graceful=False)
-    assert one.has(RefuseTakeover)
+    assert one.has(RejectTakeover)
     one.feed(JournalChecked, problem="damaged")
-    assert one.has(AnnouncePeer) and one.has(RefuseTakeover)
+    assert one.has(AnnouncePeer) and one.has(RejectTakeover)
 
 
 def test_a_session_that_is_not_wanted_any_more_changes_nothing() -> None:

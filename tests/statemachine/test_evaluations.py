@@ -10,8 +10,8 @@ from planner.values import Device
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.rules import Resumption, decide
 from statemachine.effects import EmitEvent
-from statemachine.events import JobSubmitted, NodeVanished, TemplatesReady
-from statemachine.messages.cluster import Heartbeat, Resume, Stepped, StepsWanted
+from statemachine.events import NodeVanished, SubmitRequested, TemplatesReady
+from statemachine.messages.cluster import Heartbeat, RequestSteps, Resume, Stepped
 from statemachine.messages.common import Finished
 from statemachine.messages.values import Checkpoint, ClusterPhase, CommittedStep, Evaluation
 from statemachine.timing import Timing
@@ -85,9 +85,9 @@ def test_an_evaluation_that_a_heartbeat_alone_knows_of_is_told() -> None:
 def test_an_evaluation_in_a_gap_is_told_with_the_missed_steps() -> None:
     s = running()
     stepped(s, 1, committed(4))
-    (asked,) = s.commands(StepsWanted)
+    (asked,) = s.commands(RequestSteps)
     assert told(s) == []
-    stepped(s, 1, committed(2), after(3), node=asked.node, wanted=2)
+    stepped(s, 1, committed(2), after(3), node=asked.node, requested_first=2)
     assert told(s) == [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3), ("StepCommitted", 4)]
 
 
@@ -177,13 +177,15 @@ def test_the_last_evaluation_waits_for_steps_that_were_missed() -> None:
     for number in range(4):
         s.say(f"node-{number}", Finished(generation=1, step=3, digests={}, evaluation=evaluation()))
         assert told(s) == []
-    stepped(s, 1, committed(2), wanted=2)
+    stepped(s, 1, committed(2), requested_first=2)
     assert told(s) == [("StepCommitted", 2), ("StepCommitted", 3), ("Evaluated", 3), ("JobFinished", 3)]
 
 
 def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_that() -> None:
     s = Coordination()
-    s.feed(JobSubmitted, request="r", job=job(), begin=Checkpoint(step=6, vote=vote(6), layers=4))
+    s.feed(
+        SubmitRequested, request="r", job=job(), start_checkpoint=Checkpoint(step=6, vote=vote(6), layers=4)
+    )
     assert s.machine.durable_state()["evaluated"] == 6
 
 

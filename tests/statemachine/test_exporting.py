@@ -8,10 +8,10 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import CommitCheckpoint, ExportCheckpoint
 from statemachine.events import (
     BrokerConnected,
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointWritten,
-    JobSubmitted,
+    CheckpointCommitted,
+    ExportCompleted,
+    ExportFailed,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.timing import Timing
@@ -22,7 +22,7 @@ class Exporting(Writing):
     """Checkpoints every fourth step, of which the first after every eighth is exported."""
 
     def feed(self, kind: Any, **values: Any) -> list[Any]:
-        if kind is JobSubmitted:
+        if kind is SubmitRequested:
             job = values["job"]
             policy = replace(job.checkpoint, huggingface_every_steps=8, huggingface_directory="/exports")
             values["job"] = replace(job, checkpoint=policy)
@@ -33,7 +33,7 @@ class Exporting(Writing):
 
     def exported(self, step: int) -> None:
         self.feed(
-            CheckpointExported,
+            ExportCompleted,
             job_id="job-1",
             step=step,
             directory=f"/exports/{step}",
@@ -42,7 +42,7 @@ class Exporting(Writing):
         )
 
     def failed(self, step: int) -> None:
-        self.feed(CheckpointExportFailed, job_id="job-1", step=step, detail="the disk is full")
+        self.feed(ExportFailed, job_id="job-1", step=step, detail="the disk is full")
 
 
 def test_the_first_checkpoint_far_enough_after_the_last_export_is_exported() -> None:
@@ -90,7 +90,7 @@ def finish(s: Exporting) -> None:
         s.complete(name, 12)
     for node, order in s.orders().items():
         s.wrote(order, node)
-    s.feed(CheckpointWritten, attempt=s.one(CommitCheckpoint).attempt, step=12, pruned=())
+    s.feed(CheckpointCommitted, attempt=s.one(CommitCheckpoint).attempt, step=12, pruned=())
     assert s.exports() == [12] and not s.events("JobFinished")
 
 
@@ -111,7 +111,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_exported() -> None:
     s.wait(Timing().finish_limit_s(0) + 60.0)
     s.fire("finish")
     assert "after the last step" in s.events("CheckpointExportFailed")[0].reason
-    assert s.events("JobFinished") and not s.events("CheckpointGivenUp")
+    assert s.events("JobFinished") and not s.events("CheckpointAbandoned")
 
 
 def taken_over(s: Exporting) -> list[int]:
@@ -142,7 +142,7 @@ def test_an_export_of_another_job_is_ignored() -> None:
     s.train()
     s.written(9)
     values = {"directory": "/exports/9", "size_bytes": 9, "took_s": 1.0}
-    s.feed(CheckpointExported, job_id="job-0", step=9, **values)
+    s.feed(ExportCompleted, job_id="job-0", step=9, **values)
     assert not s.events("CheckpointExported")
     s.exported(9)
     assert s.events("CheckpointExported")

@@ -17,7 +17,7 @@ import pytest
 
 from planner.errors import InfeasibleError, StateLostError, TooFewNodesError
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.effects import ComputePlan, Effect, WeighPlan
+from statemachine.effects import ComparePlan, ComputePlan, Effect
 from statemachine.election.leadership import (
     ClaimTerm,
     FollowerSessionOpened,
@@ -35,11 +35,11 @@ from statemachine.election.leadership import (
 from statemachine.election.machine import ElectionMachine
 from statemachine.events import (
     BrokerConnected,
-    BrokerLost,
-    JobSubmitted,
+    BrokerDisconnected,
     NodeVanished,
+    PlanCompared,
     PlanImpossible,
-    PlanWeighed,
+    SubmitRequested,
 )
 from statemachine.messages.cluster import Acknowledgement, Heartbeat, TrainerLost
 from statemachine.messages.common import PeerSuspected
@@ -102,13 +102,13 @@ class Failing(Coordination):
 
     def __init__(self, nodes: int = 4, steps: int = 10, timing: Timing | None = None) -> None:
         super().__init__(ClusterMachine(timing) if timing is not None else None)
-        self.weighing: WeighPlan | None = None
+        self.weighing: ComparePlan | None = None
         """The last question for a better plan."""
         self.running(nodes, steps)
 
     def took(self, effects: list[Effect]) -> list[Effect]:
         for effect in effects:
-            if isinstance(effect, WeighPlan):
+            if isinstance(effect, ComparePlan):
                 self.weighing = effect
         return super().took(effects)
 
@@ -243,7 +243,7 @@ def test_message_lost() -> None:
     s.failure(
         "a message is lost",
         "The Resume to node-2 and the Resumed of node-1 are lost. Heartbeats show both: node-2 still waits for its",
-        "Resume, and node-1 trains. The order is sent again, and an Inquiry asks for the report.",
+        "Resume, and node-1 trains. The order is sent again, and an RequestHello asks for the report.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -362,7 +362,7 @@ def test_broker_restarted() -> None:
         "a node that has said nothing by then is.",
     )
     s.beat_for(3.0, s.beats(*HELD))
-    s.feed(BrokerLost)
+    s.feed(BrokerDisconnected)
     s.wait(20.0)
     s.feed(BrokerConnected)
     for name in ("node-0", "node-1", "node-2"):
@@ -381,7 +381,7 @@ def test_broker_stood_still() -> None:
         "and lost only if it stays silent.",
     )
     s.beat_for(3.0, s.beats(*HELD))
-    s.feed(BrokerLost)
+    s.feed(BrokerDisconnected)
     s.wait(8.0)
     s.feed(BrokerConnected)
     for name in HELD:
@@ -456,10 +456,11 @@ def test_coordinator_cut_off() -> None:
 
 
 def test_node_forgotten() -> None:
-    s = Failing(timing=Timing(forget_s=60.0))
+    s = Failing(timing=Timing(remove_offline_s=60.0))
     s.failure(
         "a node never comes back (names that are new each time)",
-        "node-3 is lost and the others go on without it. After forget_s (a minute here) it is listed no longer.",
+        "node-3 is lost and the others go on without it. After remove_offline_s (a minute here) it is listed "
+        "no longer.",
     )
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -470,7 +471,7 @@ def test_node_forgotten() -> None:
     s.note("a minute later")
     s.beat_for(60.5, s.beats("node-0", "node-1", "node-2", generation=2, step=2))
     s.states()
-    s.compare("node_forgotten")
+    s.compare("node_removed")
 
 
 def test_same_name_twice() -> None:
@@ -505,8 +506,8 @@ def test_slow_node() -> None:
     s.beat_for(6.0, s.beats(*HELD, slowness={"node-3": 4.0}))
     asked = s.weighing
     assert asked is not None
-    present_s, possible_s = s.planner.weigh(asked.situation)
-    s.feed(PlanWeighed, generation=asked.generation, present_s=present_s, possible_s=possible_s)
+    present_s, possible_s = s.planner.compare_iteration_s(asked.situation)
+    s.feed(PlanCompared, generation=asked.generation, current_s=present_s, best_s=possible_s)
     s.states()
     s.reports(2, *HELD, step=2)
     s.plan()
@@ -525,7 +526,7 @@ def test_fewer_devices() -> None:
     )
     s.feed(BrokerConnected)
     s.hello("node-0", 100, facts=facts(devices=2))
-    s.feed(JobSubmitted, request="r", job=job(policy=msgspec.structs.replace(POLICY, devices_per_node=2)))
+    s.feed(SubmitRequested, request="r", job=job(policy=msgspec.structs.replace(POLICY, devices_per_node=2)))
     s.feed(NodeVanished, node="node-0", incarnation=100)
     s.hello("node-0", 200, facts=facts(devices=1))
     s.states()

@@ -12,9 +12,9 @@ from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan
 from statemachine.events import (
     BrokerConnected,
-    JobSubmitted,
     NodeVanished,
     StopRequested,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import Leaving, Prepare
@@ -29,7 +29,7 @@ def started(nodes: int = 4, **submitted: Any) -> tuple[Coordination, Situation]:
     s.feed(BrokerConnected)
     for number in range(nodes):
         s.hello(f"node-{number}", 100 + number)
-    s.feed(JobSubmitted, **{"request": "r", "job": job(), **submitted})
+    s.feed(SubmitRequested, **{"request": "r", "job": job(), **submitted})
     for number in range(nodes):
         profile = PROFILE if number == 0 and "profile" not in submitted else None
         s.say(f"node-{number}", Prepared(job_id="job-1", profile=profile))
@@ -121,7 +121,7 @@ def test_it_survives_the_coordinator_and_ends_with_the_job() -> None:
     assert lose(again, 3, "node-2", names[:2]).horizon_s == expected(2, 400 + 3 * 200, 2)
     again.feed(StopRequested, request="s", job="job-1")
     assert again.one(CancelTemplates).job_id == "job-1"
-    again.feed(JobSubmitted, request="r2", job=replace(job(), job_id="job-2"))
+    again.feed(SubmitRequested, request="r2", job=replace(job(), job_id="job-2"))
     assert machine.durable_state()["exposure"] == {"failures": 0, "node_s": 0.0, "nodes": 0, "since": 0.0}
 
 
@@ -137,7 +137,7 @@ def test_a_job_that_brings_its_profile_has_nothing_measured() -> None:
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
-    s.feed(JobSubmitted, request="r", job=job(), profile=PROFILE)
+    s.feed(SubmitRequested, request="r", job=job(), profile=PROFILE)
     commands = [one.command for one in s.commands(Prepare)]
     assert [command.profile for command in commands] == [False]
     assert s.one(BuildTemplates).profiled.profile == PROFILE

@@ -22,36 +22,36 @@ from statemachine.effects import (
 )
 from statemachine.events import (
     BrokerConnected,
-    CheckpointFailed,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
     CheckpointFound,
-    CheckpointWritten,
-    JobSubmitted,
     NodeVanished,
     PlanImpossible,
     RestoreChecked,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
     CancelPersist,
     Command,
     Hello,
-    Inquiry,
-    KeepSnapshot,
     LayersPersisted,
     Persist,
     PersistFailed,
     Prepare,
+    RequestHello,
     RestoreFailed,
     Resume,
-    Snap,
+    RetainSnapshot,
     Stepped,
+    TakeSnapshot,
     ToNode,
     TrainerLost,
 )
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
     Checkpoint,
-    PassedOver,
+    SkippedCheckpoint,
     Snapshot,
 )
 from statemachine.timing import Timing
@@ -104,7 +104,7 @@ def test_a_snapshot_far_enough_behind_the_last_one_is_written_and_committed() ->
     commit: CommitCheckpoint = s.one(CommitCheckpoint)
     assert sorted(file.layer for file in commit.layers) == [0, 1, 2, 3]
     assert not s.events("CheckpointCompleted")
-    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=(1,))
+    s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=(1,))
     assert s.events("CheckpointCompleted")[0].details["pruned"] == [1]
     assert s.machine.checkpoint == Checkpoint(step=5, vote=vote(5), layers=4, size_bytes=40)
     assert not s.snapshot(8) or not s.orders()
@@ -118,12 +118,12 @@ def test_the_snapshot_that_is_written_stays_pinned_until_that_is_over() -> None:
     s.snapshot(5)
     orders = s.orders()
     s.snapshot(8)
-    assert {replace(sent.command, restore=None) for sent in s.commands(KeepSnapshot)} == {
-        KeepSnapshot(job_id="job-1", step=8, pinned=5)
+    assert {replace(sent.command, restore=None) for sent in s.commands(RetainSnapshot)} == {
+        RetainSnapshot(job_id="job-1", step=8, pinned=5)
     }
     assert not s.orders()
     s.say("node-0", PersistFailed(job_id="job-1", attempt=orders["node-0"].attempt, step=5, detail="full"))
-    assert {sent.command for sent in s.commands(KeepSnapshot)} == {KeepSnapshot(job_id="job-1", step=8)}
+    assert {sent.command for sent in s.commands(RetainSnapshot)} == {RetainSnapshot(job_id="job-1", step=8)}
 
 
 def test_one_that_fails_is_given_up_and_the_next_snapshot_is_tried() -> None:
@@ -132,7 +132,7 @@ def test_one_that_fails_is_given_up_and_the_next_snapshot_is_tried() -> None:
     s.snapshot(5)
     order = s.orders()["node-1"]
     s.say("node-1", PersistFailed(job_id="job-1", attempt=order.attempt, step=5, detail="no space left"))
-    assert [(e.reason, e.details["kept_step"]) for e in s.events("CheckpointGivenUp")] == [
+    assert [(e.reason, e.details["last_complete_step"]) for e in s.events("CheckpointAbandoned")] == [
         ("node-1: no space left", None)
     ]
     assert len(s.commands(CancelPersist)) == 4
@@ -150,9 +150,9 @@ def test_a_lost_node_gives_it_up_but_not_one_that_is_done() -> None:
     orders = s.orders()
     s.wrote(orders["node-3"], "node-3")
     s.feed(NodeVanished, node="node-3", incarnation=103)
-    assert not s.events("CheckpointGivenUp")
+    assert not s.events("CheckpointAbandoned")
     s.feed(NodeVanished, node="node-2", incarnation=102)
-    assert "node-2 is gone" in s.events("CheckpointGivenUp")[0].reason
+    assert "node-2 is gone" in s.events("CheckpointAbandoned")[0].reason
 
 
 def test_a_node_whose_order_was_lost_gets_it_again_with_its_hello() -> None:
@@ -175,14 +175,14 @@ def test_a_commit_that_fails_and_a_disk_that_hangs_give_it_up() -> None:
     for node, order in s.orders().items():
         s.wrote(order, node)
     commit = s.one(CommitCheckpoint)
-    s.feed(CheckpointFailed, attempt=commit.attempt, step=5, detail="read-only")
-    assert s.events("CheckpointGivenUp")[0].reason == "read-only"
-    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=())
+    s.feed(CheckpointCommitFailed, attempt=commit.attempt, step=5, detail="read-only")
+    assert s.events("CheckpointAbandoned")[0].reason == "read-only"
+    s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=())
     assert s.events("MessageIgnored")
     assert s.machine.checkpoint is None
     s.snapshot(7)
     s.fire("persist", after_s=3600.0)
-    assert "did not write" in s.events("CheckpointGivenUp")[0].reason
+    assert "did not write" in s.events("CheckpointAbandoned")[0].reason
 
 
 def test_a_coordinator_that_restarts_gives_up_what_it_had_begun() -> None:
@@ -196,7 +196,7 @@ def test_a_coordinator_that_restarts_gives_up_what_it_had_begun() -> None:
     s.took(effects)
     s.feed(TemplatesReady, job_id="job-1")
     s.feed(BrokerConnected)
-    assert s.events("CheckpointGivenUp")[0].details["kept_step"] == 5
+    assert s.events("CheckpointAbandoned")[0].details["last_complete_step"] == 5
     assert s.one(AbandonCheckpoint).attempt == order.attempt
     assert {sent.command for sent in s.commands(CancelPersist)} == {
         CancelPersist(job_id="job-1", attempt=order.attempt)
@@ -212,13 +212,13 @@ def test_the_last_step_is_written_before_the_job_ends() -> None:
     s.train(steps=8)
     s.written(5)
     all_done(s, 8)
-    assert {sent.node for sent in s.commands(Snap)} == set(NODES)
+    assert {sent.node for sent in s.commands(TakeSnapshot)} == set(NODES)
     assert not s.events("JobFinished")
     for name in NODES:
         s.complete(name, 8)
     for node, order in s.orders().items():
         s.wrote(order, node)
-    s.feed(CheckpointWritten, attempt=s.one(CommitCheckpoint).attempt, step=8, pruned=())
+    s.feed(CheckpointCommitted, attempt=s.one(CommitCheckpoint).attempt, step=8, pruned=())
     assert s.events("CheckpointCompleted")[0].step == 8
     assert s.events("JobFinished")
 
@@ -229,7 +229,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
     s.written(5)
     all_done(s, 8)
     s.fire("snapshot", after_s=70.0)
-    assert "no snapshot of the last step" in s.events("CheckpointGivenUp")[0].reason
+    assert "no snapshot of the last step" in s.events("CheckpointAbandoned")[0].reason
     assert s.events("JobFinished")
 
 
@@ -245,7 +245,7 @@ def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
     s.plan_or_not()
     s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
     asked: FindCheckpoint = s.one(FindCheckpoint)
-    skipped = (PassedOver(step=None, reason="step-000000000009 is passed over: a file is missing"),)
+    skipped = (SkippedCheckpoint(step=None, reason="step-000000000009 is passed over: a file is missing"),)
     found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=skipped, reason="")
     assert "a file is missing" in s.events("CheckpointSkipped")[0].reason
@@ -262,7 +262,7 @@ def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
         s.quiesced(name, generation + 1, report())
     s.plan_or_not()
     again: FindCheckpoint = s.one(FindCheckpoint)
-    assert again.spoiled == (5,)
+    assert again.corrupt_steps == (5,)
     s.feed(CheckpointFound, generation=again.generation, checkpoint=None, skipped=(), reason="none is left")
     assert "none is left" in s.events("JobFailed")[0].reason
 
@@ -283,7 +283,7 @@ def test_a_job_begins_from_a_checkpoint() -> None:
 def test_a_checkpoint_that_does_not_fit_the_job_is_refused() -> None:
     s = Writing()
     s.feed(BrokerConnected)
-    s.feed(JobSubmitted, request="r", job=writing_job(steps=5), begin=CHECKPOINT)
+    s.feed(SubmitRequested, request="r", job=writing_job(steps=5), start_checkpoint=CHECKPOINT)
     answer: AnswerRequest = s.one(AnswerRequest)
     assert not answer.accepted
     assert "more steps, or another url" in answer.detail
@@ -325,7 +325,7 @@ def looking(s: Writing) -> FindCheckpoint:
 def test_a_found_checkpoint_counts_once_and_for_its_generation() -> None:
     s = Writing()
     asked = looking(s)
-    assert s.due["find"] == pytest.approx(s.now + Timing().place_s)
+    assert s.due["find"] == pytest.approx(s.now + Timing().checkpoint_location_s)
     found = {"checkpoint": Checkpoint(step=5, vote=vote(5), layers=LAYERS), "skipped": (), "reason": ""}
     s.feed(CheckpointFound, generation=asked.generation - 1, **found)
     assert s.events("MessageIgnored") and not s.all(ComputePlan) and "find" in s.due
@@ -347,7 +347,7 @@ def test_a_place_that_cannot_be_read_is_looked_at_again_after_a_tenth_of_the_tim
     nothing = {"checkpoint": None, "skipped": (), "reason": "stale file handle", "unreadable": True}
     s.feed(CheckpointFound, generation=asked.generation, **nothing)
     state = s.machine.public_state()
-    assert state["phase"] == "PAUSED" and state["gives_up"]
+    assert state["phase"] == "PAUSED" and state["pause_limited"]
     assert state["waiting_for"].endswith("cannot be read: stale file handle; /checkpoints is tried again")
     assert s.due["give_up"] == pytest.approx(s.now + 3.0)
     s.fire("give_up", 3.0)
@@ -378,7 +378,7 @@ def test_under_zero1_a_checkpoint_gives_every_device_every_part() -> None:
         s.hello(name, 100 + number)
     plain = writing_job()
     zero1 = replace(plain, policy=replace(plain.policy, zero1=True))
-    s.feed(JobSubmitted, request="r", job=zero1, begin=CHECKPOINT)
+    s.feed(SubmitRequested, request="r", job=zero1, start_checkpoint=CHECKPOINT)
     for number, name in enumerate(NODES):
         s.say(name, Prepared(job_id="job-1", profile=PROFILE if number == 0 else None))
     s.feed(TemplatesReady, job_id="job-1")
@@ -418,15 +418,17 @@ def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_asked_for() -> No
     assert shares
     name = min(shares)
     assert {type(command) for command in s.acknowledge(name)} >= {Persist}
-    assert Persist not in {type(command) for command in s.acknowledge(name, persist=attempt)}
-    assert Inquiry in {type(command) for command in s.acknowledge(name, persist=attempt, persisted=True)}
+    assert Persist not in {type(command) for command in s.acknowledge(name, persist_attempt=attempt)}
+    assert RequestHello in {
+        type(command) for command in s.acknowledge(name, persist_attempt=attempt, persist_reported=True)
+    }
 
 
 def test_a_lost_order_to_write_no_more_is_sent_again() -> None:
     s = Writing()
     s.train()
-    assert CancelPersist in {type(command) for command in s.acknowledge("node-1", persist="another")}
-    done = s.acknowledge("node-1", persist="another", persisted=True)
+    assert CancelPersist in {type(command) for command in s.acknowledge("node-1", persist_attempt="another")}
+    done = s.acknowledge("node-1", persist_attempt="another", persist_reported=True)
     assert CancelPersist not in {type(command) for command in done}
 
 

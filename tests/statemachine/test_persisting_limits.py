@@ -1,10 +1,16 @@
 """What does not answer, or cannot be read: how long a job waits for it, and what it does then."""
 
 from statemachine.agent.events import TrainerReported
-from statemachine.effects import CommitCheckpoint, FindCheckpoint, InstructTrainer, KeepCopies, SetTimer
-from statemachine.events import CheckpointFound, CheckpointWritten, RestoreChecked
+from statemachine.effects import (
+    CommitCheckpoint,
+    FindCheckpoint,
+    InstructTrainer,
+    RetainSnapshotCopies,
+    SetTimer,
+)
+from statemachine.events import CheckpointCommitted, CheckpointFound, RestoreChecked
 from statemachine.messages import trainer
-from statemachine.messages.cluster import KeepSnapshot, RestoreFailed, Snap
+from statemachine.messages.cluster import RestoreFailed, RetainSnapshot, TakeSnapshot
 from statemachine.messages.common import Finished, Resumed
 from statemachine.messages.values import Checkpoint, ClusterPhase, Restore
 from statemachine.timing import Timing
@@ -34,8 +40,8 @@ def test_a_disk_that_hangs_does_not_keep_a_job_from_ending() -> None:
         s.complete(name, 8)
     assert len(s.orders()) == 4
     s.fire("finish", after_s=120.1)
-    assert "120" in s.events("CheckpointGivenUp")[0].reason
-    assert len(s.events("CheckpointGivenUp")) == 1
+    assert "120" in s.events("CheckpointAbandoned")[0].reason
+    assert len(s.events("CheckpointAbandoned")) == 1
     assert s.events("JobFinished")
 
 
@@ -46,8 +52,8 @@ def test_nor_does_a_snapshot_that_nobody_can_order() -> None:
     s.stepped("node-0", 1, *range(1, 8))
     all_done(s, 8)
     s.fire("finish", after_s=120.1)
-    assert "no checkpoint of the last step" in s.events("CheckpointGivenUp")[0].reason
-    assert s.events("CheckpointGivenUp")[0].details["kept_step"] == 5
+    assert "no checkpoint of the last step" in s.events("CheckpointAbandoned")[0].reason
+    assert s.events("CheckpointAbandoned")[0].details["last_complete_step"] == 5
     assert s.events("JobFinished")
 
 
@@ -62,7 +68,7 @@ def test_an_earlier_one_that_hangs_counts_into_the_same_limit() -> None:
         s.complete(name, 8)
     assert not s.orders()
     s.fire("finish", after_s=120.1)
-    assert s.events("CheckpointGivenUp")[0].step == 5
+    assert s.events("CheckpointAbandoned")[0].step == 5
     assert s.events("JobFinished")
 
 
@@ -75,8 +81,8 @@ def hang(s: Writing, step: int) -> CommitCheckpoint:
     for node, order in s.orders().items():
         s.wrote(order, node)
     commit: CommitCheckpoint = s.one(CommitCheckpoint)
-    s.fire("persist", after_s=TIMING.place_s)
-    assert "the commit did not end in 60 s" in s.events("CheckpointGivenUp")[0].reason
+    s.fire("persist", after_s=TIMING.checkpoint_location_s)
+    assert "the commit did not end in 60 s" in s.events("CheckpointAbandoned")[0].reason
     return commit
 
 
@@ -86,7 +92,7 @@ def test_a_commit_that_hangs_is_given_up_and_the_next_snapshot_is_tried() -> Non
     commit = hang(s, 5)
     s.snapshot(9)
     assert len(s.orders()) == 4
-    s.feed(CheckpointWritten, attempt=commit.attempt, step=5, pruned=())
+    s.feed(CheckpointCommitted, attempt=commit.attempt, step=5, pruned=())
     assert s.events("MessageIgnored")
 
 
@@ -104,7 +110,7 @@ def test_what_a_commit_that_hangs_may_yet_leave_is_passed_over_once_it_was_undon
     for name in NODES:
         s.quiesced(name, generation + 1, report())
     s.plan_or_not()
-    assert s.one(FindCheckpoint).spoiled == (5, 9)
+    assert s.one(FindCheckpoint).corrupt_steps == (5, 9)
 
 
 # --- a place that cannot be read ---------------------------------------------------------------------
@@ -171,7 +177,7 @@ def test_a_place_that_does_not_answer_is_one_that_cannot_be_read() -> None:
     s = Writing()
     gone(s)
     asked = looked(s)
-    s.fire("find", after_s=TIMING.place_s)
+    s.fire("find", after_s=TIMING.checkpoint_location_s)
     assert s.machine.phase is ClusterPhase.PAUSED
     assert "no answer in 60 s" in s.machine.public_state()["waiting_for"]
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=CHECKPOINT_5, skipped=(), reason="")
@@ -215,7 +221,7 @@ def training(devices: int = 2) -> Daemon:
         s.feed(
             TrainerReported,
             device=device,
-            report=trainer.Stepped(generation=1, step=1, vote=vote(1), step_s=0.1, bubble_s=0.0),
+            report=trainer.TrainerStepped(generation=1, step=1, vote=vote(1), step_s=0.1, bubble_s=0.0),
         )
     return s
 
@@ -223,17 +229,17 @@ def training(devices: int = 2) -> Daemon:
 def snapped(s: Daemon) -> list[tuple[int, bool]]:
     """Devices whose trainers were told to take a snapshot, and whether as the last one."""
     told = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
-    return [(device, snap.last) for device, snap in told if isinstance(snap, trainer.Snap)]
+    return [(device, snap.last) for device, snap in told if isinstance(snap, trainer.StartSnapshot)]
 
 
 def test_only_one_trainer_asks_for_a_snapshot() -> None:
     """Else the second could ask behind the ballot in which the first one did: two, for one order."""
     s = training(devices=2)
-    s.order(Snap(generation=1, behind=1))
+    s.order(TakeSnapshot(generation=1, after_step=1))
     assert snapped(s) == [(0, False)]
-    s.order(Snap(generation=1, behind=1))
+    s.order(TakeSnapshot(generation=1, after_step=1))
     assert not snapped(s), "obeyed once"
-    s.order(Snap(generation=0, behind=9))
+    s.order(TakeSnapshot(generation=0, after_step=9))
     assert not snapped(s), "of another generation"
 
 
@@ -241,30 +247,30 @@ def test_all_trainers_snapshot_behind_the_last_step() -> None:
     s = training(devices=2)
     for device in range(2):
         s.feed(TrainerReported, device=device, report=Finished(generation=1, step=10, digests={}))
-    s.order(Snap(generation=1, behind=10))
+    s.order(TakeSnapshot(generation=1, after_step=10))
     assert snapped(s) == [(0, True), (1, True)]
 
 
 def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothing() -> None:
     """It kept step 8, the others went back to a checkpoint of step 4; while it says 8 none is ordered."""
     s = training()
-    s.order(KeepSnapshot(job_id="job-1", step=8))
-    assert s.all(KeepCopies)
+    s.order(RetainSnapshot(job_id="job-1", step=8))
+    assert s.all(RetainSnapshotCopies)
     s.quiesced(3)
     s.order(s.resume(3, 4, lineage=2))
-    s.order(KeepSnapshot(job_id="job-1", step=9))
-    assert s.all(KeepCopies) == [], "of the past that was undone"
-    s.order(KeepSnapshot(job_id="job-1", step=6, lineage=2))
-    assert [kept.order.step for kept in s.all(KeepCopies)] == [6]
-    s.order(KeepSnapshot(job_id="job-1", step=5, lineage=2))
-    assert s.all(KeepCopies) == [], "an older one"
+    s.order(RetainSnapshot(job_id="job-1", step=9))
+    assert s.all(RetainSnapshotCopies) == [], "of the past that was undone"
+    s.order(RetainSnapshot(job_id="job-1", step=6, lineage=2))
+    assert [kept.order.step for kept in s.all(RetainSnapshotCopies)] == [6]
+    s.order(RetainSnapshot(job_id="job-1", step=5, lineage=2))
+    assert s.all(RetainSnapshotCopies) == [], "an older one"
 
 
 def test_what_is_gone_back_to_stays() -> None:
     s = training()
-    s.order(KeepSnapshot(job_id="job-1", step=8))
+    s.order(RetainSnapshot(job_id="job-1", step=8))
     s.quiesced(3)
     restore = Restore(job_id="job-1", step=8, generation=1, groups=(), sources={})
     s.order(s.resume(3, 8, lineage=3, restore=restore))
-    s.order(KeepSnapshot(job_id="job-1", step=7, lineage=0))
-    assert not s.all(KeepCopies)
+    s.order(RetainSnapshot(job_id="job-1", step=7, lineage=0))
+    assert not s.all(RetainSnapshotCopies)

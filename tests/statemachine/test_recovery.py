@@ -11,20 +11,20 @@ from statemachine.effects import (
     CancelTimer,
     ComputePlan,
     EmitEvent,
-    ForeseePlan,
     PersistState,
+    PlanAhead,
     PublishCluster,
     SetTimer,
 )
 from statemachine.events import (
     BrokerConnected,
-    BrokerLost,
+    BrokerDisconnected,
     DrainRequested,
-    JobSubmitted,
     NodeVanished,
     PlanImpossible,
     PlanReady,
     StopRequested,
+    SubmitRequested,
     TemplatesReady,
 )
 from statemachine.messages.cluster import (
@@ -32,8 +32,8 @@ from statemachine.messages.cluster import (
     Heartbeat,
     Leaving,
     Prepare,
-    Rejection,
-    Released,
+    Reject,
+    Release,
     Resume,
     Stop,
     TrainerLost,
@@ -102,7 +102,7 @@ def test_a_loss_while_no_job_is_under_way_is_no_recovery_of_the_next_job() -> No
     s.feed(NodeVanished, node="node-1", incarnation=101)
     assert s.machine.phase is ClusterPhase.FINISHED and not s.commands()
     s.hello("node-1", 201)
-    s.feed(JobSubmitted, request="next", job=job("job-2"))
+    s.feed(SubmitRequested, request="next", job=job("job-2"))
     for name in ("node-0", "node-1"):
         s.say(name, Prepared(job_id="job-2", profile=PROFILE if name == "node-0" else None))
     s.feed(TemplatesReady, job_id="job-2")
@@ -335,14 +335,14 @@ def test_a_pause_that_ends_gives_nothing_up() -> None:
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.reports(2, "node-0")
     s.feed(PlanImpossible, generation=2, too_few=False, reason="lost", lost_layers=(2, 3))
-    assert s.machine.public_state()["gives_up"] and "give_up" in s.due
+    assert s.machine.public_state()["pause_limited"] and "give_up" in s.due
     s.hello("node-1", 101, job_id="job-1", prepared=True, generation=1, training=True)
     s.fire("join", 0.1)
     assert "give_up" not in s.due
     s.reports(3, "node-0", "node-1")
     generation = s.one(ComputePlan).generation
     s.feed(PlanImpossible, generation=generation, too_few=True, reason="too few", needed=3)
-    assert s.machine.phase is ClusterPhase.PAUSED and not s.machine.public_state()["gives_up"]
+    assert s.machine.phase is ClusterPhase.PAUSED and not s.machine.public_state()["pause_limited"]
 
 
 # --- what is foreseen ----------------------------------------------------------------------------
@@ -352,11 +352,11 @@ def test_a_plan_is_foreseen_for_an_abort_and_not_for_a_boundary() -> None:
     s = Recovering()
     s.feed(DrainRequested, request="d", node="node-3")
     s.fire("join", 0.1)
-    assert not s.all(ForeseePlan)
+    assert not s.all(PlanAhead)
     s.feed(NodeVanished, node="node-2", incarnation=102)
-    assert set(s.one(ForeseePlan).devices) == {"node-0", "node-1"}, "node-3 is to leave"
+    assert set(s.one(PlanAhead).devices) == {"node-0", "node-1"}, "node-3 is to leave"
     s.say("node-0", Heartbeat(generation=1, committed=committed(1)))
-    assert not s.all(ForeseePlan)
+    assert not s.all(PlanAhead)
 
 
 def test_a_drain_that_has_to_wait_is_told_with_the_reason() -> None:
@@ -410,7 +410,7 @@ def test_a_node_that_never_said_hello_to_this_coordinator_is_asked() -> None:
     s.feed(BrokerConnected)
     s.lines.clear()
     s.beat_for(2.0, {name: Heartbeat(generation=1, committed=committed(1)) for name in HELD})
-    asked = [line for line in s.lines if "command=Inquiry()" in line]
+    asked = [line for line in s.lines if "command=RequestHello()" in line]
     assert len(asked) == 4
 
 
@@ -421,16 +421,16 @@ def test_a_node_that_leaves_is_released_as_often_as_it_asks() -> None:
     s.lines.clear()
     beats = {name: Heartbeat(generation=2, committed=committed(2)) for name in ("node-0", "node-1")}
     s.beat_for(1.0, beats | {"node-2": Heartbeat(generation=2, committed=committed(2), acknowledgement=said)})
-    assert not [line for line in s.lines if "Inquiry" in line], "its Leaving has arrived"
+    assert not [line for line in s.lines if "RequestHello" in line], "its Leaving has arrived"
     idle = Coordination()
     idle.feed(BrokerConnected)
     idle.hello("node-0", 100)
     for _ in range(2):
         idle.say("node-0", Leaving(reason="SIGTERM"))
-        assert [type(one.command) for one in idle.commands()][-1:] == [Released]
+        assert [type(one.command) for one in idle.commands()][-1:] == [Release]
     other = Recovering()
     other.say("node-3", Leaving(reason="SIGTERM"))
-    assert not other.commands(Released), "it is needed until others have its layers"
+    assert not other.commands(Release), "it is needed until others have its layers"
 
 
 def test_a_node_that_was_heard_within_the_time_of_silence_keeps_its_name() -> None:
@@ -438,7 +438,7 @@ def test_a_node_that_was_heard_within_the_time_of_silence_keeps_its_name() -> No
     s.wait(1.4)
     assert s.now == 1.5, "node-3 was heard at 0"
     s.hello("node-3", 999)
-    assert [type(one.command) for one in s.commands()] == [Rejection]
+    assert [type(one.command) for one in s.commands()] == [Reject]
 
 
 def test_a_hello_from_before_another_one_is_ignored() -> None:
@@ -766,7 +766,7 @@ def test_the_planner_is_told_of_parts_where_trainers_have_layers_in_parts(
     s.feed(BrokerConnected)
     for number in range(2):
         s.hello(f"node-{number}", 100 + number)
-    s.feed(JobSubmitted, request="r", job=job(policy=replace(POLICY, zero1=zero1)))
+    s.feed(SubmitRequested, request="r", job=job(policy=replace(POLICY, zero1=zero1)))
     for number in range(2):
         s.say(f"node-{number}", Prepared(job_id="job-1", profile=None if number else PROFILE))
     s.feed(TemplatesReady, job_id="job-1")
@@ -784,7 +784,7 @@ def test_the_planner_is_told_of_parts_where_trainers_have_layers_in_parts(
 def test_a_suspicion_waits_while_the_broker_is_away() -> None:
     s = Recovering()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
-    s.feed(BrokerLost)
+    s.feed(BrokerDisconnected)
     s.fire("suspicion", 3.0)
     assert s.timers() == {"suspicion": 3.0} and not s.commands()
     s.feed(BrokerConnected)

@@ -19,17 +19,17 @@ from unittest.mock import Mock
 
 from ftd.coordinator.coordinator import Coordinator
 from ftd.coordinator.journal import LocalDisk
-from ftd.coordinator.ports import CheckpointPlaces, Observer, Ports, Program
+from ftd.coordinator.ports import CheckpointOperations, Observer, Ports, Program
 from ftd.driver import SystemClock
-from ftd.transport.mqtt.session import Kept
+from ftd.transport.mqtt.session import PendingMessage
 from ftd.transport.wire.codec import encode_from_node
 from ftd.transport.wire.public import EventMessage, NodeStateMessage, decode_json, encode_json, timestamp
 from ftd.transport.wire.topics import Topics
 from planner.planner import Planner
 from statemachine.cluster.durable import durable
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
+from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
 from statemachine.election.leadership import Peer
-from statemachine.events import Event, JobSubmitted, PlanReady, TemplatesReady
+from statemachine.events import Event, PlanReady, SubmitRequested, TemplatesReady
 from statemachine.messages.cluster import FromNode, Hello, Quiesced, Signal, Stepped
 from statemachine.messages.common import Prepared, Resumed
 from statemachine.messages.values import ClusterPhase, DeviceReport, NodeState
@@ -157,8 +157,8 @@ class Session:
         *,
         retain: bool = False,
         qos: int = 1,
-        keep: bool = False,
-        there: Callable[[], None] = lambda: None,
+        queue_offline: bool = False,
+        on_done: Callable[[], None] = lambda: None,
     ) -> None:
         self._broker.published(topic, payload)
 
@@ -170,7 +170,7 @@ class Session:
         """Take a message of a node."""
         self._on_message(topic, payload, False)
 
-    def take_kept(self) -> list[Kept]:
+    def take_kept(self) -> list[PendingMessage]:
         return []
 
     async def flush(self, timeout_s: float = 1.0) -> None:
@@ -195,7 +195,7 @@ class Planning:
     def cancel(self, effect: CancelTemplates) -> None:
         return
 
-    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+    def ask(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
         if isinstance(effect, ComputePlan):
             with self._path.left_out():
                 plan = self._planner.plan(effect.situation)
@@ -221,7 +221,7 @@ class Cluster:
                 transport=self.broker,
                 disk=LocalDisk(),
                 planning=lambda feed, driver, changed: Planning(feed, self.path),
-                checkpoints=lambda feed, driver: Mock(spec=CheckpointPlaces),
+                checkpoints=lambda feed, driver: Mock(spec=CheckpointOperations),
                 observer=Mock(spec=Observer),
             ),
             Peer(name="a", incarnation=1),
@@ -229,7 +229,7 @@ class Cluster:
             directory=directory,
             timing=Timing(
                 election_s=0.01,
-                leader_beat_s=LATER_S,
+                leader_heartbeat_s=LATER_S,
                 leader_silence_s=3 * LATER_S,
                 heartbeat_s=LATER_S,
                 silence_s=3 * LATER_S,
@@ -277,7 +277,7 @@ class Cluster:
         await self.until(lambda: c.leadership.leading, "it leads")
         for name in NAMES:
             self.say(name, Hello(facts=facts(), job_id=None, prepared=False, generation=0, training=False))
-        c.feed(JobSubmitted(at=c.driver.now(), cause="test", request="r", job=job()))
+        c.feed(SubmitRequested(at=c.driver.now(), cause="test", request="r", job=job()))
         await self.until(lambda: c.machine.job is not None, "a job")
         for number, name in enumerate(NAMES):
             self.say(name, Prepared(job_id="job-1", profile=None if number else PROFILE))

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from ftd.coordinator.protection_choice import protect
+from ftd.coordinator.protection_choice import choose_protection
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import AnswerRequest, ComputePlan, Effect, EmitEvent
 from statemachine.events import BrokerConnected, NodeVanished, PlanReady, SnapshotRequested
-from statemachine.messages.cluster import Heartbeat, Resume, Snap, SnapshotCompleted, Stepped
-from statemachine.messages.common import Quiesce, Snapping
+from statemachine.messages.cluster import Heartbeat, Resume, SnapshotCompleted, Stepped, TakeSnapshot
+from statemachine.messages.common import Quiesce, SnapshotStarted
 from statemachine.messages.values import Vote
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, Snapshots
@@ -43,7 +43,7 @@ class Policies(Snapshots):
 
     def took(self, effects: list[Effect]) -> list[Effect]:
         super().took(effects)
-        self.wanted = self.wanted or bool(self.commands(Snap))
+        self.wanted = self.wanted or bool(self.commands(TakeSnapshot))
         self.seen += [told for told in self.events("SnapshotIntervalChosen") if told.details["by"] != "user"]
         return effects
 
@@ -51,7 +51,7 @@ class Policies(Snapshots):
         self.wanted = False
         step = self.snapped = self.step + 1
         for name in HELD:
-            self.say(name, Snapping(generation=1, step=step))
+            self.say(name, SnapshotStarted(generation=1, step=step))
         for name in HELD:
             vote = Vote(loss=1 / step, gradient_norm=1.0)
             said = SnapshotCompleted(
@@ -59,7 +59,7 @@ class Policies(Snapshots):
             )
             self.say(name, said)
         for name in HELD:
-            self.say(name, Heartbeat(generation=1, committed=committed(self.step), kept=step))
+            self.say(name, Heartbeat(generation=1, committed=committed(self.step), retained_step=step))
         return step
 
     def ask(self, **wants: object) -> AnswerRequest:
@@ -155,7 +155,7 @@ class Protections(Policies):
         asked: ComputePlan = self.one(ComputePlan)
         assert asked.protection is not None
         plan = self.planner.plan(asked.situation)
-        choice = protect(plan, PROFILE.layers, asked.protection)
+        choice = choose_protection(plan, PROFILE.layers, asked.protection)
         return self.feed(PlanReady, generation=asked.generation, plan=plan, protection=choice)
 
     def stop_and_go_on(self, generation: int) -> list[Resume]:
@@ -206,7 +206,7 @@ def test_another_protection_takes_a_boundary_and_the_same_plan() -> None:
         0,
         0,
     )
-    assert s.commands(Snap), "the newest snapshot is still protected as before"
+    assert s.commands(TakeSnapshot), "the newest snapshot is still protected as before"
 
 
 def test_a_wish_during_a_recovery_is_met_behind_it() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ftd.coordinator.restoring import check_restore
+from ftd.coordinator.restore_check import check_restore
 from planner.values import Device
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.snapshots import snapshots
@@ -19,15 +19,15 @@ from statemachine.events import (
 )
 from statemachine.messages.cluster import (
     Heartbeat,
-    Inquiry,
-    KeepSnapshot,
+    RequestHello,
     RestoreFailed,
     Resume,
-    Snap,
+    RetainSnapshot,
     Stepped,
+    TakeSnapshot,
     TrainerLost,
 )
-from statemachine.messages.common import Prepared, Quiesce, Snapping, SnapshotFailed
+from statemachine.messages.common import Prepared, Quiesce, SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import NodeState
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, KEY, Snapshots
@@ -43,7 +43,7 @@ def test_a_snapshot_s_life() -> None:
     s.ordered()
     s.note("it begins on every node")
     for name in HELD:
-        s.say(name, Snapping(generation=1, step=3))
+        s.say(name, SnapshotStarted(generation=1, step=3))
     s.wait(0.1)
     s.stepped("node-0", 1, 3)
     s.note("the last node's word makes it count")
@@ -52,7 +52,7 @@ def test_a_snapshot_s_life() -> None:
     s.wait(0.1)
     s.stepped("node-0", 1, 4, 5)
     for name in HELD:
-        s.beat(name, kept=3)
+        s.beat(name, retained_step=3)
     s.compare("a_snapshot_s_life")
 
 
@@ -60,7 +60,7 @@ def test_a_snapshot_interrupted_by_a_failure() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
-    s.say("node-0", Snapping(generation=1, step=3))
+    s.say("node-0", SnapshotStarted(generation=1, step=3))
     s.note("node-3 dies before it has its part")
     s.completed("node-0", "node-1", "node-2")
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -102,11 +102,11 @@ def test_one_is_durable_before_its_predecessor_is_released() -> None:
     s.begin()
     s.ordered()
     s.completed("node-0", "node-1", "node-2")
-    assert not s.commands(KeepSnapshot)
+    assert not s.commands(RetainSnapshot)
     s.completed("node-3")
     kinds = [type(effect) for effect in s.last]
     assert kinds.index(PersistState) < kinds.index(BroadcastCommand)
-    assert len(s.commands(KeepSnapshot)) == 4
+    assert len(s.commands(RetainSnapshot)) == 4
     snapshot = s.machine.durable_state()["snapshot"]
     assert snapshot["step"] == 3
     assert [list(group["owners"]) for group in snapshot["groups"]] == [
@@ -119,29 +119,29 @@ def test_an_order_that_nobody_follows_is_given_up_and_given_again() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
-    assert [sent.node for sent in s.commands(Snap)] == ["node-0"]
+    assert [sent.node for sent in s.commands(TakeSnapshot)] == ["node-0"]
     s.fire("snapshot", 61.0)
-    assert s.events("SnapshotGivenUp")
+    assert s.events("SnapshotAbandoned")
     s.stepped("node-0", 1, 3)
-    assert not s.commands(Snap)
+    assert not s.commands(TakeSnapshot)
     s.stepped("node-0", 1, 4)
-    assert s.commands(Snap)
+    assert s.commands(TakeSnapshot)
 
 
 def test_a_slow_node_leaves_the_one_before() -> None:
     s = Snapshots()
     s.kept()
     for name in HELD:
-        s.beat(name, kept=3)
+        s.beat(name, retained_step=3)
     assert s.machine.snapshot.step == 3
-    s.say("node-0", Snapping(generation=1, step=6))
+    s.say("node-0", SnapshotStarted(generation=1, step=6))
     s.completed("node-0", "node-1", "node-2", step=6)
     s.fire("snapshot", 61.0)
-    (given_up,) = s.events("SnapshotGivenUp")
+    (given_up,) = s.events("SnapshotAbandoned")
     assert "node-3 did not complete it" in given_up.reason
-    assert given_up.details["kept_step"] == 3
+    assert given_up.details["last_complete_step"] == 3
     s.completed("node-3", step=6)
-    assert not s.commands(KeepSnapshot)
+    assert not s.commands(RetainSnapshot)
     assert s.machine.snapshot.step == 3
 
 
@@ -149,10 +149,10 @@ def test_no_room_gives_it_up_and_training_goes_on() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
-    s.say("node-2", Snapping(generation=1, step=3))
+    s.say("node-2", SnapshotStarted(generation=1, step=3))
     assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.SNAP
     s.say("node-2", SnapshotFailed(generation=1, step=3, detail="the arena is full"))
-    (given_up,) = s.events("SnapshotGivenUp")
+    (given_up,) = s.events("SnapshotAbandoned")
     assert given_up.reason == "node-2: the arena is full"
     assert s.machine.phase == "RUNNING"
     assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.HEALTHY
@@ -163,7 +163,7 @@ def test_what_is_of_another_generation_or_already_over_counts_for_nothing() -> N
     s.kept()
     s.completed(*HELD)  # again
     s.completed(*HELD, generation=7, step=9)
-    assert not s.commands(KeepSnapshot)
+    assert not s.commands(RetainSnapshot)
     assert s.machine.snapshot.step == 3
 
 
@@ -171,18 +171,18 @@ def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
     s = Snapshots()
     s.kept()
     s.wait(1.0)
-    s.beat("node-1", kept=0)
-    assert not s.commands(KeepSnapshot)  # With the others who did not confirm it.
+    s.beat("node-1", retained_step=0)
+    assert not s.commands(RetainSnapshot)  # With the others who did not confirm it.
     s.look()
-    [told] = [sent.command for sent in s.commands(KeepSnapshot)]
-    assert isinstance(told, KeepSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
+    [told] = [sent.command for sent in s.commands(RetainSnapshot)]
+    assert isinstance(told, RetainSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
     assert told.restore is not None and told.restore.groups == s.machine.snapshot.groups
     assert set(told.restore.sources) == {"node-0", "node-1", "node-2", "node-3"}
     s.wait(1.0)
-    s.beat("node-1", kept=0)
-    s.beat("node-1", kept=3)
+    s.beat("node-1", retained_step=0)
+    s.beat("node-1", retained_step=3)
     s.look()
-    assert not s.commands(KeepSnapshot)
+    assert not s.commands(RetainSnapshot)
 
 
 def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
@@ -199,14 +199,14 @@ def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
     for name in HELD:
         s.beat(name)
     s.look()
-    assert [sent.node for sent in s.commands(KeepSnapshot)] == [NAMES[3]]  # The others have yet to answer.
+    assert [sent.node for sent in s.commands(RetainSnapshot)] == [NAMES[3]]  # The others have yet to answer.
     monkeypatch.setattr(snapshots, "FEW", 1)
     s.wait(1.0)
     for name in NAMES[:3]:
         s.beat(name)
     s.look()
     assert not s.all(BroadcastCommand)
-    assert [sent.node for sent in s.commands(KeepSnapshot)] == NAMES[:3]
+    assert [sent.node for sent in s.commands(RetainSnapshot)] == NAMES[:3]
 
 
 def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
@@ -225,11 +225,11 @@ def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
     s.completed(*HELD, step=32)
     s.stepped("node-0", 1, 31, 32, 33)
     for name in HELD:
-        s.beat(name, kept=32)
-    s.beat("node-1", kept=32, spoiled=9)
+        s.beat(name, retained_step=32)
+    s.beat("node-1", retained_step=32, corrupt_step=9)
     s.stepped("node-0", 1, 34)
     assert not ordered()
-    s.beat("node-1", kept=32, spoiled=32)
+    s.beat("node-1", retained_step=32, corrupt_step=32)
     assert ordered()
     s.completed(*HELD, step=36)
     assert s.machine.snapshot.step == 36
@@ -240,12 +240,12 @@ def test_a_lost_snap_is_sent_again_and_a_lost_end_asked_for() -> None:
     s.begin()
     s.ordered()
     assert s.acknowledge("node-1") == [], "only the node of rank 0 gets the order"
-    assert Snap in {type(command) for command in s.acknowledge("node-0")}
+    assert TakeSnapshot in {type(command) for command in s.acknowledge("node-0")}
     assert s.acknowledge("node-0", snap_after=2) == []
-    s.say("node-0", Snapping(generation=1, step=3))
+    s.say("node-0", SnapshotStarted(generation=1, step=3))
     s.completed("node-0", "node-2", "node-3")
-    assert s.acknowledge("node-0", snap_after=2, snapped=3) == []
-    assert {type(command) for command in s.acknowledge("node-1", snapped=3)} == {Inquiry}
+    assert s.acknowledge("node-0", snap_after=2, snapshot_reported=3) == []
+    assert {type(command) for command in s.acknowledge("node-1", snapshot_reported=3)} == {RequestHello}
 
 
 class Tried(Snapshots):
@@ -259,7 +259,7 @@ class Tried(Snapshots):
         self.completed(*HELD, step=22)
         self.train(24)
         for name in HELD:
-            self.beat(name, kept=22)
+            self.beat(name, retained_step=22)
         self.lines.clear()
 
     def train(self, last: int) -> bool:
@@ -274,14 +274,14 @@ class Tried(Snapshots):
         return there
 
     def fail(self, step: int) -> None:
-        self.say("node-2", Snapping(generation=1, step=step))
+        self.say("node-2", SnapshotStarted(generation=1, step=step))
         self.say("node-2", SnapshotFailed(generation=1, step=step, detail="the arena is full"))
 
 
 def test_an_urgent_one_that_is_given_up_is_tried_again_and_training_goes_on_beside() -> None:
     s = Tried()
     s.begin_with_one()
-    s.beat("node-1", kept=22, spoiled=22)
+    s.beat("node-1", retained_step=22, corrupt_step=22)
     assert s.was_ordered()
     s.fail(26)
     assert not s.train(25)
@@ -291,7 +291,7 @@ def test_an_urgent_one_that_is_given_up_is_tried_again_and_training_goes_on_besi
     assert s.train(30)
     s.completed(*HELD, step=32)
     for name in HELD:
-        s.beat(name, kept=32)
+        s.beat(name, retained_step=32)
     assert not s.train(36)
 
 
@@ -307,11 +307,11 @@ def test_one_that_a_user_wants_is_taken_in_the_end_whoever_fails() -> None:
     s.feed(TemplatesReady, job_id="job-1")
     for number, name in enumerate(HELD):
         s.hello(name, 100 + number, job_id="job-1", prepared=True, generation=1, training=True)
-        s.beat(name, kept=22)
+        s.beat(name, retained_step=22)
     assert s.train(26)
     s.completed(*HELD, step=28)
     for name in HELD:
-        s.beat(name, kept=28)
+        s.beat(name, retained_step=28)
     assert not s.train(32)
 
 
@@ -326,9 +326,9 @@ def test_a_coordinator_restarted_amid_a_snapshot_takes_it_up() -> None:
     for number, name in enumerate(HELD):
         at = {"job_id": "job-1", "prepared": True, "generation": 1, "training": True}
         s.hello(name, 100 + number, **at)
-        s.say(name, Snapping(generation=1, step=3))
+        s.say(name, SnapshotStarted(generation=1, step=3))
         s.completed(name)
-    assert len(s.commands(KeepSnapshot)) == 4
+    assert len(s.commands(RetainSnapshot)) == 4
     assert s.machine.snapshot.step == 3
 
 
@@ -369,7 +369,7 @@ def test_the_resume_says_where_the_state_comes_from() -> None:
     assert not resume.plan.transfers
     (told,) = s.events("RolledBack")
     assert told.details["tier"] == "decoded"
-    assert (told.details["from_step"], told.details["to_step"], told.details["undone"]) == (5, 3, 2)
+    assert (told.details["from_step"], told.details["to_step"], told.details["undone_steps"]) == (5, 3, 2)
     assert "no usable device holds layers 2" in told.reason
     assert s.machine.committed_step == 3
 
@@ -601,10 +601,12 @@ def test_what_a_rollback_undid_is_told_and_no_node_is_ahead_of_it() -> None:
     assert max(steps.values()) == 3 and s.machine.committed_step == 3
     assert s.machine.durable_state()["snapshot_behind"] == 3
     [told] = s.events("RolledBack")
-    assert {key: told.details[key] for key in ("from_step", "to_step", "undone", "tier", "sources")} == {
+    assert {
+        key: told.details[key] for key in ("from_step", "to_step", "undone_steps", "tier", "sources")
+    } == {
         "from_step": 5,
         "to_step": 3,
-        "undone": 2,
+        "undone_steps": 2,
         "tier": "decoded",
         "sources": ["node-0", "node-2", "node-3"],
     }

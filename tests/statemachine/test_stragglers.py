@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.effects import ComputePlan, EmitEvent, WeighPlan
-from statemachine.events import NodeVanished, PlanReady, PlanWeighed
+from statemachine.effects import ComparePlan, ComputePlan, EmitEvent
+from statemachine.events import NodeVanished, PlanCompared, PlanReady
 from statemachine.messages.cluster import Heartbeat
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import ClusterPhase
@@ -26,7 +26,7 @@ class Watched(Coordination):
         super().__init__()
         self.running(4, steps)
         self.told: list[EmitEvent] = []
-        self.asked: list[WeighPlan] = []
+        self.asked: list[ComparePlan] = []
         self.generation = 1
 
     def layers(self, node: str) -> tuple[int, ...]:
@@ -45,7 +45,7 @@ class Watched(Coordination):
                 self.say(name, beat)
             self.fire("tick")
             self.told += self.all(EmitEvent)
-            self.asked += self.all(WeighPlan)
+            self.asked += self.all(ComparePlan)
 
     def events(self) -> list[tuple[str, str | None]]:
         return [(event.name, event.node) for event in self.told]
@@ -53,8 +53,8 @@ class Watched(Coordination):
     def weighed(self) -> None:
         """Answer the last question with the real planner."""
         asked = self.asked[-1]
-        present_s, possible_s = self.planner.weigh(asked.situation)
-        self.feed(PlanWeighed, generation=asked.generation, present_s=present_s, possible_s=possible_s)
+        present_s, possible_s = self.planner.compare_iteration_s(asked.situation)
+        self.feed(PlanCompared, generation=asked.generation, current_s=present_s, best_s=possible_s)
         self.told += self.all(EmitEvent)
 
     def replanned(self, step: int) -> Any:
@@ -129,8 +129,8 @@ def test_nothing_is_said_while_some_node_s_time_is_not_known() -> None:
 def test_a_plan_that_saves_too_little_is_not_worth_a_stop() -> None:
     s = Watched()
     s.beats(6.0, node_3=2.0)
-    s.feed(PlanWeighed, generation=1, present_s=0.5, possible_s=0.499)
-    assert [e.name for e in s.all(EmitEvent)] == ["PlanKept"]
+    s.feed(PlanCompared, generation=1, current_s=0.5, best_s=0.499)
+    assert [e.name for e in s.all(EmitEvent)] == ["ReplanSkipped"]
     assert s.machine.phase is ClusterPhase.RUNNING
     s.asked.clear()
     s.beats(60.0, node_3=2.0)
@@ -141,13 +141,13 @@ def test_shortly_before_the_end_nothing_changes() -> None:
     s = Watched(steps=2)
     s.beats(6.0, node_3=2.0)
     s.weighed()
-    assert [e.name for e in s.told] == ["StragglerDetected", "PlanKept"]
+    assert [e.name for e in s.told] == ["StragglerDetected", "ReplanSkipped"]
 
 
 def test_looks_for_another_plan_keep_their_distance() -> None:
     s = Watched()
     s.beats(6.0, node_3=2.0)
-    s.feed(PlanWeighed, generation=1, present_s=0.5, possible_s=0.5)
+    s.feed(PlanCompared, generation=1, current_s=0.5, best_s=0.5)
     s.asked.clear()
     s.beats(10.0, node_3=8.0)
     assert s.events() == [("StragglerDetected", "node-3")] * 2, "it became slower"
@@ -160,7 +160,7 @@ def test_a_failure_plans_with_the_speeds_and_an_answer_to_an_older_question_is_i
     s = Watched()
     s.beats(6.0, node_2=3.0)
     s.feed(NodeVanished, node="node-1", incarnation=101)
-    s.feed(PlanWeighed, generation=1, present_s=1.0, possible_s=0.5)
+    s.feed(PlanCompared, generation=1, current_s=1.0, best_s=0.5)
     assert [e.name for e in s.all(EmitEvent)] == ["MessageIgnored"]
     for name, held in (("node-0", (0, 1)), ("node-2", (0, 1)), ("node-3", (2, 3))):
         s.quiesced(name, 2, report(1, held=held))

@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 
 from statemachine.cluster import membership, node, phases
-from statemachine.cluster.membership import Standing
+from statemachine.cluster.membership import SenderStatus
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import MachineError, PhaseEvent, next_phase
 from statemachine.cluster.state import Cluster
@@ -50,7 +50,7 @@ def test_an_impossible_phase_event_is_a_bug() -> None:
 
 
 def test_every_phase_has_a_state_and_recovering_one_on_each_side_of_the_resume() -> None:
-    kinds = {kind: kind.phase for kind in get_args(phases.State) if kind is not phases.Over}
+    kinds = {kind: kind.phase for kind in get_args(phases.State) if kind is not phases.Ended}
     assert set(kinds.values()) == set(ClusterPhase) - phases.OVER
     assert {kind for kind, phase in kinds.items() if phase is ClusterPhase.RECOVERING} == {
         phases.Planning,
@@ -61,7 +61,7 @@ def test_every_phase_has_a_state_and_recovering_one_on_each_side_of_the_resume()
 def test_a_phase_holds_only_what_exists_in_it() -> None:
     """No decision before the reports, no group before the Resume, nothing of a generation without one."""
     held = {kind: {field.name for field in dataclasses.fields(kind)} for kind in get_args(phases.State)}
-    assert {kind for kind in held if "generation" not in held[kind]} == {phases.Waiting, phases.Over}
+    assert {kind for kind in held if "generation" not in held[kind]} == {phases.Waiting, phases.Ended}
     assert {kind for kind in held if "reports" in held[kind]} == {phases.Quiescing}
     assert {kind for kind in held if "decision" in held[kind]} == {phases.Planning}
     assert {kind for kind in held if "resumed" in held[kind]} == {phases.Resuming, phases.Running}
@@ -70,20 +70,20 @@ def test_a_phase_holds_only_what_exists_in_it() -> None:
 def test_the_state_that_is_entered_is_one_of_the_phase_that_follows() -> None:
     c = Cluster(timing=Timing())
     with pytest.raises(AssertionError, match="JOB_ENDED leads to FINISHED, not to FAILED"):
-        c.enter(PhaseEvent.JOB_ENDED, phases.Over(phase=ClusterPhase.FAILED, outcome=""))
+        c.enter(PhaseEvent.JOB_ENDED, phases.Ended(phase=ClusterPhase.FAILED, outcome=""))
     assert c.phase is ClusterPhase.WAITING
 
 
 def test_a_job_can_break_or_end_from_every_phase_that_has_one() -> None:
     for phase in set(ClusterPhase) - phases.OVER:
-        assert phases.TABLE[phase, PhaseEvent.JOB_BROKE] is ClusterPhase.FAILED
+        assert phases.TABLE[phase, PhaseEvent.JOB_FAILED] is ClusterPhase.FAILED
         assert phases.TABLE[phase, PhaseEvent.JOB_ENDED] is ClusterPhase.FINISHED
 
 
 def test_every_signal_of_every_sender_has_a_verdict() -> None:
-    assert set(membership.TABLE) == set(product(get_args(Signal), Standing))
+    assert set(membership.TABLE) == set(product(get_args(Signal), SenderStatus))
 
 
 def test_only_hello_brings_somebody_in() -> None:
-    admitting = {signal for (signal, _), v in membership.TABLE.items() if v is membership.Verdict.ADMIT}
+    admitting = {signal for (signal, _), v in membership.TABLE.items() if v is membership.SignalAction.ADMIT}
     assert admitting == {Hello}

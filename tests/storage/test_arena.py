@@ -15,9 +15,9 @@ import pytest
 
 from storage.arena import SLOTS, Arena
 from storage.errors import ArenaFullError
+from storage.free_memory import free_bytes
 from storage.manifest import digest_of
-from storage.pages import HUGE_BYTES, Bytes, mapped, put_together
-from storage.room import free_bytes
+from storage.pages import HUGE_BYTES, Bytes, collapse_pages, map_file
 from tests.helpers.arenas import fill, manifest_of, snapshot
 
 SHM = Path("/dev/shm")
@@ -34,7 +34,7 @@ def test_a_snapshot_is_found_again_by_another_process_of_the_same_host(directory
     written = snapshot(Arena.open(directory), 7)
     found = Arena.open(directory)
     assert found.snapshots == (written,) and found.problems == []
-    assert found.damaged(written) == ()
+    assert found.find_corrupt(written) == ()
     assert (found.bytes_of(written, written.part("p0")) == 7).all()
 
 
@@ -51,7 +51,7 @@ def test_two_slots_are_enough_and_the_third_is_for_one_that_waits(directory: Pat
         arena.begin(1)
     arena.release([19])
     assert snapshot(arena, 22).slot not in {s.slot for s in arena.snapshots[1:]}
-    assert all(arena.damaged(s) == () for s in arena.snapshots)
+    assert all(arena.find_corrupt(s) == () for s in arena.snapshots)
 
 
 def test_what_was_begun_and_not_committed_is_not_there(directory: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_was_begun_and_not_committed_is_not_there(directory: Path) -> None:
     kept = snapshot(arena, 1)
     fill(arena.begin(10_000), 99)
     found = Arena.open(directory)
-    assert found.snapshots == (kept,) and found.damaged(kept) == ()
+    assert found.snapshots == (kept,) and found.find_corrupt(kept) == ()
 
 
 def test_a_step_that_is_done_again_replaces_its_snapshot(directory: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_flipped_bit_is_found_in_its_part(directory: Path) -> None:
     manifest = manifest_of(slot, 1, 1000, 1000, 1000)
     arena.commit(manifest)
     slot.view[1500] ^= 4
-    assert Arena.open(directory).damaged(manifest) == ("p1",)
+    assert Arena.open(directory).find_corrupt(manifest) == ("p1",)
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no_slot", "short_slot", "renamed", "other"])
@@ -112,7 +112,7 @@ def test_the_limit_is_kept_and_what_is_complete_stays(directory: Path) -> None:
     with pytest.raises(ArenaFullError, match="limit of 12288") as caught:
         arena.begin(8192)
     assert (caught.value.needed_bytes, caught.value.free_bytes) == (8192, 4096)
-    assert arena.snapshots == (kept,) and arena.damaged(kept) == ()
+    assert arena.snapshots == (kept,) and arena.find_corrupt(kept) == ()
     assert arena.allocated_bytes == 8192
     snapshot(arena, 2, 4096)
 
@@ -201,7 +201,7 @@ def test_a_slot_that_cannot_grow_is_as_large_as_it_was(
         arena.begin(1)
     monkeypatch.undo()
     snapshot(arena, 2, HUGE_BYTES)
-    assert all(arena.damaged(s) == () for s in Arena.open(directory).snapshots)
+    assert all(arena.find_corrupt(s) == () for s in Arena.open(directory).snapshots)
 
 
 def test_a_slot_whose_owner_was_killed_while_it_grew_is_made_anew(directory: Path) -> None:
@@ -253,7 +253,7 @@ def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(dire
         arena = Arena.open(directory)
         assert arena.problems == []
         for manifest in arena.snapshots:
-            assert arena.damaged(manifest) == ()
+            assert arena.find_corrupt(manifest) == ()
             assert (arena.bytes_of(manifest, manifest.part("p0")) == manifest.step % 251).all()
         newest = max(newest, *(m.step for m in arena.snapshots), 0)
         arena.release([m.step for m in arena.snapshots])
@@ -264,7 +264,7 @@ def test_memory_is_mapped_where_huge_pages_may_be_and_unmapped_with_its_last_vie
     path = tmp_path / "bytes"
     path.write_bytes(bytes(range(256)) * 64)
     with path.open("r+b") as file:
-        view = mapped(file.fileno(), 256 * 64)
+        view = map_file(file.fileno(), 256 * 64)
     assert view.tobytes() == path.read_bytes()
     view[:4] = 7
     assert path.read_bytes()[:5] == b"\7\7\7\7\4"
@@ -281,13 +281,13 @@ def test_memory_is_mapped_where_huge_pages_may_be_and_unmapped_with_its_last_vie
         del part
         assert lines() == 0
     with pytest.raises(OSError):
-        mapped(-1, 4096)
+        map_file(-1, 4096)
 
 
 def test_pages_that_are_put_together_keep_their_bytes() -> None:
     values = np.random.default_rng(1).integers(0, 256, 5 * HUGE_BYTES, dtype=np.uint8)
     before = values.copy()
     ranges = [(values.ctypes.data + start, HUGE_BYTES) for start in range(0, 5 * HUGE_BYTES, HUGE_BYTES)]
-    assert put_together(ranges) in range(0, 5 * HUGE_BYTES, HUGE_BYTES)
+    assert collapse_pages(ranges) in range(0, 5 * HUGE_BYTES, HUGE_BYTES)
     assert (values == before).all()
-    assert put_together([(values.ctypes.data, HUGE_BYTES - 1), (1 << 40, 2 * HUGE_BYTES)]) == 0
+    assert collapse_pages([(values.ctypes.data, HUGE_BYTES - 1), (1 << 40, 2 * HUGE_BYTES)]) == 0

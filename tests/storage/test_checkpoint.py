@@ -20,16 +20,16 @@ import pytest
 from storage.checkpoint import MANIFEST, CheckpointManifest, CheckpointStore
 from storage.description import ModelDescription, encode_description
 from storage.errors import (
-    CancelledError,
-    DamagedError,
-    ForeignError,
-    MissingError,
-    PlaceError,
-    PlaceFullError,
+    CheckpointMissingError,
+    CorruptDataError,
+    ForeignCheckpointError,
+    LocationError,
+    LocationFullError,
+    TransferCancelledError,
 )
-from storage.flow import Flow
 from storage.layerstate import fingerprint_of
 from storage.manifest import digest_of, encode_record
+from storage.rate_limit import RateLimiter
 from tests.helpers.kept_checkpoints import DESCRIPTION, LAYERS, about, holds, in_chunks, layer_state, write
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 def root_of(store: CheckpointStore) -> Path:
-    return Path(store.place.url)
+    return Path(store.location.url)
 
 
 # --- whole ones ------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def test_the_newest_are_kept_and_the_newest_draft_is_safe(url: str) -> None:
     rest = [store.write_layer(draft, k, layer_state(k, 50)[0], [layer_state(k, 50)[1]]) for k in (1, 2)]
     store.commit(draft, [first, *rest], **about())
     assert store.prune(2) == (30,) and store.steps() == (50, 40)
-    assert not any("35" in name for name in store.place.names())
+    assert not any("35" in name for name in store.location.names())
     with pytest.raises(ValueError, match="at least one"):
         store.prune(0)
 
@@ -139,7 +139,7 @@ def test_an_abandoned_draft_leaves_nothing_and_what_was_there_stays(url: str) ->
     store.write_layer(draft, 0, layer_state(0)[0], [layer_state(0)[1]])
     store.abandon(draft)
     assert holds(store, 7) and store.steps() == (7,) and store.problems == []
-    assert len(store.place.sizes(STEP_7)) == LAYERS + 2  # The manifest and the description.
+    assert len(store.location.sizes(STEP_7)) == LAYERS + 2  # The manifest and the description.
 
 
 # --- what does not become one ----------------------------------------------------------------------
@@ -150,13 +150,13 @@ def test_a_layer_that_is_missing_or_twice_there_is_not_committed(url: str) -> No
     draft = store.begin(7)
     files = [store.write_layer(draft, k, layer_state(k)[0], [layer_state(k)[1]]) for k in range(LAYERS)]
     for some in ([], files[:1] + files[2:], [files[0], *files], files[1:]):
-        with pytest.raises(DamagedError, match="not each one once"):
+        with pytest.raises(CorruptDataError, match="not each one once"):
             store.commit(draft, some, **about())
     lying = msgspec.structs.replace(files[1], name="layer-0077.bin")
-    with pytest.raises(DamagedError, match=r"layer-0077\.bin is missing"):
+    with pytest.raises(CorruptDataError, match=r"layer-0077\.bin is missing"):
         store.commit(draft, [files[0], lying, files[2]], **about())
     escaping = msgspec.structs.replace(files[1], name="../../etc/passwd")
-    with pytest.raises(DamagedError, match="wrong about layer 1"):
+    with pytest.raises(CorruptDataError, match="wrong about layer 1"):
         store.commit(draft, [files[0], escaping, files[2]], **about())
     assert store.steps() == ()
     store.commit(draft, files, **about())
@@ -168,9 +168,9 @@ def test_bytes_that_are_not_the_layers_are_not_kept(url: str) -> None:
     draft = store.begin(7)
     header, payload = layer_state(0)
     for layer, head, chunks in ((0, header, [payload[:-1]]), (1, header, [payload]), (0, b"no", [payload])):
-        with pytest.raises(DamagedError, match="header"):
+        with pytest.raises(CorruptDataError, match="header"):
             store.write_layer(draft, layer, head, chunks)
-    assert store.place.sizes(draft.directory) == {}
+    assert store.location.sizes(draft.directory) == {}
     for step, attempt in ((-1, "1"), (10**12, "1"), (1, "../x"), (1, "")):
         with pytest.raises(ValueError, match="no step and attempt"):
             store.begin(step, attempt)
@@ -187,33 +187,33 @@ def test_a_source_that_fails_leaves_no_file(url: str) -> None:
 
     with pytest.raises(KeyError, match="shared memory"):
         store.write_layer(draft, 0, header, broken())
-    assert store.place.sizes(draft.directory) == {}
+    assert store.location.sizes(draft.directory) == {}
 
 
 def test_writing_is_cancelled_from_another_thread_and_leaves_no_file(store: CheckpointStore) -> None:
-    flow = Flow(bytes_per_s=8e6)
+    flow = RateLimiter(bytes_per_s=8e6)
     header, payload = layer_state(0, numel=10_000_000)
     draft = store.begin(7)
     threading.Timer(0.2, flow.cancel).start()
     begun = time.monotonic()
-    with pytest.raises(CancelledError):
+    with pytest.raises(TransferCancelledError):
         store.write_layer(draft, 0, header, [payload], flow)
     assert time.monotonic() - begun < 5
     assert list((root_of(store) / draft.directory).iterdir()) == []
-    with pytest.raises(CancelledError):
+    with pytest.raises(TransferCancelledError):
         write(store, 9)
         store.open(9).verify(flow)
 
 
 def test_threads_share_one_rate() -> None:
-    flow = Flow(bytes_per_s=1e6)
+    flow = RateLimiter(bytes_per_s=1e6)
     begun = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(flow.passed, [50_000] * 8))
     assert time.monotonic() - begun >= 0.4
-    assert Flow().passed(10**15)
+    assert RateLimiter().passed(10**15)
     with pytest.raises(ValueError, match="bytes_per_s is 0"):
-        Flow(bytes_per_s=0)
+        RateLimiter(bytes_per_s=0)
 
 
 # --- damage ----------------------------------------------------------------------------------------
@@ -260,10 +260,10 @@ def test_a_damaged_one_is_passed_over_with_words_and_the_one_before_it_is_taken(
     (problem,) = store.problems
     assert words in problem and STEP_7 in problem
     assert store.open().manifest.step == 5
-    with pytest.raises((DamagedError, ForeignError, MissingError), match=words):
+    with pytest.raises((CorruptDataError, ForeignCheckpointError, CheckpointMissingError), match=words):
         store.open(7)
     if damage == "other version":
-        with pytest.raises(ForeignError, match="format 3"):
+        with pytest.raises(ForeignCheckpointError, match="format 3"):
             write(store, 7, attempt="2")
     else:
         write(store, 7, attempt="2")
@@ -282,7 +282,7 @@ def test_a_flipped_bit_is_found_by_verify_and_by_reading_that_layer(
     assert store.steps() == (7,)
     (problem,) = store.open().verify()
     assert "layer-0001.bin" in problem
-    with pytest.raises(DamagedError, match=r"layer-0001\.bin"):
+    with pytest.raises(CorruptDataError, match=r"layer-0001\.bin"):
         store.open().read_layer(1)
     assert store.open().read_layer(2)
 
@@ -296,14 +296,14 @@ def test_the_description_is_read_and_verified_and_older_formats_have_none(store:
     path.write_bytes(data)
     (problem,) = store.open().verify()
     assert "description.bin was cut short or changed" in problem
-    with pytest.raises(DamagedError, match="the description of the model is malformed"):
+    with pytest.raises(CorruptDataError, match="the description of the model is malformed"):
         store.write_description(store.begin(8), digest_of(b"x").encode() + b"\nx")
     store.abandon(store.begin(8))
     write(store, 9)
     rewritten(lambda m: (m.update(format=1), m.pop("description")))(root_of(store) / "step-000000000009")
     assert store.open(9).description() == ModelDescription() and holds(store, 9)
     files = encode_description(ModelDescription(files={"../x": b""}))
-    with pytest.raises(DamagedError, match=r"names a file '\.\./x'"):
+    with pytest.raises(CorruptDataError, match=r"names a file '\.\./x'"):
         store.write_description(store.begin(10), files)
 
 
@@ -311,11 +311,11 @@ def test_another_jobs_checkpoints_are_passed_over_and_not_overwritten_or_removed
     write(CheckpointStore.at(url, create=True), 7, job="bert")
     store = CheckpointStore.at(url, job="gpt")
     assert store.steps() == () and "of job 'bert', not of 'gpt'" in store.problems[0]
-    with pytest.raises(ForeignError, match="bert"):
+    with pytest.raises(ForeignCheckpointError, match="bert"):
         store.open(7)
-    with pytest.raises(MissingError, match=r"no complete checkpoint.*bert"):
+    with pytest.raises(CheckpointMissingError, match=r"no complete checkpoint.*bert"):
         store.open()
-    with pytest.raises(ForeignError, match="a directory of its own"):
+    with pytest.raises(ForeignCheckpointError, match="a directory of its own"):
         write(store, 7, attempt="2")
     for step in (8, 9):
         write(store, step)
@@ -334,7 +334,7 @@ def test_one_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.M
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(PlaceError, match="Input/output error"):
+    with pytest.raises(LocationError, match="Input/output error"):
         write(store, 7, attempt="2")
     assert store.steps() == (7,) and holds(store, 7)
 
@@ -348,7 +348,7 @@ def test_a_fingerprint_is_of_the_model_and_not_of_the_step(store: CheckpointStor
 def test_a_step_that_is_not_there(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     write(store, 7)
-    with pytest.raises(MissingError, match="no checkpoint of step 8; complete ones: 7"):
+    with pytest.raises(CheckpointMissingError, match="no checkpoint of step 8; complete ones: 7"):
         store.open(8)
 
 
@@ -373,7 +373,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(stor
     write(store, 7)
     for _ in range(6):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, store.place.url], cwd=ROOT, stdout=subprocess.PIPE
+            [sys.executable, "-c", WRITER, store.location.url], cwd=ROOT, stdout=subprocess.PIPE
         )
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"100\n"
@@ -387,7 +387,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(stor
         assert all("being written, or its writer was stopped" in one for one in store.unfinished)
     write(store, 10**6)
     store.prune(1)
-    assert store.place.names() == ["step-000001000000"]
+    assert store.location.names() == ["step-000001000000"]
     assert store.steps() == (10**6,) and store.problems == []
 
 
@@ -396,10 +396,13 @@ def test_a_killed_writer_in_mid_write_is_seen_as_such(store: CheckpointStore) ->
     write(store, 7)
     slow = WRITER.replace("write(store, step, numel=400_000)", "").replace(
         "step += 1",
-        "from tests.helpers.kept_checkpoints import layer_state; from storage.flow import Flow; h, p = layer_state(0, "
-        "numel=4_000_000); store.write_layer(store.begin(step), 0, h, [p], Flow(bytes_per_s=1e6))",
+        "from tests.helpers.kept_checkpoints import layer_state; from storage.rate_limit import RateLimiter; "
+        "h, p = layer_state(0, "
+        "numel=4_000_000); store.write_layer(store.begin(step), 0, h, [p], RateLimiter(bytes_per_s=1e6))",
     )
-    writer = subprocess.Popen([sys.executable, "-c", slow, store.place.url], cwd=ROOT, stdout=subprocess.PIPE)
+    writer = subprocess.Popen(
+        [sys.executable, "-c", slow, store.location.url], cwd=ROOT, stdout=subprocess.PIPE
+    )
     draft = root_of(store) / ".step-000000000100.1.partial"
     deadline = time.monotonic() + 60
     while not any(path.stat().st_size > 1e6 for path in draft.glob(".layer-*")):
@@ -431,7 +434,7 @@ def test_a_killed_replacement_is_finished_by_the_next_writer(store: CheckpointSt
             (root / f".{STEP_7}.removed").mkdir()
     store.begin(8)
     assert holds(store, 7)
-    assert sorted(store.place.names()) == [".step-000000000008.1.partial", STEP_7]
+    assert sorted(store.location.names()) == [".step-000000000008.1.partial", STEP_7]
 
 
 TINY = """
@@ -441,7 +444,7 @@ exec "$2" -c '
 import sys
 from pathlib import Path
 from storage.checkpoint import CheckpointStore
-from storage.errors import PlaceFullError
+from storage.errors import LocationFullError
 from tests.helpers.kept_checkpoints import holds, layer_state, write
 store = CheckpointStore.at(sys.argv[1])
 write(store, 7)
@@ -449,7 +452,7 @@ draft = store.begin(8)
 try:
     for layer in range(50):
         store.write_layer(draft, layer, *(lambda h, p: (h, [p]))(*layer_state(layer)))
-except PlaceFullError as error:
+except LocationFullError as error:
     print(error)
 assert not list((Path(sys.argv[1]) / draft.directory).glob(".layer*"))
 store.abandon(draft)
@@ -482,7 +485,7 @@ def test_a_limit_on_the_size_of_files_is_said_in_those_words(store: CheckpointSt
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
-        with pytest.raises(PlaceFullError, match="larger than this process may write"):
+        with pytest.raises(LocationFullError, match="larger than this process may write"):
             write(store, 8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -497,14 +500,14 @@ mount -o remount,ro,bind "$1"
 exec "$2" -c '
 import sys
 from storage.checkpoint import CheckpointStore
-from storage.errors import PlaceError
+from storage.errors import LocationError
 from tests.helpers.kept_checkpoints import holds
 store = CheckpointStore.at(sys.argv[1], create=True)
 assert holds(store, 7)
 for fails in (lambda: store.begin(8), lambda: CheckpointStore.at(sys.argv[1] + "/new", create=True)):
     try:
         fails()
-    except PlaceError as error:
+    except LocationError as error:
         print(error)
 ' "$1"
 """
@@ -516,7 +519,7 @@ def test_a_read_only_directory_is_said_and_can_be_read(store: CheckpointStore) -
         pytest.skip("no mount namespace of its own can be made here")
     write(store, 7)
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", READ_ONLY, "sh", store.place.url, sys.executable],
+        ["unshare", "-m", "sh", "-c", READ_ONLY, "sh", store.location.url, sys.executable],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -539,7 +542,7 @@ def test_a_directory_that_vanishes_is_said_and_not_made_again(store: CheckpointS
         lambda: opened.read_layer(0),
         lambda: store.prune(1),
     ):
-        with pytest.raises(PlaceError, match="not there"):
+        with pytest.raises(LocationError, match="not there"):
             fails()
     assert not root_of(store).exists()
 
@@ -549,15 +552,15 @@ def test_a_directory_that_vanishes_is_said_and_not_made_again(store: CheckpointS
     [("", "empty path"), ("nosuch://bucket/x", "nosuch"), ("s3://bucket/x", "s3fs|fsspec package")],
 )
 def test_a_url_of_no_use_says_what_would_work(url: str, words: str) -> None:
-    with pytest.raises(PlaceError, match=words):
+    with pytest.raises(LocationError, match=words):
         CheckpointStore.at(url)
 
 
 def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
-    with pytest.raises(PlaceError, match="cannot be made"):
+    with pytest.raises(LocationError, match="cannot be made"):
         CheckpointStore.at(str(tmp_path / "kept"), create=True)
-    with pytest.raises(PlaceError, match="cannot be read"):
+    with pytest.raises(LocationError, match="cannot be read"):
         CheckpointStore.at(str(tmp_path / "kept")).steps()
 
 
@@ -569,9 +572,9 @@ def test_an_object_store_that_fails_is_a_place_error(monkeypatch: pytest.MonkeyP
         raise RuntimeError("503 slow down")
 
     monkeypatch.setattr(type(fsspec.filesystem("memory")), "open", refuse)
-    with pytest.raises(PlaceError, match="cannot be written: 503 slow down"):
+    with pytest.raises(LocationError, match="cannot be written: 503 slow down"):
         write(store, 8)
-    with pytest.raises(PlaceError, match="cannot be read: 503 slow down"):
+    with pytest.raises(LocationError, match="cannot be read: 503 slow down"):
         store.open(7)
     monkeypatch.undo()
     assert store.steps() == (7,)

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.codes import Code, has_buddy, make_code, parse_scheme, recipe
-from storage.errors import LostError
+from storage.codes import Code, has_buddy, make_code, parse_scheme, solve_lost_cells
+from storage.errors import TooManyLossesError
 from storage.shards import (
     Bytes,
     ShardLayout,
+    decode_bucket,
     fetch_from,
     make_shard,
     needed,
     needed_for,
     remake,
-    restore,
     xor_into,
 )
 
@@ -49,7 +49,7 @@ def test_every_loss_within_the_guarantee_is_decoded_exactly(scheme: str, owners:
         for lost in combinations(everybody, losses):
             left = {owner: shard for owner, shard in shards.items() if owner not in lost}
             found = np.zeros(size, dtype=np.uint8)
-            restore(layout, frozenset(left), fetch_from(left), found)
+            decode_bucket(layout, frozenset(left), fetch_from(left), found)
             assert np.array_equal(found, bucket), (lost, losses)
 
 
@@ -101,8 +101,8 @@ def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> Non
             left = {owner: shard for owner, shard in shards.items() if owner not in lost}
             found = np.zeros(5000, dtype=np.uint8)
             try:
-                restore(layout, frozenset(left), fetch_from(left), found)
-            except LostError as error:
+                decode_bucket(layout, frozenset(left), fetch_from(left), found)
+            except TooManyLossesError as error:
                 refused += 1
                 assert str(sorted(lost)) in str(error)
             else:
@@ -135,7 +135,7 @@ def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
         return shards[owner][offset : offset + length]
 
     found = np.zeros(end - first, dtype=np.uint8)
-    restore(layout, present, fetch, found, first)
+    decode_bucket(layout, present, fetch, found, first)
     assert np.array_equal(found, bucket[first:end])
 
 
@@ -173,7 +173,7 @@ def test_any_bytes_of_any_shard_are_made_again_from_the_others(
 def test_a_recipe_never_reads_from_the_lost() -> None:
     code: Code = make_code("aec2", 6)
     for lost in combinations(range(6), 2):
-        made = recipe(code, frozenset(lost))
+        made = solve_lost_cells(code, frozenset(lost))
         assert made is not None
         assert not any(stored.owner in lost for sources in made.values() for stored in sources)
 

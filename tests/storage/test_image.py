@@ -9,20 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import DamagedError
-from storage.image import GroupImage, LayerImage, assemble, runs_of
-from storage.layerstate import ALIGNMENT_BYTES, HEADER_FORMAT, Entry, Header
+from storage.errors import CorruptDataError
+from storage.image import GroupImage, LayerImage, assemble_payload, runs_of
+from storage.layerstate import ALIGNMENT_BYTES, HEADER_FORMAT, LayerEntry, LayerHeader
 
 Role = Literal["parameter", "buffer", "optimizer"]
 
 
-def header_of(layer: int, tensors: list[tuple[Role, int]]) -> Header:
-    entries: list[Entry] = []
+def header_of(layer: int, tensors: list[tuple[Role, int]]) -> LayerHeader:
+    entries: list[LayerEntry] = []
     end = 0
     for number, (role, size) in enumerate(tensors):
         key = "exp_avg" if role == "optimizer" else ""
         entries.append(
-            Entry(
+            LayerEntry(
                 name=f"t{number}",
                 role=role,
                 key=key,
@@ -34,12 +34,12 @@ def header_of(layer: int, tensors: list[tuple[Role, int]]) -> Header:
             )
         )
         end += size + -size % ALIGNMENT_BYTES
-    return Header(
+    return LayerHeader(
         format=HEADER_FORMAT, layer=layer, entries=tuple(entries), scalars={}, schedule={}, size_bytes=end
     )
 
 
-def group_of(headers: list[Header]) -> tuple[GroupImage, np.ndarray, list[np.ndarray]]:
+def group_of(headers: list[LayerHeader]) -> tuple[GroupImage, np.ndarray, list[np.ndarray]]:
     """The image, the bucket and the payloads that they were made of."""
     random = np.random.default_rng(1)
     layers, bucket, payloads = [], b"", []
@@ -83,14 +83,14 @@ def test_payloads_come_together_again(layers: list[list[tuple[Role, int]]]) -> N
         layer = read.layer(header.layer)
         assert layer.decoded() == header
         shared = bucket[layer.offset : layer.offset + layer.size_bytes]
-        assert assemble(layer, shared).tobytes() == payload.tobytes()
+        assert assemble_payload(layer, shared).tobytes() == payload.tobytes()
 
 
 def test_a_layer_without_buffers_is_one_run_and_not_copied() -> None:
     image, bucket, _ = group_of([header_of(0, [("parameter", 5), ("optimizer", 40), ("optimizer", 4)])])
     (run,) = runs_of(image.layers[0].decoded())
     assert (run.payload, run.offset, run.shared, run.size_bytes) == (0, 0, True, 16 + 48 + 16)
-    assert np.shares_memory(assemble(image.layers[0], bucket), bucket)
+    assert np.shares_memory(assemble_payload(image.layers[0], bucket), bucket)
 
 
 HEADERS = [header_of(1, [("parameter", 20), ("buffer", 3)]), header_of(2, [("parameter", 64)])]
@@ -119,21 +119,21 @@ def with_layer(**changes: object) -> Change:
 )
 def test_what_contradicts_itself_is_refused(change: Change, says: str) -> None:
     image, _, _ = group_of(HEADERS)
-    with pytest.raises(DamagedError, match=says):
+    with pytest.raises(CorruptDataError, match=says):
         GroupImage.from_bytes(change(image).to_bytes())
 
 
 def test_cut_bytes_are_refused() -> None:
     image, bucket, _ = group_of(HEADERS)
-    with pytest.raises(DamagedError, match="malformed"):
+    with pytest.raises(CorruptDataError, match="malformed"):
         GroupImage.from_bytes(image.to_bytes()[:-3])
-    with pytest.raises(DamagedError, match="3 bytes for layer 1, which has 32"):
-        assemble(image.layers[0], bucket[:3])
+    with pytest.raises(CorruptDataError, match="3 bytes for layer 1, which has 32"):
+        assemble_payload(image.layers[0], bucket[:3])
 
 
 def test_gaps_between_tensors_are_refused() -> None:
     header = header_of(0, [("parameter", 16), ("parameter", 16)])
     moved = msgspec.structs.replace(header.entries[1], offset=32)
     gap = msgspec.structs.replace(header, entries=(header.entries[0], moved), size_bytes=48)
-    with pytest.raises(DamagedError, match="t1  begins at 32, not at 16"):
+    with pytest.raises(CorruptDataError, match="t1  begins at 32, not at 16"):
         runs_of(gap)

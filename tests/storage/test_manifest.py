@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from storage.errors import DamagedError
-from storage.manifest import BLOCK_BYTES, Digests, Manifest, Part, check_parts, digest_of
+from storage.errors import CorruptDataError
+from storage.manifest import BLOCK_BYTES, PartDigester, SnapshotManifest, SnapshotPart, check_parts, digest_of
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ CASES = [
 def test_digests_do_not_depend_on_how_the_bytes_came(case: Case) -> None:
     chance = random.Random(case.size_bytes)
     data = chance.randbytes(case.size_bytes)
-    digests, done = Digests(), 0
+    digests, done = PartDigester(), 0
     while done < len(data):
         some = data[done : done + chance.randrange(1, BLOCK_BYTES)]
         digests.update(some)
         done += len(some)
     part = digests.part("it", 64)
-    assert part == Part.of("it", 64, data) and part.intact(data)
+    assert part == SnapshotPart.of("it", 64, data) and part.is_intact(data)
     assert len(part.blocks) == 16 * case.blocks and part.in_blocks
     assert part.digest == digest_of(part.blocks.encode() if case.blocks else data)
     check_parts(manifest_of(part), 64 + len(data))
@@ -45,28 +45,28 @@ def test_digests_do_not_depend_on_how_the_bytes_came(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: str(case.size_bytes))
 def test_a_changed_byte_is_found_in_its_block(case: Case) -> None:
     data = bytearray(random.Random(case.size_bytes).randbytes(case.size_bytes))
-    part = Part.of("it", 0, data)
+    part = SnapshotPart.of("it", 0, data)
     for place in (0, len(data) // 2, len(data) - 1):
         data[place] ^= 1
-        assert not part.intact(data)
+        assert not part.is_intact(data)
         numbers = part.covering(0, len(data))
-        bad = [n for n in numbers if not part.sound(n, data[slice(*part.block(n))])]
+        bad = [n for n in numbers if not part.is_block_intact(n, data[slice(*part.block(n))])]
         assert bad == list(part.covering(place, place + 1))
         data[place] ^= 1
-    assert part.intact(data)
+    assert part.is_intact(data)
 
 
 def test_digests_that_do_not_go_together_are_refused() -> None:
-    part = Part.of("it", 0, bytes(2 * BLOCK_BYTES))
-    other = Part.of("it", 0, bytes(3 * BLOCK_BYTES))
+    part = SnapshotPart.of("it", 0, bytes(2 * BLOCK_BYTES))
+    other = SnapshotPart.of("it", 0, bytes(3 * BLOCK_BYTES))
     for wrong, says in (
         (msgspec.structs.replace(part, blocks=part.blocks[:16]), "digests of 2 blocks"),
         (msgspec.structs.replace(part, size_bytes=5, blocks=part.blocks), "digests of 0 blocks"),
         (msgspec.structs.replace(part, digest=other.digest), "the digest of its blocks"),
     ):
-        with pytest.raises(DamagedError, match=says):
+        with pytest.raises(CorruptDataError, match=says):
             check_parts(manifest_of(wrong), 4 * BLOCK_BYTES)
 
 
-def manifest_of(part: Part) -> Manifest:
-    return Manifest(job_id="job", step=1, generation=1, slot=0, parts=(part,), layout={})
+def manifest_of(part: SnapshotPart) -> SnapshotManifest:
+    return SnapshotManifest(job_id="job", step=1, generation=1, slot=0, parts=(part,), layout={})

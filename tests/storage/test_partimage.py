@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.errors import DamagedError
+from storage.errors import CorruptDataError
 from storage.layerstate import decode_header
 from storage.partimage import (
     Bytes,
+    LayerPart,
     PartImage,
-    PartOfLayer,
     ShardedImage,
-    assemble,
+    assemble_from_parts,
     find_bytes,
     tensor_bytes,
 )
@@ -43,9 +43,9 @@ def test_parts_that_cover_the_layer_make_it_however_it_was_cut(
     counts: list[int], ranges: list[tuple[int, int, int]]
 ) -> None:
     whole = layer_of(counts)
-    header_bytes, payload = assemble(whole, [part_of(counts, *one) for one in ranges])
+    header_bytes, payload = assemble_from_parts(whole, [part_of(counts, *one) for one in ranges])
     assert (header_bytes, payload.tobytes()) == tuple(
-        bytes(one) for one in assemble(whole, [part_of(counts, 0, 1, 1)])
+        bytes(one) for one in assemble_from_parts(whole, [part_of(counts, 0, 1, 1)])
     )
     header = decode_header(header_bytes, 7, len(payload))
     found = {
@@ -102,7 +102,7 @@ def test_any_bytes_of_a_part_are_made_of_other_parts(
     assert made.tobytes() == expected[first:end].tobytes()
 
 
-Pieces = list[tuple[PartOfLayer, Bytes]]
+Pieces = list[tuple[LayerPart, Bytes]]
 
 
 def without_one(pieces: Pieces) -> Pieces:
@@ -113,7 +113,7 @@ def another_step(pieces: Pieces) -> Pieces:
     """The parameter that both have a piece of is at another step in the second."""
     (first, data), (second, other) = pieces
     changed = other.copy()
-    run = next(run for run in second.runs if run.key == "step")
+    run = next(run for run in second.ranges if run.key == "step")
     changed[run.offset : run.offset + 4] = np.frombuffer(np.float32(6.0).tobytes(), dtype=np.uint8)
     return [(first, data), (second, changed)]
 
@@ -129,8 +129,8 @@ def shorter(pieces: Pieces) -> Pieces:
 @pytest.mark.parametrize("damage", [without_one, another_step, another_layer, shorter])
 def test_parts_that_do_not_make_up_the_layer_are_refused(damage: Callable[[Pieces], Pieces]) -> None:
     pieces = [part_of([10], part, part + 1, 2) for part in range(2)]
-    with pytest.raises(DamagedError, match="layer"):
-        assemble(layer_of([10]), damage(pieces))
+    with pytest.raises(CorruptDataError, match="layer"):
+        assemble_from_parts(layer_of([10]), damage(pieces))
 
 
 def image() -> ShardedImage:
@@ -156,7 +156,7 @@ def test_the_small_part_comes_back_as_it_was() -> None:
     ],
 )
 def test_a_small_part_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(DamagedError):
+    with pytest.raises(CorruptDataError):
         ShardedImage.from_bytes(msgspec.structs.replace(image(), **changes).to_bytes())
-    with pytest.raises(DamagedError, match="malformed"):
+    with pytest.raises(CorruptDataError, match="malformed"):
         ShardedImage.from_bytes(image().to_bytes()[:-3])

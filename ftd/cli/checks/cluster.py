@@ -7,30 +7,30 @@ from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from ftd.cli.checks.finding import Finding, failed, ok, warning
+from ftd.cli.checks.check_result import CheckResult, failed, ok, warning
 from ftd.config.daemon import DaemonConfig
-from ftd.errors import Unreachable, WireError
-from ftd.observe.view.text import barred_words
+from ftd.errors import UnreachableError, WireError
+from ftd.observe.view.text import ineligible_words
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.public import decode_json
 from ftd.transport.wire.topics import Topics
 
-BROKER_S = 5.0
-ECHO_S = 3.0
-WORD_S = 3.0
+BROKER_TIMEOUT_S = 5.0
+ECHO_TIMEOUT_S = 3.0
+STATE_TIMEOUT_S = 3.0
 """How long the coordinator may take to say something: while it trains it does so twice a second."""
-MOST_SKEW_S = 2.0
+MAX_SKEW_S = 2.0
 """Clocks that differ more make logs of several hosts hard to read; nothing else depends on them."""
 
 
-async def check_cluster(config: DaemonConfig) -> AsyncIterator[Finding]:
+async def check_cluster(config: DaemonConfig) -> AsyncIterator[CheckResult]:
     """As this node would see it, without disturbing one of its name that is running."""
     probe = _Probe(config)
     task = asyncio.create_task(probe.session.run())
     try:
         try:
-            await probe.session.wait_connected(BROKER_S)
-        except Unreachable as error:
+            await probe.session.wait_connected(BROKER_TIMEOUT_S)
+        except UnreachableError as error:
             yield failed("broker", str(error), "start it, or correct [broker] in ftd.toml")
             return
         encrypted = "by TLS" if config.broker.tls else "not encrypted"
@@ -77,20 +77,20 @@ class _Probe:
                 self._skew_s = (datetime.now(UTC) - said).total_seconds()
                 self._fresh.set()
 
-    async def check_rights(self) -> Finding:
+    async def check_rights(self) -> CheckResult:
         """Say a word to ourselves: what an ACL forbids is dropped silently."""
         self.session.publish(self._topics.node_echo(self._config.node), self._word)
         try:
-            await asyncio.wait_for(self._heard.wait(), ECHO_S)
+            await asyncio.wait_for(self._heard.wait(), ECHO_TIMEOUT_S)
         except TimeoutError:
             user = self._config.broker.username or "anonymous"
             detail = f"{user} may not write or read the topics of {self._config.node}"
             return failed("rights", detail, "the node's own user and password; an ACL made by ftd acl")
         return ok("rights", f"may write and read the topics of {self._config.node}")
 
-    async def check_coordinator(self) -> AsyncIterator[Finding]:
+    async def check_coordinator(self) -> AsyncIterator[CheckResult]:
         try:
-            await asyncio.wait_for(self._spoke.wait(), WORD_S)
+            await asyncio.wait_for(self._spoke.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
             detail = f"nothing is known of one for cluster {self._config.cluster!r}"
             yield warning("coordinator", detail, "start it, or correct cluster in ftd.toml")
@@ -101,7 +101,7 @@ class _Probe:
             yield warning("coordinator", reason, "start it: ftd coordinator")
             return
         yield ok("coordinator", f"it is here, the cluster is {phase}")
-        for sentence in barred_words(self._state):
+        for sentence in ineligible_words(self._state):
             yield warning("standby", sentence, "the same version of ftd on all coordinators' hosts")
         mine = version("ftd")
         if theirs != mine:
@@ -112,12 +112,12 @@ class _Probe:
             yield ok("version", f"{mine} here and there")
         yield await self._check_clock()
 
-    async def _check_clock(self) -> Finding:
+    async def _check_clock(self) -> CheckResult:
         try:
-            await asyncio.wait_for(self._fresh.wait(), WORD_S)
+            await asyncio.wait_for(self._fresh.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
             return ok("clock", "not compared: the coordinator has nothing to say while no job runs")
-        if abs(self._skew_s) > MOST_SKEW_S:
+        if abs(self._skew_s) > MAX_SKEW_S:
             detail = f"{self._skew_s:+.1f} s against the coordinator's"
             return warning("clock", detail, "run a time service (chrony, systemd-timesyncd) on both")
-        return ok("clock", f"within {MOST_SKEW_S:g} s of the coordinator's")
+        return ok("clock", f"within {MAX_SKEW_S:g} s of the coordinator's")

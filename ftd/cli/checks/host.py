@@ -11,13 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from ftd.cli.checks.finding import Finding, failed, ok, warning
+from ftd.cli.checks.check_result import CheckResult, failed, ok, warning
 from ftd.config.daemon import DaemonConfig
 
-SLOW_NAME_S = 0.5
+SLOW_LOOKUP_S = 0.5
 """A look-up of a name that takes longer will one day stall something."""
-FEW_FILES = 4096
-PROBE_S = 60.0
+MIN_OPEN_FILES = 4096
+TORCH_PROBE_TIMEOUT_S = 60.0
 _GIB = 1 << 30
 
 _PROBE = """
@@ -29,7 +29,7 @@ print(json.dumps({"torch": torch.__version__, "devices": names, "gloo": gloo}))
 """
 
 
-def check_host(config: DaemonConfig) -> Iterator[Finding]:
+def check_host(config: DaemonConfig) -> Iterator[CheckResult]:
     """In the order in which they would matter; without names, for which the broker's must be known."""
     yield check_memory(config)
     yield check_files()
@@ -38,7 +38,7 @@ def check_host(config: DaemonConfig) -> Iterator[Finding]:
     yield check_torch(config)
 
 
-def check_memory(config: DaemonConfig) -> Finding:
+def check_memory(config: DaemonConfig) -> CheckResult:
     """Room for snapshots in the memory file system."""
     name = "snapshot memory"
     place = next(path for path in (config.snapshot_dir, *config.snapshot_dir.parents) if path.exists())
@@ -56,16 +56,16 @@ def check_memory(config: DaemonConfig) -> Finding:
     return ok(name, detail)
 
 
-def check_files() -> Finding:
+def check_files() -> CheckResult:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < FEW_FILES:
+    if soft < MIN_OPEN_FILES:
         return warning(
-            "open files", f"at most {soft}", f"ulimit -n {16 * FEW_FILES}, LimitNOFILE= in the unit"
+            "open files", f"at most {soft}", f"ulimit -n {16 * MIN_OPEN_FILES}, LimitNOFILE= in the unit"
         )
     return ok("open files", f"at most {soft}")
 
 
-def check_names(config: DaemonConfig) -> Finding:
+def check_names(config: DaemonConfig) -> CheckResult:
     """Look-ups that stall: forwards for the broker, backwards for the address that others use."""
     name = "names"
     began = time.monotonic()
@@ -78,13 +78,13 @@ def check_names(config: DaemonConfig) -> Finding:
     began = time.monotonic()
     socket.getfqdn(config.host)
     backwards_s = time.monotonic() - began
-    if max(forwards_s, backwards_s) > SLOW_NAME_S:
+    if max(forwards_s, backwards_s) > SLOW_LOOKUP_S:
         detail = f"{config.broker.host} took {forwards_s:.1f} s, {config.host} backwards {backwards_s:.1f} s"
         return warning(name, detail, "put the cluster's hosts into /etc/hosts, or mend this host's DNS")
     return ok(name, f"{config.broker.host} is {found[0][4][0]}; others reach this host at {config.host}")
 
 
-def check_ports(config: DaemonConfig) -> Iterator[Finding]:
+def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
     """Ports that the file names must be free, or a running daemon's."""
     named = {"rendezvous_port": config.rendezvous_port, "snapshot_port": config.snapshot_port}
     if config.rendezvous_port and config.rendezvous_port == config.snapshot_port:
@@ -104,7 +104,7 @@ def check_ports(config: DaemonConfig) -> Iterator[Finding]:
                 yield ok("ports", f"{port} ({field}) is free")
 
 
-def check_directory(name: str, path: Path) -> Finding:
+def check_directory(name: str, path: Path) -> CheckResult:
     """It can be written, or made."""
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -112,12 +112,16 @@ def check_directory(name: str, path: Path) -> Finding:
     return ok(name, f"{path}: {shutil.disk_usage(there).free / _GIB:.1f} GiB free")
 
 
-def check_torch(config: DaemonConfig) -> Finding:
+def check_torch(config: DaemonConfig) -> CheckResult:
     """In a process of its own: the daemons never load torch."""
     name = "torch"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_S, check=True
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_PROBE_TIMEOUT_S,
+            check=True,
         )
         found = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:

@@ -5,7 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 
-from ftd.cli.profiling.network import Fit, fit_link, fit_ring
+from ftd.cli.profiling.network import LinkFit, fit_link, fit_ring
 from ftd.config.profile_document import (
     SCHEMA,
     LayerEntry,
@@ -14,11 +14,11 @@ from ftd.config.profile_document import (
     ProfileDocument,
     ProvenanceEntry,
 )
-from runtime.wire.measurement import LayersMeasured, LinksMeasured
+from runtime.wire.measurement import LayerMeasurements, LinkMeasurements
 
 
-def document_of(
-    job: str, layers: LayersMeasured, links: LinksMeasured | None, devices_per_node: int
+def build_profile_document(
+    job: str, layers: LayerMeasurements, links: LinkMeasurements | None, devices_per_node: int
 ) -> ProfileDocument:
     """:param links: ``None`` where the network was not measured."""
     profile = layers.profile
@@ -61,11 +61,11 @@ def document_of(
     )
 
 
-def _entry(fit: Fit) -> LinkEntry:
+def _entry(fit: LinkFit) -> LinkEntry:
     return LinkEntry(latency_ms=fit.link.latency_ms, bytes_per_s=fit.link.bytes_per_s)
 
 
-def _measured(layers: LayersMeasured, network: NetworkEntry | None) -> tuple[str, ...]:
+def _measured(layers: LayerMeasurements, network: NetworkEntry | None) -> tuple[str, ...]:
     counts = sorted({entry.rows for rows in layers.rows for entry in rows}, reverse=True)
     said = [
         f"the passes of each layer on one device, on {_listed(counts)} rows: medians behind a warm-up",
@@ -82,7 +82,9 @@ def _measured(layers: LayersMeasured, network: NetworkEntry | None) -> tuple[str
     return tuple(said)
 
 
-def _stated(layers: LayersMeasured, network: NetworkEntry | None, devices_per_node: int) -> tuple[str, ...]:
+def _stated(
+    layers: LayerMeasurements, network: NetworkEntry | None, devices_per_node: int
+) -> tuple[str, ...]:
     rows = layers.profile.microbatch_rows
     said = []
     if devices_per_node > 1:

@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ftd.cli.profiling.process import Told, ask
+from ftd.cli.profiling.process import ProgressCallback, run_measurement
 
 if TYPE_CHECKING:
     from planner.values import ModelProfile
-    from runtime.wire.measurement import LayersMeasured
+    from runtime.wire.measurement import LayerMeasurements
     from statemachine.messages.values import Job
 
 
-def measured_profile(
-    job: "Job", told: Told = lambda done, total: None, *, activation_checkpointing: str
+def measure_profile(
+    job: "Job", told: ProgressCallback = lambda done, total: None, *, activation_checkpointing: str
 ) -> "ModelProfile":
     """The profile that the planner takes; of the network nothing is known.
 
@@ -24,24 +24,24 @@ def measured_profile(
     """
     from planner.values import ModelProfile
 
-    found = asyncio.run(measured_layers(job, told, activation_checkpointing=activation_checkpointing))
+    found = asyncio.run(measure_layers(job, told, activation_checkpointing=activation_checkpointing))
     return msgspec.convert(msgspec.to_builtins(found.profile), ModelProfile)
 
 
-async def measured_layers(
-    job: "Job", told: Told, *, activation_checkpointing: str = "auto"
-) -> "LayersMeasured":
+async def measure_layers(
+    job: "Job", told: ProgressCallback, *, activation_checkpointing: str = "auto"
+) -> "LayerMeasurements":
     """All that was measured, by default with every way to recompute.
 
     :raises ConfigurationError: as above.
     """
-    from runtime.wire.measurement import LayersMeasured
+    from runtime.wire.measurement import LayerMeasurements
 
-    return await ask(
-        "runtime.measuring.profile",
+    return await run_measurement(
+        "runtime.profiling.layer_profile",
         "--devices-per-node",
         str(job.policy.devices_per_node),
         order=msgspec.json.encode({**job.training, "activation_checkpointing": activation_checkpointing}),
-        answer=LayersMeasured,
+        answer=LayerMeasurements,
         told=told,
     )

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from ftd.cli.profiling.process import Told, ask
+from ftd.cli.profiling.process import ProgressCallback, run_measurement
 from ftd.node.rendezvous import RendezvousServer
 from planner.values import Link
-from runtime.wire.measurement import LinkOrder, LinksMeasured
+from runtime.wire.measurement import LinkMeasurementRequest, LinkMeasurements
 
 MOST_MEMBERS = 4
 _BUDGET_S = 3.0
@@ -25,7 +25,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fit:
+class LinkFit:
     """A link that explains measurements, and how well it does."""
 
     link: Link
@@ -34,31 +34,31 @@ class Fit:
     mean squared logarithm of the ratio, less 1."""
 
 
-async def measured_links(backend: str, told: Told) -> LinksMeasured:
+async def measure_links(backend: str, told: ProgressCallback) -> LinkMeasurements:
     """Point to point and all-reduce between processes of this machine.
 
     :raises InternalError: the processes failed, or took too long.
     """
     token = secrets.token_hex(16)
     async with RendezvousServer(token) as server:
-        order = LinkOrder(
-            port=server.port, token=token, backend=backend, most_members=MOST_MEMBERS, budget_s=_BUDGET_S
+        order = LinkMeasurementRequest(
+            port=server.port, token=token, backend=backend, max_members=MOST_MEMBERS, budget_s=_BUDGET_S
         )
-        return await ask(
-            "runtime.measuring.link_profile",
+        return await run_measurement(
+            "runtime.profiling.link_profile",
             order=msgspec.json.encode(order),
-            answer=LinksMeasured,
+            answer=LinkMeasurements,
             told=told,
             timeout_s=_TIMEOUT_S,
         )
 
 
-def fit_link(links: LinksMeasured) -> Fit:
+def fit_link(links: LinkMeasurements) -> LinkFit:
     """One way from stage to stage: latency + bytes / bandwidth."""
     return _fit([(1.0, float(sent.size_bytes), sent.time.median_ms) for sent in links.sent])
 
 
-def fit_ring(links: LinksMeasured) -> Fit:
+def fit_ring(links: LinkMeasurements) -> LinkFit:
     """One hop of a ring: an all-reduce of s bytes among g is 2·(g − 1) hops of s / g bytes each, which is how
     the planner counts it (``planner.values.ModelProfile.ring``)."""
     points = []
@@ -68,7 +68,7 @@ def fit_ring(links: LinksMeasured) -> Fit:
     return _fit(points)
 
 
-def _fit(points: Sequence[tuple[float, float, float]]) -> Fit:
+def _fit(points: Sequence[tuple[float, float, float]]) -> LinkFit:
     """Least squares of the logarithms: twice too long is as far off as twice too short, at any size.
 
     :param points: at least two of (latencies, bytes, milliseconds) with different shares of the two.
@@ -87,7 +87,7 @@ def _fit(points: Sequence[tuple[float, float, float]]) -> Fit:
         residuals, np.array([0.5, 0.5]), bounds=([0.0, _LEAST_SHARE], np.inf), xtol=1e-12, ftol=1e-12
     )
     latency_ms, byte_ms = (float(value) for value in found.x * scale)
-    return Fit(
+    return LinkFit(
         link=Link(latency_ms=latency_ms, bytes_per_s=min(1e3 / byte_ms, _MOST_BYTES_PER_S)),
         error=float(np.expm1(np.sqrt(np.mean(found.fun**2)))),
     )

@@ -15,23 +15,23 @@ from typing import TypeVar
 import msgspec
 
 from ftd.errors import ConfigurationError, InternalError
-from runtime.wire.measurement import INVALID_EXIT, LayersMeasured, LinksMeasured, Progress
+from runtime.wire.measurement import INVALID_EXIT, LayerMeasurements, LinkMeasurements, Progress
 
-Told = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with how much of the measuring is done, and of how much."""
-Answer = TypeVar("Answer", LayersMeasured, LinksMeasured)
+Answer = TypeVar("Answer", LayerMeasurements, LinkMeasurements)
 
 _MAX_LINE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 200
 """Of what the process says on stderr: enough for a traceback, whatever the user's code prints before."""
 
 
-async def ask(
+async def run_measurement(
     module: str,
     *arguments: str,
     order: bytes,
     answer: type[Answer],
-    told: Told,
+    told: ProgressCallback,
     timeout_s: float | None = None,
 ) -> Answer:
     """Run ``python -m module`` on an order and wait for its answer.
@@ -80,7 +80,9 @@ async def _give(process: asyncio.subprocess.Process, order: bytes) -> None:
     process.stdin.close()
 
 
-async def _answer(process: asyncio.subprocess.Process, answer: type[Answer], told: Told) -> Answer | None:
+async def _answer(
+    process: asyncio.subprocess.Process, answer: type[Answer], told: ProgressCallback
+) -> Answer | None:
     assert process.stdout is not None
     decoder = msgspec.json.Decoder(Progress | answer)
     async for line in process.stdout:

@@ -9,14 +9,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
-from ftd.cli.units.units import Layout, Role, sysusers_text, tmpfiles_text, unit_name, unit_text
+from ftd.cli.units.units import InstallPaths, Role, sysusers_text, tmpfiles_text, unit_name, unit_text
 from ftd.errors import ConfigurationError
 
 Outcome = Literal["written", "unchanged", "kept"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class File:
+class InstalledFile:
     path: Path
     text: str
     mode: int = 0o644
@@ -24,13 +24,13 @@ class File:
     """What is there already stays: it is the user's."""
 
 
-def files_for(role: Role, layout: Layout) -> tuple[File, ...]:
+def files_for(role: Role, layout: InstallPaths) -> tuple[InstalledFile, ...]:
     """All of them, with their final paths."""
     return (
-        File(path=Path("/etc/systemd/system") / unit_name(role), text=unit_text(role, layout)),
-        File(path=Path("/etc/sysusers.d/ftd.conf"), text=sysusers_text()),
-        File(path=Path("/etc/tmpfiles.d/ftd.conf"), text=tmpfiles_text()),
-        File(path=layout.config, text=sample_config(), mode=0o640, keep=True),
+        InstalledFile(path=Path("/etc/systemd/system") / unit_name(role), text=unit_text(role, layout)),
+        InstalledFile(path=Path("/etc/sysusers.d/ftd.conf"), text=sysusers_text()),
+        InstalledFile(path=Path("/etc/tmpfiles.d/ftd.conf"), text=tmpfiles_text()),
+        InstalledFile(path=layout.config, text=sample_config(), mode=0o640, keep=True),
     )
 
 
@@ -39,7 +39,7 @@ def sample_config() -> str:
     return resources.files("ftd.cli.units").joinpath("ftd.toml").read_text(encoding="utf-8")
 
 
-def install(files: tuple[File, ...], root: Path) -> Iterator[tuple[Path, Outcome]]:
+def write_files(files: tuple[InstalledFile, ...], root: Path) -> Iterator[tuple[Path, Outcome]]:
     """Write the files below ``root``, one by one, each whole or not at all.
 
     :raises ConfigurationError: one cannot be written; those before it are.
@@ -49,7 +49,7 @@ def install(files: tuple[File, ...], root: Path) -> Iterator[tuple[Path, Outcome
         yield path, _write(file, path)
 
 
-def _write(file: File, path: Path) -> Outcome:
+def _write(file: InstalledFile, path: Path) -> Outcome:
     try:
         if path.exists():
             if file.keep:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runtime.streaming import streaming_environment
+from runtime.streaming_stores import streaming_environment
 
 Role = Literal["node", "coordinator"]
 USER = "ftd"
@@ -50,7 +50,7 @@ DeviceAllow=char-infiniband* rw
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class InstallPaths:
     """Where things are on the host."""
 
     executable: Path
@@ -64,7 +64,7 @@ def unit_name(role: Role) -> str:
     return f"ftd-{role}.service"
 
 
-def unit_text(role: Role, layout: Layout) -> str:
+def unit_text(role: Role, layout: InstallPaths) -> str:
     """A hardened ``Type=notify`` unit."""
     what = "this host's part in an ftd cluster" if role == "node" else "coordinates an ftd cluster"
     paths = "".join(f"ReadWritePaths={path}\n" for path in layout.writable)

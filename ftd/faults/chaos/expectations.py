@@ -1,10 +1,10 @@
-"""The ``expect`` tables of a scenario: read and checked."""
+"""The ``prepare`` tables of a scenario: read and checked."""
 
 from typing import Any
 
 import msgspec
 
-from ftd.config.reading import require_name, require_one_of
+from ftd.config.validation import require_name, require_one_of
 from ftd.errors import ConfigurationError
 from ftd.faults.chaos import values as v
 from ftd.transport.wire.catalogue import EVENTS
@@ -20,7 +20,7 @@ RELATIVE = 1e-6
 
 
 class ExpectTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """``[expect]``, and ``expect`` of a fault."""
+    """``[expect]``, and ``prepare`` of a fault."""
 
     resumed_within_s: float | None = None
     lost_steps_max: int | None = None
@@ -49,14 +49,14 @@ def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, .
         if value < 0:
             raise ConfigurationError(f"{value:g} is negative", field=f"{where}.{name}", remedy="0 or more")
         found.append(kind(value))
-    for name, known, several in (("tier", TIERS, v.Tier), ("cause", CAUSES, v.Cause)):
+    for name, known, several in (("tier", TIERS, v.RecoveryTier), ("cause", CAUSES, v.RecoveryCause)):
         given = getattr(table, name)
         allowed = (given,) if isinstance(given, str) else given
         for one in allowed:
             require_one_of(one, known, f"{where}.{name}")
         if allowed:
             found.append(several(allowed=allowed))
-    for name, told in (("events", v.Seen), ("no_events", v.NotSeen)):
+    for name, told in (("events", v.EventSeen), ("no_events", v.EventNotSeen)):
         for event in getattr(table, name):
             require_one_of(event, EVENTS, f"{where}.{name}")
             found.append(told(event=event))
@@ -72,9 +72,9 @@ def _afterwards(table: ExpectTable, where: str) -> list[v.Expectation]:
         found.append(v.NodeStates(states=tuple(table.nodes.items())))
     if table.phase is not None:
         require_one_of(table.phase, [str(one) for one in ClusterPhase], f"{where}.phase")
-        found.append(v.InState(phase=table.phase))
+        found.append(v.ClusterPhaseReached(phase=table.phase))
     if table.finishes:
-        found.append(v.Finishes())
+        found.append(v.JobFinishes())
     if table.same_losses:
         relative = RELATIVE if table.same_losses is True else float(table.same_losses)
         found.append(v.SameLosses(relative=relative))
@@ -85,5 +85,5 @@ _LIMITS: dict[str, Any] = {
     "resumed_within_s": lambda value: v.ResumedWithin(limit_s=value),
     "lost_steps_max": lambda value: v.StepsLost(most=value),
     "recomputed_steps_max": lambda value: v.StepsRecomputed(most=value),
-    "recoveries_max": lambda value: v.Recoveries(most=value),
+    "recoveries_max": lambda value: v.RecoveryCount(most=value),
 }

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from ftd.errors import ConfigurationError, RequestRefused
-from ftd.faults.chaos.targets import Layout, nodes_struck
-from ftd.faults.chaos.values import Fault, NodeFault, Nodes, Scenario
+from ftd.errors import ConfigurationError, RequestRejected
+from ftd.faults.chaos.targets import ClusterLayout, resolve_targets
+from ftd.faults.chaos.values import Fault, NamedNodes, NodeFault, Scenario
 from ftd.transport.client import ClusterClient
 from ftd.transport.wire.public import ChaosRequest
 
@@ -35,30 +35,30 @@ def require_known_nodes(scenario: Scenario, nodes: Sequence[str], origin: str) -
 
 
 def _named(fault: Fault) -> tuple[str, ...]:
-    return fault.target.names if isinstance(fault.target, Nodes) else ()
+    return fault.target.names if isinstance(fault.target, NamedNodes) else ()
 
 
 class RemoteInjector:
     """:param layout: who computes what now, for faults that strike a role.
     :param seed: for random targets, and for what nodes draw."""
 
-    def __init__(self, client: ClusterClient, *, layout: Callable[[], Layout], seed: int = 0) -> None:
+    def __init__(self, client: ClusterClient, *, layout: Callable[[], ClusterLayout], seed: int = 0) -> None:
         self._client = client
         self._layout = layout
         self._seed = seed
 
-    def struck(self, fault: Fault) -> tuple[str, ...]:
+    def resolve_targets(self, fault: Fault) -> tuple[str, ...]:
         """:raises PeerError: nobody has the role that the fault strikes."""
-        return nodes_struck(fault, self._layout(), self._seed)
+        return resolve_targets(fault, self._layout(), self._seed)
 
     async def inject(self, fault: Fault) -> tuple[str, ...]:
         """All nodes of the fault at once; answers which these were.
 
-        :raises RequestRefused: a node says no (chaos is off there).
+        :raises RequestRejected: a node says no (chaos is off there).
         :raises Unreachable: a node does not answer.
         :raises PeerError: nobody has the role.
         """
-        nodes = self.struck(fault)
+        nodes = self.resolve_targets(fault)
         await asyncio.gather(*(self._ask(fault, node) for node in nodes))
         return nodes
 
@@ -76,11 +76,11 @@ class RemoteInjector:
             for node in (n for n in _named(fault) or alive if n in alive)
         ]
         try:
-            await asyncio.gather(*(self._ask(fault, node, only_check=True) for fault, node in asked))
-        except RequestRefused as error:
+            await asyncio.gather(*(self._ask(fault, node, dry_run=True) for fault, node in asked))
+        except RequestRejected as error:
             raise ConfigurationError(f"{error}; nothing was injected", field=scenario.name) from None
 
-    async def _ask(self, fault: Fault, node: str, *, only_check: bool = False) -> None:
+    async def _ask(self, fault: Fault, node: str, *, dry_run: bool = False) -> None:
         envelope = self._client.envelope()
         request = ChaosRequest(
             request=envelope["request"],
@@ -95,9 +95,9 @@ class RemoteInjector:
             duplicate=fault.duplicate or None,
             late_s=fault.late_s or None,
             seed=self._seed,
-            only_check=only_check,
+            dry_run=dry_run,
         )
         try:
             await self._client.request(request, topic=self._client.topics.chaos(node))
-        except RequestRefused as error:
-            raise RequestRefused(f"{fault.id}: {error}") from None
+        except RequestRejected as error:
+            raise RequestRejected(f"{fault.id}: {error}") from None

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftd.errors import FtdError
-from ftd.faults.chaos.conductor import Conductor
-from ftd.faults.chaos.ending import Ending
-from ftd.faults.chaos.record import Record
+from ftd.faults.chaos.end_condition import EndCondition
+from ftd.faults.chaos.record import ScenarioRecord
+from ftd.faults.chaos.scheduler import FaultScheduler
 from ftd.faults.chaos.values import Fault, Scenario
 from ftd.faults.chaos.verdicts import Verdict, judge
 
@@ -18,7 +18,7 @@ _LOOK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulated:
+class SimulationDetails:
     """It was played in the simulator."""
 
     seed: int
@@ -29,16 +29,16 @@ class Simulated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class ScenarioResult:
     """How a scenario went."""
 
     scenario: Scenario
     verdicts: tuple[Verdict, ...]
-    record: Record
+    record: ScenarioRecord
     took_s: float
     ended_by: str
     """Why it was looked at no longer."""
-    simulated: Simulated | None = None
+    simulated: SimulationDetails | None = None
     """``None``: it was real."""
 
     @property
@@ -48,8 +48,8 @@ class Played:
         return sound and all(verdict.met for verdict in self.verdicts)
 
 
-class Player:
-    """``begin``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await ``played``.
+class ScenarioPlayer:
+    """``find_initial``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await ``wait_for_result``.
 
     :param inject: carries a fault out, and answers the nodes that it struck.
     :param tell: a line for whoever watches.
@@ -60,24 +60,24 @@ class Player:
         scenario: Scenario,
         *,
         inject: Callable[[Fault], Awaitable[tuple[str, ...]]],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         baseline: dict[int, float] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scenario = scenario
         self._inject = inject
-        self._tell = tell
+        self._tell = report
         self._clock = clock
         self._began_at = 0.0
-        self.record = Record(baseline=baseline or {})
-        self.conductor = Conductor(scenario, inject=self._strike, on_failure=self._failed)
+        self.record = ScenarioRecord(baseline=baseline or {})
+        self.conductor = FaultScheduler(scenario, inject=self._strike, on_failure=self._failed)
         self._news = asyncio.Event()
-        self._ending = Ending(scenario, self.record)
+        self._ending = EndCondition(scenario, self.record)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """The scenario's time runs from here; events before do not count."""
         self._began_at = self._clock()
-        self.conductor.begin()
+        self.conductor.start()
 
     def on_event(self, event: dict[str, Any]) -> None:
         self.record.on_event(event, self._now_s())
@@ -99,7 +99,7 @@ class Player:
     def on_node(self, node: str, state: str) -> None:
         self.conductor.on_node(node, state)
 
-    async def played(self) -> Played:
+    async def wait_for_result(self) -> ScenarioResult:
         """Return when it is over: all as expected, or nothing can make it good, or the time is up."""
         try:
             while not (why := self._over()):
@@ -108,7 +108,7 @@ class Player:
                     await asyncio.wait_for(self._news.wait(), _LOOK_S)
         finally:
             await self.conductor.cancel()
-        return Played(
+        return ScenarioResult(
             scenario=self._scenario,
             verdicts=judge(self._scenario, self.record),
             record=self.record,

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftd.faults.chaos.values import Fault
-from ftd.observe.run import Recovery, Run, StepCommitted
+from ftd.observe.run_model import RecoveryDetails, RunModel, StepCommitted
 
 Json = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class Struck:
+class InjectedFault:
     """A fault that was carried out, or could not be."""
 
     fault: Fault
@@ -24,17 +24,17 @@ class Struck:
     """Why it could not be done."""
 
 
-class Record:
+class ScenarioRecord:
     """Fed with ``on_event``, ``on_state`` and ``on_struck``; times are seconds since the scenario began."""
 
     def __init__(self, *, state: Json | None = None, baseline: dict[int, float] | None = None) -> None:
         """:param baseline: the losses of a run without faults, where one was made."""
-        self._run = Run()
+        self._run = RunModel()
         self.on_state(state or {})
         self.baseline = baseline or {}
         self.events: list[tuple[float, Json]] = []
         """Without ``StepCommitted``; each once."""
-        self.struck: dict[str, Struck] = {}
+        self.struck: dict[str, InjectedFault] = {}
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -66,12 +66,12 @@ class Record:
         if fact is not None and not isinstance(fact, StepCommitted):
             self.events.append((at_s, event))
 
-    def on_struck(self, fault: Fault, at_s: float, nodes: tuple[str, ...] = ()) -> Struck:
+    def on_struck(self, fault: Fault, at_s: float, nodes: tuple[str, ...] = ()) -> InjectedFault:
         """It is about to happen."""
         run = self._run
         generation = max(run.started_generation, int(run.state.get("generation") or 0))
         under_way = run.started_generation > run.completed_generation
-        found = Struck(
+        found = InjectedFault(
             fault=fault, at_s=at_s, nodes=nodes, open_generation=generation if under_way else generation + 1
         )
         self.struck[fault.id] = found
@@ -81,7 +81,7 @@ class Record:
         """Return the events of this name from a moment on."""
         return [(at, e) for at, e in self.events if at >= at_s and e["event"] == name]
 
-    def recoveries(self, struck: Iterable[Struck]) -> list[tuple[float, Recovery]]:
+    def recoveries(self, struck: Iterable[InjectedFault]) -> list[tuple[float, RecoveryDetails]]:
         """Return those that may come of any of these faults, with the moment of their completion."""
         since_s, generation = min(((one.at_s, one.open_generation) for one in struck), default=(0.0, 0))
         return [

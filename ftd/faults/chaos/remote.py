@@ -6,8 +6,8 @@ from typing import Any
 
 from ftd.errors import ConfigurationError
 from ftd.faults.chaos.inject import RemoteInjector, require_known_nodes, require_remote
-from ftd.faults.chaos.player import Played, Player
-from ftd.faults.chaos.targets import layout_of
+from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
+from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import SameLosses, Scenario
 from ftd.transport.address import ClusterAddress
 from ftd.transport.client import ClusterClient
@@ -16,8 +16,8 @@ STATE_S = 5.0
 
 
 async def play_remotely(
-    address: ClusterAddress, scenario: Scenario, *, tell: Callable[[str], None]
-) -> Played:
+    address: ClusterAddress, scenario: Scenario, *, report: Callable[[str], None]
+) -> ScenarioResult:
     """From now on; the job that runs is the one that is disturbed.
 
     :raises ConfigurationError: it needs the processes in hand, names nodes that are not there, or one of
@@ -32,7 +32,7 @@ async def play_remotely(
             remedy="run it with --local, or leave same_losses out",
         )
     state: dict[str, Any] = {}
-    player: Player | None = None
+    player: ScenarioPlayer | None = None
 
     def on_state(said: dict[str, Any]) -> None:
         state.clear()
@@ -46,20 +46,20 @@ async def play_remotely(
 
     async with ClusterClient(address, listen=True, on_state=on_state, on_node=on_node) as client:
         await client.state(STATE_S)
-        require_known_nodes(scenario, layout_of(state).alive, scenario.name)
-        injector = RemoteInjector(client, layout=lambda: layout_of(state), seed=scenario.seed)
+        require_known_nodes(scenario, read_layout(state).alive, scenario.name)
+        injector = RemoteInjector(client, layout=lambda: read_layout(state), seed=scenario.seed)
         await injector.check(scenario)
-        player = Player(scenario, inject=injector.inject, tell=tell)
+        player = ScenarioPlayer(scenario, inject=injector.inject, report=report)
         player.on_state(dict(state))
-        player.begin()
+        player.start()
         following = asyncio.ensure_future(_follow(client, player))
         try:
-            return await player.played()
+            return await player.wait_for_result()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
 
 
-async def _follow(client: ClusterClient, player: Player) -> None:
+async def _follow(client: ClusterClient, player: ScenarioPlayer) -> None:
     async for event in client.events():
         player.on_event(event)

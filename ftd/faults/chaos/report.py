@@ -8,19 +8,19 @@ from typing import Any
 from xml.etree import ElementTree
 
 from ftd.errors import ConfigurationError
-from ftd.faults.chaos.player import Played
+from ftd.faults.chaos.player import ScenarioResult
 
 _TOLD = ("event", "node", "generation", "step", "reason")
 _UNTOLD = ("TrainerStarted", "MessageIgnored")
 _XML_REFUSES = {code: None for code in (*range(9), 11, 12, *range(14, 32))}
 
 
-def text_of(played: Played) -> str:
+def render_text(played: ScenarioResult) -> str:
     """Each expectation met or not, with the measured value."""
     lines = []
     for verdict in played.verdicts:
-        of = f"{verdict.of}: " if verdict.of else ""
-        lines.append(f"{'✓' if verdict.met else '✗'} {of}{verdict.what}: {verdict.measured}")
+        of = f"{verdict.fault_id}: " if verdict.fault_id else ""
+        lines.append(f"{'✓' if verdict.met else '✗'} {of}{verdict.description}: {verdict.measured}")
     met = sum(verdict.met for verdict in played.verdicts)
     simulated = played.simulated
     if simulated is not None:
@@ -34,7 +34,7 @@ def text_of(played: Played) -> str:
     return "\n".join(lines)
 
 
-def json_of(played: Played) -> dict[str, Any]:
+def build_document(played: ScenarioResult) -> dict[str, Any]:
     """Everything that was found, and the events that it was found by."""
     record = played.record
     return {
@@ -57,7 +57,7 @@ def json_of(played: Played) -> dict[str, Any]:
             for one in record.struck.values()
         ],
         "expectations": [
-            {"of": one.of, "what": one.what, "met": one.met, "measured": one.measured}
+            {"of": one.fault_id, "what": one.description, "met": one.met, "measured": one.measured}
             for one in played.verdicts
         ],
         "events": [
@@ -66,7 +66,7 @@ def json_of(played: Played) -> dict[str, Any]:
     }
 
 
-def junit_of(all_played: Sequence[Played]) -> bytes:
+def render_junit(all_played: Sequence[ScenarioResult]) -> bytes:
     """One suite for each scenario, one case for each fault and each expectation."""
     root = ElementTree.Element("testsuites")
     for played in all_played:
@@ -83,13 +83,13 @@ def junit_of(all_played: Sequence[Played]) -> bytes:
         _add_odd(suite, "error", [("invariants", problem) for problem in problems])
         _add_odd(suite, "skipped", skipped)
         for verdict in played.verdicts:
-            owner = f"{_name(played)}.{verdict.of}" if verdict.of else _name(played)
+            owner = f"{_name(played)}.{verdict.fault_id}" if verdict.fault_id else _name(played)
             case = ElementTree.SubElement(
-                suite, "testcase", classname=_plain(owner), name=_plain(verdict.what), time="0"
+                suite, "testcase", classname=_plain(owner), name=_plain(verdict.description), time="0"
             )
             if not verdict.met:
                 failure = ElementTree.SubElement(case, "failure", message=_plain(verdict.measured))
-                failure.text = _plain(f"{verdict.what}: {verdict.measured}")
+                failure.text = _plain(f"{verdict.description}: {verdict.measured}")
         ElementTree.SubElement(suite, "system-out").text = _plain("\n".join(_story(played)))
     ElementTree.indent(root)
     written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
@@ -105,7 +105,7 @@ def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, s
         ElementTree.SubElement(case, kind, message=_plain(why))
 
 
-def _name(played: Played) -> str:
+def _name(played: ScenarioResult) -> str:
     """Nobody takes a simulated run for a real one."""
     simulated = played.simulated
     return played.scenario.name + (f" (simulated, seed {simulated.seed})" if simulated is not None else "")
@@ -121,12 +121,12 @@ def write(path: Path, content: bytes, option: str) -> None:
         ) from None
 
 
-def encoded(all_played: Iterable[Played]) -> bytes:
+def encoded(all_played: Iterable[ScenarioResult]) -> bytes:
     """The JSON file: a list, one entry for each scenario."""
-    return json.dumps([json_of(played) for played in all_played], indent=1).encode() + b"\n"
+    return json.dumps([build_document(played) for played in all_played], indent=1).encode() + b"\n"
 
 
-def _story(played: Played) -> list[str]:
+def _story(played: ScenarioResult) -> list[str]:
     return [
         f"{at_s:8.2f} s {e['event']} {e.get('node') or ''} {e.get('reason') or ''}".rstrip()
         for at_s, e in played.record.events

@@ -11,8 +11,8 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ftd.config.mistakes import Mistakes
-from ftd.config.reading import convert, read_toml, require_name, require_one_of
+from ftd.config.error_collector import ErrorCollector
+from ftd.config.validation import convert, read_toml, require_name, require_one_of
 from ftd.errors import ConfigurationError
 from ftd.faults.chaos import values as v
 from ftd.faults.chaos.expectations import ExpectTable, parse_expectations
@@ -110,13 +110,13 @@ def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path(
     :param origin: stands in error messages. :param directory: what paths in it are relative to.
     """
     table = convert(data, ScenarioTable, where=origin)
-    mistakes = Mistakes()
+    mistakes = ErrorCollector()
     for name in ("steps_after", "limit_s"):
-        with mistakes.noted():
+        with mistakes.collect():
             require_at_least(0, getattr(table, name), f"{origin}: {name}")
     faults: list[v.Fault] = []
     for number, entry in enumerate(table.fault, 1):
-        with mistakes.noted():
+        with mistakes.collect():
             faults.append(_fault(entry, f"fault {number}", origin))
     mistakes.raise_any()
     _check_ids(tuple(faults), origin)
@@ -156,7 +156,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
         do=cast(v.NodeFault | v.LocalFault, table.do),
         target=target,
         delay_s=table.delay_s or 0.0,
-        process="node" if isinstance(target, v.Central) else _process(table),
+        process="node" if isinstance(target, v.CentralService) else _process(table),
         device=table.device,
         for_s=table.for_s,
         factor=table.factor,
@@ -213,7 +213,7 @@ def _target(table: FaultTable, where: str) -> v.Target:
     _require(len(set(names)) == len(names), f"{where}: nodes names one node twice")
     for name in names:
         require_name(name, f"{where}: node")
-    return v.Nodes(names=tuple(names))
+    return v.NamedNodes(names=tuple(names))
 
 
 def _role(role: str, do: str, where: str) -> v.Target:
@@ -225,22 +225,22 @@ def _role(role: str, do: str, where: str) -> v.Target:
     _require(do != "start", f"{where}: start needs names; a role is held by who runs already")
     if match["part"]:
         _require(
-            do in v.PART_FAULTS,
-            f"{where}: {do} cannot be done to the {role}; {' and '.join(v.PART_FAULTS)} can",
+            do in v.SERVICE_FAULTS,
+            f"{where}: {do} cannot be done to the {role}; {' and '.join(v.SERVICE_FAULTS)} can",
         )
-        return v.Central(part=cast(v.Part, role))
+        return v.CentralService(service=cast(v.Service, role))
     if match["owner"]:
         _require(
             match["owner"] == "owner" or match["inside"] is None,
             f"{where}: owners are in all pipelines; for one of them write owner",
         )
         place = cast(v.Place, match["owner"])
-        return v.Role(place=place, pipeline=int(match["inside"] or 0), layer=int(match["layer"]))
+        return v.PlanRole(position=place, pipeline=int(match["inside"] or 0), layer=int(match["layer"]))
     if match["end"]:
-        return v.Role(place=cast(v.Place, match["end"]), pipeline=int(match["of"] or 0))
+        return v.PlanRole(position=cast(v.Place, match["end"]), pipeline=int(match["of"] or 0))
     if match["whole"]:
-        return v.Role(place="pipeline", pipeline=int(match["whole"]))
-    return v.Role(place=cast(v.Place, role))
+        return v.PlanRole(position="pipeline", pipeline=int(match["whole"]))
+    return v.PlanRole(position=cast(v.Place, role))
 
 
 def _process(table: FaultTable) -> v.Process:
@@ -251,7 +251,7 @@ def _process(table: FaultTable) -> v.Process:
 
 def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
     """A field that would have no effect is a misunderstanding; say so instead of ignoring it."""
-    central = isinstance(target, v.Central)
+    central = isinstance(target, v.CentralService)
     for name, owners in _FIELD_OWNERS.items():
         if getattr(table, name) is None:
             continue

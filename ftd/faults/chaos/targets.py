@@ -6,11 +6,11 @@ from random import Random
 from typing import Any, assert_never
 
 from ftd.errors import PeerError
-from ftd.faults.chaos.values import Central, Fault, Nodes, RandomNodes, Role
+from ftd.faults.chaos.values import CentralService, Fault, NamedNodes, PlanRole, RandomNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlace:
+class StageNodes:
     """One stage: layers ``[first_layer, end_layer)`` and the nodes of its devices, in their order."""
 
     first_layer: int
@@ -19,22 +19,22 @@ class StagePlace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ClusterLayout:
     """Who computes what at this moment."""
 
-    pipelines: tuple[tuple[StagePlace, ...], ...]
+    pipelines: tuple[tuple[StageNodes, ...], ...]
     alive: tuple[str, ...]
     """Every node that is not OFFLINE, sorted."""
     leader: str = ""
     """The coordinator that leads, or led last."""
 
 
-def layout_of(state: Mapping[str, Any]) -> Layout:
+def read_layout(state: Mapping[str, Any]) -> ClusterLayout:
     """From the cluster's public state."""
-    return Layout(
+    return ClusterLayout(
         pipelines=tuple(
             tuple(
-                StagePlace(
+                StageNodes(
                     first_layer=stage["first_layer"],
                     end_layer=stage["end_layer"],
                     nodes=_distinct(device.rpartition("/")[0] for device in stage["devices"]),
@@ -50,23 +50,23 @@ def layout_of(state: Mapping[str, Any]) -> Layout:
     )
 
 
-def nodes_struck(fault: Fault, layout: Layout, seed: int) -> tuple[str, ...]:
+def resolve_targets(fault: Fault, layout: ClusterLayout, seed: int) -> tuple[str, ...]:
     """Names of the nodes, the same for the same seed, fault and layout; of the coordinator or broker none.
 
     :raises PeerError: nobody has this role now, or too few nodes are up.
     """
     target = fault.target
     match target:
-        case Nodes():
+        case NamedNodes():
             return target.names
-        case Central():
+        case CentralService():
             return ()
         case RandomNodes():
             if target.count > len(layout.alive):
                 raise PeerError(f"{target}: {len(layout.alive)} are up")
             drawn = Random(f"{seed}/{fault.id}").sample(layout.alive, target.count)
             return tuple(sorted(drawn))
-        case Role():
+        case PlanRole():
             found = _holders(target, layout)
             if not found:
                 raise PeerError(f"nobody is {target} now")
@@ -75,16 +75,16 @@ def nodes_struck(fault: Fault, layout: Layout, seed: int) -> tuple[str, ...]:
             assert_never(target)
 
 
-def _holders(role: Role, layout: Layout) -> tuple[str, ...]:
-    if role.place == "owners":
+def _holders(role: PlanRole, layout: ClusterLayout) -> tuple[str, ...]:
+    if role.position == "owners":
         return _distinct(n for pipeline in layout.pipelines for n in _owners(pipeline, role.layer))
-    if role.place == "spare":
+    if role.position == "spare":
         planned = {name for stages in layout.pipelines for stage in stages for name in stage.nodes}
         return tuple(name for name in layout.alive if name not in planned)
     if role.pipeline >= len(layout.pipelines):
         return ()
     pipeline = layout.pipelines[role.pipeline]
-    match role.place:
+    match role.position:
         case "rank 0":
             return pipeline[0].nodes[:1]
         case "first stage":
@@ -99,7 +99,7 @@ def _holders(role: Role, layout: Layout) -> tuple[str, ...]:
             assert_never(role.place)
 
 
-def _owners(pipeline: tuple[StagePlace, ...], layer: int | None) -> tuple[str, ...]:
+def _owners(pipeline: tuple[StageNodes, ...], layer: int | None) -> tuple[str, ...]:
     if layer is None:
         return ()
     return _distinct(n for s in pipeline if s.first_layer <= layer < s.end_layer for n in s.nodes)

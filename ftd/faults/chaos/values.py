@@ -15,15 +15,15 @@ NodeFault = Literal[
 LocalFault = Literal["start", "cut"]
 """Faults that need the processes and the network in hand: a cluster that was started for the scenario."""
 Process = Literal["node", "trainer"]
-Part = Literal["coordinator", "broker"]
+Service = Literal["coordinator", "broker"]
 Place = Literal["rank 0", "first stage", "last stage", "owner", "owners", "pipeline", "spare"]
 Phase = Literal["quiescing", "planning", "recovering", "resumed", "snapshotting", "persisting"]
 
 NODE_FAULTS: tuple[str, ...] = get_args(NodeFault)
 LOCAL_FAULTS: tuple[str, ...] = get_args(LocalFault)
 FAULTS = (*NODE_FAULTS, *LOCAL_FAULTS)
-PARTS: tuple[str, ...] = get_args(Part)
-PART_FAULTS = ("kill", "stop")
+SERVICES: tuple[str, ...] = get_args(Service)
+SERVICE_FAULTS = ("kill", "stop")
 """What can be done to the coordinator or the broker."""
 PHASES: tuple[str, ...] = get_args(Phase)
 PHASE_EVENTS: dict[str, str] = {
@@ -106,7 +106,7 @@ def _number(occurrence: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nodes:
+class NamedNodes:
     names: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -114,28 +114,28 @@ class Nodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class PlanRole:
     """Whoever has this place in the plan at that moment.
 
     ``rank 0``; ``first stage`` and ``last stage`` of a pipeline; ``owner`` of a layer in a pipeline, or all
     of its ``owners``; a whole ``pipeline``; ``spare``, the nodes that are healthy and in no pipeline.
     """
 
-    place: Place
+    position: Place
     pipeline: int = 0
     layer: int | None = None
 
     def __str__(self) -> str:
-        match self.place:
+        match self.position:
             case "owner" | "owners":
-                where = f" in pipeline {self.pipeline}" if self.place == "owner" and self.pipeline else ""
-                return f"{self.place} of layer {self.layer}{where}"
+                where = f" in pipeline {self.pipeline}" if self.position == "owner" and self.pipeline else ""
+                return f"{self.position} of layer {self.layer}{where}"
             case "first stage" | "last stage":
-                return self.place + (f" of pipeline {self.pipeline}" if self.pipeline else "")
+                return self.position + (f" of pipeline {self.pipeline}" if self.pipeline else "")
             case "pipeline":
                 return f"pipeline {self.pipeline}"
             case "rank 0" | "spare":
-                return self.place
+                return self.position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,16 +149,16 @@ class RandomNodes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Central:
+class CentralService:
     """The coordinator that leads, or the broker."""
 
-    part: Part
+    service: Service
 
     def __str__(self) -> str:
-        return f"the {self.part}"
+        return f"the {self.service}"
 
 
-Target = Nodes | Role | RandomNodes | Central
+Target = NamedNodes | PlanRole | RandomNodes | CentralService
 
 
 # --- what must follow ------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class StepsRecomputed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tier:
+class RecoveryTier:
     """Where the state that training went on with came from: ``recovery.tier`` is one of these."""
 
     allowed: tuple[str, ...]
@@ -205,7 +205,7 @@ class Tier:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class RecoveryCause:
     """A recovery names one of these as its ``cause``."""
 
     allowed: tuple[str, ...]
@@ -215,7 +215,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recoveries:
+class RecoveryCount:
     """So many recoveries at most; 0: training goes on as if nothing were."""
 
     most: int
@@ -225,7 +225,7 @@ class Recoveries:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class EventSeen:
     event: str
 
     def __str__(self) -> str:
@@ -233,7 +233,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotSeen:
+class EventNotSeen:
     event: str
 
     def __str__(self) -> str:
@@ -251,7 +251,7 @@ class NodeStates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InState:
+class ClusterPhaseReached:
     """The cluster's phase at the end (``RUNNING``, ``PAUSED``, ``FINISHED``, …)."""
 
     phase: str
@@ -261,7 +261,7 @@ class InState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finishes:
+class JobFinishes:
     """The job comes to its last step."""
 
     def __str__(self) -> str:
@@ -282,14 +282,14 @@ Expectation = (
     ResumedWithin
     | StepsLost
     | StepsRecomputed
-    | Tier
-    | Cause
-    | Recoveries
-    | Seen
-    | NotSeen
+    | RecoveryTier
+    | RecoveryCause
+    | RecoveryCount
+    | EventSeen
+    | EventNotSeen
     | NodeStates
-    | InState
-    | Finishes
+    | ClusterPhaseReached
+    | JobFinishes
     | SameLosses
 )
 
@@ -339,7 +339,7 @@ class Fault:
     @property
     def needs_hands(self) -> bool:
         """It takes a cluster that was started for the scenario."""
-        return self.do in LOCAL_FAULTS or isinstance(self.target, Central)
+        return self.do in LOCAL_FAULTS or isinstance(self.target, CentralService)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

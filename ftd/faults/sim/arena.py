@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field
 
-from ftd.faults.sim.truth import Truth
-from statemachine.cluster.snapshots.buddies import copy_of
+from ftd.faults.sim.oracle import Oracle
+from statemachine.cluster.snapshots.replica_peers import copy_of
 from statemachine.messages.cluster import Persist
 from statemachine.messages.values import HeldSnapshot, SnapshotGroup
-from storage.codes import make_code, recipe
+from storage.codes import make_code, solve_lost_cells
 
 
 @dataclass(slots=True, kw_only=True)
-class Shard:
+class SimShard:
     """One device's part of a snapshot."""
 
     key: HeldSnapshot
@@ -23,7 +23,7 @@ class Shard:
 
 
 @dataclass(slots=True, kw_only=True)
-class Copy:
+class SimSnapshotCopy:
     """All that another node holds of a snapshot, received from it."""
 
     key: HeldSnapshot
@@ -36,16 +36,16 @@ class SimArena:
     """All devices of one host: three slots each, as in ``storage.arena``, one of them for the kept one."""
 
     node: str
-    truth: Truth
+    truth: Oracle
     kept: dict[int, int] = field(default_factory=dict)
     """Per device: the step that its living trainer was told to keep."""
     pinned: dict[int, int] = field(default_factory=dict)
     """Likewise, the step that is being written to the disk."""
-    slots: dict[int, list[Shard]] = field(default_factory=dict)
+    slots: dict[int, list[SimShard]] = field(default_factory=dict)
     """Per device, the newest last."""
     kept_copies: int = 0
     """The step that this daemon was told to keep; 0: not yet."""
-    copies: dict[str, list[Copy]] = field(default_factory=dict)
+    copies: dict[str, list[SimSnapshotCopy]] = field(default_factory=dict)
     """Per owner, the newest last."""
     persisting: Persist | None = None
     """The order that the daemon writes a part of a checkpoint by, out of this memory."""
@@ -61,7 +61,7 @@ class SimArena:
             if not (shard.key.job_id == key.job_id and shard.key.step in stays) and shard not in spared:
                 self._drop(device, shard)
 
-    def commit(self, device: int, shard: Shard) -> None:
+    def commit(self, device: int, shard: SimShard) -> None:
         self.slots.setdefault(device, []).append(shard)
         if self.holds(shard.key):
             self.truth.written(self.node, shard.key)
@@ -78,13 +78,13 @@ class SimArena:
             if shard.key.step > after_step:
                 self._drop(device, shard)
 
-    def _drop(self, device: int, shard: Shard) -> None:
+    def _drop(self, device: int, shard: SimShard) -> None:
         self.truth.drops(self.node, shard.key, self.persisting)
         self.slots[device].remove(shard)
 
     # --- for others ------------------------------------------------------------------------------
 
-    def receive(self, copy: Copy) -> None:
+    def receive(self, copy: SimSnapshotCopy) -> None:
         """The same three slots for each owner."""
         here = self.copies.setdefault(copy.key.owner, [])
         steps = sorted(old.key.step for old in here)
@@ -102,11 +102,11 @@ class SimArena:
             if copy.key.step < step:
                 self._drop_copy(copy)
 
-    def _drop_copy(self, copy: Copy) -> None:
+    def _drop_copy(self, copy: SimSnapshotCopy) -> None:
         self.truth.drops_copy(self.node, copy.key)
         self.copies[copy.key.owner].remove(copy)
 
-    def copy(self, key: HeldSnapshot, owner: str) -> Copy | None:
+    def copy(self, key: HeldSnapshot, owner: str) -> SimSnapshotCopy | None:
         wanted = copy_of(key, owner)
         return next((copy for copy in self.copies.get(owner, []) if copy.key == wanted), None)
 
@@ -130,7 +130,7 @@ class SimArena:
         self.kept_copies = 0
         self.pinned.clear()
 
-    def parts(self, key: HeldSnapshot) -> dict[int, Shard]:
+    def parts(self, key: HeldSnapshot) -> dict[int, SimShard]:
         return {device: shard for device, here in self.slots.items() for shard in here if shard.key == key}
 
     def holds(self, key: HeldSnapshot) -> bool:
@@ -155,10 +155,10 @@ def of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
 
 def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
     """Cannot be made from the shards of those present, nor from buddies' copies of the others'."""
-    if group.owners[0] in copied and group.buddy:
+    if group.owners[0] in copied and group.replica_peer:
         return False
     lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)
     everybody = len(lost) == len(group.owners)
     if group.whole:
         return everybody
-    return everybody or recipe(make_code(group.protection, len(group.owners)), lost) is None
+    return everybody or solve_lost_cells(make_code(group.protection, len(group.owners)), lost) is None

@@ -5,15 +5,15 @@ from typing import Any
 
 from ftd.coordinator.ports import Feed
 from ftd.driver import Driver
-from ftd.faults.sim.place import SimPlace
+from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointFailed,
-    CheckpointWritten,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
+    ExportCompleted,
+    ExportFailed,
 )
 from statemachine.messages.values import Checkpoint, Job
 
@@ -22,9 +22,11 @@ EXPORT_S = 0.5
 
 
 class SimCheckpoints:
-    """One process's (``ftd.coordinator.ports.CheckpointPlaces``)."""
+    """One process's (``ftd.coordinator.ports.CheckpointOperations``)."""
 
-    def __init__(self, world: World, place: SimPlace, loop: ProcessLoop, feed: Feed, driver: Driver) -> None:
+    def __init__(
+        self, world: World, place: SimCheckpointStore, loop: ProcessLoop, feed: Feed, driver: Driver
+    ) -> None:
         self._world, self._place, self._loop, self._feed, self._now = world, place, loop, feed, driver.now
 
     def commit(self, effect: CommitCheckpoint) -> None:
@@ -39,7 +41,7 @@ class SimCheckpoints:
     def find(self, effect: FindCheckpoint) -> None:
         self._loop.call_later(self._world.between(0.001, 0.2), self._find, effect)
 
-    def begin(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
+    def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
         """Simulated users look it up themselves."""
         self._loop.call_soon(then, self._place.newest(), "")
 
@@ -51,12 +53,12 @@ class SimCheckpoints:
             return
         said: dict[str, Any] = {"cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
         if place.closed or world.chance(place.full):
-            self._feed(CheckpointFailed(at=self._now(), detail="full", **said))
+            self._feed(CheckpointCommitFailed(at=self._now(), detail="full", **said))
             return
         pruned = place.commit(effect)
         self._loop.call_later(
             world.between(0.0, 0.2),
-            lambda: self._feed(CheckpointWritten(at=self._now(), pruned=pruned, **said)),
+            lambda: self._feed(CheckpointCommitted(at=self._now(), pruned=pruned, **said)),
         )
 
     def _abandon(self, effect: AbandonCheckpoint) -> None:
@@ -72,11 +74,11 @@ class SimCheckpoints:
         at: dict[str, Any] = {"at": self._now(), "cause": effect.cause}
         step = effect.step
         if place.closed or step not in place.kept:
-            self._feed(CheckpointExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
+            self._feed(ExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
             return
         directory = job.checkpoint.huggingface_directory
         self._feed(
-            CheckpointExported(
+            ExportCompleted(
                 **at, job_id=job.job_id, step=step, directory=directory, size_bytes=1, took_s=EXPORT_S
             )
         )

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable
 
+from ftd.faults.sim.broker_checks import BrokerChecks
 from ftd.faults.sim.coordinator import STATE_PERIOD_S, SimCoordinator, leader_of
 from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.network import Network
+from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.node import SimNode
-from ftd.faults.sim.succession import AtBroker
 from ftd.faults.sim.world import World
 from planner.values import ModelProfile, Policy
 from statemachine.messages.cluster import ToNode, ToNodes
@@ -30,13 +30,13 @@ class SimCluster:
         self.versions = self.invariants.versions
         self.place = self.invariants.place
         self.nodes: dict[str, SimNode] = self.invariants.nodes
-        self.network = Network(world)
+        self.network = SimNetwork(world)
         self.network.take_command = self._command
         self.coordinators = [
             SimCoordinator(world, self.network, self.invariants, name, state_period_s=state_period_s)
             for name in coordinators
         ]
-        AtBroker(self.network, self.invariants, self.coordinators)
+        BrokerChecks(self.network, self.invariants, self.coordinators)
 
     @property
     def coordinator(self) -> SimCoordinator:

@@ -12,20 +12,20 @@ from ftd.faults.sim.checkpoints import SimCheckpoints
 from ftd.faults.sim.disk import SimDisk
 from ftd.faults.sim.invariants import Invariants
 from ftd.faults.sim.journals import journal_of
-from ftd.faults.sim.network import JOURNAL, TOPICS, Network
+from ftd.faults.sim.network import JOURNAL, TOPICS, SimNetwork
+from ftd.faults.sim.oracle import JournalView
 from ftd.faults.sim.planning import SimPlanning
 from ftd.faults.sim.process import ProcessLoop, SimClock
 from ftd.faults.sim.session import SimTransport
-from ftd.faults.sim.truth import Written
 from ftd.faults.sim.world import World
-from ftd.transport.wire.coordinators import JournalCopy, decode_copy
+from ftd.transport.wire.coordinator_messages import JournalCopy, decode_copy
 from ftd.transport.wire.public import EventMessage, decode_json
 from statemachine.cluster.durable import durable
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader, Peer
-from statemachine.events import DrainRequested, Event, JobSubmitted, SnapshotRequested, StopRequested
+from statemachine.events import DrainRequested, Event, SnapshotRequested, StopRequested, SubmitRequested
 from statemachine.messages.values import Checkpoint, Job
 
 STATE_PERIOD_S = 1.0
@@ -38,7 +38,7 @@ class SimCoordinator:
     def __init__(
         self,
         world: World,
-        network: Network,
+        network: SimNetwork,
         invariants: Invariants,
         name: str,
         *,
@@ -62,7 +62,7 @@ class SimCoordinator:
         """Effects until it is killed in the middle of carrying them out."""
         self.thinks_s = 0.0
         """So much longer a plan may take, at most."""
-        self.on_begin: Callable[[tuple[int, int], Written], None] = lambda position, view: None
+        self.on_begin: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
         """Called when it begins to lead, with the position of the journal that it begins from, and what that says."""
         self.on_event: Callable[[EmitEvent], None] | None = None
         """Called with each public event that is news."""
@@ -158,7 +158,7 @@ class SimCoordinator:
         self._restart_soon()
 
     def _restart_soon(self) -> None:
-        self.world.at(self.world.between(0.1, 2.0), self.restart)
+        self.world.call_later(self.world.between(0.1, 2.0), self.restart)
 
     def restart(self) -> None:
         if not self.up:
@@ -178,7 +178,7 @@ class SimCoordinator:
     def freeze(self, for_s: float) -> None:
         if self.up and not self.frozen:
             self.loop.freeze()
-            self.world.at(for_s, self.loop.thaw)
+            self.world.call_later(for_s, self.loop.thaw)
 
     def thaw(self) -> None:
         self.loop.thaw()
@@ -192,7 +192,7 @@ class SimCoordinator:
             self.loop.enter(lambda: process.feed(make(at=process.driver.now(), cause="user", **fields)))
 
     def submit(self, job: Job, begin: Checkpoint | None) -> None:
-        self._ask(JobSubmitted, request=job.job_id, job=job, begin=begin)
+        self._ask(SubmitRequested, request=job.job_id, job=job, start_checkpoint=begin)
 
     def drain(self, node: str) -> None:
         self._ask(DrainRequested, request="drain", node=node)
@@ -224,7 +224,7 @@ class SimCoordinator:
             self.crash_after -= 1
             if self.crash_after < 0:
                 self.crash()
-                self.world.at(self.world.between(0.1, 6.0), self.restart)
+                self.world.call_later(self.world.between(0.1, 6.0), self.restart)
                 return
         if isinstance(it, RecordSteps):
             self.check(lambda: self.invariants.recalled(it))
@@ -244,7 +244,7 @@ class SimCoordinator:
         term = self.process.leadership.machine.term
         leader = Leader(term=term, name=self.name, incarnation=self.incarnation)
         self.check(lambda: self.invariants.reigns(leader, self.network.forgot_at))
-        return Written(self.process.machine)
+        return JournalView(self.process.machine)
 
 
 class _Observer:
@@ -253,32 +253,32 @@ class _Observer:
     def __init__(self, of: SimCoordinator) -> None:
         self._of = of
 
-    def emitted(self, event: EmitEvent) -> None:
+    def on_own_event(self, event: EmitEvent) -> None:
         return
 
-    def heard(self, message: EventMessage) -> None:
+    def on_node_event(self, message: EventMessage) -> None:
         return
 
-    def shown(self, message: EventMessage, own: bool) -> None:
+    def on_published(self, message: EventMessage, own: bool) -> None:
         return
 
-    def alive(self) -> None:
+    def on_broker_alive(self) -> None:
         return
 
     def on_state(self, state: dict[str, Any]) -> None:
         if self._of.on_state is not None and self._of.heard:
             self._of.on_state(state)
 
-    def acknowledged(self, seconds: float) -> None:
+    def on_acknowledged(self, seconds: float) -> None:
         return
 
-    def follow(self, job: Job | None, term: int, outcome: str | None) -> None:
+    def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
         return
 
-    def status(self, text: str) -> None:
+    def on_status(self, text: str) -> None:
         return
 
-    def stopping(self) -> None:
+    def on_stopping(self) -> None:
         return
 
 
@@ -315,7 +315,7 @@ class _Process(Coordinator):
         of = self._of
         connection = of.network.leader
         if connection is not None and connection.host == of.name and self._loop.alive:
-            of.check(lambda: of.on_begin(position, Written(self.machine)))
+            of.check(lambda: of.on_begin(position, JournalView(self.machine)))
             of.check(lambda: of.invariants.coordinator_starts(self.machine))
 
     def _carried_out(self) -> None:
@@ -326,7 +326,7 @@ class _Process(Coordinator):
             of.check(lambda: of.invariants.coordinator_stepped(self.machine))
 
 
-def leader_of(network: Network, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
+def leader_of(network: SimNetwork, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
     """The one that leads; or that did, as far as it knows."""
     if (connection := network.leader) is not None:
         return next(one for one in coordinators if one.name == connection.host)

@@ -7,7 +7,7 @@ stays as it is.
 from collections.abc import Callable
 from random import Random
 
-from ftd.faults.sim import hosts, upgrades
+from ftd.faults.sim import host_faults, upgrade_faults
 from ftd.faults.sim.faults import (
     add_node,
     ask_again,
@@ -45,8 +45,8 @@ from ftd.faults.sim.faults import (
     terminate_node,
     unbuildable,
 )
-from ftd.faults.sim.simulation import Fault, Simulation, Strike
-from ftd.faults.sim.slowness import (
+from ftd.faults.sim.simulation import Fault, Simulation, TriggeredFault
+from ftd.faults.sim.slow_faults import (
     pause_host,
     pause_trainer,
     restart_slowly,
@@ -60,7 +60,7 @@ from statemachine.effects import EmitEvent
 
 PHASES = (
     "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
-    "SnapshotCompleted", "SnapshotGivenUp",
+    "SnapshotCompleted", "SnapshotAbandoned",
 )  # fmt: skip
 """Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
 
@@ -104,24 +104,24 @@ _DURING_A_ROLLBACK: tuple[Fault, ...] = (
 )  # fmt: skip
 
 
-def _draw_rollback(sim: Simulation) -> list[Strike]:
+def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:
     """Enough dies behind a snapshot that it is needed, and more while it is read."""
     rng = sim.world.rng
     if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
         return []
     losses = [fail_all_trainers, fail_all_trainers, crash_two]
-    drawn: list[Strike] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
+    drawn: list[TriggeredFault] = [("SnapshotCompleted", rng.choice(losses), rng.randrange(3))]
     for _ in range(rng.randrange(3)):
         drawn.append(("RolledBack", rng.choice(_DURING_A_ROLLBACK), 0))
     return drawn
 
 
-def _draw_going_back(sim: Simulation) -> list[Strike]:
+def _draw_going_back(sim: Simulation) -> list[TriggeredFault]:
     """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
     rng = sim.world.rng
     if not sim.checkpoint.url or not sim.world.chance(0.7):
         return []
-    drawn: list[Strike] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
+    drawn: list[TriggeredFault] = [("CheckpointCompleted", lose_all_memory, rng.randrange(3))]
     if sim.world.chance(0.5):
         drawn.append(("CheckpointStarted", rng.choice(_DURING_A_ROLLBACK), rng.randrange(3)))
     if sim.world.chance(0.3):
@@ -131,7 +131,7 @@ def _draw_going_back(sim: Simulation) -> list[Strike]:
     return drawn
 
 
-def _draw_place(sim: Simulation) -> list[Strike]:
+def _draw_place(sim: Simulation) -> list[TriggeredFault]:
     """The place itself fails, while something is written there or is to be read."""
     rng = Random(f"place {sim.world.seed}")
     if not sim.checkpoint.url or rng.random() < 0.4:
@@ -143,7 +143,7 @@ def _draw_place(sim: Simulation) -> list[Strike]:
     ]
 
 
-def _draw_damage(sim: Simulation) -> list[Strike]:
+def _draw_damage(sim: Simulation) -> list[TriggeredFault]:
     """Behind a snapshot, or when everybody is about to go back to it."""
     rng = Random(f"damage {sim.world.seed}")  # of its own, so that the other draws are as they were
     if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
@@ -171,7 +171,9 @@ def _draw_hosts(
     """Up to ``most`` of them go, each for so long at most."""
     for _ in range(rng.randint(1, most) if rng is not None else 0):
         assert rng is not None
-        sim.world.at(rng.uniform(0.5, until_s), strike, sim, rng.random(), rng.uniform(0.1, longest_s))
+        sim.world.call_later(
+            rng.uniform(0.5, until_s), strike, sim, rng.random(), rng.uniform(0.1, longest_s)
+        )
 
 
 def _some(rng: Random, least: int, most: int) -> list[Fault]:
@@ -183,7 +185,7 @@ def draw(sim: Simulation, until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
     rng, leaning = sim.world.rng, sim.leaning
     for fault in _some(rng, 1, 6):
-        sim.world.at(sim.world.between(0.5, until_s), sim.strike, fault)
+        sim.world.call_later(sim.world.between(0.5, until_s), sim.strike, fault)
     reactions = _some(rng, 0, 6)
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
     pending += _draw_rollback(sim) + _draw_going_back(sim)
@@ -194,12 +196,12 @@ def draw(sim: Simulation, until_s: float) -> None:
     more, instants = _draw_rarer(sim, until_s)
     _react(sim, [*pending, *leaning.strikes, *more])
     _at_commits(sim, [*commits, *leaning.at_commits], instants)
-    upgrades.draw(sim, apart(sim, "upgrades", 0.3, leaning.upgrades), until_s)
-    _draw_hosts(sim, apart(sim, "churn", 0.25, leaning.churn), 4, until_s, hosts.replace_host, 3.0)
-    _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, hosts.lose_power, 8.0)
+    upgrade_faults.draw(sim, apart(sim, "upgrades", 0.3, leaning.upgrades), until_s)
+    _draw_hosts(sim, apart(sim, "churn", 0.25, leaning.churn), 4, until_s, host_faults.replace_host, 3.0)
+    _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, host_faults.lose_power, 8.0)
 
 
-def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[Strike], list[tuple[int, Fault]]]:
+def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[TriggeredFault], list[tuple[int, Fault]]]:
     """Behind which events, and in the instant of which commits; some in the same instant as another one."""
     rng = apart(sim, "rarer", 0.4, sim.leaning.rarer)
     if rng is None:
@@ -208,7 +210,7 @@ def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[Strike], list[tup
         when_s = rng.uniform(0.5, until_s)
         both = [fault, *_some(rng, 0, 2)]
         for one in rng.sample(both, k=len(both)):  # In either order.
-            sim.world.at(when_s, sim.strike, one)
+            sim.world.call_later(when_s, sim.strike, one)
     moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
     more = [
         (rng.choice(moments), fault, rng.randrange(4)) for fault in rng.choices(RARER, k=rng.randrange(4))
@@ -216,7 +218,7 @@ def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[Strike], list[tup
     return more, [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 3)]
 
 
-def _react(sim: Simulation, pending: list[Strike]) -> None:
+def _react(sim: Simulation, pending: list[TriggeredFault]) -> None:
     def react(event: EmitEvent) -> None:
         for index, (name, fault, skip) in enumerate(pending):
             if name == event.name and skip > 0:
@@ -224,7 +226,7 @@ def _react(sim: Simulation, pending: list[Strike]) -> None:
             elif name == event.name:
                 del pending[index]
                 longest_s = 0.5 if name in ("RolledBack", "SnapshotCompleted") else 0.1
-                sim.world.at(sim.world.between(0.0, longest_s), sim.strike, fault)
+                sim.world.call_later(sim.world.between(0.0, longest_s), sim.strike, fault)
                 return
 
     for coordinator in sim.coordinators:
@@ -240,7 +242,7 @@ def _at_commits(sim: Simulation, commits: list[tuple[int, Fault]], instants: lis
         count += 1
         for number, fault in commits:
             if number == count:
-                sim.world.at(sim.world.between(0.0, 0.01), sim.strike, fault)
+                sim.world.call_later(sim.world.between(0.0, 0.01), sim.strike, fault)
         for number, fault in instants:
             if number == count:
                 sim.strike(fault)

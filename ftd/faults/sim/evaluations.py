@@ -1,14 +1,14 @@
 """Every evaluation that is due is reported once, with a result that a group of that state really had."""
 
-from ftd.faults.sim.telling import Telling
-from ftd.faults.sim.truth import Truth
+from ftd.faults.sim.oracle import Oracle
+from ftd.faults.sim.published_events import PublishedEvents
 from statemachine.effects import EmitEvent
 
 
-class EvaluationTruth:
+class EvaluationOracle:
     """What the world was told of the present job's evaluations."""
 
-    def __init__(self, truth: Truth, telling: Telling) -> None:
+    def __init__(self, truth: Oracle, telling: PublishedEvents) -> None:
         self._truth, self._telling = truth, telling
         self.every_steps = 0
         """Of all jobs of this world; 0: they evaluate nothing."""

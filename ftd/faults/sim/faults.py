@@ -1,7 +1,7 @@
 """What can go wrong with nodes, trainers, links, the broker and coordinators, and what users may want."""
 
 from ftd.faults.sim.invariants import WRONG_CODE
-from ftd.faults.sim.network import Line
+from ftd.faults.sim.network import MessageFaults
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.simulation import Simulation, protections
 
@@ -22,7 +22,7 @@ def crash_node(sim: Simulation) -> None:
         sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
         node.crash(host=host)
         if sim.world.chance(0.7):
-            sim.world.at(sim.world.between(0.05, 8.0), sim.revive, node)
+            sim.world.call_later(sim.world.between(0.05, 8.0), sim.revive, node)
 
 
 def crash_two(sim: Simulation) -> None:
@@ -30,7 +30,7 @@ def crash_two(sim: Simulation) -> None:
     if sim.world.chance(0.5):
         crash_node(sim)
     else:
-        sim.world.at(sim.world.between(0.0, 0.05), crash_node, sim)
+        sim.world.call_later(sim.world.between(0.0, 0.05), crash_node, sim)
 
 
 def exit_trainer(sim: Simulation) -> None:
@@ -87,7 +87,7 @@ def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
         for trainer in list(node.trainers.values()):
             if trainer.group is not None and sim.world.chance(0.6):
                 trainer.group.break_connection()
-        sim.world.at(for_s, sim.reconnect_data, node)
+        sim.world.call_later(for_s, sim.reconnect_data, node)
 
 
 def break_connection(sim: Simulation) -> None:
@@ -133,7 +133,7 @@ def crash_coordinator(sim: Simulation) -> None:
     if sim.world.chance(0.5):
         sim.log(f"crash {coordinator.name}")
         coordinator.crash()
-        sim.world.at(sim.world.between(0.05, 8.0), coordinator.restart)
+        sim.world.call_later(sim.world.between(0.05, 8.0), coordinator.restart)
     else:
         sim.log(f"crash {coordinator.name} amid its effects")
         sim.coordinator.crash_after = sim.world.rng.randrange(40)
@@ -171,7 +171,7 @@ def terminate_node(sim: Simulation) -> None:
     if node is not None:
         sim.log(f"terminate {node.name}")
         node.terminate()
-        sim.world.at(sim.world.between(1.0, 15.0), sim.revive, node)
+        sim.world.call_later(sim.world.between(1.0, 15.0), sim.revive, node)
 
 
 def unbuildable(sim: Simulation) -> None:
@@ -191,7 +191,7 @@ def lose_all_memory(sim: Simulation) -> None:
     sim.log("all hosts crash, their memory is gone")
     for node in list(sim.nodes.values()):
         node.crash(host=True)
-        sim.world.at(sim.world.between(0.05, 6.0), sim.revive, node)
+        sim.world.call_later(sim.world.between(0.05, 6.0), sim.revive, node)
 
 
 def damage_checkpoint(sim: Simulation) -> None:
@@ -221,7 +221,7 @@ def restart_node(sim: Simulation) -> None:
     if node is not None:
         sim.log(f"restart {node.name}")
         node.crash()
-        sim.world.at(sim.world.between(0.001, 0.1), sim.revive, node)
+        sim.world.call_later(sim.world.between(0.001, 0.1), sim.revive, node)
 
 
 def stop_job(sim: Simulation) -> None:
@@ -251,9 +251,9 @@ def lossy_line(sim: Simulation) -> None:
         return
     drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
-    line = Line(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
+    line = MessageFaults(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
     sim.network.lines[node.name] = line
-    world.at(for_s, _mend, sim, node.name)
+    world.call_later(for_s, _mend, sim, node.name)
 
 
 def _mend(sim: Simulation, name: str) -> None:
@@ -269,7 +269,7 @@ def part_two(sim: Simulation) -> None:
     pair, for_s = frozenset((one.name, other.name)), sim.world.between(0.5, 15.0)
     sim.log(f"{one.name} and {other.name} do not reach each other for {for_s:.2f} s")
     sim.network.apart.add(pair)
-    sim.world.at(for_s, sim.network.apart.discard, pair)
+    sim.world.call_later(for_s, sim.network.apart.discard, pair)
     theirs = [trainer.group for trainer in one.trainers.values() if trainer.group is not None]
     for group in theirs[:1]:
         if any(member.node is other for member in group.members.values()):
@@ -288,7 +288,7 @@ def restore_broker(sim: Simulation) -> None:
             sim.network.stop_broker(for_s, left)
 
     if ago_s:
-        sim.world.at(ago_s, stop, dict(sim.network.retained))
+        sim.world.call_later(ago_s, stop, dict(sim.network.retained))
     elif sim.network.up:
         stop(dict(sim.network.retained))
 
@@ -336,7 +336,7 @@ def power_cut(sim: Simulation) -> None:
     leader = sim.coordinator
     leader.crash()
     leader.lose_power()
-    sim.world.at(sim.world.between(0.5, 4.0), leader.restart)
+    sim.world.call_later(sim.world.between(0.5, 4.0), leader.restart)
 
 
 def raise_everywhere(sim: Simulation) -> None:

@@ -5,16 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ftd.faults.sim.arena import SimArena, lacking, of_group
-from ftd.faults.sim.network import Network
-from ftd.faults.sim.place import SimPlace
-from ftd.faults.sim.truth import Truth
-from statemachine.agent.events import CopiesHeld
+from ftd.faults.sim.checkpoint_store import SimCheckpointStore
+from ftd.faults.sim.network import SimNetwork
+from ftd.faults.sim.oracle import Oracle
+from statemachine.agent.events import SnapshotCopiesChanged
 from statemachine.agent.machine import AgentEvent, AgentMachine
 from statemachine.messages.values import HeldSnapshot, Restore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class StepTiming:
     """How steps go in this world: the moments between two trainers are where protocols break."""
 
     step_s: float
@@ -31,15 +31,15 @@ class SimHost(ABC):
 
     def __init__(
         self,
-        truth: Truth,
-        network: Network,
-        place: SimPlace,
+        truth: Oracle,
+        network: SimNetwork,
+        place: SimCheckpointStore,
         hosts: Mapping[str, "SimHost"],
         name: str,
-        pace: Pace,
+        pace: StepTiming,
     ) -> None:
         """:param hosts: all hosts of the world by name, this one among them."""
-        self.truth, self.world, self.versions = truth, truth.world, truth.versions
+        self.oracle, self.world, self.versions = truth, truth.world, truth.versions
         self.network, self.place, self.hosts = network, place, hosts
         self.name, self.pace = name, pace
         self.up = False
@@ -61,7 +61,7 @@ class SimHost(ABC):
 
     def tell_copies(self) -> None:
         """Report to the agent what is kept for others."""
-        self.feed(CopiesHeld(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
+        self.feed(SnapshotCopiesChanged(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
 
     def reaches(self, other: "SimHost") -> bool:
         """Over what trainers and shards go."""
@@ -84,13 +84,17 @@ class SimHost(ABC):
                 continue
             able = {name for name in restore.sources if self.hosts[name].serves(self)}
             there = {name for name in able if self.hosts[name].arena.sound(key)}
-            copy = self.hosts[group.buddy].arena.copy(key, group.owners[0]) if group.buddy in able else None
+            copy = (
+                self.hosts[group.replica_peer].arena.copy(key, group.owners[0])
+                if group.replica_peer in able
+                else None
+            )
             if lacking(group, there, {group.owners[0]} if copy is not None else set()):
-                asked = {*group.owners, group.buddy} & set(restore.sources)
+                asked = {*group.owners, group.replica_peer} & set(restore.sources)
                 return {}, tuple(sorted(asked - there if copy is None else asked))
             held = [self.hosts[name].arena.layers(key) for name in group.owners if name in there]
             held += [copy.layers] if copy is not None else []
             shards = [of_group(layers, group) for layers in held]
-            self.truth.restores(restore, group, shards)
+            self.oracle.restores(restore, group, shards)
             found.update({layer: shards[0][layer] for layer in wanted})
         return found, ()

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ftd.faults.sim.arena import lacking
-from ftd.faults.sim.evaluations import EvaluationTruth
+from ftd.faults.sim.checkpoint_store import SimCheckpointStore
+from ftd.faults.sim.evaluations import EvaluationOracle
 from ftd.faults.sim.journals import named, over
 from ftd.faults.sim.node import SimNode
-from ftd.faults.sim.place import SimPlace
-from ftd.faults.sim.telling import Telling
-from ftd.faults.sim.trainers import Groups
-from ftd.faults.sim.truth import OF_A_VOTE, Truth, Written
+from ftd.faults.sim.oracle import OF_A_VOTE, JournalView, Oracle
+from ftd.faults.sim.published_events import PublishedEvents
+from ftd.faults.sim.trainers import SimGroups
 from ftd.faults.sim.world import World
 from ftd.transport.wire.checking import problem_of_details
 from ftd.transport.wire.public import encode_json
@@ -19,7 +19,7 @@ from statemachine.cluster.durable.records import put_together
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
-from statemachine.messages.cluster import Command, KeepSnapshot, Resume
+from statemachine.messages.cluster import Command, Resume, RetainSnapshot
 from statemachine.messages.common import Quiesce
 from statemachine.messages.values import Checkpoint, Job
 
@@ -27,21 +27,21 @@ WRONG_CODE = "ValueError: the code is wrong"
 """What a trainer says where the job's own code raises."""
 
 
-class Invariants(Truth):
+class Invariants(Oracle):
     """The world's truth, gathered where it happens; each method checks what has just become true."""
 
     def __init__(self, world: World, policy: Policy, profile: ModelProfile) -> None:
         super().__init__(world, policy, profile)
         self.nodes: dict[str, SimNode] = {}
-        self.place = SimPlace(truth=self)
-        self.groups = Groups(self)
+        self.place = SimCheckpointStore(truth=self)
+        self.groups = SimGroups(self)
         self.known = 0
         """The newest committed step that the coordinator ever knew of, for the present job."""
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.announced: set[int] = set()
         """Generations that an event said have started."""
-        self.telling = Telling(self)
-        self.evaluations = EvaluationTruth(self, self.telling)
+        self.telling = PublishedEvents(self)
+        self.evaluations = EvaluationOracle(self, self.telling)
         self.reigned: dict[int, tuple[int, float]] = {}
         """Incarnation of who led first in each term, and since when."""
         self.next_to_tell = 1
@@ -89,7 +89,7 @@ class Invariants(Truth):
             self.broken(f"the committed step went back from {self.known} to {step}")
         self.known = step
 
-    def persisted(self, machine: Written) -> None:
+    def persisted(self, machine: JournalView) -> None:
         """What the journal says now; a rollback is in it, or never was."""
         if machine.job_id != self.job_id:
             self.job_id = machine.job_id
@@ -114,7 +114,7 @@ class Invariants(Truth):
         self.evaluations.rolled_back(step)
 
     def commands(self, command: Command, journal: dict[str, Any] | None) -> None:
-        if isinstance(command, KeepSnapshot):
+        if isinstance(command, RetainSnapshot):
             durable = (journal or {}).get("snapshot")
             # It may name a newer one, whose own order follows: nothing goes but what is older than both.
             if durable is None or durable["step"] < command.step:
@@ -191,7 +191,7 @@ class Invariants(Truth):
                 self._may_fail()
             case "RecoveryCompleted":
                 self._switched(event.details["recovery"])
-            case "CheckpointGivenUp":
+            case "CheckpointAbandoned":
                 self.place.given_up(event)
             case "ReplicasDiverged":
                 self.broken(f"replicas diverged: {event.details}")
@@ -258,7 +258,7 @@ class Invariants(Truth):
             self.broken(f"a node's own failure was taken for the job's: {reason}")
         return True
 
-    def _rolls_back(self, machine: Written) -> None:
+    def _rolls_back(self, machine: JournalView) -> None:
         """Nobody goes back while those who take part hold all layers of their newest step; nor, with replicas
         of all parts, when a group that trained lost one node."""
         live = [
@@ -309,7 +309,7 @@ class Invariants(Truth):
             there = {name for name, node in up.items() if node.arena.sound(key)}
             copied = {
                 owner
-                for owner, buddy in self.newest.buddies.items()
+                for owner, buddy in self.newest.replica_peers.items()
                 if buddy in up and up[buddy].arena.copy(key, owner) is not None
             }
             if not any(lacking(group, there, copied) for group in self.newest.groups):

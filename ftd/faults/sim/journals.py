@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from ftd.transport.wire.coordinators import unpack
+from ftd.transport.wire.coordinator_messages import decompress_state
 from statemachine.cluster.phases import OVER
 
 
 def journal_of(kept: bytes) -> dict[str, Any]:
     """Return a durable state, as plain values."""
-    state: dict[str, Any] = msgspec.msgpack.decode(unpack(kept))
+    state: dict[str, Any] = msgspec.msgpack.decode(decompress_state(kept))
     return state
 
 
@@ -22,7 +22,7 @@ def over(journal: dict[str, Any]) -> bool:
 def named(journal: dict[str, Any]) -> set[str]:
     """Return the nodes that a journal names: by its plan, its generation, its snapshots, its recovery."""
     attempt, plan, persisting = journal.get("attempt"), journal.get("plan"), journal["persisting"]
-    names = {*persisting["writers"], *journal.get("resumed_buddies", {}).values()}
+    names = {*persisting["writers"], *journal.get("resumed_replica_peers", {}).values()}
     if (recovery := journal.get("recovery")) is not None:
         names |= set(recovery["nodes"])
     if attempt is not None:

@@ -53,7 +53,7 @@ class NodeClient(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class MessageFaults:
     """What becomes of messages between a node and the coordinator."""
 
     drop: float = 0.0
@@ -62,7 +62,7 @@ class Line:
     """At most so much later."""
 
 
-class Link:
+class BrokerLink:
     """The link between a host and the broker."""
 
     __slots__ = ("client", "cut", "held", "open", "since")
@@ -77,7 +77,7 @@ class Link:
         self.since = 0.0
 
 
-class Connection:
+class SimConnection:
     """One connection of a coordinator's process."""
 
     def __init__(
@@ -87,9 +87,9 @@ class Connection:
         subscriptions: tuple[str, ...],
         will: Will | None,
         *,
-        receive: Callable[["Connection", str, bytes, bool], None],
-        closed: Callable[["Connection"], None],
-        acknowledge: Callable[["Connection", Callable[[], None]], None],
+        receive: Callable[["SimConnection", str, bytes, bool], None],
+        closed: Callable[["SimConnection"], None],
+        acknowledge: Callable[["SimConnection", Callable[[], None]], None],
     ) -> None:
         """:param receive, closed, acknowledge: called by the network, at the process's own time."""
         self.host, self.client_id, self.will = host, client_id, will
@@ -114,14 +114,14 @@ def _matches_any(filters: tuple[str, ...], topic: str) -> bool:
     )
 
 
-class Network:
+class SimNetwork:
     """All links and connections, and the broker's state."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.up = True
-        self.links: dict[str, Link] = {}
-        self.connections: dict[str, Connection] = {}
+        self.links: dict[str, BrokerLink] = {}
+        self.connections: dict[str, SimConnection] = {}
         """Of coordinators, by client id."""
         self.retained: dict[str, bytes] = {}
         self.forgot_at = 0.0  # Everything, last; or all since it was saved.
@@ -133,13 +133,13 @@ class Network:
         """Probability that a message comes again."""
         self.slow = 0.0
         """Probability that a message takes long."""
-        self.lines: dict[str, Line] = {}
+        self.lines: dict[str, MessageFaults] = {}
         """Nodes whose line to the coordinator is bad."""
         self.apart: set[frozenset[str]] = set()
         """Pairs of nodes that do not reach each other."""
         self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
         """By the node of that name."""
-        self.at_broker: Callable[[Connection, str, bytes, Any], None] = lambda *published: None
+        self.at_broker: Callable[[SimConnection, str, bytes, Any], None] = lambda *published: None
         """Sees everything that a coordinator publishes once the broker has it, with the note that it came with."""
         self._last: dict[tuple[str, str], float] = {}
 
@@ -149,17 +149,19 @@ class Network:
         """A node's daemon starts: it will connect as soon as it can."""
         link = self.links.get(client.name)
         if link is None:
-            link = self.links[client.name] = Link(client)
+            link = self.links[client.name] = BrokerLink(client)
         link.client = client
         link.open = 0
-        self.world.at(self.world.between(0.005, 0.05), self._connect_node, link, client, client.incarnation)
+        self.world.call_later(
+            self.world.between(0.005, 0.05), self._connect_node, link, client, client.incarnation
+        )
 
-    def _connect_node(self, link: Link, client: NodeClient, incarnation: int) -> None:
+    def _connect_node(self, link: BrokerLink, client: NodeClient, incarnation: int) -> None:
         if link.client is not client or link.open or client.incarnation != incarnation:
             return
         if not self.up or link.cut:
             again_s = self.world.between(0.2, 1.0)
-            self.world.at(again_s, self._connect_node, link, client, incarnation)
+            self.world.call_later(again_s, self._connect_node, link, client, incarnation)
             return
         link.open = self.world.serial()
         link.since = self.world.now
@@ -217,7 +219,7 @@ class Network:
                     found[node] = state.incarnation
         return found
 
-    def _from_node(self, link: Link, number: int, node: str, topic: str, payload: bytes) -> None:
+    def _from_node(self, link: BrokerLink, number: int, node: str, topic: str, payload: bytes) -> None:
         if link.open != number or not self.up:
             return
         if link.cut:
@@ -230,7 +232,7 @@ class Network:
     # --- coordinators --------------------------------------------------------------------------
 
     @property
-    def leader(self) -> Connection | None:
+    def leader(self) -> SimConnection | None:
         """The connection under the leader's client id."""
         return self.connections.get(LEADER)
 
@@ -238,7 +240,7 @@ class Network:
         """Whether a connection from there would succeed now."""
         return self.up and not self._link(host).cut
 
-    def connect(self, connection: Connection) -> None:
+    def connect(self, connection: SimConnection) -> None:
         """Open a connection; one under the same client id ends. What is retained comes first."""
         if (before := self.connections.get(connection.client_id)) is not None:
             self._end(before)
@@ -250,7 +252,7 @@ class Network:
 
     def publish(
         self,
-        connection: Connection,
+        connection: SimConnection,
         topic: str,
         payload: bytes,
         retain: bool,
@@ -271,9 +273,9 @@ class Network:
             self.retained.pop(topic, None)
         self._spread(topic, payload)
         if there is not None:
-            self.world.at(_ACKNOWLEDGED_S, connection.acknowledge, connection, there)
+            self.world.call_later(_ACKNOWLEDGED_S, connection.acknowledge, connection, there)
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: SimConnection) -> None:
         """Say goodbye; over a cut link the broker does not hear it."""
         if self.connections.get(connection.client_id) is connection and not self._link(connection.host).cut:
             del self.connections[connection.client_id]
@@ -299,7 +301,7 @@ class Network:
             if connection.wants(topic):
                 self._pass(BROKER, connection, topic, payload, False)
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: SimConnection) -> None:
         """The broker ends a connection: its last will goes out, and its owner notices when it can."""
         if self.connections.get(connection.client_id) is not connection:
             return
@@ -310,20 +312,20 @@ class Network:
             self._spread(will.topic, will.payload)
         self._notice(connection)
 
-    def _notice(self, connection: Connection) -> None:
+    def _notice(self, connection: SimConnection) -> None:
         if self._link(connection.host).cut and connection.client_id == LEADER:
-            self.world.at(_NOTICE_S, self._notice, connection)
+            self.world.call_later(_NOTICE_S, self._notice, connection)
         else:
-            self.world.at(self.world.between(0.001, 0.05), connection.closed, connection)
+            self.world.call_later(self.world.between(0.001, 0.05), connection.closed, connection)
 
     # --- messages ------------------------------------------------------------------------------
 
-    def _to_node(self, sender: str, link: Link, name: str, message: ToNode | ToNodes) -> None:
+    def _to_node(self, sender: str, link: BrokerLink, name: str, message: ToNode | ToNodes) -> None:
         number = link.open
         for delay_s in self._delays(sender, name):
-            self.world.at(delay_s, self._arrive_at_node, link, number, name, message)
+            self.world.call_later(delay_s, self._arrive_at_node, link, number, name, message)
 
-    def _arrive_at_node(self, link: Link, number: int, name: str, message: ToNode | ToNodes) -> None:
+    def _arrive_at_node(self, link: BrokerLink, number: int, name: str, message: ToNode | ToNodes) -> None:
         if not self.up or link.open != number:
             return
         if link.cut:
@@ -331,11 +333,11 @@ class Network:
             return
         self.take_command(name, message)
 
-    def _pass(self, sender: str, to: Connection, topic: str, payload: bytes, retained: bool) -> None:
+    def _pass(self, sender: str, to: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         for delay_s in self._delays(sender, to.client_id):
-            self.world.at(delay_s, self._arrive, to, topic, payload, retained)
+            self.world.call_later(delay_s, self._arrive, to, topic, payload, retained)
 
-    def _arrive(self, to: Connection, topic: str, payload: bytes, retained: bool) -> None:
+    def _arrive(self, to: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         if not self.up or not to.open:
             return
         link = self._link(to.host)
@@ -365,10 +367,10 @@ class Network:
 
     # --- links and the broker ------------------------------------------------------------------
 
-    def _link(self, name: str) -> Link:
+    def _link(self, name: str) -> BrokerLink:
         link = self.links.get(name)
         if link is None:
-            link = self.links[name] = Link(None)
+            link = self.links[name] = BrokerLink(None)
         return link
 
     def drop(self, name: str, *, process_died: bool = False, graceful: bool = False) -> None:
@@ -385,7 +387,9 @@ class Network:
             self.publish_node_state(name, True, client.incarnation, graceful)
         if not process_died:
             client.disconnected()
-            self.world.at(self.world.between(0.05, 1.0), self._connect_node, link, client, client.incarnation)
+            self.world.call_later(
+                self.world.between(0.05, 1.0), self._connect_node, link, client, client.incarnation
+            )
 
     def cut(self, name: str, for_s: float) -> None:
         """The link is dead for a while; nobody notices at once."""
@@ -395,10 +399,10 @@ class Network:
         link.cut = True
         if for_s > KEEP_ALIVE_S:
             connections = [one for one in self.connections.values() if one.host == name]
-            self.world.at(KEEP_ALIVE_S, self._keep_alive, name, link, link.open, connections)
-        self.world.at(for_s, self.heal, name)
+            self.world.call_later(KEEP_ALIVE_S, self._keep_alive, name, link, link.open, connections)
+        self.world.call_later(for_s, self.heal, name)
 
-    def _keep_alive(self, name: str, link: Link, number: int, connections: list[Connection]) -> None:
+    def _keep_alive(self, name: str, link: BrokerLink, number: int, connections: list[SimConnection]) -> None:
         if not link.cut:
             return
         if link.client is not None and number and link.open == number:
@@ -426,13 +430,13 @@ class Network:
                 if was_open:
                     client.disconnected()
                 again_s = self.world.between(0.05, 1.0)
-                self.world.at(again_s, self._connect_node, link, client, client.incarnation)
+                self.world.call_later(again_s, self._connect_node, link, client, client.incarnation)
         for connection in list(self.connections.values()):
             self._end(connection)
         before, self.retained = self.retained.get(JOURNAL), dict(left or {})
         self.aged = left is not None and left.get(JOURNAL) != before
         self.forgot_at = self.world.now
-        self.world.at(for_s, self.start_broker)
+        self.world.call_later(for_s, self.start_broker)
 
     def start_broker(self) -> None:
         """The broker is back."""

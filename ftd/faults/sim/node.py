@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import assert_never, cast
 
-from ftd.faults.sim.copies import SimCopies
-from ftd.faults.sim.host import Pace, SimHost
-from ftd.faults.sim.network import Network
-from ftd.faults.sim.place import SimPlace
+from ftd.faults.sim.checkpoint_store import SimCheckpointStore
+from ftd.faults.sim.copy_sender import SimCopySender
+from ftd.faults.sim.host import SimHost, StepTiming
+from ftd.faults.sim.network import SimNetwork
+from ftd.faults.sim.restorer import SimRestorer
 from ftd.faults.sim.scrubber import SimScrubber
-from ftd.faults.sim.staging import SimStager
-from ftd.faults.sim.trainers import Groups, SimTrainer
+from ftd.faults.sim.trainers import SimGroups, SimTrainer
 from ftd.faults.sim.writer import SimWriter
 from statemachine.agent.events import (
     AgentStarted,
     CommandArrived,
-    HeldSnapshots,
+    SnapshotsFound,
     TerminationRequested,
+    TrainerConnected,
     TrainerFailed,
     TrainerReported,
-    TrainerUp,
 )
 from statemachine.agent.machine import AgentEvent, AgentMachine
 from statemachine.effects import (
@@ -28,30 +28,30 @@ from statemachine.effects import (
     EmitEvent,
     ExitDaemon,
     InstructTrainer,
-    KeepCopies,
     KillTrainer,
     PersistLayers,
+    PrepareTrainer,
     PublishNode,
     RemoveSnapshots,
     RenewIncarnation,
-    SendCopy,
+    ResumeTrainer,
+    RetainSnapshotCopies,
     SendSignal,
+    SendSnapshotCopy,
     SetTimer,
     StartTrainer,
     StopPersisting,
-    TrainerPrepare,
-    TrainerResume,
 )
-from statemachine.events import BrokerConnected, BrokerLost, TimerFired
+from statemachine.events import BrokerConnected, BrokerDisconnected, TimerFired
 from statemachine.messages.cluster import Fence, FromNode, ToNode, ToNodes
 from statemachine.messages.common import Prepared, Quiesce
-from statemachine.messages.trainer import Beat, KeepSnapshot, Snap
+from statemachine.messages.trainer import RetainLocalSnapshot, StartSnapshot, TrainerHeartbeat
 from statemachine.messages.values import FailureCause, NodeFacts, NodeState
 
 AgentEffect = (
     SetTimer | CancelTimer | EmitEvent | SendSignal | PublishNode | StartTrainer | KillTrainer
-    | TrainerPrepare | InstructTrainer | TrainerResume | RemoveSnapshots
-    | RenewIncarnation | ExitDaemon | SendCopy | KeepCopies | PersistLayers | StopPersisting
+    | PrepareTrainer | InstructTrainer | ResumeTrainer | RemoveSnapshots
+    | RenewIncarnation | ExitDaemon | SendSnapshotCopy | RetainSnapshotCopies | PersistLayers | StopPersisting
 )  # fmt: skip
 
 
@@ -60,13 +60,13 @@ class SimNode(SimHost):
 
     def __init__(
         self,
-        groups: Groups,
-        network: Network,
-        place: SimPlace,
+        groups: SimGroups,
+        network: SimNetwork,
+        place: SimCheckpointStore,
         nodes: Mapping[str, "SimNode"],
         name: str,
         devices: int,
-        pace: Pace,
+        pace: StepTiming,
     ) -> None:
         super().__init__(groups.truth, network, place, nodes, name, pace)
         self.groups, self.devices, self.profile = groups, devices, groups.truth.profile
@@ -82,8 +82,8 @@ class SimNode(SimHost):
         self.trainers: dict[int, SimTrainer] = {}
         self.writer = SimWriter(self)
         scrubber = self._scrubber()
-        self.copies = SimCopies(self, scrubber)
-        self.stager = SimStager(self, scrubber)
+        self.copies = SimCopySender(self, scrubber)
+        self.stager = SimRestorer(self, scrubber)
         self._timers: dict[str, int] = {}
         self._starts: dict[int, int] = {}
         """Per device, counts orders to start and to kill."""
@@ -112,13 +112,13 @@ class SimNode(SimHost):
         looks_s = self.world.between(0.0, 0.5) + (
             self.world.between(0.0, self.looks_s) if self.looks_s else 0.0
         )
-        self.world.at(looks_s, self._found, self.life)
+        self.world.call_later(looks_s, self._found, self.life)
 
     def _found(self, life: int) -> None:
         """The daemon has looked through its memory."""
         if self.life == life:
             held = self.arena.snapshots()
-            self.feed(HeldSnapshots(at=self.world.now, cause="arena", snapshots=held))
+            self.feed(SnapshotsFound(at=self.world.now, cause="arena", snapshots=held))
 
     def crash(self, *, host: bool = False) -> None:
         """SIGKILL of the daemon and, with it, of its trainers; or the whole host with its memory."""
@@ -144,7 +144,7 @@ class SimNode(SimHost):
         """SIGSTOP of the daemon: everything waits for it, its timers are late."""
         if self.up and not self.frozen:
             self.frozen = True
-            self.world.at(for_s, self.thaw, self.life)
+            self.world.call_later(for_s, self.thaw, self.life)
 
     def thaw(self, life: int | None = None) -> None:
         if not self.frozen or (life is not None and life != self.life):
@@ -175,7 +175,7 @@ class SimNode(SimHost):
         if world.tracing:
             world.note(self.name, event)
         if isinstance(event, CommandArrived) and isinstance(event.message.command, Fence):
-            self.truth.fenced(self.name, event.message.incarnation)
+            self.oracle.fenced(self.name, event.message.incarnation)
         for effect in self.agent.step(event):
             if world.tracing:
                 world.note(self.name, f"  → {effect}")
@@ -185,7 +185,7 @@ class SimNode(SimHost):
         self.feed(BrokerConnected(at=self.world.now, cause="broker"))
 
     def disconnected(self) -> None:
-        self.feed(BrokerLost(at=self.world.now, cause="broker"))
+        self.feed(BrokerDisconnected(at=self.world.now, cause="broker"))
 
     def command(self, heard: ToNode | ToNodes) -> None:
         message: ToNode | None
@@ -193,7 +193,7 @@ class SimNode(SimHost):
             message = heard
         else:
             message = heard.addressed(self.name, self.incarnation)
-            self.truth.heard(self.name, self.incarnation, heard, taken=message is not None)
+            self.oracle.heard(self.name, self.incarnation, heard, taken=message is not None)
         if message is not None:
             self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
 
@@ -205,29 +205,29 @@ class SimNode(SimHost):
             case SetTimer():
                 token = self._timers.get(effect.name, 0) + 1
                 self._timers[effect.name] = token
-                world.at(effect.delay_s, self._fire, effect.name, token, effect.cause, self.life)
+                world.call_later(effect.delay_s, self._fire, effect.name, token, effect.cause, self.life)
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
             case SendSignal():
-                self.truth.signals(self.name, self.incarnation)
+                self.oracle.signals(self.name, self.incarnation)
                 message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
                 self.network.signal(message)
             case StartTrainer():
                 start = self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
-                world.at(world.between(0.05, 0.3), self._trainer_up, effect.device, start)
+                world.call_later(world.between(0.05, 0.3), self._trainer_up, effect.device, start)
             case KillTrainer():
                 self._starts[effect.device] = self._starts.get(effect.device, 0) + 1
                 trainer = self.trainers.pop(effect.device, None)
                 if trainer is not None:
                     trainer.die()
-            case TrainerPrepare():
+            case PrepareTrainer():
                 self._instruct(effect.device, self._prepare, effect, 0.3, 1.2)
             case InstructTrainer():
                 self._instruct(effect.device, self._obey, effect, 0.0005, 0.005)
-            case TrainerResume():
+            case ResumeTrainer():
                 staging = 0.4 if effect.resume.restore is not None else 0.0005
                 self._instruct(effect.device, self.stager.stage, effect, staging / 4, staging + 0.005)
-            case SendCopy() | KeepCopies() | RemoveSnapshots():
+            case SendSnapshotCopy() | RetainSnapshotCopies() | RemoveSnapshots():
                 self.copies.perform(effect)
             case PersistLayers() | StopPersisting():
                 self.writer.perform(effect)
@@ -261,7 +261,7 @@ class SimNode(SimHost):
             if trainer.alive and not trainer.frozen:
                 if not trainer.asleep:
                     trainer.progress += 1
-                beat = Beat(progress=trainer.progress, waiting=not trainer.asleep)
+                beat = TrainerHeartbeat(progress=trainer.progress, waiting=not trainer.asleep)
                 self.feed(TrainerReported(at=now, cause="beat", device=trainer.device, report=beat))
 
     # --- trainer processes -------------------------------------------------------------------------
@@ -271,7 +271,7 @@ class SimNode(SimHost):
     ) -> None:
         trainer = self.trainers.get(device)
         if trainer is not None:
-            self.world.at(self.world.between(low_s, high_s), trainer.do, action, trainer, effect)
+            self.world.call_later(self.world.between(low_s, high_s), trainer.do, action, trainer, effect)
 
     def _trainer_up(self, device: int, start: int) -> None:
         if not self.up or self._starts.get(device) != start:
@@ -280,9 +280,9 @@ class SimNode(SimHost):
         self.arena.kept.pop(device, None)
         self.arena.pinned.pop(device, None)
         self.trainers[device] = SimTrainer(self, self.groups, device, pid)
-        self.feed(TrainerUp(at=self.world.now, cause="trainer", device=device, pid=pid))
+        self.feed(TrainerConnected(at=self.world.now, cause="trainer", device=device, pid=pid))
 
-    def _prepare(self, trainer: SimTrainer, effect: TrainerPrepare) -> None:
+    def _prepare(self, trainer: SimTrainer, effect: PrepareTrainer) -> None:
         if not trainer.able:
             return
         if self.unbuildable > 0:
@@ -298,11 +298,11 @@ class SimNode(SimHost):
         match effect.instruction:
             case Quiesce(generation=generation, mode=mode):
                 trainer.quiesce(generation, mode)
-            case Snap(generation=generation, last=True):
+            case StartSnapshot(generation=generation, last=True):
                 trainer.snap_last(generation)
-            case Snap(generation=generation):
+            case StartSnapshot(generation=generation):
                 trainer.snap(generation)
-            case KeepSnapshot(step=step, pinned=pinned) if trainer.alive:
+            case RetainLocalSnapshot(step=step, pinned=pinned) if trainer.alive:
                 self.arena.keep(trainer.device, step, pinned)
 
     def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
@@ -312,7 +312,7 @@ class SimNode(SimHost):
             return
         trainer.die()
         words = words or f"simulated in {trainer.pid}"
-        self.world.at(self.world.between(0.001, 0.02), self._failed, trainer, cause, words)
+        self.world.call_later(self.world.between(0.001, 0.02), self._failed, trainer, cause, words)
 
     def _failed(self, trainer: SimTrainer, cause: FailureCause, words: str) -> None:
         if self.trainers.get(trainer.device) is not trainer:

@@ -9,8 +9,8 @@ from ftd.faults.sim.process import ProcessLoop
 from ftd.faults.sim.world import World
 from planner.errors import PlanningError
 from planner.planner import Planner
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
-from statemachine.events import PlanWeighed, TemplatesReady
+from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
+from statemachine.events import PlanCompared, TemplatesReady
 
 
 class SimPlanning:
@@ -33,7 +33,7 @@ class SimPlanning:
         self._busy_until = 0.0
         """What is asked first is answered first: there is one thread."""
 
-    def expect(self) -> None:
+    def prepare(self) -> None:
         """There is no process to start."""
 
     def cancel(self, effect: CancelTemplates) -> None:
@@ -46,13 +46,13 @@ class SimPlanning:
     def build(self, effect: BuildTemplates) -> None:
         self._later(self._world.between(0.01, 0.5), lambda: self._built(effect))
 
-    def ask(self, effect: ForeseePlan | ComputePlan | WeighPlan) -> None:
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
         world = self._world
-        if isinstance(effect, ForeseePlan):
+        if isinstance(effect, PlanAhead):
             return
         took_s = world.between(0.001, 0.1) + world.upto(self._thinks_s())
         self._later(
-            took_s, lambda: self._weigh(effect) if isinstance(effect, WeighPlan) else self._plan(effect)
+            took_s, lambda: self._weigh(effect) if isinstance(effect, ComparePlan) else self._plan(effect)
         )
 
     def _later(self, took_s: float, work: Callable[[], None]) -> None:
@@ -65,19 +65,19 @@ class SimPlanning:
         self._planner = planner_for(effect.profiled.profile, job.policy)
         self._feed(TemplatesReady(at=self._now(), cause=effect.cause, job_id=job.job_id))
 
-    def _weigh(self, effect: WeighPlan) -> None:
+    def _weigh(self, effect: ComparePlan) -> None:
         assert self._planner is not None, "there is a plan to compare with"
         try:
-            present_s, possible_s = self._planner.weigh(effect.situation)
+            present_s, possible_s = self._planner.compare_iteration_s(effect.situation)
         except PlanningError:
             present_s = possible_s = 0.0
         self._feed(
-            PlanWeighed(
+            PlanCompared(
                 at=self._now(),
                 cause=effect.cause,
                 generation=effect.generation,
-                present_s=present_s,
-                possible_s=possible_s,
+                current_s=present_s,
+                best_s=possible_s,
             )
         )
 

@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import Any
 
-from ftd.coordinator.protection_choice import protect
+from ftd.coordinator.protection_choice import choose_protection
 from planner.errors import PlanningError, StateLostError, TooFewNodesError
 from planner.planner import Planner
 from planner.values import ModelProfile, Plan, Policy, Situation
@@ -60,5 +60,5 @@ def plan_event(planner: Planner, effect: ComputePlan, now: float) -> PlanReady |
             lost_layers=error.layers if isinstance(error, StateLostError) else (),
         )
     wish = effect.protection
-    choice = None if wish is None else protect(plan, planner.profile.layers, wish)
+    choice = None if wish is None else choose_protection(plan, planner.profile.layers, wish)
     return PlanReady(at=now, cause=effect.cause, generation=generation, plan=plan, protection=choice)

@@ -46,7 +46,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         elif self._haste is not None and self._haste.random() >= 0.7:
             self._pausing = True
             self._held.append((action, arguments))
-            self.world.at(self._haste.uniform(0.0, 0.05), self._resume)
+            self.world.call_later(self._haste.uniform(0.0, 0.05), self._resume)
         else:
             self._run([(action, arguments)])
 
@@ -75,7 +75,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self.alive = False
         self._held.clear()
         if self._inside:  # In the middle of its own callback: end them when that is over.
-            self.world.at(0.0, self._end)
+            self.world.call_later(0.0, self._end)
         else:
             self._end()
 
@@ -121,7 +121,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         handle = asyncio.Handle(callback, args, self, context)
         self._ready.append(handle)
         if not self._inside and self.alive:
-            self.world.at(0.0, self.enter, _nothing)
+            self.world.call_later(0.0, self.enter, _nothing)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -135,7 +135,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> asyncio.TimerHandle:
         handle = asyncio.TimerHandle(when, callback, args, self, context)
-        self.world.at(max(0.0, when - self.world.now), self._due, handle)
+        self.world.call_later(max(0.0, when - self.world.now), self._due, handle)
         return handle
 
     def _due(self, handle: asyncio.TimerHandle) -> None:

@@ -11,20 +11,20 @@ from msgspec.structs import replace
 
 from ftd.coordinator.coordinator import STATE_PERIOD_S
 from ftd.errors import PeerError
-from ftd.faults.chaos.conductor import Cues
-from ftd.faults.chaos.ending import Ending
-from ftd.faults.chaos.player import Played, Simulated
-from ftd.faults.chaos.record import Record
-from ftd.faults.chaos.targets import Layout, layout_of, nodes_struck
-from ftd.faults.chaos.values import AfterTime, Central, Fault, Scenario
+from ftd.faults.chaos.end_condition import EndCondition
+from ftd.faults.chaos.player import ScenarioResult, SimulationDetails
+from ftd.faults.chaos.record import ScenarioRecord
+from ftd.faults.chaos.scheduler import FaultTriggers
+from ftd.faults.chaos.targets import ClusterLayout, read_layout, resolve_targets
+from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.faults.chaos.verdicts import judge
 from ftd.faults.sim.cluster import SimCluster
-from ftd.faults.sim.host import Pace
+from ftd.faults.sim.host import StepTiming
 from ftd.faults.sim.node import AgentEffect, SimNode
-from ftd.faults.sim.scripted import strike_central, strike_node
+from ftd.faults.sim.scenario_faults import strike_central, strike_node
+from ftd.faults.sim.scenario_setup import STEP_S, ScenarioSetup
 from ftd.faults.sim.scrubber import SimScrubber
-from ftd.faults.sim.setting import STEP_S, Setting
-from ftd.faults.sim.world import Violation, World
+from ftd.faults.sim.world import InvariantViolation, World
 from ftd.transport.wire.catalogue import severity_of
 from statemachine.effects import EmitEvent, PublishNode
 from statemachine.messages.values import CheckpointPolicy, Job
@@ -40,7 +40,7 @@ _AT = "2000-01-01T00:00:00.000Z"
 class _Node(SimNode):
     """Tells its states and its own events."""
 
-    told: "ScenarioWorld"
+    told: "ScenarioSimulation"
 
     def _scrubber(self) -> SimScrubber:
         return _Scrubber(self)
@@ -64,11 +64,11 @@ class _Scrubber(SimScrubber):
         """With the period that the scenario says, and at once."""
         node = self._told
         pause_s = min(pause_s, node.world.timing.scrub_s) + 0.02
-        node.world.at(pause_s, self._read, node.life, self._watch)
+        node.world.call_later(pause_s, self._read, node.life, self._watch)
 
     def _read(self, life: int, watch: int) -> None:
         if self._is_damaged():
-            self._say("ShardDamaged")
+            self._say("ShardCorrupted")
         super()._read(life, watch)
 
     def _repair(self, life: int, watch: int) -> None:
@@ -78,40 +78,42 @@ class _Scrubber(SimScrubber):
             self._say("ShardRepaired")
 
     def _is_damaged(self) -> bool:
-        newest = self._told.truth.newest
+        newest = self._told.oracle.newest
         if newest is None or not self._told.up:
             return False
-        key = self._told.truth.key_of(newest)
+        key = self._told.oracle.key_of(newest)
         return any(shard.damaged for shard in self._told.arena.parts(key).values())
 
     def _say(self, name: str) -> None:
         self._told.told.on_event(EmitEvent(cause="scrub", name=name, reason="", node=self._told.name))
 
 
-class ScenarioWorld(SimCluster):
+class ScenarioSimulation(SimCluster):
     """One scenario on one simulated cluster.
 
     ``seed`` draws what no scenario says (how long messages take, who is first); it always gives the same run.
     """
 
-    def __init__(self, scenario: Scenario, setting: Setting, seed: int, *, tracing: bool = False) -> None:
+    def __init__(
+        self, scenario: Scenario, setting: ScenarioSetup, seed: int, *, tracing: bool = False
+    ) -> None:
         self.scenario, self.setting = scenario, setting
         world = World(seed, tracing=tracing, timing=setting.timing)
         super().__init__(
             world, setting.job.policy, setting.profile, setting.coordinators, state_period_s=STATE_PERIOD_S
         )
         # A step's loss is the number of updates in its state, which in an undisturbed run is its own number.
-        self.record = Record(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
-        self._cues = Cues(scenario)
+        self.record = ScenarioRecord(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
+        self._cues = FaultTriggers(scenario)
         for coordinator in self.coordinators:
             coordinator.on_state, coordinator.on_event = self.on_state, self.on_event
-        self.layout = Layout(pipelines=(), alive=())
+        self.layout = ClusterLayout(pipelines=(), alive=())
         self.begun_s: float | None = None
         self.ended_by = ""
         """Why it was looked at no longer."""
         self._pending = 0
         """Faults that are due and have not struck."""
-        self._ending = Ending(scenario, self.record)
+        self._ending = EndCondition(scenario, self.record)
         self._serial = 0
 
     @property
@@ -133,8 +135,8 @@ class ScenarioWorld(SimCluster):
             job = replace(job, checkpoint=replace(job.checkpoint, url="/simulated"))
         else:
             job = replace(job, checkpoint=CheckpointPolicy())
-        world.at(SUBMIT_S, self._submit, job)
-        world.at(SUBMIT_S, self._look)
+        world.call_later(SUBMIT_S, self._submit, job)
+        world.call_later(SUBMIT_S, self._look)
         try:
             world.run(SUBMIT_S + START_S + self.scenario.limit_s)
         finally:
@@ -155,13 +157,13 @@ class ScenarioWorld(SimCluster):
                 self.nodes,
                 name,
                 self.setting.devices,
-                Pace(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
+                StepTiming(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
             )
             made.told = self
             node = self.nodes[name] = made
         elif node.up:
             raise PeerError(f"{name} is running already")
-        self.world.at(self.world.between(0.0, 0.3), self._revive, node)
+        self.world.call_later(self.world.between(0.0, 0.3), self._revive, node)
 
     @staticmethod
     def _revive(node: SimNode) -> None:
@@ -212,14 +214,14 @@ class ScenarioWorld(SimCluster):
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """The cluster's, with the nodes of which roles are made."""
-        self.layout = layout_of(state)
+        self.layout = read_layout(state)
         self.record.on_state(state)
 
     def _look(self) -> None:
         """Is it over? Looked at ten times a second."""
         self.ended_by = self._over()
         self.world.done = bool(self.ended_by)
-        self.world.at(_LOOK_S, self._look)
+        self.world.call_later(_LOOK_S, self._look)
 
     def _over(self) -> str:
         if self.begun_s is None:
@@ -234,7 +236,7 @@ class ScenarioWorld(SimCluster):
         self.begun_s = self.world.now
         for fault in self._cues.waiting:
             if isinstance(fault.trigger, AfterTime):
-                self.world.at(fault.trigger.delay_s, self._on_time, fault.trigger.delay_s)
+                self.world.call_later(fault.trigger.delay_s, self._on_time, fault.trigger.delay_s)
 
     def _on_time(self, elapsed_s: float) -> None:
         self._due(self._cues.on_time(elapsed_s))
@@ -242,7 +244,7 @@ class ScenarioWorld(SimCluster):
     def _due(self, faults: list[Fault]) -> None:
         for fault in faults:
             self._pending += 1
-            self.world.at(fault.delay_s, self._strike, fault)
+            self.world.call_later(fault.delay_s, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
         self._pending -= 1
@@ -266,10 +268,10 @@ class ScenarioWorld(SimCluster):
 
         :raises PeerError: nobody has the role that it strikes, or it cannot be done as things are.
         """
-        if isinstance(fault.target, Central):
-            strike_central(self, fault, fault.target.part)
+        if isinstance(fault.target, CentralService):
+            strike_central(self, fault, fault.target.service)
             return ()
-        names = nodes_struck(fault, self.layout, self.scenario.seed)
+        names = resolve_targets(fault, self.layout, self.scenario.seed)
         for name in names:
             if fault.do == "start":
                 self.start(name)
@@ -278,23 +280,23 @@ class ScenarioWorld(SimCluster):
         return names
 
 
-def play(
+def play_simulated(
     scenario: Scenario,
-    setting: Setting,
+    setting: ScenarioSetup,
     seed: int,
     *,
     skipped: tuple[tuple[str, str], ...] = (),
     tracing: bool = False,
-) -> tuple[Played, tuple[str, ...]]:
+) -> tuple[ScenarioResult, tuple[str, ...]]:
     """Play it once; how it went, and the trace.
 
     :param skipped: what of the file is left out of ``scenario``, by id, with the reason: said in reports.
     """
-    world = ScenarioWorld(scenario, setting, seed, tracing=tracing)
+    world = ScenarioSimulation(scenario, setting, seed, tracing=tracing)
     problems: list[str] = []
     try:
         world.run()
-    except Violation as error:
+    except InvariantViolation as error:
         problems.append(f"an invariant broke {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -304,12 +306,12 @@ def play(
         problems.append(
             f"training did not begin: {state['outcome'] or state['waiting_for'] or state['phase']}"
         )
-    played = Played(
+    played = ScenarioResult(
         scenario=scenario,
         verdicts=judge(scenario, world.record),
         record=world.record,
         took_s=world.now_s,
         ended_by=problems[0] if problems else world.ended_by,
-        simulated=Simulated(seed=seed, skipped=skipped, problems=tuple(problems)),
+        simulated=SimulationDetails(seed=seed, skipped=skipped, problems=tuple(problems)),
     )
     return played, tuple(world.world.lines)

@@ -5,7 +5,7 @@ from random import Random
 
 from ftd.faults.sim.arena import lacking
 from ftd.faults.sim.host import SimHost
-from statemachine.agent.events import SnapshotSpoiled
+from statemachine.agent.events import SnapshotCorrupted
 from statemachine.messages.values import HeldSnapshot, Restore
 
 _READING_S = (0.02, 0.6)
@@ -33,7 +33,7 @@ class SimScrubber:
 
     def _again(self, pause_s: float) -> None:
         node = self._node
-        node.world.at(pause_s + self._rng.uniform(*_READING_S), self._read, node.life, self._watch)
+        node.world.call_later(pause_s + self._rng.uniform(*_READING_S), self._read, node.life, self._watch)
 
     def _here(self, life: int, watch: int) -> Restore | None:
         node = self._node
@@ -44,7 +44,7 @@ class SimScrubber:
         if kept is None:
             return
         if any(shard.damaged for shard in node.arena.parts(_key(kept)).values()):
-            node.world.at(self._rng.uniform(*_READING_S), self._repair, life, watch)
+            node.world.call_later(self._rng.uniform(*_READING_S), self._repair, life, watch)
         else:
             self._again(_PERIOD_S)
 
@@ -54,7 +54,7 @@ class SimScrubber:
         if kept is None:
             return
         if node.frozen:
-            node.world.at(0.5, self._repair, life, watch)
+            node.world.call_later(0.5, self._repair, life, watch)
             return
         shards = node.arena.parts(_key(kept)).values()
         if any(shard.damaged for shard in shards):
@@ -64,8 +64,8 @@ class SimScrubber:
             else:
                 if not self._gone_back and repairable(kept, node, node.hosts):
                     what = f"its part of step {kept.step}"
-                    node.truth.broken(f"{node.name} cannot repair {what}, and others hold what it takes")
-                node.feed(SnapshotSpoiled(at=node.world.now, cause="scrub", step=kept.step))
+                    node.oracle.broken(f"{node.name} cannot repair {what}, and others hold what it takes")
+                node.feed(SnapshotCorrupted(at=node.world.now, cause="scrub", step=kept.step))
         self._again(_PERIOD_S)
 
 
@@ -80,7 +80,7 @@ def repairable(kept: Restore, node: SimHost, names: Iterable[str]) -> bool:
         owner = group.owners[0]
         copied = (
             {owner}
-            if any(n.name == group.buddy and n.arena.copy(_key(kept), owner) for n in others)
+            if any(n.name == group.replica_peer and n.arena.copy(_key(kept), owner) for n in others)
             else set()
         )
         if lacking(group, there, copied):

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ftd.errors import JournalError
-from ftd.faults.sim.network import JOURNAL, LEADER, Connection, Network
+from ftd.faults.sim.network import JOURNAL, LEADER, SimConnection, SimNetwork
 from ftd.faults.sim.process import ProcessLoop
-from ftd.transport.mqtt.session import MAX_KEPT, Kept, Will
+from ftd.transport.mqtt.session import MAX_PENDING, PendingMessage, Will
 
 
 def _nothing(*_: Any) -> None:
@@ -22,7 +22,7 @@ class SimSession:
     def __init__(
         self,
         loop: ProcessLoop,
-        network: Network,
+        network: SimNetwork,
         host: str,
         note: Callable[[str, bytes], Any],
         saw: Callable[[bytes], None],
@@ -42,10 +42,10 @@ class SimSession:
         self._client_id, self._will = client_id, will
         self._subscriptions = (*subscriptions, *unacknowledged)
         self._on_message, self._on_connected, self._on_lost = on_message, on_connected, on_lost
-        self._connection: Connection | None = None
+        self._connection: SimConnection | None = None
         self._closed: asyncio.Future[None] | None = None
-        self._kept: deque[Kept] = deque(maxlen=MAX_KEPT)
-        self._sending: dict[int, Kept] = {}
+        self._kept: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
+        self._sending: dict[int, PendingMessage] = {}
         self._number = 0
         self.problem = "no answer yet"
 
@@ -67,7 +67,7 @@ class SimSession:
             await asyncio.sleep(world.between(0.05, 1.0))
             return
         self._closed = self._loop.create_future()
-        connection = Connection(
+        connection = SimConnection(
             self._host,
             self._client_id,
             self._subscriptions,
@@ -79,9 +79,9 @@ class SimSession:
         self._connection, self.problem = connection, "lost"
         network.connect(connection)
         self._on_connected()
-        kept, self._kept = list(self._kept), deque(maxlen=MAX_KEPT)
+        kept, self._kept = list(self._kept), deque(maxlen=MAX_PENDING)
         for topic, payload, retain, there in kept:
-            self.publish(topic, payload, retain=retain, keep=True, there=there)
+            self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
         try:
             await self._closed
         except asyncio.CancelledError:
@@ -98,21 +98,22 @@ class SimSession:
         *,
         retain: bool = False,
         qos: int = 1,
-        keep: bool = False,
-        there: Callable[[], None] = _nothing,
+        queue_offline: bool = False,
+        on_done: Callable[[], None] = _nothing,
     ) -> None:
-        """Publish, or keep the message for the next connection where ``keep`` says so and there is none now."""
+        """Publish, or keep the message for the next connection where ``queue_offline`` says so and there is
+        none now."""
         if not self._loop.alive:
             return
         if (connection := self._connection) is None:
-            if keep:
-                self._kept.append((topic, payload, retain, there))
+            if queue_offline:
+                self._kept.append((topic, payload, retain, on_done))
             return
         acknowledged = None
-        if qos and keep:
+        if qos and queue_offline:
             self._number += 1
             number = self._number
-            self._sending[number] = (topic, payload, retain, there)
+            self._sending[number] = (topic, payload, retain, on_done)
 
             def acknowledged() -> None:
                 if (sent := self._sending.pop(number, None)) is not None:
@@ -123,11 +124,11 @@ class SimSession:
     async def flush(self, timeout_s: float = 1.0) -> None:
         await asyncio.sleep(min(timeout_s, 0.01))
 
-    def take_kept(self) -> list[Kept]:
-        kept, self._kept = list(self._kept), deque(maxlen=MAX_KEPT)
+    def take_pending(self) -> list[PendingMessage]:
+        kept, self._kept = list(self._kept), deque(maxlen=MAX_PENDING)
         return kept
 
-    def _receive(self, connection: Connection, topic: str, payload: bytes, retained: bool) -> None:
+    def _receive(self, connection: SimConnection, topic: str, payload: bytes, retained: bool) -> None:
         if connection is not self._connection:
             return
         if topic == JOURNAL:
@@ -137,11 +138,11 @@ class SimSession:
         ):  # One message must not cost the connection; it would be logged.
             self._on_message(topic, payload, retained)
 
-    def _acknowledge(self, connection: Connection, there: Callable[[], None]) -> None:
+    def _acknowledge(self, connection: SimConnection, there: Callable[[], None]) -> None:
         if connection is self._connection:
             there()
 
-    def _end(self, connection: Connection) -> None:
+    def _end(self, connection: SimConnection) -> None:
         if connection is not self._connection or self._closed is None:
             return
         self._connection = None
@@ -160,7 +161,7 @@ class SimTransport:
     def __init__(
         self,
         loop: ProcessLoop,
-        network: Network,
+        network: SimNetwork,
         host: str,
         *,
         note: Callable[[str, bytes], Any],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from random import Random
 
 from ftd.faults.sim.cluster import SimCluster
-from ftd.faults.sim.host import Pace
+from ftd.faults.sim.host import StepTiming
 from ftd.faults.sim.node import SimNode
 from ftd.faults.sim.plans import MOST_NODES
 from ftd.faults.sim.world import World
@@ -14,12 +14,12 @@ from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy
 
 Fault = Callable[["Simulation"], None]
 
-Strike = tuple[str, Fault, int]
+TriggeredFault = tuple[str, Fault, int]
 """Shortly behind an event of this name, so many of which are passed over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class JobShape:
     """A model and policy that planners exist for; few, so that templates are made once for all seeds."""
 
     layers: int
@@ -33,18 +33,18 @@ class Shape:
 
 
 SHAPES = (
-    Shape(layers=4, devices=1, memory_bytes=None, nodes=(2, 4)),
-    Shape(layers=5, devices=2, memory_bytes=30_000, nodes=(3, 5)),
-    Shape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
-    Shape(layers=6, devices=1, memory_bytes=36_500, nodes=(4, 6)),
-    Shape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
+    JobShape(layers=4, devices=1, memory_bytes=None, nodes=(2, 4)),
+    JobShape(layers=5, devices=2, memory_bytes=30_000, nodes=(3, 5)),
+    JobShape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
+    JobShape(layers=6, devices=1, memory_bytes=36_500, nodes=(4, 6)),
+    JobShape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
     # Two microbatches and two layers use four nodes at most: the others are idle members.
-    Shape(layers=2, devices=2, memory_bytes=None, microbatches=2, nodes=(3, 6)),
+    JobShape(layers=2, devices=2, memory_bytes=None, microbatches=2, nodes=(3, 6)),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaning:
+class SeedOverrides:
     """What every seed is to have besides what it draws: for who looks for one thing, and finds it soon,
     whatever else is drawn."""
 
@@ -64,12 +64,12 @@ class Leaning:
     """The state after every so many steps is evaluated."""
     rarer: bool | None = None
     """Faults that come more seldom, and two in one instant."""
-    strikes: tuple[Strike, ...] = ()
+    strikes: tuple[TriggeredFault, ...] = ()
     at_commits: tuple[tuple[int, Fault], ...] = ()
     """With the so manieth commit of a rank."""
 
 
-def _profile(shape: Shape) -> ModelProfile:
+def _profile(shape: JobShape) -> ModelProfile:
     layers = tuple(
         LayerProfile(
             forward_ms=10.0 * (1 + n % 3),
@@ -98,9 +98,9 @@ def protections(*, sharded: bool) -> tuple[str, ...]:
 class Simulation(SimCluster):
     """A cluster with its job, as faults see it."""
 
-    def __init__(self, seed: int, *, tracing: bool = False, leaning: Leaning | None = None) -> None:
+    def __init__(self, seed: int, *, tracing: bool = False, leaning: SeedOverrides | None = None) -> None:
         world = World(seed, tracing=tracing)
-        self.leaning = leaning = leaning or Leaning()
+        self.leaning = leaning = leaning or SeedOverrides()
         self.shape = shape = world.rng.choice(SHAPES)
         policy = Policy(
             devices_per_node=shape.devices,
@@ -110,7 +110,7 @@ class Simulation(SimCluster):
             minimum="oobleck" if shape.oobleck else "one_replica",
             zero1=seed % 3 == 1 if leaning.zero1 is None else leaning.zero1,
         )
-        self.pace = Pace(
+        self.pace = StepTiming(
             step_s=world.between(0.1, 0.6),
             imbalance=world.between(0.1, 1.0),
             commit_spread_s=world.rng.choice((0.01, 0.1, 0.3)),
@@ -173,7 +173,7 @@ class Simulation(SimCluster):
             self.pace,
         )
         self.nodes[node.name] = node
-        self.world.at(self.world.between(0.0, 0.3), self.revive, node)
+        self.world.call_later(self.world.between(0.0, 0.3), self.revive, node)
 
     def revive(self, node: SimNode) -> None:
         if not node.up and node.gone_at is None:

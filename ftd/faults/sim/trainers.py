@@ -1,6 +1,6 @@
 """Trainers as the protocol sees them: what they hold, where in a step they are, who waits for whom.
 
-The trainers of one generation are a ``Group``: they meet, move state, vote; none goes on without the others.
+The trainers of one generation are a ``SimGroup``: they meet, move state, vote; none goes on without the others.
 
 State is a *version*: the model at step 0, or a version plus one step computed by one generation's group.
 Two trainers have equal state exactly when their versions are equal, so that redoing a step gives another
@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any, Literal
 
-from ftd.faults.sim.arena import Shard
+from ftd.faults.sim.arena import SimShard
 from ftd.faults.sim.host import SimHost
+from ftd.faults.sim.oracle import Oracle
 from ftd.faults.sim.sharding import all_of, is_sharded, kept_parts, moves
-from ftd.faults.sim.truth import Truth
-from ftd.faults.sim.world import Violation
+from ftd.faults.sim.world import InvariantViolation
 from planner.changes.parts import incomplete
 from planner.stages.layers import expected_ms
 from planner.values import Device, StatePart
 from statemachine.agent.events import TrainerReported
 from statemachine.cluster.rules import owned_layers
 from statemachine.messages.cluster import Resume
-from statemachine.messages.common import Finished, PeerSuspected, Resumed, Snapping, SnapshotFailed
-from statemachine.messages.trainer import MachineReport, Quiesced, Snapped, Stepped
+from statemachine.messages.common import Finished, PeerSuspected, Resumed, SnapshotFailed, SnapshotStarted
+from statemachine.messages.trainer import MachineReport, ShardWritten, TrainerQuiesced, TrainerStepped
 from statemachine.messages.values import Evaluation, HeldSnapshot, QuiesceMode
 
 Phase = Literal[
@@ -73,7 +73,7 @@ class SimTrainer:
         "version",
     )  # fmt: skip
 
-    def __init__(self, node: SimHost, groups: "Groups", device: int, pid: int) -> None:
+    def __init__(self, node: SimHost, groups: "SimGroups", device: int, pid: int) -> None:
         self.node, self.groups, self.device, self.pid = node, groups, device, pid
         self.alive = True
         self.frozen = False
@@ -101,7 +101,7 @@ class SimTrainer:
         """Version of each layer held completely."""
         self.parts: dict[StatePart, int] = {}
         """Under ZeRO-1, version of each part."""
-        self.group: Group | None = None
+        self.group: SimGroup | None = None
         self.rank = -1
         self.flag: int | None = None
         """Generation of a Quiesce(boundary) that waits for the end of a step."""
@@ -110,7 +110,7 @@ class SimTrainer:
         self.progress = 0
         self.lineage = 0
         self.snap_flag = False
-        self.copy: Shard | None = None
+        self.copy: SimShard | None = None
         """What is being copied into host memory."""
 
     @property
@@ -132,7 +132,7 @@ class SimTrainer:
             action(*arguments)
 
     def _later(self, delay_s: float, action: Callable[..., None], *arguments: Any) -> None:
-        self.node.world.at(delay_s, self.do, action, *arguments)
+        self.node.world.call_later(delay_s, self.do, action, *arguments)
 
     def wake(self) -> None:
         if not self.alive or not self.frozen:
@@ -177,7 +177,7 @@ class SimTrainer:
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
         vote = self.node.versions.vote(self.version) if self.committed else None
-        report = Quiesced(
+        report = TrainerQuiesced(
             generation=self.generation,
             committed_step=self.committed,
             ready_step=self.ready,
@@ -231,7 +231,7 @@ class SimTrainer:
 
     def _drop(self, resume: Resume) -> None:
         self.layers, self.parts, self.ready, self.committed = {}, {}, None, resume.step
-        self.node.truth.resumes_from(resume.vote)
+        self.node.oracle.resumes_from(resume.vote)
         self.version = int(resume.vote.loss) if resume.vote is not None else 0
 
     def _update(self, generation: int, layers: frozenset[int], kept: frozenset[StatePart]) -> None:
@@ -327,7 +327,7 @@ class SimTrainer:
         self._apply(group)
         self.do(self._applied, token, group, stop, snap)
 
-    def _applied(self, token: int, group: "Group", stop: bool, snap: bool) -> None:
+    def _applied(self, token: int, group: "SimGroup", stop: bool, snap: bool) -> None:
         """Nobody knows yet, and it may be the last that it did."""
         if token != self.token or not self.able:
             return
@@ -352,18 +352,18 @@ class SimTrainer:
         else:
             self.go_on()
 
-    def _apply(self, group: "Group") -> None:
+    def _apply(self, group: "SimGroup") -> None:
         # The first commit of a generation also drops what was kept for the sake of another failure.
         self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
         self.ready = self.evaluation = None
         self.phase = "compute"
         self.groups.commits(self, group)
 
-    def _say_stepped(self, group: "Group") -> None:
+    def _say_stepped(self, group: "SimGroup") -> None:
         node = self.node
         self.groups.gathered(self, group)
         self.report(
-            Stepped(
+            TrainerStepped(
                 generation=group.generation,
                 step=self.committed,
                 vote=node.versions.vote(self.version),
@@ -381,10 +381,10 @@ class SimTrainer:
         """All steps are done: no ballot, and no step to copy it beside."""
         if not self.able or self.group is None or self.group.generation != generation or self.phase != "done":
             return
-        self.report(Snapping(generation=generation, step=self.committed))
+        self.report(SnapshotStarted(generation=generation, step=self.committed))
         self._begin_copy(self.group)
 
-    def _begin_copy(self, group: "Group") -> None:
+    def _begin_copy(self, group: "SimGroup") -> None:
         node = self.node
         key = HeldSnapshot(job_id=group.resume.job_id, step=self.committed, generation=group.generation)
         mine = frozenset(d.index for d in group.resume.plan.devices if d.node == node.name)
@@ -398,10 +398,10 @@ class SimTrainer:
         }
         node.arena.begin(self.device, key)
         layers = {layer: version for layer, version in self.layers.items() if layer in share}
-        self.copy = Shard(key=key, layers=layers, devices=mine)
+        self.copy = SimShard(key=key, layers=layers, devices=mine)
         self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
 
-    def _copied(self, copy: Shard, whole: bool) -> None:
+    def _copied(self, copy: SimShard, whole: bool) -> None:
         """The copying ends, well or not."""
         if self.copy is not copy or not self.alive:
             return
@@ -412,7 +412,7 @@ class SimTrainer:
             return
         node.arena.commit(self.device, copy)
         self.report(
-            Snapped(
+            ShardWritten(
                 generation=key.generation,
                 step=key.step,
                 size_bytes=100,
@@ -447,10 +447,10 @@ class SimTrainer:
             group.left(self)
 
 
-class Group:
+class SimGroup:
     """The ranks of one generation."""
 
-    def __init__(self, resume: Resume, groups: "Groups") -> None:
+    def __init__(self, resume: Resume, groups: "SimGroups") -> None:
         truth = groups.truth
         self.world, self.resume, self.groups = truth.world, resume, groups
         self.generation = resume.generation
@@ -493,10 +493,10 @@ class Group:
 
     def join(self, trainer: SimTrainer) -> None:
         if trainer.rank in self.members:
-            raise Violation(f"rank {trainer.rank} joined generation {self.generation} twice")
+            raise InvariantViolation(f"rank {trainer.rank} joined generation {self.generation} twice")
         self.members[trainer.rank] = trainer
         if len(self.members) == self.size and not self.gone:
-            self.world.at(self.world.between(0.005, 0.05), self._form)
+            self.world.call_later(self.world.between(0.005, 0.05), self._form)
 
     def left(self, trainer: SimTrainer) -> None:
         """A member stopped, died or was told to: its vote may or may not have gone out."""
@@ -517,7 +517,7 @@ class Group:
         sure = self.world.rng.choice(members) if members else None
         for member in members:
             if member is sure or self.world.chance(0.3):
-                self.world.at(self.world.between(0.1, 2.0), member.do, self._suspect, member)
+                self.world.call_later(self.world.between(0.1, 2.0), member.do, self._suspect, member)
 
     def _suspect(self, member: SimTrainer) -> None:
         if member.alive and member.group is self:
@@ -534,7 +534,7 @@ class Group:
         if self.gone:
             return
         if not self._connected():
-            self.world.at(0.5, self._form)
+            self.world.call_later(0.5, self._form)
             return
         self.groups.forms(self)
         self.formed = dict(self.members)
@@ -547,16 +547,16 @@ class Group:
             for rank in involved:
                 when[rank] = end
             senders = [self.members[rank] for rank in sources]
-            world.at(end, self._moved, layer, senders, self.members[target])
+            world.call_later(end, self._moved, layer, senders, self.members[target])
         for rank, member in self.members.items():
             member.phase = "moving"
             if self.owes[rank] == 0:
-                world.at(when[rank], member.do, self._rank_resumed, member, member.token)
+                world.call_later(when[rank], member.do, self._rank_resumed, member, member.token)
 
     def _drop(self) -> None:
         """Before state moves: those without room drop old layers. What is parked is as what is kept."""
         devices = self.resume.plan.devices
-        for each in self.resume.plan.released:
+        for each in self.resume.plan.released_layers:
             member = self.members[devices.index(each.device)]
             for layer in each.dropped:
                 member.layers.pop(layer, None)
@@ -566,7 +566,7 @@ class Group:
         if self.broken or not all(m.group is self and (m.able or m.frozen) for m in involved):
             return
         if any(member.frozen for member in involved) or not self._connected(involved):
-            self.world.at(0.5, self._moved, layer, sources, target)
+            self.world.call_later(0.5, self._moved, layer, sources, target)
             return
         if self.sharded:
             target.layers[layer] = version = self.groups.moves_parts(self, layer, sources)
@@ -600,13 +600,13 @@ class Group:
         if len(self.sums) < self.size or self.broken:
             return
         if not self._connected():
-            self.world.at(0.5, self._pass_sum, step, batch)
+            self.world.call_later(0.5, self._pass_sum, step, batch)
             return
         stop, self.sums = any(self.sums.values()), {}
         for member in list(self.members.values()):
             if member.phase == "sum" and member.committed == step:
                 delay = self.world.between(0.001, member.node.pace.commit_spread_s)
-                self.world.at(delay, member.do, member.pass_sum, member.token, batch, stop)
+                self.world.call_later(delay, member.do, member.pass_sum, member.token, batch, stop)
 
     def arrived(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         self.votes[trainer.rank] = stop
@@ -618,7 +618,7 @@ class Group:
         if len(self.votes) < self.size or self.broken:
             return
         if not self._connected():
-            self.world.at(0.5, self._pass_vote, step)
+            self.world.call_later(0.5, self._pass_vote, step)
             return
         stop, snap = any(self.votes.values()), self.snap
         self.votes, self.snap = {}, False
@@ -629,9 +629,9 @@ class Group:
             if member.phase == "vote" and member.committed == step:
                 member.phase = "commit"
                 if snap:
-                    self.world.at(0.0, member.do, self._snapping, member, step + 1)
+                    self.world.call_later(0.0, member.do, self._snapping, member, step + 1)
                 delay = self.world.between(0.001, member.node.pace.commit_spread_s)
-                self.world.at(delay, member.do, member.commit, member.token, stop, snap)
+                self.world.call_later(delay, member.do, member.commit, member.token, stop, snap)
 
     def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
         """A rank has made its parts new. Who has the same layers gathers when all of them have."""
@@ -642,7 +642,7 @@ class Group:
         if self.broken:
             return
         if not self._connected():
-            self.world.at(0.5, self._gather, step)
+            self.world.call_later(0.5, self._gather, step)
             return
         for rank, flags in list(self.updated.items()):
             peers = [r for r in range(self.size) if not self.owned[r].isdisjoint(self.owned[rank])]
@@ -651,20 +651,20 @@ class Group:
                 del self.updated[rank]
                 member = self.members[rank]
                 gathering_s = self.world.between(0.001, 0.05)
-                self.world.at(gathering_s, member.do, member.committed_whole, member.token, *flags)
+                self.world.call_later(gathering_s, member.do, member.committed_whole, member.token, *flags)
 
     def _snapping(self, member: SimTrainer, step: int) -> None:
-        member.report(Snapping(generation=self.generation, step=step))
+        member.report(SnapshotStarted(generation=self.generation, step=step))
 
 
-class Groups:
+class SimGroups:
     """All groups of the world; and what must hold when trainers meet, move state and commit."""
 
-    def __init__(self, truth: Truth) -> None:
+    def __init__(self, truth: Oracle) -> None:
         self.truth = truth
-        self.trained: Group | None = None
+        self.trained: SimGroup | None = None
         """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, SimGroup] = {}
         """By generation."""
 
     def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
@@ -675,18 +675,18 @@ class Groups:
                 f"resume at {resume.step}"
             )
 
-    def group(self, resume: Resume) -> Group:
+    def group(self, resume: Resume) -> SimGroup:
         """The one group of this generation."""
         group = self._groups.get(resume.generation)
         if group is None:
-            group = self._groups[resume.generation] = Group(resume, self)
+            group = self._groups[resume.generation] = SimGroup(resume, self)
         elif group.resume.plan != resume.plan or group.resume.step != resume.step:
             self.truth.broken(f"generation {resume.generation} has two plans")
         elif group.resume.evaluated != resume.evaluated:
             self.truth.broken(f"ranks of generation {resume.generation} do not agree what is evaluated")
         return group
 
-    def forms(self, group: Group) -> None:
+    def forms(self, group: SimGroup) -> None:
         """All members are at the same generation and step, and what they hold is the same state."""
         step = group.resume.step
         versions = set()
@@ -709,7 +709,7 @@ class Groups:
         if told is not None and versions and told not in versions:
             self.truth.broken(f"generation {group.generation} starts from another step {step} than was told")
 
-    def moves(self, group: Group, layer: int, source: SimTrainer) -> None:
+    def moves(self, group: SimGroup, layer: int, source: SimTrainer) -> None:
         version = source.layers.get(layer)
         if version is None or self.truth.versions.step[version] != group.resume.step:
             self.truth.broken(
@@ -717,7 +717,7 @@ class Groups:
                 f"and does not hold it"
             )
 
-    def moves_parts(self, group: Group, layer: int, sources: list[SimTrainer]) -> int:
+    def moves_parts(self, group: SimGroup, layer: int, sources: list[SimTrainer]) -> int:
         """The senders have all of the layer among them, of one version, which this is."""
         step, found = group.resume.step, [s.parts.items() for s in sources]
         now = [[p for p, v in of if p.layer == layer and self.truth.versions.step[v] == step] for of in found]
@@ -731,11 +731,11 @@ class Groups:
             self.truth.broken(f"layer {layer} of step {step} is put together from different states")
         return versions.pop()
 
-    def trains(self, group: Group) -> None:
+    def trains(self, group: SimGroup) -> None:
         """Everybody is at the first VOTE of a group."""
         self.trained = group
 
-    def starts(self, group: Group, member: SimTrainer) -> None:
+    def starts(self, group: SimGroup, member: SimTrainer) -> None:
         """A rank that begins to compute holds every layer it owns at the resume step."""
         for part in group.kept[member.rank]:
             version = member.parts.get(part)
@@ -750,7 +750,7 @@ class Groups:
         if member.layers:
             member.version = member.layers[min(group.owned[member.rank])]
 
-    def commits(self, trainer: SimTrainer, group: Group) -> None:
+    def commits(self, trainer: SimTrainer, group: SimGroup) -> None:
         """A step that the world was told of is never committed differently.
 
         A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears
@@ -769,7 +769,7 @@ class Groups:
         if not group.sharded:
             self.gathered(trainer, group)
 
-    def gathered(self, trainer: SimTrainer, group: Group) -> None:
+    def gathered(self, trainer: SimTrainer, group: SimGroup) -> None:
         if set(trainer.layers) != set(group.owned[trainer.rank]):
             self.truth.broken(f"rank {trainer.rank} committed without all of its layers")
 

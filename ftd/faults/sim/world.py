@@ -18,7 +18,7 @@ TIMING = Timing(
     heartbeat_s=1.0,
     silence_s=3.0,
     hello_grace_s=4.0,
-    forget_s=6.0,
+    remove_offline_s=6.0,
     quiesce_s=5.0,
     boundary_s=3.0,
     resume_s=8.0,
@@ -26,30 +26,30 @@ TIMING = Timing(
     restore_s=10.0,
     snapshot_s=3.0,
     persist_s=6.0,
-    place_s=3.0,
+    checkpoint_location_s=3.0,
     finish_s=20.0,
-    steps_wanted_s=1.0,
+    steps_request_s=1.0,
     straggler_s=1.0,
-    straggler_again_s=2.0,
+    straggler_replan_s=2.0,
     straggler_cost_s=0.1,
     raise_limit=1000,
     stepped_s=0.3,
     leave_s=15.0,
     kill_grace_s=0.5,
-    watch_s=1.0,
+    hang_check_s=1.0,
     hang_floor_s=3.0,
-    idle_beat_s=6.0,
+    idle_heartbeat_s=6.0,
     idle_progress_s=12.0,
 )
 """Slower beats than in production, so that a run of minutes takes milliseconds; the ratios are alike."""
 
 
-class Violation(AssertionError):
+class InvariantViolation(AssertionError):
     """An invariant does not hold: a bug in the protocol (or in the simulator)."""
 
 
 class World:
-    """The clock and its queue: ``at`` schedules, ``run`` lets time pass."""
+    """The clock and its queue: ``call_later`` schedules, ``run`` lets time pass."""
 
     def __init__(self, seed: int, *, tracing: bool = False, timing: Timing = TIMING) -> None:
         self.seed, self.timing = seed, timing
@@ -65,7 +65,7 @@ class World:
         self._order = count()
         self._serial = 1000
 
-    def at(self, delay_s: float, action: Action, *arguments: Any) -> None:
+    def call_later(self, delay_s: float, action: Action, *arguments: Any) -> None:
         """Call ``action(*arguments)`` after ``delay_s``; equal times keep their order."""
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
 

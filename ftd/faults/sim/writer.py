@@ -6,7 +6,7 @@ from ftd.faults.sim.host import SimHost
 from statemachine.agent.events import PersistEnded
 from statemachine.effects import PersistLayers, StopPersisting
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
-from statemachine.messages.values import LayerOnDisk, Restore
+from statemachine.messages.values import LayerFile, Restore
 
 
 class SimWriter:
@@ -20,7 +20,7 @@ class SimWriter:
             case PersistLayers():
                 self._node.arena.persisting = effect.order
                 world = self._node.world
-                world.at(world.between(0.02, 0.5), self._write, effect, ())
+                world.call_later(world.between(0.02, 0.5), self._write, effect, ())
             case StopPersisting():
                 self._node.arena.persisting = None
 
@@ -28,12 +28,12 @@ class SimWriter:
         """The daemon is gone."""
         self._node.arena.persisting = None
 
-    def _write(self, effect: PersistLayers, files: tuple[LayerOnDisk, ...]) -> None:
+    def _write(self, effect: PersistLayers, files: tuple[LayerFile, ...]) -> None:
         node, order, world = self._node, effect.order, self._node.world
         if self._node.arena.persisting is not order:
             return
         if node.frozen or node.place.hangs_s:
-            world.at(0.5, self._write, effect, files)
+            world.call_later(0.5, self._write, effect, files)
             return
         place = node.place
         of: dict[str, Any] = {"job_id": order.job_id, "attempt": order.attempt, "step": order.record.step}
@@ -46,9 +46,9 @@ class SimWriter:
             self._node.arena.persisting = None
             self._answer(effect, PersistFailed(**of, detail="no room, or nothing to write"))
             return
-        world.at(world.between(0.02, 0.6), self._write, effect, (*files, file))
+        world.call_later(world.between(0.02, 0.6), self._write, effect, (*files, file))
 
-    def _file(self, order: Persist, layer: int) -> LayerOnDisk | None:
+    def _file(self, order: Persist, layer: int) -> LayerFile | None:
         """Write a layer out of the nodes' memory, as it is now; ``None``: it cannot be had, or written."""
         place, record = self._node.place, order.record
         if place.closed:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-SoakFault = Literal[
+SoakFaultName = Literal[
     "kill", "kill_trainer", "term", "stop", "stop_trainer", "hang", "raise", "slow", "disconnect", "lossy",
     "flip", "fill_memory", "kill_coordinator", "stop_coordinator",
     "kill_broker",
@@ -21,10 +21,10 @@ LONGEST_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class FaultKind:
     """How often a fault comes, and within which bounds it is drawn."""
 
-    do: SoakFault
+    do: SoakFaultName
     weight: int
     impairs: bool = False
     """The node may lose what it has of the state, or be left out of the plan: it counts against the losses
@@ -35,25 +35,25 @@ class Kind:
     factor: tuple[float, float] = (1.0, 1.0)
 
 
-KINDS: tuple[Kind, ...] = (
-    Kind(do="kill", weight=6, impairs=True, for_s=(0.0, 6.0)),
-    Kind(do="kill_trainer", weight=5, impairs=True),
-    Kind(do="term", weight=2, impairs=True, for_s=(0.0, 4.0)),
+KINDS: tuple[FaultKind, ...] = (
+    FaultKind(do="kill", weight=6, impairs=True, for_s=(0.0, 6.0)),
+    FaultKind(do="kill_trainer", weight=5, impairs=True),
+    FaultKind(do="term", weight=2, impairs=True, for_s=(0.0, 4.0)),
     # Around the limits behind which a stopped process counts as lost: shorter ones must do nothing.
-    Kind(do="stop", weight=3, impairs=True, for_s=(0.2, 4.0)),
-    Kind(do="stop_trainer", weight=3, impairs=True, for_s=(0.1, 3.0)),
-    Kind(do="hang", weight=2, impairs=True, for_s=(0.3, 6.0)),
-    Kind(do="raise", weight=2, impairs=True),
-    Kind(do="slow", weight=3, for_s=(3.0, 15.0), factor=(1.5, 5.0)),
-    Kind(do="disconnect", weight=3, impairs=True, for_s=(0.2, 5.0)),
+    FaultKind(do="stop", weight=3, impairs=True, for_s=(0.2, 4.0)),
+    FaultKind(do="stop_trainer", weight=3, impairs=True, for_s=(0.1, 3.0)),
+    FaultKind(do="hang", weight=2, impairs=True, for_s=(0.3, 6.0)),
+    FaultKind(do="raise", weight=2, impairs=True),
+    FaultKind(do="slow", weight=3, for_s=(3.0, 15.0), factor=(1.5, 5.0)),
+    FaultKind(do="disconnect", weight=3, impairs=True, for_s=(0.2, 5.0)),
     # How much is lost; as much comes twice, and the rest is late in proportion.
-    Kind(do="lossy", weight=2, impairs=True, for_s=(1.0, 8.0), factor=(0.02, 0.3)),
-    Kind(do="flip", weight=1),
-    Kind(do="fill_memory", weight=2, for_s=(1.0, 8.0)),
-    Kind(do="kill_coordinator", weight=3, for_s=(0.0, 4.0)),
+    FaultKind(do="lossy", weight=2, impairs=True, for_s=(1.0, 8.0), factor=(0.02, 0.3)),
+    FaultKind(do="flip", weight=1),
+    FaultKind(do="fill_memory", weight=2, for_s=(1.0, 8.0)),
+    FaultKind(do="kill_coordinator", weight=3, for_s=(0.0, 4.0)),
     # Around the limit behind which a standby takes over.
-    Kind(do="stop_coordinator", weight=2, for_s=(0.3, 6.0)),
-    Kind(do="kill_broker", weight=2, for_s=(0.0, 4.0)),
+    FaultKind(do="stop_coordinator", weight=2, for_s=(0.3, 6.0)),
+    FaultKind(do="kill_broker", weight=2, for_s=(0.0, 4.0)),
 )
 
 IMPAIRING: frozenset[str] = frozenset(kind.do for kind in KINDS if kind.impairs)
@@ -63,14 +63,14 @@ CENTRAL: frozenset[str] = frozenset({"kill_coordinator", "stop_coordinator", "ki
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class DrawnFault:
     """One fault, as drawn."""
 
     number: int
     """From 1 on."""
     at_s: float
     """Since the faults begin; it comes later where the losses that the job tolerates are reached."""
-    do: SoakFault
+    do: SoakFaultName
     place: float
     """In [0, 1): where in the list of nodes that can be struck."""
     for_s: float
@@ -83,7 +83,7 @@ class Strike:
         return sorted(nodes)[int(self.place * len(nodes))]
 
 
-def draw(seed: int, *, rate_per_min: float, until_s: float, memory: bool = False) -> tuple[Strike, ...]:
+def draw(seed: int, *, rate_per_min: float, until_s: float, memory: bool = False) -> tuple[DrawnFault, ...]:
     """The faults of a soak that lasts ``until_s``, in order: ``rate_per_min`` on average.
 
     Some come close behind another, into the recovery from it. A longer soak of the same seed and rate begins
@@ -93,7 +93,7 @@ def draw(seed: int, *, rate_per_min: float, until_s: float, memory: bool = False
     """
     rng = Random(seed)
     kinds = [kind for kind in KINDS if memory or kind.do != "fill_memory"]
-    strikes: list[Strike] = []
+    strikes: list[DrawnFault] = []
     at_s = 0.0
     while True:
         close = bool(strikes) and rng.random() < CLOSE_SHARE
@@ -102,7 +102,7 @@ def draw(seed: int, *, rate_per_min: float, until_s: float, memory: bool = False
         # Close behind another one mostly come those that the losses tolerated do not hold back.
         weights = [kind.weight * (4 if close and not kind.impairs else 1) for kind in kinds]
         [kind] = rng.choices(kinds, weights)
-        strike = Strike(
+        strike = DrawnFault(
             number=len(strikes) + 1,
             at_s=round(at_s, 3),
             do=kind.do,

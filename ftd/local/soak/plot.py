@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ftd.errors import ConfigurationError
-from ftd.local.soak.report import SoakReport, Struck
-from ftd.observe.view.files import require_format, write
+from ftd.local.soak.report import FaultRecord, SoakReport
+from ftd.observe.view.files import require_format, write_file
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED
 
 _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -44,7 +44,7 @@ def plot_soak(report: SoakReport, path: Path) -> None:
         _draw(report).savefig(
             picture, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else None
         )
-    write(path, picture.getvalue(), "--plot")
+    write_file(path, picture.getvalue(), "--plot")
 
 
 def _draw(report: SoakReport) -> Figure:
@@ -59,7 +59,7 @@ def _draw(report: SoakReport) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(colors=FAINT, labelsize=9)
         for fault in report.faults:
-            if not fault.refused:
+            if not fault.problem:
                 axes.axvline(fault.at_s, color=_colour(fault.fault), linewidth=0.7, alpha=0.45, zorder=0.5)
         for violation in report.violations:
             axes.axvline(violation.at_s, color=RED, linewidth=2.0)
@@ -86,7 +86,7 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
         "shaded: recoveries", (1.0, 1.02), xycoords="axes fraction", ha="right", color=FAINT, fontsize=9
     )
     struck = sum(report.by_kind.values())
-    verdict = "every rule held" if report.held else f"{len(report.violations)} violations"
+    verdict = "every rule held" if report.passed else f"{len(report.violations)} violations"
     axes.set_title(
         f"{report.job} on {report.nodes} nodes, seed {report.seed}: {struck} faults, {verdict}",
         loc="left",
@@ -94,10 +94,10 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
     )
 
 
-def _faults(axes: Axes, faults: Sequence[Struck]) -> None:
+def _faults(axes: Axes, faults: Sequence[FaultRecord]) -> None:
     """One row for each family of faults; what lasts is drawn as long as it lasted."""
     for row, (_, colour, kinds) in enumerate(_ROWS):
-        mine = [fault for fault in faults if fault.fault in kinds and not fault.refused]
+        mine = [fault for fault in faults if fault.fault in kinds and not fault.problem]
         level = len(_ROWS) - 1 - row
         axes.scatter([f.at_s for f in mine], [level] * len(mine), color=colour, s=26, zorder=3)
         axes.hlines(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ftd.local.soak.watch import RecoverySeen, Violation
+from ftd.local.soak.monitor import ObservedRecovery, Violation
 
 SCHEMA_VERSION = 1
 BINS = 60
@@ -15,7 +15,7 @@ BINS = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
+class FaultRecord:
     """A fault and what came of the order to do it."""
 
     number: int
@@ -25,7 +25,7 @@ class Struck:
     node: str | None
     for_s: float
     factor: float
-    refused: str
+    problem: str
     """Why it could not strike (nobody to strike, a refusal, no answer); empty: it did."""
 
 
@@ -39,12 +39,12 @@ class CauseTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Goodput:
+class SoakGoodput:
     """Steps that were new, against what an undisturbed run makes in the same time."""
 
     ratio: float
     new_steps: int
-    done_again: int
+    repeated_steps: int
     """Steps that were committed before and undone by a rollback, or told twice."""
     step_s: float
     """Of the undisturbed run."""
@@ -69,21 +69,21 @@ class SoakReport:
     rounds: int
     """Jobs that came to their last step under faults."""
     duration_s: float
-    held: bool
+    passed: bool
     """No rule was broken."""
     violations: tuple[Violation, ...]
-    faults: tuple[Struck, ...]
+    faults: tuple[FaultRecord, ...]
     by_kind: dict[str, int]
     """Faults that struck."""
-    waited: int
+    not_injected: int
     """Faults that never struck, because a node that was struck before was not well again."""
-    recoveries: tuple[RecoverySeen, ...]
+    recoveries: tuple[ObservedRecovery, ...]
     by_cause: dict[str, CauseTimes]
     rollbacks: int
     unprovoked: tuple[str, ...]
     """Nodes and trainers taken for lost though nothing struck them, as a busy machine makes happen."""
-    goodput: Goodput
-    repeat: str
+    goodput: SoakGoodput
+    repeat_command: str
     """The command that lets the same faults strike again."""
     logs: str | None
     """Where the logs of all processes are."""
@@ -93,12 +93,12 @@ class SoakReport:
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
-def by_kind(faults: Sequence[Struck]) -> dict[str, int]:
+def by_kind(faults: Sequence[FaultRecord]) -> dict[str, int]:
     """How often each fault struck, the most frequent first."""
-    return dict(Counter(fault.fault for fault in faults if not fault.refused).most_common())
+    return dict(Counter(fault.fault for fault in faults if not fault.problem).most_common())
 
 
-def by_cause(recoveries: Sequence[RecoverySeen]) -> dict[str, CauseTimes]:
+def by_cause(recoveries: Sequence[ObservedRecovery]) -> dict[str, CauseTimes]:
     """Without the starts of jobs."""
     found: dict[str, list[float]] = {}
     for recovery in recoveries:
@@ -119,7 +119,7 @@ def goodput(
     step_s: float,
     gaps: Sequence[tuple[float, float]],
     done_again: int,
-) -> Goodput:
+) -> SoakGoodput:
     """Of commits ``(at_s, new steps)`` in ``[0, until_s)``.
 
     :param gaps: from, to: no job was under way.
@@ -138,34 +138,34 @@ def goodput(
     between_s = sum(max(0.0, min(until_s, b) - max(0.0, a)) for a, b in gaps)
     total = int(sum(new))
     trained_s = max(until_s - between_s, 1e-9)
-    return Goodput(
+    return SoakGoodput(
         ratio=round(total * step_s / trained_s, 4),
         new_steps=total,
-        done_again=done_again,
+        repeated_steps=done_again,
         step_s=round(step_s, 6),
         between_jobs_s=round(between_s, 3),
         series=tuple(series),
     )
 
 
-def lines(report: SoakReport) -> list[str]:
+def render_lines(report: SoakReport) -> list[str]:
     """For people, plainly."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in report.by_kind.items()) or "none"
-    refused = sum(1 for fault in report.faults if fault.refused)
+    refused = sum(1 for fault in report.faults if fault.problem)
     good = report.goodput
     told = [
         f"soaked {report.job} on {report.nodes} nodes for {report.duration_s:.0f} s, seed {report.seed}: "
         f"{report.rounds} jobs of {report.steps} steps finished",
-        f"faults: {kinds} ({refused} could not strike, {report.waited} waited for a node to be well again)",
+        f"faults: {kinds} ({refused} could not strike, {report.not_injected} waited for a node to be well again)",
         *_recovery_lines(report.by_cause),
-        f"goodput: {good.ratio:.0%} of an undisturbed run ({good.new_steps} new steps, {good.done_again} "
+        f"goodput: {good.ratio:.0%} of an undisturbed run ({good.new_steps} new steps, {good.repeated_steps} "
         f"done again, {report.rollbacks} rollbacks)",
     ]
     told += [f"taken for lost, and not struck: {what}" for what in report.unprovoked]
-    if report.held:
+    if report.passed:
         return [*told, "every rule held"]
     told += [f"VIOLATION at {v.at_s:.1f} s ({v.rule}): {v.detail}" for v in report.violations]
-    return [*told, f"the same faults again: {report.repeat}", f"logs: {report.logs}"]
+    return [*told, f"the same faults again: {report.repeat_command}", f"logs: {report.logs}"]
 
 
 def _recovery_lines(causes: Mapping[str, CauseTimes]) -> list[str]:

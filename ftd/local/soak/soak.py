@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import msgspec
 
 from ftd.config.job import load_job_data
-from ftd.errors import FtdError, PeerError, RequestRefused, Unreachable
+from ftd.errors import FtdError, PeerError, RequestRejected, UnreachableError
 from ftd.local.cluster import ClusterOptions
-from ftd.local.driver import LocalDriver, Surroundings
-from ftd.local.soak.draw import Strike, draw
-from ftd.local.soak.hands import SoakHands
+from ftd.local.driver import ClusterResources, LocalDriver
+from ftd.local.soak.draw import DrawnFault, draw
+from ftd.local.soak.injector import SoakInjector
+from ftd.local.soak.monitor import SoakMonitor
 from ftd.local.soak.options import SoakOptions
 from ftd.local.soak.report import SoakReport, by_cause, by_kind, goodput
-from ftd.local.soak.watch import Watch
-from ftd.observe.run import Fact
+from ftd.observe.run_model import Fact
 from ftd.transport.client import ANSWER_S
 from ftd.transport.wire.public import JobData
 
@@ -42,7 +42,7 @@ _FURTHER_STEPS = 3
 """So many must follow when all faults are over."""
 
 
-async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakReport:
+async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakReport:
     """Soak; returns what was found. All processes are ended, whatever happens.
 
     :raises ConfigurationError: the job or the options are wrong; nothing was started.
@@ -51,9 +51,9 @@ async def run_soak(options: SoakOptions, say: Callable[[str], None]) -> SoakRepo
     job = load_job_data(options.job, steps=options.steps)
     wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
     nodes = [f"node-{number}" for number in range(options.nodes)]
-    surroundings = Surroundings(memory_mib=options.memory_mib, memory_field="--memory-mib")
+    surroundings = ClusterResources(memory_mib=options.memory_mib, memory_field="--memory-mib")
     driver = LocalDriver(wanted, nodes, surroundings=surroundings, logs=options.logs)
-    soak = Soak(options, job, driver, say)
+    soak = Soak(options, job, driver, report)
     try:
         async with driver:
             await soak.run()
@@ -91,7 +91,7 @@ class Soak:
         self._options, self._job, self._driver, self._say = options, job, driver, say
         relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
         standbys = options.coordinators > 1
-        self.watch = Watch(limit_s=options.limit_s, relative=relative, standbys=standbys)
+        self.watch = SoakMonitor(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []
         """All but steps, for whoever looks for what went wrong."""
         self._began = time.monotonic()
@@ -106,7 +106,7 @@ class Soak:
         self._waited = 0
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
-        self._hands: SoakHands | None = None
+        self._hands: SoakInjector | None = None
 
     @property
     def now_s(self) -> float:
@@ -116,7 +116,7 @@ class Soak:
         """From the first process to the last."""
         driver, options = self._driver, self._options
         async with driver.connected(on_event=self._on_event, on_state=self._on_state):
-            hands = self._hands = SoakHands(
+            hands = self._hands = SoakInjector(
                 driver.client,
                 driver.cluster,
                 self.watch,
@@ -126,13 +126,13 @@ class Soak:
             )
             try:
                 await driver.ready(NODES_START_S)
-                await driver.guarded(self._soak(hands))
+                await driver.run_guarded(self._soak(hands))
             finally:
                 await hands.cancel()
                 if driver.logs is None and self.watch.violations:
                     driver.logs = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
 
-    async def _soak(self, hands: SoakHands) -> None:
+    async def _soak(self, hands: SoakInjector) -> None:
         await self._undisturbed()
         await self._strike(hands)
         await self._heal(hands)
@@ -179,7 +179,7 @@ class Soak:
         self._paused_since = self.now_s if self._paused_since is None else self._paused_since
         return self.now_s - self._paused_since > _PAUSED_S
 
-    async def _strike(self, hands: SoakHands) -> None:
+    async def _strike(self, hands: SoakInjector) -> None:
         options = self._options
         drawn = draw(
             options.seed,
@@ -199,7 +199,7 @@ class Soak:
         self._over_s = self.now_s
         self._waited = sum(strike.at_s < end_s - self._faults_s for strike in strikes)
 
-    def _strike_due(self, strikes: list[Strike], hands: SoakHands) -> None:
+    def _strike_due(self, strikes: list[DrawnFault], hands: SoakInjector) -> None:
         """Those that must wait for room keep their order; the others pass them by."""
         due = [strike for strike in strikes if self.now_s - self._faults_s >= strike.at_s]
         for strike in due:
@@ -209,7 +209,7 @@ class Soak:
             self._say(f"{self.now_s - self._faults_s:7.1f} s  {strike.do} for {strike.for_s:.1f} s")
             hands.strike(strike, self.now_s)
 
-    async def _heal(self, hands: SoakHands) -> None:
+    async def _heal(self, hands: SoakInjector) -> None:
         """No more faults: everything comes back, and training goes on."""
         await hands.finish(self._options.limit_s)
         self.watch.struck(None, "heal", self.now_s)
@@ -230,7 +230,7 @@ class Soak:
         if self.watch.ended:
             await self._check_round()
 
-    async def _leave(self, hands: SoakHands) -> None:
+    async def _leave(self, hands: SoakInjector) -> None:
         """Stop the job, and end the nodes as their hosts would."""
         if self.watch.job is not None and not self.watch.ended:
             with contextlib.suppress(FtdError):
@@ -263,9 +263,9 @@ class Soak:
                 await self._check_round()
                 self._rounds += watch.ended == "JobFinished"
             await self._submit()
-        except Unreachable:
+        except UnreachableError:
             return  # The broker or the coordinator is away: next time.
-        except RequestRefused as error:
+        except RequestRejected as error:
             self._refused(str(error))
 
     async def _submit(self) -> None:
@@ -332,11 +332,11 @@ class Soak:
             steps=self._job.steps,
             rounds=self._rounds,
             duration_s=round(over_s - zero_s, 3),
-            held=not watch.violations,
+            passed=not watch.violations,
             violations=_since(zero_s, watch.violations),
             faults=faults,
             by_kind=by_kind(faults),
-            waited=self._waited,
+            not_injected=self._waited,
             recoveries=recoveries,
             by_cause=by_cause(recoveries),
             rollbacks=watch.rollbacks,
@@ -348,6 +348,6 @@ class Soak:
                 gaps=[(a - zero_s, b - zero_s) for a, b in gaps],
                 done_again=watch.done_again,
             ),
-            repeat=options.command,
+            repeat_command=options.command,
             logs=None if self._driver.logs is None else str(self._driver.logs),
         )

@@ -9,12 +9,12 @@ import structlog
 
 from ftd.errors import WireError
 from ftd.observe.bridge.alert import alert_body
-from ftd.observe.bridge.courier import Courier, CourierOptions
-from ftd.observe.bridge.filters import Filter
+from ftd.observe.bridge.filters import EventFilter
+from ftd.observe.bridge.webhook import WebhookOptions, WebhookSender
 from ftd.transport.address import ClusterAddress
 from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import EventMessage, decode_json
-from ftd.transport.wire.repeats import Repeats
 from ftd.transport.wire.topics import Topics
 
 _log = structlog.get_logger("ftd.observe.bridge")
@@ -26,17 +26,21 @@ class Bridge:
     """See the module. SIGTERM and SIGINT end ``run``."""
 
     def __init__(
-        self, address: ClusterAddress, filters: Sequence[Filter], options: CourierOptions, finish_s: float
+        self,
+        address: ClusterAddress,
+        filters: Sequence[EventFilter],
+        options: WebhookOptions,
+        finish_s: float,
     ) -> None:
         """``filters``: one that lets an event through is enough; without any, all are handed on.
 
         :raises ConfigurationError: the dead-letter file cannot be written to.
         """
         self._cluster = address.cluster
-        self._filters = filters or [Filter()]
-        self._courier = Courier(options)
+        self._filters = filters or [EventFilter()]
+        self._courier = WebhookSender(options)
         self._finish_s = finish_s
-        self._repeats = Repeats()
+        self._repeats = DuplicateFilter()
         self._lost_at: float | None = None
         self._session = MqttSession(
             address.broker,

@@ -32,7 +32,7 @@ class _Term:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
+class EventFilter:
     """All of its terms must hold; one without terms lets everything through."""
 
     terms: tuple[_Term, ...] = ()
@@ -41,11 +41,11 @@ class Filter:
         return all(term.matches(event) for term in self.terms)
 
 
-def parse_filter(text: str) -> Filter:
+def parse_filter(text: str) -> EventFilter:
     """:raises ConfigurationError: names what is wrong, and what would do."""
     if not text.strip():
-        return Filter()
-    return Filter(terms=tuple(_term(part) for part in re.split(r"\s+and\s+", text.strip())))
+        return EventFilter()
+    return EventFilter(terms=tuple(_term(part) for part in re.split(r"\s+and\s+", text.strip())))
 
 
 def _term(text: str) -> _Term:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from ftd.config.dashboard import DashboardPlace, is_loopback
+from ftd.config.dashboard import DashboardAddress, is_loopback
 
 COOKIE_AGE_S = 30 * 24 * 3600
 
@@ -34,7 +34,7 @@ HEADERS: Mapping[str, str] = {
 class Access:
     """Of one dashboard."""
 
-    def __init__(self, place: DashboardPlace, cluster: str) -> None:
+    def __init__(self, place: DashboardAddress, cluster: str) -> None:
         self._token = None if place.token is None else place.token.encode()
         self._hosts = {place.host.lower(), "localhost"}
         digest = hashlib.sha256(f"ftd dashboard {cluster}".encode()).digest()

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from ftd.config.dashboard import DashboardPlace
-from ftd.observe.dashboard.feed import Feed
-from ftd.observe.dashboard.model import Model
+from ftd.config.dashboard import DashboardAddress
+from ftd.observe.dashboard.feed import DeltaFeed
+from ftd.observe.dashboard.model import DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
 from ftd.observe.dashboard.trend import MOST_POINTS
 from ftd.transport.wire.public import EventMessage
@@ -23,7 +23,7 @@ _log = structlog.get_logger("ftd.observe.dashboard")
 _REMEMBERED_EVENTS = 1_000
 
 
-class History(Protocol):
+class EventHistory(Protocol):
     """The events and steps that ``ftd.coordinator.journal.Journal`` keeps."""
 
     def events(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]: ...
@@ -34,16 +34,16 @@ class History(Protocol):
 class Dashboard:
     """``await start(journal, state)``, then ``on_event`` and ``on_state``; ``await close()``."""
 
-    def __init__(self, place: DashboardPlace | None, *, cluster: str) -> None:
+    def __init__(self, place: DashboardAddress | None, *, cluster: str) -> None:
         """:param place: ``None``: there is none."""
         self._server: DashboardServer | None = None
         self._news_at = time.monotonic()
         if place is not None:
-            self._model = Model()
-            self._feed = Feed(self._model.take, secrets.token_hex(4), quiet_s=self._quiet_s)
+            self._model = DashboardModel()
+            self._feed = DeltaFeed(self._model.take_delta, secrets.token_hex(4), quiet_s=self._quiet_s)
             self._server = DashboardServer(place, self._model, self._feed, cluster=cluster)
 
-    async def start(self, journal: History, state: Mapping[str, Any]) -> None:
+    async def start(self, journal: EventHistory, state: Mapping[str, Any]) -> None:
         """Remember what the journal does, then serve.
 
         :raises ConfigurationError: not where the configuration says.
@@ -64,7 +64,7 @@ class Dashboard:
         if self._server is not None:
             await self._server.close()
 
-    def on_news(self) -> None:
+    def on_broker_message(self) -> None:
         """The broker brought something, whatever it is: what is shown is of now."""
         self._news_at = time.monotonic()
 

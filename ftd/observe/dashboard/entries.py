@@ -3,9 +3,9 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from ftd.observe.view.lines import said
+from ftd.observe.view.lines import event_text
 from ftd.observe.view.story import ChapterIndex
-from ftd.observe.view.text import words
+from ftd.observe.view.text import event_words
 from ftd.transport.wire.public import EventMessage, encode_json
 
 Json = dict[str, Any]
@@ -14,7 +14,9 @@ MAX_NAME = 64
 MOST_REASON = 1_000
 MOST_DETAILS_BYTES = 2_000
 MOST_NODES = 32
-_BULKY = frozenset({"pipelines", "pipelines_before", "pipelines_after", "considered", "layers", "buddies"})
+_BULKY = frozenset(
+    {"pipelines", "pipelines_before", "pipelines_after", "considered", "layers", "replica_peers"}
+)
 """As long as the cluster is large; the page knows them from the state, or does without."""
 
 
@@ -33,7 +35,7 @@ def entry_of(message: EventMessage, number: int, index: ChapterIndex) -> Json:
     return {
         "n": number,
         "event": name,
-        "words": words(name),
+        "words": event_words(name),
         "severity": message.severity,
         "node": plain["node"],
         "nodes": _nodes(message.details),
@@ -57,7 +59,7 @@ def seconds(at: str) -> float:
 
 def _said(event: Json) -> str:
     try:
-        return said(event["event"], event)
+        return event_text(event["event"], event)
     except (KeyError, TypeError, ValueError, AttributeError):  # A node's event of the coordinator's name.
         return " ".join(event["reason"].split())
 

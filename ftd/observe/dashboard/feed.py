@@ -23,12 +23,12 @@ BEAT_S = 2.0
 """A page that hears nothing for a few of these knows that the connection is dead."""
 
 
-class Gone(Exception):
+class PositionExpiredError(Exception):
     """What comes behind this position is not in the ring: the page needs the document."""
 
 
-class Feed:
-    """``changed()`` whenever there may be something new; ``follow`` for each page."""
+class DeltaFeed:
+    """``changed()`` whenever there may be something new; ``set_job`` for each page."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Feed:
             self._timer.cancel()
         self._wake()
 
-    async def follow(self, position: str) -> AsyncIterator[bytes]:
+    async def stream_from(self, position: str) -> AsyncIterator[bytes]:
         """Frames behind ``position``, and a beat where there are none; ends when the feed is closed.
 
         :raises Gone: at the beginning or, for a page that is too slow, later.
@@ -95,7 +95,7 @@ class Feed:
             while not self._closed:
                 if at < self._position:
                     if at < self._oldest:
-                        raise Gone
+                        raise PositionExpiredError
                     frames = list(self._ring)[at - self._position :]
                     at = self._position
                     yield b"".join(frames)
@@ -111,7 +111,7 @@ class Feed:
     def _parse(self, position: str) -> int:
         run, _, number = position.rpartition("-")
         if run != self._run or not number.isdecimal() or not self._oldest <= int(number) <= self._position:
-            raise Gone
+            raise PositionExpiredError
         return int(number)
 
     @property

@@ -1,7 +1,7 @@
 """What the dashboard knows: the newest state, the last events, the trend, the recoveries; all of it bounded.
 
 It is fed with what the coordinator publishes and tells nothing else. ``document`` is all of it, for a
-page that was just opened; ``take`` is what is other since it was last asked, for all pages at once:
+page that was just opened; ``take_delta`` is what is other since it was last asked, for all pages at once:
 whoever has the document and every delta behind it has the same as whoever asks for the document now.
 """
 
@@ -11,20 +11,20 @@ from typing import Any
 
 import msgspec
 
+from ftd.observe.dashboard.buckets import buckets
 from ftd.observe.dashboard.entries import MOST_REASON, entry_of, seconds
-from ftd.observe.dashboard.layout import buckets
 from ftd.observe.dashboard.recovery import DoneRecoveries, course_json
 from ftd.observe.dashboard.trend import Trend
-from ftd.observe.run import (
+from ftd.observe.run_model import (
     Evaluated,
     Fact,
     JobSubmitted,
     PhaseEnded,
     RecoveryCompleted,
     RolledBack,
-    Run,
+    RunModel,
     StepCommitted,
-    without_leader,
+    mark_unreachable,
 )
 from ftd.observe.view.story import ChapterIndex
 from ftd.observe.view.text import QUIET_EVENTS
@@ -57,13 +57,13 @@ _MARKS = {
 }
 
 
-class Model:
+class DashboardModel:
     """See the module. Not for several threads."""
 
     def __init__(self) -> None:
         self.trend = Trend()
         self.recoveries = DoneRecoveries()
-        self._run = Run(most=MOST_KEPT)
+        self._run = RunModel(most=MOST_KEPT)
         self._state: Json = {}
         self._nodes: dict[str, Json] = {}
         self._events: deque[Json] = deque(maxlen=MOST_EVENTS)
@@ -86,7 +86,7 @@ class Model:
         That nobody leads says nothing of the rest, which stays as it was told last.
         """
         if state.get("phase") == "UNREACHABLE":
-            self._state = without_leader(self._state, state["reason"])
+            self._state = mark_unreachable(self._state, state["reason"])
             return
         before, snapshot = self._state.get("snapshot"), state["snapshot"]
         if before and snapshot and {**snapshot, "at": before["at"]} == before:
@@ -118,7 +118,7 @@ class Model:
         """
         for message in events:
             self.on_event(message, own=message.source == "coordinator")
-        self._run.recovering = None  # Whatever was under way: the coordinator begins anew.
+        self._run.current_recovery = None  # Whatever was under way: the coordinator begins anew.
         for row in steps:
             details = row["details"]
             self.trend.commit(
@@ -157,7 +157,7 @@ class Model:
             case RecoveryCompleted():
                 self.recoveries.add(fact, message.details["recovery"])
             case Fact(event="SnapshotCompleted"):
-                self._buddies, self._where_of = message.details["buddies"], None
+                self._buddies, self._where_of = message.details["replica_peers"], None
         if (kind := _MARKS.get(message.event)) is not None:
             self._mark_number += 1
             self._marks.append(
@@ -200,7 +200,7 @@ class Model:
     @property
     def running(self) -> Json | None:
         """The recovery that is under way, as the page shows it."""
-        return course_json(self._run.recovering)
+        return course_json(self._run.current_recovery)
 
     # --- what pages are told ---------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Model:
         end = max(0, len(self._events) - skipped)
         return [self._events[index] for index in range(max(0, end - PAGE), end)]
 
-    def take(self) -> Json | None:
+    def take_delta(self) -> Json | None:
         """What is new or other since the last call, and nothing else; ``None``: nothing."""
         told = self._told
         delta: Json = {}

@@ -4,7 +4,7 @@ from collections import deque
 from typing import Any
 
 from ftd.observe.dashboard.entries import MOST_NODES, MOST_REASON
-from ftd.observe.run import Detection, RecoveryCompleted, RecoveryCourse
+from ftd.observe.run_model import Detection, RecoveryCompleted, RecoveryTimeline
 from ftd.observe.view.text import CAUSE_WORDS
 
 Json = dict[str, Any]
@@ -13,7 +13,7 @@ MOST_DONE = 50
 _DROPPED = ("pipelines_before", "pipelines_after")
 
 
-def course_json(course: RecoveryCourse | None) -> Json | None:
+def course_json(course: RecoveryTimeline | None) -> Json | None:
     """Return a recovery that is under way as the page shows it: ``phases`` are ``[name, began_s, ended_s or None]``."""
     if course is None:
         return None

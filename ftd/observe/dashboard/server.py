@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
-from ftd.config.dashboard import DashboardPlace
+from ftd.config.dashboard import DashboardAddress
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard.access import HEADERS, Access
 from ftd.observe.dashboard.assets import PLOTLY, Asset, Plotly, pages
-from ftd.observe.dashboard.feed import Feed, Gone
-from ftd.observe.dashboard.model import Model
-from ftd.transport.complaints import Complaints
-from ftd.transport.doorway import Doorway
+from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
+from ftd.observe.dashboard.model import DashboardModel
+from ftd.transport.http_server import BoundedHttpServer
+from ftd.transport.rate_limited_log import RateLimitedLog
 from ftd.transport.wire.public import encode_json, timestamp
 
 _log = structlog.get_logger("ftd.observe.dashboard")
@@ -40,7 +40,13 @@ class DashboardServer:
     """``await start()``; ``await close()``, also where it was never started."""
 
     def __init__(
-        self, place: DashboardPlace, model: Model, feed: Feed, *, cluster: str, silence_s: float = SILENCE_S
+        self,
+        place: DashboardAddress,
+        model: DashboardModel,
+        feed: DeltaFeed,
+        *,
+        cluster: str,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._place, self._model, self._feed, self._cluster = place, model, feed, cluster
         self._silence_s = silence_s
@@ -48,7 +54,7 @@ class DashboardServer:
         self._plotly = Plotly()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
         self._making = asyncio.Lock()
-        self._doorway: Doorway | None = None
+        self._doorway: BoundedHttpServer | None = None
 
     @property
     def port(self) -> int:
@@ -71,21 +77,21 @@ class DashboardServer:
         }.items():
             app.router.add_get(path, handler, allow_head=False)
         app.router.add_post("/login", self._login)
-        self._doorway = Doorway(
+        self._doorway = BoundedHttpServer(
             app,
-            Complaints(_log, "no_http"),
-            most_connections=MOST_CONNECTIONS,
+            RateLimitedLog(_log, "no_http"),
+            max_connections=MOST_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
-            patience_s=self._silence_s,
+            admission_timeout_s=self._silence_s,
             keepalive_timeout=15.0,
         )
         place = self._place
         try:
-            await self._doorway.open(place.host, place.port)
+            await self._doorway.start(place.host, place.port)
         except OSError as error:
             await self.close()
             problem = f"the dashboard cannot be served on {place.host}:{place.port}: {error.strerror}"
-            if place.named:
+            if place.configured:
                 raise ConfigurationError(
                     problem,
                     field="dashboard.listen",
@@ -112,7 +118,7 @@ class DashboardServer:
         else:
             if handler != self._login:
                 assert self._doorway is not None, "it came through it"
-                self._doorway.let_in(request.protocol)
+                self._doorway.admit(request.protocol)
             try:
                 answer = await handler(request)
             except web.HTTPException as refusal:
@@ -212,9 +218,9 @@ class DashboardServer:
         position = request.headers.get("Last-Event-ID") or request.query.get("after", "")
         try:
             await _sent(answer, b"retry: 1000\n\n")
-            async for frame in self._feed.follow(position):
+            async for frame in self._feed.stream_from(position):
                 await _sent(answer, frame)
-        except Gone:
+        except PositionExpiredError:
             await _sent(answer, b"event: reload\ndata: {}\n\n")
         except (TimeoutError, ConnectionError):
             if request.transport is not None:

@@ -21,7 +21,7 @@ _STEP, _AT, _LOSS, _SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS, _TOKENS, _RATE = ran
 
 
 class Trend:
-    """``points``, oldest first; ``take`` says which of them are new or other since it was last asked."""
+    """``points``, oldest first; ``take_delta`` says which of them are new or other since it was last asked."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         """:param most: is even, so that all points have a partner."""

@@ -9,9 +9,16 @@ from typing import Any, get_args
 
 from prometheus_client.core import GaugeMetricFamily
 
-from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
+from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, CommonMetrics, ScrapeCollector
 from ftd.observe.metrics.state import state_metrics
-from ftd.observe.run import JobSubmitted, Recovery, RecoveryCompleted, RolledBack, Run, StepCommitted
+from ftd.observe.run_model import (
+    JobSubmitted,
+    RecoveryCompleted,
+    RecoveryDetails,
+    RolledBack,
+    RunModel,
+    StepCommitted,
+)
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import FailureCause
@@ -24,7 +31,7 @@ LEADING = "1: this coordinator leads the cluster. 0: it stands by, or waits for 
 
 
 class ClusterMetrics:
-    """Hand ``emitted`` every event of the coordinator, and ``heard`` those of the nodes.
+    """Hand ``on_event`` every event of the coordinator, and ``on_node_event`` those of the nodes.
 
     :param leading: whether this coordinator does.
     :param state: the machine's ``public_state``. :param clock: that its times and the events' are on.
@@ -39,18 +46,18 @@ class ClusterMetrics:
         leading: Callable[[], bool],
         internal_errors: Callable[[], int],
     ) -> None:
-        self.own = Own("coordinator", connected=connected, internal_errors=internal_errors)
+        self.common = CommonMetrics("coordinator", connected=connected, internal_errors=internal_errors)
         self._clock = clock
-        self._run = Run(most=MOST_KEPT)
+        self._run = RunModel(most=MOST_KEPT)
         self._checkpoint_at: float | None = None
-        self.own.registry.register(
-            AtScrape(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
+        self.common.registry.register(
+            ScrapeCollector(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
         )
         self._make_training()
         self._make_keeping()
         self._make_trouble()
-        self.own.registry.register(
-            AtScrape(
+        self.common.registry.register(
+            ScrapeCollector(
                 lambda: state_metrics(
                     state(),
                     now=clock(),
@@ -61,69 +68,75 @@ class ClusterMetrics:
         )
 
     def _make_training(self) -> None:
-        self._steps = self.own.counter("ftd_committed_steps", "Committed steps; one that was undone, twice.")
-        self._skipped = self.own.counter(
+        self._steps = self.common.counter(
+            "ftd_committed_steps", "Committed steps; one that was undone, twice."
+        )
+        self._skipped = self.common.counter(
             "ftd_skipped_updates", "Committed steps whose gradients were not finite: nothing was updated."
         )
-        self._step_s = self.own.histogram("ftd_step_seconds", "How long committed steps took.", STEP_S)
-        self._undone_s = self.own.counter(
-            "ftd_undone_seconds", "Time that had gone into steps that rollbacks undid."
+        self._step_s = self.common.histogram("ftd_step_seconds", "How long committed steps took.", STEP_S)
+        self._undone_s = self.common.counter(
+            "ftd_rolled_back_seconds", "Time that had gone into steps that rollbacks undid."
         )
-        self._undone = self.own.counter("ftd_undone_steps", "Committed steps that rollbacks undid.")
-        self._recomputed = self.own.counter(
+        self._undone = self.common.counter("ftd_rolled_back_steps", "Committed steps that rollbacks undid.")
+        self._recomputed = self.common.counter(
             "ftd_recomputed_steps", "Steps in flight that a recovery dropped and did again."
         )
-        self._recoveries = self.own.counter(
+        self._recoveries = self.common.counter(
             "ftd_recoveries",
             "Reconfigurations, to the first commit behind each: failures, joins, drains, the start.",
             "cause",
             "tier",
         )
-        self._recovery_s = self.own.histogram(
+        self._recovery_s = self.common.histogram(
             "ftd_recovery_seconds",
             "From noticing to the next committed step.",
             RECOVERY_S,
             "cause",
         )
-        self._phase_s = self.own.histogram(
+        self._phase_s = self.common.histogram(
             "ftd_recovery_phase_seconds", "The same by its phases.", RECOVERY_S, "phase"
         )
-        self._moved = self.own.counter("ftd_recovery_moved_bytes", "State that trainers sent to each other.")
+        self._moved = self.common.counter(
+            "ftd_recovery_moved_bytes", "State that trainers sent to each other."
+        )
         for phase in PHASES:
             self._phase_s.labels(phase)
 
     def _make_keeping(self) -> None:
-        self._snapshots = self.own.counter(
+        self._snapshots = self.common.counter(
             "ftd_snapshots_completed", "Snapshots complete in every owner's memory."
         )
-        self._snapshots_lost = self.own.counter(
-            "ftd_snapshots_given_up", "Snapshots that were not completed."
+        self._snapshots_lost = self.common.counter(
+            "ftd_snapshots_abandoned", "Snapshots that were not completed."
         )
-        self._snapshot_s = self.own.histogram(
+        self._snapshot_s = self.common.histogram(
             "ftd_snapshot_seconds", "From the order of a snapshot to its completion everywhere.", RECOVERY_S
         )
-        self._copy_s = self.own.histogram(
+        self._copy_s = self.common.histogram(
             "ftd_snapshot_copy_seconds", "Copying a snapshot, at the slowest device.", COPY_S
         )
-        self._stall_s = self.own.histogram(
+        self._stall_s = self.common.histogram(
             "ftd_snapshot_stall_seconds", "How long training waited for a snapshot, at most.", COPY_S
         )
-        self._checkpoints = self.own.counter("ftd_checkpoints_written", "Persistent checkpoints completed.")
-        self._checkpoints_lost = self.own.counter(
-            "ftd_checkpoints_given_up", "Persistent checkpoints given up."
+        self._checkpoints = self.common.counter(
+            "ftd_checkpoints_written", "Persistent checkpoints completed."
         )
-        self._checkpoint_s = self.own.histogram(
+        self._checkpoints_lost = self.common.counter(
+            "ftd_checkpoints_abandoned", "Persistent checkpoints given up."
+        )
+        self._checkpoint_s = self.common.histogram(
             "ftd_checkpoint_seconds", "From the order of a persistent checkpoint to its commit.", WRITE_S
         )
 
     def _make_trouble(self) -> None:
-        self._takeovers = self.own.counter(
+        self._takeovers = self.common.counter(
             "ftd_takeovers", "How often this coordinator took over from another one that led."
         )
-        self._nodes_lost = self.own.counter(
+        self._nodes_lost = self.common.counter(
             "ftd_nodes_lost", "Nodes that went OFFLINE, by how it was noticed.", "how"
         )
-        self._trainers_lost = self.own.counter(
+        self._trainers_lost = self.common.counter(
             "ftd_trainers_lost", "Trainers that failed, by cause.", "cause"
         )
         for how in ("last_will", "silence", "goodbye", "no_answer"):
@@ -133,15 +146,15 @@ class ClusterMetrics:
 
     # --- what happens ------------------------------------------------------------------------------
 
-    def heard(self, message: EventMessage) -> None:
+    def on_node_event(self, message: EventMessage) -> None:
         """A node's own event. It may have been held back, and may come twice."""
-        held_back = message.details.get("held_back")
-        more = held_back if isinstance(held_back, int) and 0 <= held_back <= _MOST_HELD_BACK else 0
-        self.own.heard(message.event, 1 + more)
+        suppressed = message.details.get("suppressed")
+        more = suppressed if isinstance(suppressed, int) and 0 <= suppressed <= _MOST_HELD_BACK else 0
+        self.common.heard(message.event, 1 + more)
 
-    def emitted(self, event: EmitEvent) -> None:
+    def on_event(self, event: EmitEvent) -> None:
         """One of our own, before any is held back."""
-        self.own.said(event.name)
+        self.common.said(event.name)
         details = event.details
         envelope = {
             "event": event.name,
@@ -157,7 +170,7 @@ class ClusterMetrics:
             case JobSubmitted():
                 self._checkpoint_at = None
             case RolledBack() as fact:
-                self._undone.inc(details["undone"])
+                self._undone.inc(details["undone_steps"])
                 self._undone_s.inc(fact.undone_s)
         match event.name:
             case "LeaderElected":
@@ -167,20 +180,20 @@ class ClusterMetrics:
                 self._copy_s.observe(details["copy_s"])
                 self._stall_s.observe(details["stall_s"])
                 self._snapshot_s.observe(details["took_s"])
-            case "SnapshotGivenUp":
+            case "SnapshotAbandoned":
                 self._snapshots_lost.inc()
             case "CheckpointCompleted":
                 self._checkpoints.inc()
                 self._checkpoint_s.observe(details["took_s"])
                 self._checkpoint_at = self._clock()
-            case "CheckpointGivenUp":
+            case "CheckpointAbandoned":
                 self._checkpoints_lost.inc()
             case "NodeLost":
                 self._nodes_lost.labels(details["how"]).inc()
             case "TrainerLost":
                 self._trainers_lost.labels(details["cause"]).inc()
             case "BrokerLost":
-                self.own.broker_losses.inc()
+                self.common.broker_losses.inc()
 
     def _committed(self, fact: StepCommitted) -> None:
         self._steps.inc()
@@ -189,7 +202,7 @@ class ClusterMetrics:
         if fact.step_s:
             self._step_s.observe(fact.step_s)
 
-    def _recovered(self, recovery: Recovery) -> None:
+    def _recovered(self, recovery: RecoveryDetails) -> None:
         self._recoveries.labels(recovery.cause, recovery.tier).inc()
         self._recovery_s.labels(recovery.cause).observe(recovery.total_ms / 1e3)
         phases_ms = (recovery.quiesce_ms, recovery.plan_ms, recovery.state_ms, recovery.resume_ms)

@@ -23,7 +23,7 @@ _NAME = re.compile(r"[A-Z][A-Za-z]{1,63}", re.ASCII)
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
-class Own:
+class CommonMetrics:
     """A daemon's registry with what concerns itself: build, broker, bugs, process."""
 
     def __init__(
@@ -46,7 +46,7 @@ class Own:
         )
         up.labels(component).set_function(connected)
         self.broker_losses = Counter(
-            "ftd_broker_losses", "How often that session broke.", registry=self.registry
+            "ftd_broker_disconnects", "How often that session broke.", registry=self.registry
         )
         self.broker_round_trip = Histogram(
             "ftd_broker_round_trip_seconds",
@@ -56,7 +56,9 @@ class Own:
         )
         errors = "Exceptions in steps of the machine and in effects since the daemon's start: bugs."
         self.registry.register(
-            AtScrape(lambda: [CounterMetricFamily("ftd_internal_errors", errors, value=internal_errors())])
+            ScrapeCollector(
+                lambda: [CounterMetricFamily("ftd_internal_errors", errors, value=internal_errors())]
+            )
         )
         self._events = Counter("ftd_events", "Events by name.", ("event",), registry=self.registry)
         self._names: set[str] = set()
@@ -66,7 +68,7 @@ class Own:
             registry=self.registry,
         )
         self._refused = Counter(
-            "ftd_messages_refused", "Malformed, oversized or misaddressed payloads.", registry=self.registry
+            "ftd_messages_rejected", "Malformed, oversized or misaddressed payloads.", registry=self.registry
         )
         ProcessCollector(registry=self.registry)
 
@@ -75,7 +77,7 @@ class Own:
         self.heard(name)
         if name == "MessageIgnored":
             self._ignored.inc()
-        elif name == "MessageRefused":
+        elif name == "MessageRejected":
             self._refused.inc()
 
     def heard(self, name: str, times: int = 1) -> None:
@@ -95,7 +97,7 @@ class Own:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
 
-class AtScrape(Collector):
+class ScrapeCollector(Collector):
     """Metrics that are read off when they are asked for."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:

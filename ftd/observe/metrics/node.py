@@ -7,17 +7,17 @@ from typing import get_args
 from prometheus_client import Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, AtScrape, Own
+from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, CommonMetrics, ScrapeCollector
 from statemachine import effects, events
 from statemachine.agent import events as agent_events
 from statemachine.messages.cluster import LayersPersisted, TrainerLost
 from statemachine.messages.common import Resumed
-from statemachine.messages.trainer import MachineReport, Snapped, Stepped
+from statemachine.messages.trainer import MachineReport, ShardWritten, TrainerStepped
 from statemachine.messages.values import FailureCause, NodeState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeNow:
+class NodeSample:
     """What is true of a node at this moment."""
 
     connected: bool
@@ -27,16 +27,16 @@ class NodeNow:
     """Of snapshots to other nodes, since the daemon's start."""
     unauthorised: int
     """Requests to its snapshot server without the token."""
-    rendezvous_refused: int
+    rendezvous_rejected: int
     """Connections to its rendezvous that did not prove that they know the secret."""
     snapshot_limit_bytes: int
 
 
 class NodeMetrics:
-    """Hand ``note`` every event and effect of the agent machine, ``told`` what the node tells the world."""
+    """Hand ``observe`` every event and effect of the agent machine, ``on_published`` what the node tells the world."""
 
-    def __init__(self, devices: int, now: Callable[[], NodeNow]) -> None:
-        self.own = Own(
+    def __init__(self, devices: int, now: Callable[[], NodeSample]) -> None:
+        self.common = CommonMetrics(
             "node", connected=lambda: now().connected, internal_errors=lambda: now().internal_errors
         )
         self._now = now
@@ -46,71 +46,77 @@ class NodeMetrics:
         self._state, self._generation, self._step = NodeState.HEALTHY, 0, 0
         self._make_trainers()
         self._make_snapshots()
-        self.own.registry.register(AtScrape(self._read))
+        self.common.registry.register(ScrapeCollector(self._read))
 
     def _make_trainers(self) -> None:
-        self._restarts = self.own.counter("ftd_trainer_restarts", "Trainers started again.", "device")
-        self._failures = self.own.counter("ftd_trainer_failures", "Trainers that failed, by cause.", "cause")
-        self._step_s = self.own.histogram(
+        self._restarts = self.common.counter("ftd_trainer_restarts", "Trainers started again.", "device")
+        self._failures = self.common.counter(
+            "ftd_trainer_failures", "Trainers that failed, by cause.", "cause"
+        )
+        self._step_s = self.common.histogram(
             "ftd_trainer_step_seconds", "How long each trainer's steps took.", STEP_S, "device"
         )
         self._microbatch_s = Gauge(
             "ftd_trainer_microbatch_seconds",
             "Computing the last microbatch, waiting excluded.",
             ("device",),
-            registry=self.own.registry,
+            registry=self.common.registry,
         )
-        self._rendezvous_s = self.own.histogram(
+        self._rendezvous_s = self.common.histogram(
             "ftd_trainer_rendezvous_seconds", "Until the group of a new generation had met.", RECOVERY_S
         )
-        self._state_s = self.own.histogram(
+        self._state_s = self.common.histogram(
             "ftd_trainer_state_seconds", "Until its state was moved or read.", RECOVERY_S
         )
-        self._moved = self.own.counter("ftd_trainer_moved_bytes", "State that trainers got from each other.")
+        self._moved = self.common.counter(
+            "ftd_trainer_moved_bytes", "State that trainers got from each other."
+        )
         for device in range(self._devices):
             self._restarts.labels(str(device))
         for cause in get_args(FailureCause):
             self._failures.labels(cause)
 
     def _make_snapshots(self) -> None:
-        self._snapshot_bytes = self.own.counter(
+        self._snapshot_bytes = self.common.counter(
             "ftd_trainer_snapshot_bytes", "Written into this node's memory."
         )
-        self._idle_bytes = self.own.counter(
+        self._idle_bytes = self.common.counter(
             "ftd_trainer_snapshot_idle_bytes", "Of these, those copied while the stage had to wait anyway."
         )
-        self._copy_s = self.own.histogram(
+        self._copy_s = self.common.histogram(
             "ftd_trainer_snapshot_copy_seconds", "Copying one snapshot.", COPY_S
         )
-        self._stall_s = self.own.histogram(
+        self._stall_s = self.common.histogram(
             "ftd_trainer_snapshot_stall_seconds", "How long a trainer waited for its snapshot.", COPY_S
         )
-        self._copied = self.own.counter("ftd_node_copied_bytes", "Snapshots copied to this node's buddy.")
-        self._written = self.own.counter("ftd_node_checkpoint_bytes", "Written to persistent checkpoints.")
-        self._writing_s = self.own.histogram(
+        self._copied = self.common.counter(
+            "ftd_node_snapshot_copy_bytes", "Snapshots copied to this node's buddy."
+        )
+        self._written = self.common.counter("ftd_node_checkpoint_bytes", "Written to persistent checkpoints.")
+        self._writing_s = self.common.histogram(
             "ftd_node_checkpoint_seconds", "Writing this node's share of a checkpoint.", WRITE_S
         )
 
-    def told(self, event: effects.EmitEvent) -> None:
+    def on_published(self, event: effects.EmitEvent) -> None:
         """Something that this node told the world, or would have, had it not been held back."""
-        self.own.said(event.name)
+        self.common.said(event.name)
 
-    def note(self, it: events.Event | effects.Effect) -> None:
+    def observe(self, it: events.Event | effects.Effect) -> None:
         """Whatever goes into the machine or comes out of it."""
         match it:
             case agent_events.TrainerReported():
                 self._note_report(str(it.device), it.report)
-            case agent_events.TrainerUp():
+            case agent_events.TrainerConnected():
                 if it.device in self._started:
                     self._restarts.labels(str(it.device)).inc()
                 self._started.add(it.device)
-            case agent_events.CopyCommitted():
+            case agent_events.SnapshotCopyCommitted():
                 self._copied.inc(it.size_bytes)
             case agent_events.PersistEnded(answer=LayersPersisted() as written):
                 self._written.inc(sum(layer.size_bytes for layer in written.layers))
                 self._writing_s.observe(written.took_s)
-            case events.BrokerLost():
-                self.own.broker_losses.inc()
+            case events.BrokerDisconnected():
+                self.common.broker_losses.inc()
             case effects.SendSignal(signal=TrainerLost() as lost) if lost is not self._lost:
                 self._lost = lost  # Said again to a coordinator that was away.
                 self._failures.labels(lost.cause).inc()
@@ -119,7 +125,7 @@ class NodeMetrics:
 
     def _note_report(self, device: str, report: MachineReport) -> None:
         match report:
-            case Stepped():
+            case TrainerStepped():
                 self._step_s.labels(device).observe(report.step_s)
                 if report.microbatch_ms > 0:
                     self._microbatch_s.labels(device).set(report.microbatch_ms / 1e3)
@@ -127,7 +133,7 @@ class NodeMetrics:
                 self._rendezvous_s.observe(report.rendezvous_s)
                 self._state_s.observe(report.state_s)
                 self._moved.inc(report.bytes_moved)
-            case Snapped():
+            case ShardWritten():
                 self._snapshot_bytes.inc(report.size_bytes)
                 self._idle_bytes.inc(report.idle_bytes)
                 self._copy_s.observe(report.copy_s)
@@ -153,7 +159,7 @@ class NodeMetrics:
             "ftd_node_snapshot_limit_bytes", "Memory that snapshots may take.", value=now.snapshot_limit_bytes
         )
         yield CounterMetricFamily(
-            "ftd_node_sent_bytes", "Snapshots sent to other nodes.", value=now.sent_bytes
+            "ftd_node_snapshot_sent_bytes", "Snapshots sent to other nodes.", value=now.sent_bytes
         )
         yield CounterMetricFamily(
             "ftd_node_unauthorised",
@@ -161,7 +167,7 @@ class NodeMetrics:
             value=now.unauthorised,
         )
         yield CounterMetricFamily(
-            "ftd_node_rendezvous_refused",
+            "ftd_node_rendezvous_rejected",
             "Connections to its rendezvous that did not prove that they know the secret.",
-            value=now.rendezvous_refused,
+            value=now.rendezvous_rejected,
         )

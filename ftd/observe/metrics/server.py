@@ -13,10 +13,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter, exposition
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from ftd.config.metrics import MetricsPlace
+from ftd.config.metrics import MetricsAddress
 from ftd.errors import ConfigurationError
-from ftd.transport.complaints import Complaints
-from ftd.transport.doorway import Doorway
+from ftd.transport.http_server import BoundedHttpServer
+from ftd.transport.rate_limited_log import RateLimitedLog
 
 log = structlog.get_logger("ftd.observe.metrics")
 
@@ -34,7 +34,7 @@ class MetricsServer:
     """``await start()``; ``await close()``, also where it was never started."""
 
     def __init__(
-        self, place: MetricsPlace | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
+        self, place: MetricsAddress | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
     ) -> None:
         """:param place: ``None``: nothing is served."""
         self._place, self._registry, self._lifetime_s = place, registry, lifetime_s
@@ -45,9 +45,9 @@ class MetricsServer:
             "Requests for metrics without the token or with a wrong one.",
             registry=registry,
         )
-        self._complaints = Complaints(log, "unauthorised")
+        self._complaints = RateLimitedLog(log, "unauthorised")
         self._rendered: dict[bool, tuple[float, bytes]] = {}
-        self._doorway: Doorway | None = None
+        self._doorway: BoundedHttpServer | None = None
 
     async def start(self) -> None:
         """:raises ConfigurationError: the address cannot be bound."""
@@ -55,15 +55,15 @@ class MetricsServer:
             return
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/metrics", self._metrics, allow_head=False)
-        self._doorway = Doorway(
+        self._doorway = BoundedHttpServer(
             app,
             self._complaints,
-            most_connections=MOST_CONNECTIONS,
+            max_connections=MOST_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
-            patience_s=self._lifetime_s,
+            admission_timeout_s=self._lifetime_s,
         )
         try:
-            await self._doorway.open(self._place.host, self._place.port)
+            await self._doorway.start(self._place.host, self._place.port)
         except OSError as error:
             await self.close()
             raise ConfigurationError(
@@ -85,7 +85,7 @@ class MetricsServer:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
             self._refused.inc()
-            self._complaints.note(peer=request.remote)
+            self._complaints.warn(peer=request.remote)
             answer: web.StreamResponse = web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
         else:
             try:

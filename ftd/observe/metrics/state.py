@@ -97,7 +97,7 @@ def _checkpoints(
     checkpoint: dict[str, Any] | None, now: float, checkpoint_at: float | None
 ) -> Iterator[Metric]:
     on = checkpoint is not None
-    yield from _gauge("ftd_checkpoints_on", "1 where the job writes persistent checkpoints.", float(on))
+    yield from _gauge("ftd_checkpoints_enabled", "1 where the job writes persistent checkpoints.", float(on))
     if checkpoint is None or checkpoint["step"] is None:
         return
     yield from _gauge("ftd_checkpoint_step", "Step of the newest persistent one.", checkpoint["step"])

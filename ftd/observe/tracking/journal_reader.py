@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from ftd.observe.tracking.rows import Kind, Row
+from ftd.observe.tracking.rows import Kind, LoggedRow
 
 _TABLES: dict[Kind, str] = {"step": "steps", "evaluation": "evaluations"}
 
@@ -22,12 +22,12 @@ class JournalReader:
         with _readable():
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
 
-    def news(self, limit: int) -> list[Row]:
+    def news(self, limit: int) -> list[LoggedRow]:
         """Return what was written since the last call, in the order of writing; at most ``limit`` of a kind.
 
         :raises OSError: the journal cannot be read.
         """
-        found: list[Row] = []
+        found: list[LoggedRow] = []
         for kind, table in _TABLES.items():
             query = f"SELECT id, step, at, generation, details FROM {table} WHERE id > ? AND job = ?"
             with _readable():
@@ -39,14 +39,14 @@ class JournalReader:
                 self._seen[kind] = rows[-1][0]
         return found
 
-    def steps(self, after: int, limit: int) -> list[Row]:
+    def steps(self, after: int, limit: int) -> list[LoggedRow]:
         """Return committed steps after ``after``, oldest first.
 
         :raises OSError: as ``news``.
         """
         return self._range("step", after, None, limit)
 
-    def evaluations(self, after: int, last: int, limit: int) -> list[Row]:
+    def evaluations(self, after: int, last: int, limit: int) -> list[LoggedRow]:
         """Return evaluations of steps after ``after`` up to ``last``, oldest first.
 
         :raises OSError: as ``news``.
@@ -60,7 +60,7 @@ class JournalReader:
     def close(self) -> None:
         self._db.close()
 
-    def _range(self, kind: Kind, after: int, last: int | None, limit: int) -> list[Row]:
+    def _range(self, kind: Kind, after: int, last: int | None, limit: int) -> list[LoggedRow]:
         query = f"SELECT step, at, generation, details FROM {_TABLES[kind]} WHERE job = ? AND step > ?"
         with _readable():
             rows = self._db.execute(
@@ -78,5 +78,5 @@ def _readable() -> Iterator[None]:
         raise OSError(f"the coordinator's journal cannot be read: {error}") from None
 
 
-def _row(kind: Kind, step: int, at: str, generation: int | None, details: str) -> Row:
-    return Row(kind=kind, step=step, at=at, generation=generation, details=msgspec.json.decode(details))
+def _row(kind: Kind, step: int, at: str, generation: int | None, details: str) -> LoggedRow:
+    return LoggedRow(kind=kind, step=step, at=at, generation=generation, details=msgspec.json.decode(details))

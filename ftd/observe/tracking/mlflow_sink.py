@@ -15,7 +15,7 @@ from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
 
 from ftd.observe.tracking.record import Cursor
-from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.rows import LoggedRow
 from statemachine.messages.values import MlflowPolicy
 
 _MOST_METRICS = 1000
@@ -27,7 +27,7 @@ _IN_EVERY_STEP = ("train/loss", "train/learning_rate", "train/gradient_norm", "t
 
 
 class MlflowSink:
-    """A run in MLflow as a ``Sink``."""
+    """A run in MLflow as a ``TrackingSink``."""
 
     name = "mlflow"
 
@@ -40,7 +40,7 @@ class MlflowSink:
         """Newest step of each metric."""
 
     def follow(self, superseded: Sequence[int]) -> Cursor:
-        """See ``Sink``."""
+        """See ``TrackingSink``."""
         client = self._client = MlflowClient(tracking_uri=self._policy.tracking_uri)
         found = client.get_experiment_by_name(self._policy.experiment)
         experiment = (
@@ -61,8 +61,8 @@ class MlflowSink:
         step = min((self._last.get(key, 0) for key in _IN_EVERY_STEP), default=0)
         return Cursor(step=step, evaluation=self._last.get("evaluation/loss", 0))
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """See ``Sink``."""
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        """See ``TrackingSink``."""
         assert self._client is not None
         metrics = [
             Metric(key, value, int(1000 * row.wall_time), row.step)
@@ -76,7 +76,7 @@ class MlflowSink:
                 self._last[metric.key] = metric.step
 
     def close(self, outcome: str | None) -> None:
-        """See ``Sink``."""
+        """See ``TrackingSink``."""
         client, self._client = self._client, None
         if client is not None and outcome is not None:
             client.set_terminated(self._id, outcome)

@@ -7,7 +7,7 @@ import msgspec
 from statemachine.messages.values import LoggingPolicy
 
 
-class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
+class WriterAssignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """First line to the writer, which writes until its stdin ends, then what is left, and exits."""
 
     journal: str
@@ -20,14 +20,14 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
     """Name, steps and training of the job, for sinks that show them."""
 
 
-class Over(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
+class LoggedJobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
     """The job ended, before stdin does."""
 
     outcome: str
     """``FINISHED`` or ``FAILED``."""
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class SinkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """Nothing is logged to ``sink`` for now; sent once until it works again. Nothing is lost."""
 
     sink: str
@@ -35,25 +35,25 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     detail: str
 
 
-class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
+class SinkRestored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
     """``sink`` has everything again."""
 
     sink: str
 
 
-class Missing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
+class StepsMissing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
     """The journal has later steps, but not these, which nodes may remember. Sent again while they are missing."""
 
     first: int
     last: int
 
 
-class Skipped(msgspec.Struct, frozen=True, kw_only=True, tag="skipped"):
+class StepsSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="skipped"):
     """Nobody knows these steps any more; the logs go on without them."""
 
     first: int
     last: int
 
 
-ToWriter = Assignment | Over
-FromWriter = Failed | Restored | Missing | Skipped
+ToWriter = WriterAssignment | LoggedJobEnded
+FromWriter = SinkFailed | SinkRestored | StepsMissing | StepsSkipped

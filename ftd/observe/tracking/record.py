@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd.observe.tracking.rows import Row, decode_row, encode_row, encode_superseded
+from ftd.observe.tracking.rows import LoggedRow, decode_row, encode_row, encode_superseded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Cursor:
     step: int = 0
     evaluation: int = 0
 
-    def after(self, rows: Iterable[Row]) -> "Cursor":
+    def after(self, rows: Iterable[LoggedRow]) -> "Cursor":
         """Return the cursor after these rows as well."""
         step, evaluation = self.step, self.evaluation
         for row in rows:
@@ -34,7 +34,7 @@ class Cursor:
         return Cursor(step=step, evaluation=evaluation)
 
 
-class Record:
+class JobRecord:
     """The open file. One thread writes; others may call ``rows``."""
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class Record:
         """The newest step whose evaluation is logged; 0: none is."""
         return max(self._evaluations, default=0)
 
-    def contradicts(self, row: Row) -> bool:
+    def contradicts(self, row: LoggedRow) -> bool:
         """Return whether this step is logged with other values."""
         known = 0
         if row.kind == "evaluation":
@@ -94,7 +94,7 @@ class Record:
         with self._lock:
             self._forget(step)
 
-    def append(self, rows: Sequence[Row]) -> None:
+    def append(self, rows: Sequence[LoggedRow]) -> None:
         """Write rows, steps in order and each newer than the last; they are on the disk when this returns.
 
         :raises OSError: they cannot be written; none of them is.
@@ -106,7 +106,7 @@ class Record:
                 self._note(row, offset)
                 offset += len(line)
 
-    def rows(self, after: Cursor, limit: int) -> list[Row]:
+    def rows(self, after: Cursor, limit: int) -> list[LoggedRow]:
         """Return the next rows after a cursor, at most ``limit`` of each kind, ordered by step."""
         with self._lock:
             begin = max(after.step + 1 - self._first, 0)
@@ -152,16 +152,16 @@ class Record:
                     self._note(said, self._size)
                 self._size += len(line)
 
-    def _at(self, offset: int) -> Row:
+    def _at(self, offset: int) -> LoggedRow:
         line = b""
         while not line.endswith(b"\n"):
             line += os.pread(self._file, 1024, offset + len(line))
             line = line[: line.find(b"\n") + 1] or line
         row = decode_row(line)
-        assert isinstance(row, Row), "an offset of a row"
+        assert isinstance(row, LoggedRow), "an offset of a row"
         return row
 
-    def _note(self, row: Row, offset: int) -> None:
+    def _note(self, row: LoggedRow, offset: int) -> None:
         if row.kind == "evaluation":
             self._evaluations[row.step] = row.fingerprint, offset
             return

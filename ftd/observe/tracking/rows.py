@@ -19,7 +19,7 @@ _ALWAYS = frozenset({"loss", "gradient_norm"})
 """Logged as NaN where the event has null, for no finite number; of the others null means: not known."""
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
     """A ``StepCommitted`` or an ``Evaluated``, without what concerns ftd alone."""
 
     kind: Kind
@@ -60,13 +60,13 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
 
-def encode_row(row: Row) -> bytes:
+def encode_row(row: LoggedRow) -> bytes:
     """Return the row as a line of the record: flat but for ``metrics``, so that pandas reads a table."""
     flat = {"kind": row.kind, "step": row.step, "at": row.at, "generation": row.generation}
     return msgspec.json.encode({**row.details, **flat}) + b"\n"
 
 
-def decode_row(line: bytes) -> Row | int:
+def decode_row(line: bytes) -> LoggedRow | int:
     """Return the row of a line, or the step from which on earlier lines are superseded.
 
     :raises ValueError: it is neither.
@@ -85,7 +85,7 @@ def decode_row(line: bytes) -> Row | int:
             "generation": data.pop("generation", None),
             "details": data,
         },
-        Row,
+        LoggedRow,
     )
 
 

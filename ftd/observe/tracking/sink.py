@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from ftd.observe.tracking.record import Cursor
-from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.rows import LoggedRow
 
 
-class Sink(Protocol):
-    """One place that steps are logged to. After any exception it is tried again later, from ``follow`` on."""
+class TrackingSink(Protocol):
+    """One place that steps are logged to. After any exception it is tried again later, from ``set_job`` on."""
 
     name: str
     """As in ``[logging]``."""
@@ -22,7 +22,7 @@ class Sink(Protocol):
         """
         ...
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[LoggedRow]) -> None:
         """Log rows after the cursor, ordered by step."""
         ...
 

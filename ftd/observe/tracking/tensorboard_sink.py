@@ -18,7 +18,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import masked_crc32c
 
 from ftd.observe.tracking.record import Cursor
-from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.rows import LoggedRow
 
 _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
@@ -28,7 +28,7 @@ _OURS = ".ftd"
 
 
 class TensorBoardSink:
-    """Event files of one job as a ``Sink``."""
+    """Event files of one job as a ``TrackingSink``."""
 
     name = "tensorboard"
 
@@ -39,7 +39,7 @@ class TensorBoardSink:
         self._size = 0
 
     def follow(self, superseded: Sequence[int]) -> Cursor:
-        """See ``Sink``. :raises OSError: the file cannot be read or written."""
+        """See ``TrackingSink``. :raises OSError: the file cannot be read or written."""
         self.close(None)
         self._directory.mkdir(parents=True, exist_ok=True)
         files = sorted(self._directory.glob(f"events.out.tfevents.*{_OURS}"))
@@ -56,12 +56,12 @@ class TensorBoardSink:
             cursor = _before(cursor, step)
         return cursor
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """See ``Sink``. :raises OSError: they cannot be written; none is."""
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        """See ``TrackingSink``. :raises OSError: they cannot be written; none is."""
         self._append([_event(row) for row in rows])
 
     def close(self, outcome: str | None) -> None:
-        """See ``Sink``."""
+        """See ``TrackingSink``."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -79,7 +79,7 @@ class TensorBoardSink:
         self._size += len(data)
 
 
-def _event(row: Row) -> Event:
+def _event(row: LoggedRow) -> Event:
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in row.scalars().items()]
     return Event(wall_time=row.wall_time, step=row.step, summary=Summary(value=values))
 

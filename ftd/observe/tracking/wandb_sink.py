@@ -16,7 +16,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2 as protocol
 
 from ftd.observe.tracking.record import Cursor
-from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.rows import LoggedRow
 from statemachine.messages.values import WandbPolicy
 
 _BLOCK = 32768
@@ -26,7 +26,7 @@ _HEADER = struct.Struct("<IHB")
 
 
 class WandbSink:
-    """A run in Weights & Biases as a ``Sink``."""
+    """A run in Weights & Biases as a ``TrackingSink``."""
 
     name = "wandb"
 
@@ -39,7 +39,7 @@ class WandbSink:
         """Which W&B is at: it takes no earlier one."""
 
     def follow(self, superseded: Sequence[int]) -> Cursor:
-        """See ``Sink``."""
+        """See ``TrackingSink``."""
         self.close(None)
         offline = self._policy.mode == "offline"
         number = len(superseded)
@@ -78,14 +78,14 @@ class WandbSink:
         self._step = max(cursor.step, cursor.evaluation)
         return cursor
 
-    def write(self, rows: Sequence[Row]) -> None:
-        """See ``Sink``."""
+    def write(self, rows: Sequence[LoggedRow]) -> None:
+        """See ``TrackingSink``."""
         for row in rows:
             self._step = max(self._step, row.step)
             self._run.log(row.scalars(), step=self._step)
 
     def close(self, outcome: str | None) -> None:
-        """See ``Sink``."""
+        """See ``TrackingSink``."""
         run, self._run = self._run, None
         if run is not None:
             try:

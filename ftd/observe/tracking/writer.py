@@ -23,21 +23,21 @@ import structlog
 
 from ftd.config.tracking import sinks_of
 from ftd.logs import configure_logs
-from ftd.observe.tracking.channel import Channel
 from ftd.observe.tracking.journal_reader import JournalReader
 from ftd.observe.tracking.protocol import (
-    Assignment,
-    Failed,
     FromWriter,
-    Missing,
-    Over,
-    Restored,
-    Skipped,
+    LoggedJobEnded,
+    SinkFailed,
+    SinkRestored,
+    StepsMissing,
+    StepsSkipped,
     ToWriter,
+    WriterAssignment,
 )
-from ftd.observe.tracking.record import Record
-from ftd.observe.tracking.rows import Row
-from ftd.observe.tracking.sink import Sink
+from ftd.observe.tracking.record import JobRecord
+from ftd.observe.tracking.rows import LoggedRow
+from ftd.observe.tracking.sink import TrackingSink
+from ftd.observe.tracking.sink_thread import SinkThread
 
 _log = structlog.get_logger("ftd.observe.tracking")
 
@@ -56,11 +56,11 @@ _RETRY_S = 5.0
 _NICENESS = 5
 
 
-class Superseded(Exception):
+class NewerWriterError(Exception):
     """A writer of a later leader is there."""
 
 
-class Place:
+class WriterLock:
     """The directory of one job's logs: who may write there."""
 
     def __init__(self, directory: Path, term: int) -> None:
@@ -82,7 +82,7 @@ class Place:
         except (ValueError, KeyError, TypeError):
             newest = -1  # Cut off by a power failure.
         if newest > self._term:
-            raise Superseded
+            raise NewerWriterError
         if newest < self._term:
             draft = self._term_file.with_suffix(f".{os.getpid()}")
             draft.write_text(json.dumps({"term": self._term, "pid": os.getpid()}) + "\n")
@@ -100,19 +100,19 @@ class Place:
         os.close(self._lock)
 
 
-class Writer:
+class TrackingWriter:
     """``run`` until stdin ends or a later leader's writer comes."""
 
     def __init__(
-        self, assignment: Assignment, report: Callable[[FromWriter], None], *, input_fd: int = 0
+        self, assignment: WriterAssignment, report: Callable[[FromWriter], None], *, input_fd: int = 0
     ) -> None:
         """:param input_fd: the coordinator's lines after the assignment; its end is the coordinator's."""
         self._assignment, self._report, self._input_fd = assignment, report, input_fd
         self._directory = Path(assignment.policy.directory) / assignment.job
-        self._place: Place | None = None
-        self._record: Record | None = None
+        self._place: WriterLock | None = None
+        self._record: JobRecord | None = None
         self._journal: JournalReader | None = None
-        self._channels: list[Channel] = []
+        self._channels: list[SinkThread] = []
         self._retry_at = 0.0
         self._problem = ""
         self._waiting_since = 0.0
@@ -134,7 +134,7 @@ class Writer:
                 continue
             try:
                 waits = not self._work()
-            except Superseded:
+            except NewerWriterError:
                 _log.info("superseded", job=self._assignment.job, term=self._assignment.term)
                 break
             except (OSError, ValueError) as error:
@@ -151,12 +151,12 @@ class Writer:
         :raises ValueError: the record is damaged. :raises Superseded: as ``Place.check``.
         """
         if self._place is None:
-            self._place = Place(self._directory, self._assignment.term)
+            self._place = WriterLock(self._directory, self._assignment.term)
         self._place.check()
         if self._record is None:
             if not self._is_ours(self._place):
                 return False
-            self._record = Record(self._directory / "steps.jsonl")
+            self._record = JobRecord(self._directory / "steps.jsonl")
             self._channels = self._new_channels(self._record)
         if self._journal is None:
             self._journal = JournalReader(Path(self._assignment.journal), self._assignment.job)
@@ -166,10 +166,10 @@ class Writer:
         self._wake()
         if self._problem:
             self._problem = ""
-            self._report(Restored(sink="record"))
+            self._report(SinkRestored(sink="record"))
         return True
 
-    def _is_ours(self, place: Place) -> bool:
+    def _is_ours(self, place: WriterLock) -> bool:
         """:raises OSError: another writer has not left for long."""
         if place.taken():
             return True
@@ -178,7 +178,7 @@ class Writer:
             raise OSError("the writer of an earlier leader holds the lock and does not leave")
         return False
 
-    def _continue(self, record: Record, journal: JournalReader) -> bool:
+    def _continue(self, record: JobRecord, journal: JournalReader) -> bool:
         """Append one batch to the record; return whether there may be more."""
         news = journal.news(BATCH)
         wrong = [row.step for row in news if record.contradicts(row)]
@@ -193,7 +193,7 @@ class Writer:
             record.append(whole)
         return len(news) >= BATCH or len(whole) >= BATCH
 
-    def _contiguous(self, record: Record, rows: list[Row]) -> list[Row]:
+    def _contiguous(self, record: JobRecord, rows: list[LoggedRow]) -> list[LoggedRow]:
         """Return the rows up to the first gap, or one after it if nobody filled it in time."""
         due = record.last_step + 1 if record.last_step else rows[0].step if rows else 0
         for number, row in enumerate(rows):
@@ -202,24 +202,24 @@ class Writer:
         self._gap = None
         return rows
 
-    def _past_gap(self, due: int, rows: list[Row]) -> list[Row]:
+    def _past_gap(self, due: int, rows: list[LoggedRow]) -> list[LoggedRow]:
         now = time.monotonic()
         if self._gap is None or self._gap[0] != due:
             self._gap, self._asked_at = (due, now), -ASK_S
         if now - self._asked_at >= ASK_S:
             self._asked_at = now
-            self._report(Missing(first=due, last=rows[0].step - 1))
+            self._report(StepsMissing(first=due, last=rows[0].step - 1))
         if now - self._gap[1] < GAP_S and self._outcome is None:
             return []
         self._gap = None
-        self._report(Skipped(first=due, last=rows[0].step - 1))
+        self._report(StepsSkipped(first=due, last=rows[0].step - 1))
         return rows[:1]
 
-    def _new_channels(self, record: Record) -> list[Channel]:
+    def _new_channels(self, record: JobRecord) -> list[SinkThread]:
         names = sinks_of(self._assignment.policy)
         _log.info("logging", job=self._assignment.job, directory=str(self._directory), sinks=names)
         return [
-            Channel(name, partial(_made, name, self._assignment, self._directory), record, self._report)
+            SinkThread(name, partial(_made, name, self._assignment, self._directory), record, self._report)
             for name in names
         ]
 
@@ -234,7 +234,7 @@ class Writer:
             self._journal.close()
             self._journal = None
         if not self._problem:
-            self._report(Failed(sink="record", detail=f"{self._directory}: {error}"[:1000]))
+            self._report(SinkFailed(sink="record", detail=f"{self._directory}: {error}"[:1000]))
         self._problem = str(error)
 
     # --- the coordinator -----------------------------------------------------------------------------
@@ -251,7 +251,7 @@ class Writer:
             *lines, self._input = (self._input + data).split(b"\n")
             for line in lines:
                 said = _TO_WRITER.decode(line)
-                if isinstance(said, Over):
+                if isinstance(said, LoggedJobEnded):
                     self._outcome = said.outcome
         return False
 
@@ -271,7 +271,7 @@ class Writer:
 _TO_WRITER: msgspec.json.Decoder[ToWriter] = msgspec.json.Decoder(ToWriter)
 
 
-def _made(name: str, assignment: Assignment, directory: Path) -> Sink:
+def _made(name: str, assignment: WriterAssignment, directory: Path) -> TrackingSink:
     """:raises ImportError: its package is not there."""
     policy, job, parameters = assignment.policy, assignment.job, assignment.parameters
     if name == "tensorboard":
@@ -311,8 +311,8 @@ def main() -> None:
             return
         line += some
     assignment = _TO_WRITER.decode(line)
-    assert isinstance(assignment, Assignment), "it comes first"
-    complete = Writer(assignment, report).run()
+    assert isinstance(assignment, WriterAssignment), "it comes first"
+    complete = TrackingWriter(assignment, report).run()
     os._exit(0 if complete else INCOMPLETE)  # A sink that hangs keeps nobody.
 
 

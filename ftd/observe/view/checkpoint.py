@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ftd.observe.view.blocks import plain_table
-from ftd.observe.view.text import JsonMap, size
+from ftd.observe.view.text import JsonMap, format_size
 
 
 def render_checkpoints(told: JsonMap) -> RenderableType:
@@ -27,7 +27,7 @@ def render_checkpoints(told: JsonMap) -> RenderableType:
             str(one["step"]),
             datetime.fromtimestamp(one["written_at"]).strftime("%Y-%m-%d %H:%M:%S"),
             str(one["layers"]),
-            size(one["size_bytes"]),
+            format_size(one["size_bytes"]),
             "–" if loss is None else f"{loss:.4f}",
             one["job"],
             one["fingerprint"][:8],
@@ -42,7 +42,7 @@ def render_verified(told: JsonMap) -> RenderableType:
     for one in told["checkpoints"]:
         damage = one["problems"]
         word = ("sound", "green") if not damage else ("DAMAGED", "bold red")
-        lines.append(Text.assemble(f"step {one['step']}  ", word, f"  {size(one['size_bytes'])}"))
+        lines.append(Text.assemble(f"step {one['step']}  ", word, f"  {format_size(one['size_bytes'])}"))
         lines += [Text(f"  {problem}") for problem in damage]
     return Group(*lines, *_passed_over(told))
 

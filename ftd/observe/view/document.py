@@ -23,7 +23,7 @@ class ReportError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobFacts:
+class ReportedJob:
     """What was run; ``None`` where no state or event told it."""
 
     name: str | None
@@ -33,7 +33,7 @@ class JobFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
+class ReportedStep:
     """One committed step."""
 
     step: int
@@ -52,7 +52,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRecord:
+class ReportedEvaluation:
     """One evaluation on the held-out data set, of the state after ``step``."""
 
     step: int
@@ -68,7 +68,7 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFacts:
+class ReportedStage:
     """Layers ``[first_layer, end_layer)`` on these devices (``node/index``)."""
 
     first_layer: int
@@ -80,13 +80,13 @@ class StageFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineFacts:
-    stages: tuple[StageFacts, ...]
+class ReportedPipeline:
+    stages: tuple[ReportedStage, ...]
     microbatches: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class ReportedFault:
     """A fault that was injected on purpose, and what came of it."""
 
     fault: str
@@ -107,7 +107,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovery:
+class ReportedRecovery:
     """One way from a failure, a join or a drain to the next committed step."""
 
     cause: str
@@ -148,12 +148,12 @@ class Recovery:
     """More than 1 when more changed before the first step was committed."""
     step: int
     """Training went on after this committed step."""
-    pipelines_before: tuple[PipelineFacts, ...]
-    pipelines_after: tuple[PipelineFacts, ...]
+    pipelines_before: tuple[ReportedPipeline, ...]
+    pipelines_after: tuple[ReportedPipeline, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class ReportedPause:
     """Too few nodes were left; ends with the next recovery."""
 
     at_s: float
@@ -163,7 +163,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
+class ReportedProcesses:
     """Process ids of one node, oldest first: a second entry is a restart."""
 
     daemon: tuple[int, ...] = ()
@@ -172,7 +172,7 @@ class Processes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Final:
+class FinalState:
     step: int
     loss: float | None
     checksum: str | None
@@ -180,22 +180,22 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SaveSummary:
     """Snapshots in the nodes' memory, or persistent checkpoints."""
 
     completed: int = 0
-    given_up: int = 0
+    abandoned: int = 0
     newest_step: int | None = None
     """Of the last that was completed in this run."""
     size_bytes: int | None = None
     """Of that one."""
-    how: str | None = None
+    protection_or_location: str | None = None
     """Of snapshots, the newest one's protection; of checkpoints, their directory or URL."""
-    last_problem: str | None = None
+    last_abandon_reason: str | None = None
     """Why the last that was given up was."""
-    took_s: float | None = None
+    median_s: float | None = None
     """Median time from the order until it was complete."""
-    stall_s: float | None = None
+    total_stall_s: float | None = None
     """How long training waited for all of them together; ``None`` of checkpoints."""
     longest_stall_s: float | None = None
     """For one of them."""
@@ -206,23 +206,23 @@ class Report:
     """The whole report."""
 
     schema: int = SCHEMA_VERSION
-    job: JobFacts
+    job: ReportedJob
     outcome: Outcome
     outcome_reason: str
     started_at: str | None
     """ISO-8601, UTC."""
     duration_s: float
-    steps: tuple[StepRecord, ...]
-    start: Recovery | None
+    steps: tuple[ReportedStep, ...]
+    start: ReportedRecovery | None
     """The first plan: the same path as a recovery, but no failure."""
-    recoveries: tuple[Recovery, ...]
-    faults: tuple[Fault, ...]
-    pauses: tuple[Pause, ...]
-    processes: dict[str, Processes]
-    final: Final
-    snapshots: Kept = Kept()
-    checkpoints: Kept = Kept()
-    evaluations: tuple[EvaluationRecord, ...] = ()
+    recoveries: tuple[ReportedRecovery, ...]
+    faults: tuple[ReportedFault, ...]
+    pauses: tuple[ReportedPause, ...]
+    processes: dict[str, ReportedProcesses]
+    final: FinalState
+    snapshots: SaveSummary = SaveSummary()
+    checkpoints: SaveSummary = SaveSummary()
+    evaluations: tuple[ReportedEvaluation, ...] = ()
 
     @property
     def under_way(self) -> bool:

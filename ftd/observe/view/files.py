@@ -13,7 +13,7 @@ def require_format(path: Path, formats: Sequence[str], field: str) -> None:
         raise ConfigurationError(f"{path.name} names no format", field=field, remedy=f"end it in {offered}")
 
 
-def write(path: Path, content: bytes, field: str) -> None:
+def write_file(path: Path, content: bytes, field: str) -> None:
     """:raises ConfigurationError: the place cannot be written."""
     try:
         path.write_bytes(content)

@@ -7,13 +7,13 @@ from rich.text import Text
 from ftd.observe.view.text import (
     EVENT_MARKS,
     JsonMap,
-    clock,
-    duration,
+    event_words,
+    format_clock,
+    format_duration,
+    format_number,
+    format_size,
     learning_rate_words,
-    number,
-    size,
     throughput_words,
-    words,
 )
 
 
@@ -23,11 +23,11 @@ def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
     mark, style = EVENT_MARKS.get(name, ("·", "dim"))
     line = Text(no_wrap=True, overflow="ellipsis")
     if with_clock:
-        line.append(f"{clock(event.get('at'))}  ", style="dim")
-    line.append(f"{mark} {words(name)}", style=style)
+        line.append(f"{format_clock(event.get('at'))}  ", style="dim")
+    line.append(f"{mark} {event_words(name)}", style=style)
     if event.get("node"):
         line.append(f"  {event['node']}", style="bold")
-    if words_of := said(name, event):
+    if words_of := event_text(name, event):
         line.append(f"  {words_of}")
     return line
 
@@ -37,21 +37,21 @@ def plain_event(event: JsonMap) -> str:
     name = str(event.get("event", "?"))
     step = event.get("step")
     where = f"step {step}" if step is not None else ""
-    parts = [clock(event.get("at")), f"{where:<10}", name]
+    parts = [format_clock(event.get("at")), f"{where:<10}", name]
     if event.get("node"):
         parts.append(str(event["node"]))
-    words_of = said(name, event)
+    words_of = event_text(name, event)
     return " ".join(parts) + (f": {words_of}" if words_of else "")
 
 
-def said(name: str, event: JsonMap) -> str:
+def event_text(name: str, event: JsonMap) -> str:
     """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
     details: dict[str, Any] = event.get("details") or {}
     if name == "StepCommitted":
         speed = throughput_words(details.get("tokens_per_s"), details.get("samples_per_s"))
         learning_rate = learning_rate_words(details.get("learning_rate"))
         parts = [
-            f"step {event.get('step')}  loss {number(details.get('loss'))}",
+            f"step {event.get('step')}  loss {format_number(details.get('loss'))}",
             speed,
             f"learning rate {learning_rate}" if learning_rate else "",
             "skipped" if details.get("skipped") else "",
@@ -60,5 +60,7 @@ def said(name: str, event: JsonMap) -> str:
     reason = " ".join(str(event.get("reason") or "").split())
     recovery: JsonMap | None = details.get("recovery")
     if name == "RecoveryCompleted" and recovery:
-        reason += f" ({duration(recovery['total_ms'] / 1000)}, {size(recovery['bytes_moved'])} moved)"
+        reason += (
+            f" ({format_duration(recovery['total_ms'] / 1000)}, {format_size(recovery['bytes_moved'])} moved)"
+        )
     return reason

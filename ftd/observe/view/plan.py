@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.observe.view.blocks import plain_table
-from ftd.observe.view.text import layer_range, number, pipeline_name, plural, size
+from ftd.observe.view.text import format_number, format_size, layer_range, pipeline_name, plural
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
 from planner.reasons import WITHIN_WORDS
@@ -58,7 +58,7 @@ def render_plan(
 
 def shape_line(told: Description) -> str:
     limit, policy = told.memory_limit_bytes, told.policy
-    room = f"a device has {size(limit)}" if limit is not None else "no memory limit"
+    room = f"a device has {format_size(limit)}" if limit is not None else "no memory limit"
     split = ", aligned split" if policy.split == "aligned" else ""
     shape = f"{plural(told.layers, 'layer')}, {plural(policy.devices_per_node, 'device')} a node, {room}"
     return f"{shape}, {policy.objective} objective{split}"
@@ -93,7 +93,7 @@ def elapsed(value_ms: float) -> str:
 
 def memory(size_bytes: int) -> str:
     """``–`` for none at all: the profile has no sizes."""
-    return size(size_bytes) if size_bytes else "–"
+    return format_size(size_bytes) if size_bytes else "–"
 
 
 def proof(row: TemplateRow) -> str:
@@ -311,7 +311,7 @@ def closing_line(told: Description) -> Text:
     return Text.assemble(
         ("expected step ", "dim"),
         (elapsed(told.iteration_ms), "bold"),
-        (f", {number(told.samples_per_s, 0)} samples/s; ", "dim"),
+        (f", {format_number(told.samples_per_s, 0)} samples/s; ", "dim"),
         (f"global batch {policy.global_batch} as ", "dim"),
         (f"{plural(policy.microbatches, 'microbatch', 'microbatches')} of {policy.microbatch_rows}", "dim"),
     )

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ftd.config.profile_document import LayerEntry, LinkEntry, NetworkEntry, ProfileDocument, SpreadEntry
 from ftd.observe.view.blocks import plain_table
-from ftd.observe.view.text import plural, size
+from ftd.observe.view.text import format_size, plural
 from planner.values import Link
 
 _MOST_COUNTS = 6
@@ -17,7 +17,7 @@ def render_profile(document: ProfileDocument) -> RenderableType:
     """Layers, network and provenance: readable at 80 columns."""
     count = plural(len(document.layers), "layer")
     room = document.device_memory_bytes
-    memory = f", {size(room)} of memory" if room is not None else ""
+    memory = f", {format_size(room)} of memory" if room is not None else ""
     rows = plural(document.microbatch_rows, "row")
     parts: list[RenderableType] = [
         Text.assemble(("Layers", "bold"), (f"  {count}, microbatches of {rows}{memory}; times in ms", "dim")),
@@ -51,7 +51,7 @@ def _shards(document: ProfileDocument) -> str:
     return f"{shards}\ntensor-parallel: all rows on each, of linear modules a part; computed and not measured"
 
 
-def spread(entry: SpreadEntry) -> str:
+def format_spread(entry: SpreadEntry) -> str:
     """``1.52 ± 0.04``: the median, and half of what the middle half spans."""
     half_ms = (entry.upper_quartile_ms - entry.lower_quartile_ms) / 2
     digits = 3 if entry.median_ms < 1 else 2 if entry.median_ms < 100 else 1
@@ -67,7 +67,9 @@ def _layers(document: ProfileDocument) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for number, layer in enumerate(document.layers):
         sizes = (layer.parameter_bytes, layer.optimizer_bytes, layer.activation_bytes, layer.output_bytes)
-        table.add_row(_name(number, layer), *_passes(layer, document.microbatch_rows), *map(size, sizes))
+        table.add_row(
+            _name(number, layer), *_passes(layer, document.microbatch_rows), *map(format_size, sizes)
+        )
     return table
 
 
@@ -75,7 +77,7 @@ def _passes(layer: LayerEntry, rows: int) -> tuple[str, str]:
     whole = next((entry for entry in layer.measured if entry.rows == rows), None)
     if whole is None:
         return f"{layer.forward_ms:.3f}", f"{layer.backward_ms:.3f}"
-    return spread(whole.forward), spread(whole.backward)
+    return format_spread(whole.forward), format_spread(whole.backward)
 
 
 def _stages(document: ProfileDocument) -> Table:
@@ -108,7 +110,7 @@ def _network(network: NetworkEntry) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for length in sorted({length for _, length in times}):
         cells = (times.get((count, length)) for count in (1, *members))
-        table.add_row(size(length), *(spread(cell) if cell else "–" for cell in cells))
+        table.add_row(format_size(length), *(format_spread(cell) if cell else "–" for cell in cells))
     return table
 
 

@@ -11,7 +11,7 @@ _PATIENCE_S = 1.0
 
 
 @contextmanager
-def late_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def delayed_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Yields what is to be told how much is done, and of how much. From the second second on a bar shows it,
     on stderr, if that is a terminal; nothing of it stays."""
     console = Console(stderr=True)

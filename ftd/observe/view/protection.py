@@ -4,8 +4,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ftd.observe.view.blocks import plain_table
-from ftd.observe.view.text import layer_range, plural, size
-from ftd.snapshots.protection import Replicas, SnapshotProtection
+from ftd.observe.view.text import format_size, layer_range, plural
+from ftd.snapshots.protection import ReplicaMemory, SnapshotProtection
 from storage.codes import has_buddy
 
 MOST_GROUPS = 24
@@ -25,7 +25,7 @@ def render_protection(told: SnapshotProtection) -> RenderableType:
         table.add_row(
             layer_range(group.first_layer, group.end_layer),
             str(group.owners),
-            "–" if group.bucket_bytes is None else size(group.bucket_bytes),
+            "–" if group.bucket_bytes is None else format_size(group.bucket_bytes),
             _lost(told, group.guarantee),
         )
     hidden = len(told.groups) - len(shown)
@@ -45,8 +45,8 @@ def _sentences(told: SnapshotProtection) -> list[str]:
     lines.append(_guarantee_line(told))
     if told.node_bytes is not None and told.arena_bytes is not None and told.arena_peak_bytes is not None:
         lines.append(
-            f"{size(told.node_bytes)} a snapshot on the fullest node; its arenas take "
-            f"{size(told.arena_bytes)}, and {size(told.arena_peak_bytes)} while a commit is pending"
+            f"{format_size(told.node_bytes)} a snapshot on the fullest node; its arenas take "
+            f"{format_size(told.arena_bytes)}, and {format_size(told.arena_peak_bytes)} while a commit is pending"
         )
     lines.append(
         f"{told.overhead:.1%} more than unprotected" if told.overhead else "no bytes beyond the state"
@@ -54,16 +54,16 @@ def _sentences(told: SnapshotProtection) -> list[str]:
     return lines + ([] if told.replicas is None else _replica_lines(told.replicas, told.groups[0].owners))
 
 
-def _replica_lines(kept: Replicas, owners: int) -> list[str]:
+def _replica_lines(kept: ReplicaMemory, owners: int) -> list[str]:
     """AOR beside the snapshots: what it withstands, what it takes, and where it takes more than it saves."""
     lines = [
         "aor: any node of a group may be lost while it trains, and nothing is done again; its replicas take "
-        f"{size(kept.host_bytes)} of the fullest node's memory"
+        f"{format_size(kept.host_bytes)} of the fullest node's memory"
     ]
     if kept.sharded_bytes >= kept.whole_bytes:
         lines.append(
-            f"with {owners} owners zero1 and aor take {size(kept.sharded_bytes)} of that node's devices and "
-            f"memory, and {size(kept.whole_bytes)} are enough without: unless the devices are too small, set "
+            f"with {owners} owners zero1 and aor take {format_size(kept.sharded_bytes)} of that node's devices and "
+            f"memory, and {format_size(kept.whole_bytes)} are enough without: unless the devices are too small, set "
             "zero1 = false and take aec"
         )
     return lines

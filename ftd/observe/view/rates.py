@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ftd.observe.view.document import Report, StepRecord
+from ftd.observe.view.document import Report, ReportedStep
 from ftd.observe.view.text import throughput_words
 
 Series = list[tuple[float, float]]
 """(seconds since the first event, value), in order."""
 
 
-def committed_at_s(steps: Sequence[StepRecord]) -> list[float]:
+def committed_at_s(steps: Sequence[ReportedStep]) -> list[float]:
     """When each step was committed. Of those that were heard of all at once, since the broker or the
     coordinator had been away, only the last one's time is known; the others came before it, as they took.
     """
@@ -24,7 +24,7 @@ def committed_at_s(steps: Sequence[StepRecord]) -> list[float]:
     return times
 
 
-def begun_at_s(steps: Sequence[StepRecord]) -> float:
+def begun_at_s(steps: Sequence[ReportedStep]) -> float:
     """When the first step began; there must be one."""
     return steps[0].at_s - (steps[0].step_s or 0.0)
 

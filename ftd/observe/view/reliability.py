@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from ftd.config.reliability_file import ReliabilityQuestion
+from ftd.config.reliability_file import ReliabilityInput
 from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import JsonMap, plural
 
@@ -16,7 +16,7 @@ _ROWS = (
 )
 
 
-def render_reliability(question: ReliabilityQuestion, told: JsonMap) -> RenderableType:
+def render_reliability(question: ReliabilityInput, told: JsonMap) -> RenderableType:
     """:param told: what ``ftd reliability --json`` prints."""
     protection = question.protection
     table = plain_table()
@@ -46,7 +46,7 @@ def render_reliability(question: ReliabilityQuestion, told: JsonMap) -> Renderab
     )
 
 
-def _sentences(question: ReliabilityQuestion, told: JsonMap) -> list[Text]:
+def _sentences(question: ReliabilityInput, told: JsonMap) -> list[Text]:
     repaired = told["with_repair"]
     horizon = f"{question.horizon_days:g} days"
     rate = repaired["losses_per_day"]

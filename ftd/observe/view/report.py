@@ -10,21 +10,21 @@ from typing import Any, Literal
 
 import msgspec
 
-from ftd.observe.run import FAILURE_CAUSES, Detection, Evaluated, Run, StepCommitted
-from ftd.observe.run import Recovery as Completed
+from ftd.observe.run_model import FAILURE_CAUSES, Detection, Evaluated, RunModel, StepCommitted
+from ftd.observe.run_model import RecoveryDetails as Completed
 from ftd.observe.view.document import (
-    EvaluationRecord,
-    Fault,
-    Final,
-    JobFacts,
-    Kept,
+    FinalState,
     Outcome,
-    Pause,
-    PipelineFacts,
-    Processes,
-    Recovery,
     Report,
-    StepRecord,
+    ReportedEvaluation,
+    ReportedFault,
+    ReportedJob,
+    ReportedPause,
+    ReportedPipeline,
+    ReportedProcesses,
+    ReportedRecovery,
+    ReportedStep,
+    SaveSummary,
 )
 from ftd.observe.view.text import JsonMap
 
@@ -42,7 +42,7 @@ _CHANGE_HOW = {
 _SAME_MOMENT_S = 0.05
 
 
-def build_report(run: Run) -> Report:
+def build_report(run: RunModel) -> Report:
     """Return the report of all that was seen of a run so far."""
     return _Builder(run).build()
 
@@ -50,7 +50,7 @@ def build_report(run: Run) -> Report:
 class _Builder:
     """Renders a run as a report: its times count from the first event."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunModel) -> None:
         self._run = run
 
     def build(self) -> Report:
@@ -63,9 +63,9 @@ class _Builder:
             )
             for number, one in sorted(run.recoveries.items())
         ]
-        steps = tuple(self._step(one) for one in run.lasting(run.steps))
+        steps = tuple(self._step(one) for one in run.exclude_undone(run.steps))
         return Report(
-            job=JobFacts(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
+            job=ReportedJob(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
             outcome=_OUTCOMES[end.event] if end else "unfinished",
             outcome_reason=end.reason if end else "the run ended before the job did",
             started_at=run.began,
@@ -75,43 +75,45 @@ class _Builder:
             recoveries=tuple(r for r in recoveries if r.cause != "start"),
             faults=tuple(self._fault(key, owners[key]) for key in sorted(owners, key=lambda k: k[1])),
             pauses=tuple(
-                Pause(at_s=self._since(one.at), needed=one.needed, present=one.present, reason=one.reason)
+                ReportedPause(
+                    at_s=self._since(one.at), needed=one.needed, present=one.present, reason=one.reason
+                )
                 for one in sorted(run.pauses, key=lambda one: one.at)
             ),
             processes={
-                node: Processes(
+                node: ReportedProcesses(
                     daemon=tuple(known.daemon),
                     trainers={str(device): tuple(pids) for device, pids in sorted(known.trainers.items())},
                 )
                 for node, known in sorted(run.processes.items())
             },
-            final=Final(
+            final=FinalState(
                 step=steps[-1].step if steps else 0,
                 loss=steps[-1].loss if steps else None,
                 checksum=end.checksum if end else None,
             ),
             snapshots=self._kept_of("snapshots"),
             checkpoints=self._kept_of("checkpoints"),
-            evaluations=tuple(self._evaluation(one) for one in run.lasting(run.evaluations)),
+            evaluations=tuple(self._evaluation(one) for one in run.exclude_undone(run.evaluations)),
         )
 
-    def _kept_of(self, kind: str) -> Kept:
-        told = sorted((one for one in self._run.kept if one.kind == kind), key=lambda one: one.at)
+    def _kept_of(self, kind: str) -> SaveSummary:
+        told = sorted((one for one in self._run.saves if one.kind == kind), key=lambda one: one.at)
         completed = [one for one in told if one.completed]
         given_up = [one for one in told if not one.completed]
         newest = completed[-1] if completed else None
         took = sorted(one.took_s for one in completed if one.took_s is not None)
         stalls = [one.stall_s for one in completed if one.stall_s is not None]
         protection = newest.protection if newest is not None else None
-        return Kept(
+        return SaveSummary(
             completed=len(completed),
-            given_up=len(given_up),
+            abandoned=len(given_up),
             newest_step=newest.step if newest is not None else None,
             size_bytes=newest.size_bytes if newest is not None else None,
-            how=protection if kind == "snapshots" else self._run.checkpoint_url,
-            last_problem=given_up[-1].reason if given_up else None,
-            took_s=_rounded(took[len(took) // 2]) if took else None,
-            stall_s=_rounded(sum(stalls)) if stalls else None,
+            protection_or_location=protection if kind == "snapshots" else self._run.checkpoint_url,
+            last_abandon_reason=given_up[-1].reason if given_up else None,
+            median_s=_rounded(took[len(took) // 2]) if took else None,
+            total_stall_s=_rounded(sum(stalls)) if stalls else None,
             longest_stall_s=_rounded(max(stalls)) if stalls else None,
         )
 
@@ -119,8 +121,8 @@ class _Builder:
         began_at = self._run.began_at
         return round(at - began_at, 6) if began_at is not None else 0.0
 
-    def _evaluation(self, said: Evaluated) -> EvaluationRecord:
-        return EvaluationRecord(
+    def _evaluation(self, said: Evaluated) -> ReportedEvaluation:
+        return ReportedEvaluation(
             step=said.step,
             loss=_finite(said.loss),
             weight=_finite(said.weight),
@@ -130,8 +132,8 @@ class _Builder:
             at_s=self._since(said.at),
         )
 
-    def _step(self, said: StepCommitted) -> StepRecord:
-        return StepRecord(
+    def _step(self, said: StepCommitted) -> ReportedStep:
+        return ReportedStep(
             step=said.step,
             loss=_finite(said.loss),
             gradient_norm=_finite(said.gradient_norm),
@@ -143,7 +145,7 @@ class _Builder:
             weight=_finite(said.weight),
         )
 
-    def _recovery(self, told: Completed, faults: Sequence[tuple[str | None, float]]) -> Recovery:
+    def _recovery(self, told: Completed, faults: Sequence[tuple[str | None, float]]) -> ReportedRecovery:
         detected_at = told.detected_at
         fault_at = min([at for _, at in faults], default=None)
         if fault_at is None:
@@ -159,7 +161,7 @@ class _Builder:
                 first = min(known, key=lambda one: one.detected_at)
                 how, detected_ms = first.how, (first.detected_at - fault_at) * 1000
         measured_from: Literal["fault", "detection"] = "detection" if fault_at is None else "fault"
-        return Recovery(
+        return ReportedRecovery(
             cause=told.cause,
             node=next(iter(told.nodes), None),
             nodes=tuple(told.nodes),
@@ -200,7 +202,7 @@ class _Builder:
         before, after = self._run.steps.get(step), self._run.steps.get(step + 1)
         return None if before is None or after is None else round((after.at - before.at) * 1000, 3)
 
-    def _fault(self, key: tuple[str | None, float], generations: Sequence[int]) -> Fault:
+    def _fault(self, key: tuple[str | None, float], generations: Sequence[int]) -> ReportedFault:
         run, (node, at) = self._run, key
         until = min((t for n, t in run.faults if n == node and t > at), default=math.inf)
         detected = self._detection(node, at, until)
@@ -209,7 +211,7 @@ class _Builder:
         if generations:
             told = run.recoveries[generations[0]].recovery
             total_ms = (told.detected_at - at) * 1000 + told.total_ms
-        return Fault(
+        return ReportedFault(
             fault=run.faults[key].fault,
             target=run.faults[key].target,
             device=run.faults[key].device,
@@ -226,7 +228,7 @@ class _Builder:
         return min(hits, key=lambda one: one.detected_at, default=None)
 
 
-def _attribute(run: Run) -> dict[tuple[str | None, float], list[int]]:
+def _attribute(run: RunModel) -> dict[tuple[str | None, float], list[int]]:
     """Which recoveries each fault led to, oldest first.
 
     A fault belongs to the first recovery from a failure (or, after ``term``, from a drain) of its node that
@@ -252,8 +254,8 @@ def _attribute(run: Run) -> dict[tuple[str | None, float], list[int]]:
     return owners
 
 
-def _pipelines(pipelines: Sequence[JsonMap]) -> tuple[PipelineFacts, ...]:
-    return msgspec.convert(pipelines, tuple[PipelineFacts, ...])
+def _pipelines(pipelines: Sequence[JsonMap]) -> tuple[ReportedPipeline, ...]:
+    return msgspec.convert(pipelines, tuple[ReportedPipeline, ...])
 
 
 def _finite(value: Any) -> float | None:

@@ -2,8 +2,8 @@
 
 from datetime import datetime, timedelta
 
-from ftd.observe.view.document import Recovery, Report
-from ftd.observe.view.text import CAUSE_WORDS, TIER_WORDS, duration, how_words, plural, size
+from ftd.observe.view.document import Report, ReportedRecovery
+from ftd.observe.view.text import CAUSE_WORDS, TIER_WORDS, format_duration, format_size, how_words, plural
 
 _DECISIONS = {
     "roll_forward": "every rank held complete gradients of step {next}: all applied it, nothing was redone",
@@ -12,7 +12,7 @@ _DECISIONS = {
 }
 
 
-def what_happened(recovery: Recovery, report: Report) -> tuple[str, str, str]:
+def what_happened(recovery: ReportedRecovery, report: Report) -> tuple[str, str, str]:
     """Who, what became of them, and the faults that were injected to that end, in brackets, or nothing."""
     faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
     injected = f" ({', '.join(dict.fromkeys(f.fault for f in faults))})" if faults else ""
@@ -34,7 +34,7 @@ def uneventful(report: Report) -> str:
     return "No failure, no join, no drain: one plan from the first step on."
 
 
-def decided(recovery: Recovery) -> str | None:
+def decided(recovery: ReportedRecovery) -> str | None:
     """What became of the steps: those undone, or the one in flight."""
     if recovery.rolled_back_steps:
         source = TIER_WORDS.get(recovery.tier, recovery.tier)
@@ -47,14 +47,14 @@ def decided(recovery: Recovery) -> str | None:
     return sentence.format(step=recovery.step, next=_in_flight(recovery)) if sentence else None
 
 
-def tries(recovery: Recovery) -> str | None:
+def tries(recovery: ReportedRecovery) -> str | None:
     """Said where one generation did not suffice."""
     if recovery.generations_tried < 2:
         return None
     return f"{recovery.generations_tried} generations: more changed before a step was committed"
 
 
-def told(recovery: Recovery, report: Report) -> list[str]:
+def describe_recovery(recovery: ReportedRecovery, report: Report) -> list[str]:
     """The whole story of one recovery: what was noticed, stopped, decided, moved, and when it was over."""
     who, became, injected = what_happened(recovery, report)
     noticed = how_words(recovery.detected_how)
@@ -78,22 +78,22 @@ def told(recovery: Recovery, report: Report) -> list[str]:
     return parts
 
 
-def _stopped(recovery: Recovery) -> str:
+def _stopped(recovery: ReportedRecovery) -> str:
     why = decided(recovery)
     stopped = f"All others had stopped and reported after {_ms(recovery.quiesce_ms)}"
     return f"{stopped}: {why}." if why else f"{stopped}."
 
 
-def _moved(recovery: Recovery) -> str:
+def _moved(recovery: ReportedRecovery) -> str:
     took = _ms(recovery.state_ms)
     if not recovery.bytes_moved:
         return f"No state had to move; all had met after {took}."
     source = TIER_WORDS.get(recovery.tier, "replicas that were alive")
-    return f"{size(recovery.bytes_moved)} of state came from {source}; all had met and held it after {took}."
+    return f"{format_size(recovery.bytes_moved)} of state came from {source}; all had met and held it after {took}."
 
 
 def _ms(value_ms: float) -> str:
-    return duration(value_ms / 1000)
+    return format_duration(value_ms / 1000)
 
 
 def _clock(report: Report, at_s: float) -> str:
@@ -103,6 +103,6 @@ def _clock(report: Report, at_s: float) -> str:
     return (began + timedelta(seconds=at_s)).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _in_flight(recovery: Recovery) -> int:
+def _in_flight(recovery: ReportedRecovery) -> int:
     """The step that was in flight: after a roll-forward it is the one that was resumed from."""
     return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1

@@ -11,11 +11,11 @@ from ftd.observe.view.text import (
     PHASE_STYLES,
     JsonMap,
     NodeColours,
-    barred_words,
-    duration,
+    format_duration,
+    format_number,
+    format_size,
+    ineligible_words,
     leader_words,
-    number,
-    size,
     waiting_words,
 )
 
@@ -64,7 +64,7 @@ def render_status(state: JsonMap) -> RenderableType:
         grid.add_row("plan", f"generation {state['generation']}")
     if leader := leader_words(state):
         grid.add_row("coordinator", leader)
-    for sentence in barred_words(state):
+    for sentence in ineligible_words(state):
         grid.add_row("", Text(sentence, style="yellow"))
     if snapshot := state.get("snapshot"):
         grid.add_row("snapshot", _snapshot(state, snapshot))
@@ -92,7 +92,7 @@ def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
     """``step 40, 12 s old, aec, on 4 nodes``; and how many of its parts are gone."""
     age_s = (_time(state["at"]) - _time(snapshot["at"])).total_seconds()
     owners, present = int(snapshot["owners"]), int(snapshot["present"])
-    words = f"step {snapshot['step']}, {duration(max(0.0, age_s))} old, {snapshot['protection']}, "
+    words = f"step {snapshot['step']}, {format_duration(max(0.0, age_s))} old, {snapshot['protection']}, "
     lost = f" ({owners - present} gone)" if present < owners else ""
     return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
 
@@ -100,7 +100,7 @@ def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
 def _checkpoint(checkpoint: JsonMap) -> str:
     """``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
     step, writing = checkpoint["step"], checkpoint["writing_step"]
-    there = "none yet" if step is None else f"step {step}, {size(checkpoint['size_bytes'])}"
+    there = "none yet" if step is None else f"step {step}, {format_size(checkpoint['size_bytes'])}"
     return f"{there}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
 
 
@@ -110,8 +110,8 @@ def _time(stamp: str) -> datetime:
 
 def _step(state: JsonMap, total: int) -> str:
     step = int(state.get("step") or 0)
-    words = f"{step} of {total} ({step / total:.0%}), loss {number(state.get('loss'))}"
+    words = f"{step} of {total} ({step / total:.0%}), loss {format_number(state.get('loss'))}"
     rate, step_s = state.get("samples_per_s"), state.get("step_s")
     if rate and step_s:
-        words += f", {number(rate, 0)} samples/s, {duration(step_s)} a step"
+        words += f", {format_number(rate, 0)} samples/s, {format_duration(step_s)} a step"
     return words

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.observe.view.lines import event_line
-from ftd.observe.view.text import QUIET_EVENTS, JsonMap, clock, duration, plural
+from ftd.observe.view.text import QUIET_EVENTS, JsonMap, format_clock, format_duration, plural
 
 _OF_A_RECOVERY = frozenset(
     {"Quiesced", "PlanChosen", "ClusterPaused", "TrainingResumed", "RecoveryCompleted"}
@@ -80,9 +80,9 @@ def _identity(event: JsonMap) -> tuple[object, ...]:
 def _title(chapter: Sequence[JsonMap]) -> Text:
     first, last = chapter[0], chapter[-1]
     took_s = float(last["monotonic"]) - float(first["monotonic"])
-    title = Text(clock(first.get("at")), style="dim")
+    title = Text(format_clock(first.get("at")), style="dim")
     if len(chapter) > 1:
-        title.append(f"  {plural(len(chapter), 'event')} in {duration(took_s)}", style="dim")
+        title.append(f"  {plural(len(chapter), 'event')} in {format_duration(took_s)}", style="dim")
     title.append(f"  (cause {first['cause']})", style="dim italic")
     return title
 
@@ -99,7 +99,7 @@ def _lines(chapter: Sequence[JsonMap], node: str) -> Table:
         line = event_line(event, with_clock=False)
         line.no_wrap = False
         grid.add_row(
-            "" if index == 0 else f"+{duration(after_s)}",
+            "" if index == 0 else f"+{format_duration(after_s)}",
             Text("▌" if mine else "│", style="bold" if mine else "dim"),
             line,
         )

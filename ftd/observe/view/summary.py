@@ -9,22 +9,22 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.run import is_failure
+from ftd.observe.run_model import is_failure
 from ftd.observe.view.blocks import natural, pipeline_lines, plain_table
-from ftd.observe.view.document import Fault, Kept, PipelineFacts, Recovery, Report
-from ftd.observe.view.live.chart import History, loss_chart
+from ftd.observe.view.document import Report, ReportedFault, ReportedPipeline, ReportedRecovery, SaveSummary
+from ftd.observe.view.live.chart import LossHistory, loss_chart
 from ftd.observe.view.rates import median_throughput
 from ftd.observe.view.sentences import decided, tries, uneventful, what_happened
 from ftd.observe.view.text import (
     NodeColours,
-    duration,
+    format_duration,
+    format_milliseconds,
+    format_number,
+    format_size,
     how_words,
     learning_rate_words,
     metrics_words,
-    milliseconds,
-    number,
     plural,
-    size,
 )
 
 _OUTCOME_STYLES = {
@@ -58,7 +58,7 @@ def render_summary(report: Report) -> RenderableType:
             _unanswered(unanswered),
         ]
     for pause in report.pauses:
-        parts.append(Text(f"Paused after {duration(pause.at_s)}: {pause.reason}", style="yellow"))
+        parts.append(Text(f"Paused after {format_duration(pause.at_s)}: {pause.reason}", style="yellow"))
     return Group(*parts)
 
 
@@ -73,9 +73,11 @@ def _headline(report: Report) -> RenderableType:
     redone = sum(r.recomputed_steps for r in report.recoveries)
     why = report.outcome_reason if report.outcome != "finished" else ""
     if report.under_way:
-        grid.add_row("outcome", Text.assemble(("under way", style), f" for {duration(report.duration_s)}"))
+        grid.add_row(
+            "outcome", Text.assemble(("under way", style), f" for {format_duration(report.duration_s)}")
+        )
     else:
-        took = f" after {duration(report.duration_s)}  "
+        took = f" after {format_duration(report.duration_s)}  "
         grid.add_row("outcome", Text.assemble((report.outcome, style), took, (why, "dim")))
     grid.add_row(
         "steps",
@@ -83,13 +85,13 @@ def _headline(report: Report) -> RenderableType:
     )
     if report.steps:
         first, last = report.steps[0], report.steps[-1]
-        grid.add_row("loss", f"{number(first.loss)} → {number(last.loss)}{_speed(report)}")
+        grid.add_row("loss", f"{format_number(first.loss)} → {format_number(last.loss)}{_speed(report)}")
     _add_evaluations(grid, report)
     _add_skipped(grid, report)
     others = plural(len(report.recoveries) - len(failures), "other change")
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
     _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
-    _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.how}")
+    _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.protection_or_location}")
     none = "none: the job goes on" if report.under_way else "none: the job did not finish"
     grid.add_row("checksum", Text(report.final.checksum or none, overflow="fold"))
     parts: list[RenderableType] = [grid]
@@ -104,7 +106,11 @@ def _add_evaluations(grid: Table, report: Report) -> None:
     if not report.evaluations:
         return
     first, last = report.evaluations[0], report.evaluations[-1]
-    trend = f"{number(first.loss)} → {number(last.loss)}" if first is not last else number(last.loss)
+    trend = (
+        f"{format_number(first.loss)} → {format_number(last.loss)}"
+        if first is not last
+        else format_number(last.loss)
+    )
     times = plural(len(report.evaluations), "evaluation")
     said = ", ".join(filter(None, [f"{times}, the last after step {last.step}", metrics_words(last.metrics)]))
     grid.add_row("held out", f"{trend}   ({said})")
@@ -119,18 +125,18 @@ def _add_skipped(grid: Table, report: Report) -> None:
         grid.add_row("updates", Text(said, style="yellow"))
 
 
-def _add_kept(grid: Table, title: str, kept: Kept, where: str) -> None:
+def _add_kept(grid: Table, title: str, kept: SaveSummary, where: str) -> None:
     """A line where there were any; why one failed, where one did."""
-    if not kept.completed and not kept.given_up:
+    if not kept.completed and not kept.abandoned:
         return
     text = Text("none")
     if kept.completed:
         said = f"{kept.completed} {where}, the newest of step {kept.newest_step}"
-        facts = [kept.how] if title == "snapshots" and kept.how else []
-        facts += [size(kept.size_bytes)] if kept.size_bytes else []
+        facts = [kept.protection_or_location] if title == "snapshots" and kept.protection_or_location else []
+        facts += [format_size(kept.size_bytes)] if kept.size_bytes else []
         text = Text(f"{said} ({', '.join(facts)})" if facts else said)
-    if kept.given_up:
-        text.append(f"; {kept.given_up} given up, the last: {kept.last_problem}", style="yellow")
+    if kept.abandoned:
+        text.append(f"; {kept.abandoned} given up, the last: {kept.last_abandon_reason}", style="yellow")
     grid.add_row(title, text)
 
 
@@ -138,17 +144,17 @@ def _speed(report: Report) -> str:
     times = sorted(s.step_s for s in report.steps if s.step_s)
     if not times:
         return ""
-    said = [f"median step {duration(times[len(times) // 2])}", median_throughput(report)]
+    said = [f"median step {format_duration(times[len(times) // 2])}", median_throughput(report)]
     if learning_rate := learning_rate_words(report.steps[-1].learning_rate):
         said.append(f"learning rate {learning_rate}")
     return f"   ({', '.join(filter(None, said))})"
 
 
-def _worst(failures: Sequence[Recovery]) -> str:
+def _worst(failures: Sequence[ReportedRecovery]) -> str:
     if not failures:
         return ""
     worst = max(failures, key=lambda r: r.total_ms)
-    return f"; at worst {duration(worst.total_ms / 1000)} from a failure to the next committed step"
+    return f"; at worst {format_duration(worst.total_ms / 1000)} from a failure to the next committed step"
 
 
 class _Chart:
@@ -158,7 +164,7 @@ class _Chart:
         self._report = report
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        history = History()
+        history = LossHistory()
         for step in self._report.steps:
             history.add(step.step, step.loss if step.loss is not None else float("nan"))
         changes = self._report.recoveries
@@ -200,12 +206,12 @@ class _RecoveryTable:
         yield table
 
 
-def _number(index: int, recovery: Recovery) -> Text:
+def _number(index: int, recovery: ReportedRecovery) -> Text:
     failure = is_failure(recovery.cause, recovery.rolled_back_steps)
     return Text(str(index), style="red" if failure else "green")
 
 
-def _cells(recovery: Recovery) -> list[RenderableType]:
+def _cells(recovery: ReportedRecovery) -> list[RenderableType]:
     times_ms = (
         recovery.detected_ms,
         recovery.quiesce_ms,
@@ -215,14 +221,14 @@ def _cells(recovery: Recovery) -> list[RenderableType]:
         recovery.total_ms,
     )
     return [
-        *(milliseconds(t) for t in times_ms),
-        size(recovery.bytes_moved),
+        *(format_milliseconds(t) for t in times_ms),
+        format_size(recovery.bytes_moved),
         Text(str(recovery.rolled_back_steps), style="bold red" if recovery.rolled_back_steps else ""),
         str(recovery.recomputed_steps),
     ]
 
 
-def _what(recovery: Recovery, report: Report) -> Text:
+def _what(recovery: ReportedRecovery, report: Report) -> Text:
     who, became, injected = what_happened(recovery, report)
     return Text.assemble((who, "bold"), became, (injected, "dim"))
 
@@ -273,11 +279,11 @@ class _Change:
         yield grid
 
 
-def _pipelines(pipelines: Sequence[PipelineFacts], colours: NodeColours) -> Text:
+def _pipelines(pipelines: Sequence[ReportedPipeline], colours: NodeColours) -> Text:
     if not pipelines:
         return Text("nothing ran", style="dim")
     return pipeline_lines(msgspec.to_builtins(pipelines), colours)
 
 
-def _unanswered(faults: Sequence[Fault]) -> Text:
-    return Text("\n".join(f"{f.fault} {f.node or ''} after {duration(f.at_s)}" for f in faults))
+def _unanswered(faults: Sequence[ReportedFault]) -> Text:
+    return Text("\n".join(f"{f.fault} {f.node or ''} after {format_duration(f.at_s)}" for f in faults))

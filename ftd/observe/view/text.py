@@ -37,19 +37,19 @@ EVENT_MARKS = {
     "NodeFenced": ("✖", "red"),
     "NodeRejected": ("✖", "yellow"),
     "JobFailed": ("✖", "bold red"),
-    "TakeoverRefused": ("✖", "bold red"),
+    "TakeoverRejected": ("✖", "bold red"),
     "ReplicasDiverged": ("✖", "bold red"),
     "ChaosInjected": ("↯", "bold yellow"),
-    "ChaosRefused": ("↯", "yellow"),
+    "ChaosRejected": ("↯", "yellow"),
     "BrokerLost": ("▲", "yellow"),
     "LeaderLost": ("▲", "yellow"),
-    "StandbyBarred": ("▲", "yellow"),
+    "StandbyIneligible": ("▲", "yellow"),
     "ClusterPaused": ("▮", "bold yellow"),
     "PeerSuspected": ("▲", "yellow"),
-    "ReplicaDiverged": ("▲", "yellow"),
+    "OptimizerReplicaDiverged": ("▲", "yellow"),
     "UpdateSkipped": ("▲", "yellow"),
     "StragglerDetected": ("▲", "yellow"),
-    "MessageRefused": ("▲", "yellow"),
+    "MessageRejected": ("▲", "yellow"),
     "NodeJoined": ("✚", "bold green"),
     "NodeRecovered": ("✚", "green"),
     "StragglerRecovered": ("✚", "green"),
@@ -133,7 +133,7 @@ class NodeColours:
         return self._given.setdefault(node, _NODE_COLOURS[len(self._given) % len(_NODE_COLOURS)])
 
 
-def words(name: str) -> str:
+def event_words(name: str) -> str:
     """``NodeLost`` → ``node lost``."""
     return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
@@ -168,18 +168,18 @@ def leader_words(state: JsonMap, most: int = 10_000) -> str:
         return ""
     standbys = [str(name) for name in state.get("standbys") or ()]
     behind = f"standing by: {', '.join(standbys)}" if standbys else "nobody stands by"
-    barred = state.get("barred") or {}
-    beside = f"; not able to take over: {', '.join(map(str, barred))}" if barred else ""
+    ineligible = state.get("ineligible") or {}
+    beside = f"; not able to take over: {', '.join(map(str, ineligible))}" if ineligible else ""
     told = f"{leader} leads, {behind}{beside}"
     if len(told) > most:
         told = f"{leader} leads, standing by: {len(standbys)}"
-        told += f"; not able to take over: {len(barred)}" if barred else ""
+        told += f"; not able to take over: {len(ineligible)}" if ineligible else ""
     return told if len(told) <= most else f"{told[: most - 1]}…"
 
 
-def barred_words(state: JsonMap) -> list[str]:
+def ineligible_words(state: JsonMap) -> list[str]:
     """A sentence for each coordinator that is there and would not take over."""
-    return [f"{name} will not take over: {why}" for name, why in (state.get("barred") or {}).items()]
+    return [f"{name} will not take over: {why}" for name, why in (state.get("ineligible") or {}).items()]
 
 
 def layer_range(first_layer: int, end_layer: int) -> str:
@@ -187,7 +187,7 @@ def layer_range(first_layer: int, end_layer: int) -> str:
     return str(first_layer) if end_layer - first_layer == 1 else f"{first_layer}–{end_layer - 1}"
 
 
-def size(size_bytes: float) -> str:
+def format_size(size_bytes: float) -> str:
     """``0 B``, ``640 KiB``, ``3.2 MiB``."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -197,14 +197,14 @@ def size(size_bytes: float) -> str:
     return f"{value:.1f} TiB"
 
 
-def milliseconds(value_ms: float | None) -> str:
+def format_milliseconds(value_ms: float | None) -> str:
     """For a column headed ``ms``: whole from 10 on, one decimal below, ``–`` where unknown."""
     if value_ms is None:
         return "–"
     return f"{value_ms:.0f}" if value_ms >= 9.95 else f"{value_ms:.1f}"
 
 
-def duration(value_s: float) -> str:
+def format_duration(value_s: float) -> str:
     """``98 ms``, ``1.24 s``, ``12.4 s``, ``2:05``, ``3:04:05``."""
     if value_s < 1:
         return f"{value_s * 1000:.0f} ms"
@@ -215,14 +215,14 @@ def duration(value_s: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def number(value: float | None, digits: int = 4) -> str:
+def format_number(value: float | None, digits: int = 4) -> str:
     """A loss or a rate; ``–`` where there is none (yet) and the word itself where it is not finite."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
-def rate(value: float) -> str:
+def format_rate(value: float) -> str:
     """Something per second: ``0.52``, ``7.3``, ``320``, ``51,200``."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
@@ -230,8 +230,8 @@ def rate(value: float) -> str:
 def throughput_words(tokens_per_s: float | None, samples_per_s: float | None) -> str:
     """``51,200 tokens/s``; samples where the loss has no tokens, and nothing where neither is known."""
     if tokens_per_s:
-        return f"{rate(tokens_per_s)} tokens/s"
-    return f"{rate(samples_per_s)} samples/s" if samples_per_s else ""
+        return f"{format_rate(tokens_per_s)} tokens/s"
+    return f"{format_rate(samples_per_s)} samples/s" if samples_per_s else ""
 
 
 def learning_rate_words(value: float | None) -> str:
@@ -241,10 +241,10 @@ def learning_rate_words(value: float | None) -> str:
 
 def metrics_words(metrics: Mapping[str, float | None] | None) -> str:
     """``accuracy 0.2500, f1 0.3000``; empty where there are none."""
-    return ", ".join(f"{name} {number(value)}" for name, value in (metrics or {}).items())
+    return ", ".join(f"{name} {format_number(value)}" for name, value in (metrics or {}).items())
 
 
-def clock(at: str | None) -> str:
+def format_clock(at: str | None) -> str:
     """The local wall-clock time of an ISO-8601 stamp, to the millisecond."""
     if not at:
         return "--:--:--.---"

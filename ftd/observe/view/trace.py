@@ -17,7 +17,7 @@ COPIES = ("copy", "help")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     kind: str
     began_us: float
     """From the beginning of the trace."""
@@ -31,7 +31,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class RankTrace:
     """What one trainer did."""
 
     name: str
@@ -39,10 +39,10 @@ class Row:
     rank: int
     place: str
     """``pipeline A, stage 2``; empty where it is not known."""
-    spans: tuple[Span, ...]
+    spans: tuple[TraceSpan, ...]
     dropped: int = 0
 
-    def of(self, *kinds: str) -> list[Span]:
+    def of(self, *kinds: str) -> list[TraceSpan]:
         return [span for span in self.spans if span.kind in kinds]
 
     @property
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copied:
+class CopiedBytes:
     """Bytes of snapshots by when they were copied."""
 
     waiting_bytes: int = 0
@@ -66,7 +66,7 @@ class Copied:
         return self.waiting_bytes + self.beside_bytes + self.stalled_bytes
 
 
-def rows_of(found: Sequence[TraceData], places: dict[str, str]) -> list[Row]:
+def align_traces(found: Sequence[TraceData], places: dict[str, str]) -> list[RankTrace]:
     """By rank; times count from the earliest beginning.
 
     No rank passes a vote before the last one has come to it, so the ends of a step's vote are one moment on
@@ -75,12 +75,12 @@ def rows_of(found: Sequence[TraceData], places: dict[str, str]) -> list[Row]:
     :param places: ``node/device`` → where in the plan.
     """
     rows = [
-        Row(
+        RankTrace(
             name=f"{data.node}/{data.device}",
             rank=data.rank,
             place=places.get(f"{data.node}/{data.device}", ""),
             spans=tuple(
-                Span(kind=kind, began_us=began, took_us=took, number=number, size_bytes=size)
+                TraceSpan(kind=kind, began_us=began, took_us=took, number=number, size_bytes=size)
                 for kind, began, took, number, size in sorted(data.spans, key=lambda s: (s[1], -s[2]))
             ),
             dropped=data.dropped,
@@ -98,7 +98,7 @@ def rows_of(found: Sequence[TraceData], places: dict[str, str]) -> list[Row]:
     ]
 
 
-def copied(row: Row) -> Copied:
+def copied(row: RankTrace) -> CopiedBytes:
     """A slice that is partly within a wait counts partly."""
     waits = row.of(*WAITS)
     waiting = total = 0.0
@@ -106,14 +106,14 @@ def copied(row: Row) -> Copied:
         inside = sum(max(0.0, min(span.ended_us, w.ended_us) - max(span.began_us, w.began_us)) for w in waits)
         waiting += span.size_bytes * (min(1.0, inside / span.took_us) if span.took_us else 0.0)
         total += span.size_bytes
-    return Copied(
+    return CopiedBytes(
         waiting_bytes=round(waiting),
         beside_bytes=round(total - waiting),
         stalled_bytes=sum(span.size_bytes for span in row.of("help")),
     )
 
 
-def chrome_trace(rows: Sequence[Row], *, name: str) -> str:
+def chrome_trace(rows: Sequence[RankTrace], *, name: str) -> str:
     """The whole as JSON text: a process for each rank, with the threads ``main`` and ``copier``."""
     events: list[dict[str, Any]] = []
     for row in rows:
@@ -133,7 +133,7 @@ def chrome_trace(rows: Sequence[Row], *, name: str) -> str:
     return json.dumps(document, separators=(",", ":")) + "\n"
 
 
-def _event(rank: int, span: Span) -> dict[str, Any]:
+def _event(rank: int, span: TraceSpan) -> dict[str, Any]:
     arguments: dict[str, Any] = {}
     name = span.kind
     if span.kind in ("forward", "backward"):
@@ -161,7 +161,7 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _votes(row: Row) -> dict[int, float]:
+def _votes(row: RankTrace) -> dict[int, float]:
     """The end of each step's vote."""
     return {
         step.number: max(ends)

@@ -5,7 +5,7 @@ import structlog
 from msgspec.structs import replace
 
 from statemachine.messages.values import SnapshotGroup
-from storage.manifest import Manifest
+from storage.manifest import SnapshotManifest
 
 log = structlog.get_logger("ftd.node")
 
@@ -45,10 +45,10 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 def keepers_of(group: SnapshotGroup) -> tuple[str, ...]:
     """Owners in their order, then the only one's buddy."""
-    return (*group.owners, group.buddy) if group.buddy else group.owners
+    return (*group.owners, group.replica_peer) if group.replica_peer else group.owners
 
 
-def layouts_of(manifest: Manifest, group: SnapshotGroup, owner: int) -> list[GroupLayout]:
+def layouts_of(manifest: SnapshotManifest, group: SnapshotGroup, owner: int) -> list[GroupLayout]:
     """Return what the manifest says of layers of the group, where it speaks of the very same owners."""
     try:
         layout = msgspec.convert(manifest.layout, _Layout)

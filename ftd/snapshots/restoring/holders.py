@@ -6,28 +6,28 @@ from dataclasses import dataclass, field
 
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.group_layout import GroupLayout, keepers_of, layouts_of
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.sources import Source
+from ftd.snapshots.shards.sources import SnapshotSource
 from statemachine.messages.values import Restore, SnapshotGroup
-from storage.manifest import Manifest, Part
+from storage.manifest import SnapshotManifest, SnapshotPart
 
 Lose = Callable[[str, str, str], None]
 """Takes a node, a part and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keeper:
+class ShardHolder:
     """One owner of a group, or its buddy, with what one of its devices has of some layers that is sound."""
 
     node: str
     owner: int
-    shard: Part | None
-    small: Part | None
+    shard: SnapshotPart | None
+    small: SnapshotPart | None
     layout: GroupLayout
-    held: Held | None
+    held: ArenaSnapshot | None
     """``None``: it is another node's."""
-    replica: Part | None
+    replica: SnapshotPart | None
     """Of the next owner's part, under ZeRO-1."""
 
     def named(self, kind: str) -> str:
@@ -36,15 +36,17 @@ class Keeper:
 
 
 @dataclass(slots=True, kw_only=True)
-class Keepers:
+class SnapshotHolders:
     """Of one snapshot, seen from ``node``; whom it asked it does not ask again."""
 
     restore: Restore
     node: str
-    arenas: Arenas
+    arenas: NodeArenas
     client: ShardClient
     lose: Lose
-    _known: dict[str, list[tuple[Manifest, Held | None, set[str]]]] = field(default_factory=dict)
+    _known: dict[str, list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]] = field(
+        default_factory=dict
+    )
     """By node: its manifests of this very snapshot, and the names of its damaged parts."""
 
     async def ask(self, groups: Iterable[SnapshotGroup]) -> None:
@@ -54,7 +56,7 @@ class Keepers:
         answers = await asyncio.gather(*(self._manifests_of(node) for node in asked))
         self._known |= dict(zip(asked, answers, strict=True))
 
-    def of(self, group: SnapshotGroup) -> list[Keeper]:
+    def of(self, group: SnapshotGroup) -> list[ShardHolder]:
         """Return those of all layers of the group: own memory first, then owners', then their buddies'; of those
         who were asked. All arenas of a node are looked into."""
         keepers = []
@@ -64,7 +66,7 @@ class Keepers:
                 parts = {part.name: part for part in manifest.parts if part.name not in damaged}
                 for layout in layouts_of(manifest, group, owner):
                     keepers.append(
-                        Keeper(
+                        ShardHolder(
                             node=node,
                             owner=owner,
                             shard=parts.get(layout.name_of("shard")),
@@ -76,21 +78,21 @@ class Keepers:
                     )
         return sorted(keepers, key=lambda keeper: keeper.node != self.node)
 
-    async def _manifests_of(self, node: str) -> list[tuple[Manifest, Held | None, set[str]]]:
+    async def _manifests_of(self, node: str) -> list[tuple[SnapshotManifest, ArenaSnapshot | None, set[str]]]:
         job, step = self.restore.job_id, self.restore.step
-        found: list[tuple[Manifest, Held | None]]
+        found: list[tuple[SnapshotManifest, ArenaSnapshot | None]]
         if node == self.node:
             held = self.arenas.find(job, step)
             damaged = set(await asyncio.to_thread(self.arenas.damaged, held))
             found = [(one.manifest, one) for one in held]
         else:
             try:
-                source = Source(node=node, address=self.restore.sources[node])
+                source = SnapshotSource(node=node, address=self.restore.sources[node])
                 answer = await self.client.manifest(source, job, step)
             except PeerError as error:
                 self.lose(node, "manifest", str(error))
                 return []
-            damaged = set(answer.damaged) if answer is not None else set()
+            damaged = set(answer.corrupt) if answer is not None else set()
             found = [(manifest, None) for manifest in answer.manifests] if answer is not None else []
         for name in sorted(damaged):
             self.lose(node, name, "its digest does not match")

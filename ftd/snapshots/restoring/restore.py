@@ -15,18 +15,18 @@ import numpy as np
 import structlog
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.bucket import FailedError, Plan, Stretch, carry_out, planned
-from ftd.snapshots.restoring.holders import Keeper, Keepers
-from ftd.snapshots.restoring.restore_parts import KeptParts, LostPartsError, homes_of, put_together
-from ftd.snapshots.restoring.staging import Found, Put, Target
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.restoring.holders import ShardHolder, SnapshotHolders
+from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, homes_of, put_together
+from ftd.snapshots.restoring.read_plan import ByteRange, ReadPlan, ShardsUnusableError, carry_out, planned
+from ftd.snapshots.restoring.staging import Found, Put, RestoreTarget
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.codes import make_code
-from storage.errors import DamagedError, LostError
+from storage.errors import CorruptDataError, TooManyLossesError
 from storage.image import GroupImage, LayerImage
-from storage.manifest import Part
+from storage.manifest import SnapshotPart
 from storage.partimage import ShardedImage
 from storage.shards import Bytes, ShardLayout
 
@@ -36,10 +36,10 @@ DamageTold = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
 
-class RestoreError(PeerError):
+class LayerRestoreError(PeerError):
     """The layers cannot be put together.
 
-    ``bad``: whose shards cannot be had, or are damaged; ``damaged``: the persistent checkpoint is to blame.
+    ``bad``: whose shards cannot be had, or are damaged; ``corrupt``: the persistent checkpoint is to blame.
     """
 
     def __init__(self, detail: str, bad: Iterable[str] = (), *, damaged: bool = False) -> None:
@@ -49,7 +49,7 @@ class RestoreError(PeerError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreStatistics:
     """What a restore took."""
 
     own_bytes: int
@@ -64,7 +64,7 @@ class Restorer:
 
     restore: Restore
     node: str
-    arenas: Arenas
+    arenas: NodeArenas
     client: ShardClient
     tell: DamageTold
     _bad: set[str] = field(default_factory=set)
@@ -72,7 +72,7 @@ class Restorer:
     _fetched_bytes: int = 0
     _decoded: int = 0
 
-    async def run(self, layers: Sequence[int], target: Target) -> Restored:
+    async def run(self, layers: Sequence[int], target: RestoreTarget) -> RestoreStatistics:
         """Give ``target`` each of ``layers``, in ascending order within a group.
 
         :raises RestoreError: they cannot be put together; says why, and whose fault it is.
@@ -81,8 +81,8 @@ class Restorer:
         groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
         if missing := sorted(set(layers) - covered):
-            raise RestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
-        keepers = Keepers(
+            raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layers {missing}")
+        keepers = SnapshotHolders(
             restore=self.restore,
             node=self.node,
             arenas=self.arenas,
@@ -93,7 +93,7 @@ class Restorer:
         for group in groups:
             wanted = [n for n in layers if group.first_layer <= n < group.end_layer]
             await self._restore_group(group, keepers, wanted, target)
-        return Restored(
+        return RestoreStatistics(
             own_bytes=self._own_bytes, fetched_bytes=self._fetched_bytes, decoded_groups=self._decoded
         )
 
@@ -103,18 +103,18 @@ class Restorer:
         self._bad.add(node)
         self.tell(node, part, detail)
 
-    def _source(self, node: str) -> Source:
-        return Source(node=node, address=self.restore.sources[node])
+    def _source(self, node: str) -> SnapshotSource:
+        return SnapshotSource(node=node, address=self.restore.sources[node])
 
-    def _located(self, keeper: Keeper, part: Part) -> Located:
-        return Located(
+    def _located(self, keeper: ShardHolder, part: SnapshotPart) -> PartLocation:
+        return PartLocation(
             source=self._source(keeper.node), job_id=self.restore.job_id, step=self.restore.step, part=part
         )
 
     # --- one group -------------------------------------------------------------------------------
 
     async def _restore_group(
-        self, group: SnapshotGroup, known: Keepers, layers: list[int], target: Target
+        self, group: SnapshotGroup, known: SnapshotHolders, layers: list[int], target: RestoreTarget
     ) -> None:
         keepers = known.of(group)
         if any(keeper.layout.parted for keeper in keepers):
@@ -136,17 +136,17 @@ class Restorer:
         if missing:
             layers = "layer" if len(missing) == 1 else "layers"
             where = ", ".join(map(str, missing))
-            raise RestoreError(f"nobody who is here has the headers of {layers} {where}", self._bad)
+            raise LayerRestoreError(f"nobody who is here has the headers of {layers} {where}", self._bad)
 
     async def _restore_share(
-        self, group: SnapshotGroup, keepers: list[Keeper], layers: list[int], target: Target
+        self, group: SnapshotGroup, keepers: list[ShardHolder], layers: list[int], target: RestoreTarget
     ) -> None:
         image = await self._image(group, keepers)
         layout = ShardLayout(
             code=make_code(group.protection, len(group.owners)), bucket_bytes=image.bucket_bytes
         )
-        usable: dict[int, Keeper] = {}
-        spare: list[Keeper] = []
+        usable: dict[int, ShardHolder] = {}
+        spare: list[ShardHolder] = []
         for keeper in keepers:
             if (
                 keeper.shard is None
@@ -165,18 +165,18 @@ class Restorer:
             await target.take([_found(layer, stretches) for layer in map(image.layer, run)], memory)
 
     async def _restore_parts(
-        self, group: SnapshotGroup, known: Keepers, layers: Sequence[int], put: Put
+        self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: Put
     ) -> None:
         """Each owner has parts."""
         kept = await self._kept_parts(group, known)
         if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
             self._decoded += 1
         by_group = {group.first_layer: kept}
-        gone: set[tuple[str, Part]] = set()
+        gone: set[tuple[str, SnapshotPart]] = set()
         there = {layer.layer for one in kept for layer in one.image.layers}
         self._check_headers(sorted(set(layers) - there))
         for layer in layers:
-            homes: dict[int, list[KeptParts]] = {}
+            homes: dict[int, list[HeldParts]] = {}
             for home in homes_of(kept, layer):
                 other = self._group_of(home)
                 if other.first_layer not in by_group:
@@ -190,28 +190,28 @@ class Restorer:
                 lost = {node for node, _ in gone}
                 here = {one.node for one in by_group[other.first_layer]} - lost
                 names = ", ".join(owner for owner in other.owners if owner not in here)
-                raise RestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
-            except DamagedError as error:
+                raise LayerRestoreError(f"{_where(group)}: {error} (missing: {names})", self._bad) from None
+            except CorruptDataError as error:
                 blamed = {one.node for some in (kept, *homes.values()) for one in some}
-                raise RestoreError(f"{_where(group)}: {error}", blamed) from None
+                raise LayerRestoreError(f"{_where(group)}: {error}", blamed) from None
             await put(layer, header, payload)
 
     def _group_of(self, layer: int) -> SnapshotGroup:
         for group in self.restore.groups:
             if group.first_layer <= layer < group.end_layer:
                 return group
-        raise RestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
+        raise LayerRestoreError(f"the snapshot of step {self.restore.step} has no layer {layer}")
 
-    async def _kept_parts(self, group: SnapshotGroup, known: Keepers) -> list[KeptParts]:
-        kept: list[KeptParts] = []
+    async def _kept_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
+        kept: list[HeldParts] = []
         for keeper in known.of(group):
             if keeper.small is None:
                 continue
             try:
                 image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
                 if [one.layer for one in image.layers] != list(keeper.layout.layers):
-                    raise DamagedError("it is of other layers")
-            except (PeerError, DamagedError) as error:
+                    raise CorruptDataError("it is of other layers")
+            except (PeerError, CorruptDataError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
                 continue
             shard, replica = (
@@ -219,16 +219,16 @@ class Restorer:
                 for part in (keeper.shard, keeper.replica)
             )
             kept.append(
-                KeptParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
+                HeldParts(node=keeper.node, small=keeper.small, image=image, shard=shard, replica=replica)
             )
         return kept
 
-    async def _range(self, keeper: Keeper, part: Part, first: int, size: int) -> Bytes:
+    async def _range(self, keeper: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
         """:raises PeerError: they are not to be had (any more)."""
         target = np.empty(size, dtype=np.uint8)
         if keeper.held is None:
             place = self._located(keeper, part)
-            await self.client.fetch([Wanted(places=(place,), first=first, into=target.data)])
+            await self.client.fetch([RangeRequest(places=(place,), first=first, into=target.data)])
             self._fetched_bytes += size
             return target
         try:
@@ -237,14 +237,14 @@ class Restorer:
             raise PeerError(str(error)) from None
         memory = np.frombuffer(view, dtype=np.uint8)
         target[:] = memory[first : first + size]
-        if not await asyncio.to_thread(part.sound_in, memory, [range(first, first + size)]):
+        if not await asyncio.to_thread(part.are_ranges_intact, memory, [range(first, first + size)]):
             raise PeerError("its digest does not match")
         if keeper.held not in self.arenas.find(self.restore.job_id, self.restore.step):
             raise PeerError("the snapshot was released")
         self._own_bytes += size
         return target
 
-    async def _image(self, group: SnapshotGroup, keepers: list[Keeper]) -> GroupImage:
+    async def _image(self, group: SnapshotGroup, keepers: list[ShardHolder]) -> GroupImage:
         """The small part, from the first that has a sound one."""
         for keeper in keepers:
             if keeper.small is None:
@@ -254,37 +254,37 @@ class Restorer:
                 if image.bucket_bytes != keeper.layout.bucket_bytes or [
                     one.layer for one in image.layers
                 ] != list(range(group.first_layer, group.end_layer)):
-                    raise DamagedError("it is of other layers")
-            except (PeerError, DamagedError) as error:
+                    raise CorruptDataError("it is of other layers")
+            except (PeerError, CorruptDataError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
             else:
                 return image
-        raise RestoreError(
+        raise LayerRestoreError(
             f"nobody who is here has the headers of layers {group.first_layer} to {group.end_layer - 1}",
             self._bad,
         )
 
-    async def _whole(self, keeper: Keeper, part: Part) -> bytes:
+    async def _whole(self, keeper: ShardHolder, part: SnapshotPart) -> bytes:
         if keeper.held is not None:
             data = bytes(self.arenas.view(keeper.held, part))
-            if not part.sound_in(data, [range(len(data))]):
-                raise DamagedError("its digest does not match")
+            if not part.are_ranges_intact(data, [range(len(data))]):
+                raise CorruptDataError("its digest does not match")
             return data
         target = bytearray(part.size_bytes)
         place = self._located(keeper, part)
-        await self.client.fetch([Wanted(places=(place,), first=0, into=memoryview(target))])
+        await self.client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(target))])
         return bytes(target)
 
     async def _bucket(
         self,
         group: SnapshotGroup,
         layout: ShardLayout,
-        usable: dict[int, Keeper],
-        spare: list[Keeper],
+        usable: dict[int, ShardHolder],
+        spare: list[ShardHolder],
         first: int,
         end: int,
-        target: Target,
-    ) -> tuple[list[Stretch], Bytes]:
+        target: RestoreTarget,
+    ) -> tuple[list[ByteRange], Bytes]:
         """Where the bucket's bytes [first, end) are: in the memory, or lent. Who fails on the way is left out
         of ``usable`` from then on; the copy in ``spare`` takes its place.
 
@@ -294,9 +294,9 @@ class Restorer:
         while True:
             try:
                 plan = await asyncio.to_thread(planned, layout, dict(usable), first, end, lend=target.lends)
-            except LostError as error:
+            except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
-                raise RestoreError(
+                raise LayerRestoreError(
                     f"layers {group.first_layer} to {group.end_layer - 1}: {error} ({', '.join(names)})",
                     self._bad,
                 ) from None
@@ -304,7 +304,7 @@ class Restorer:
                 memory = await asyncio.to_thread(target.room, plan.size_bytes)
             try:
                 self._fetched_bytes += await self._carry_out(plan, memory)
-            except FailedError as failed:
+            except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
                     keeper = usable.pop(owner)
                     self._lose(keeper.node, keeper.named("shard"), str(problem))
@@ -315,8 +315,8 @@ class Restorer:
                 self._own_bytes += plan.own_bytes
                 return plan.stretches, memory
 
-    async def _carry_out(self, plan: Plan, memory: Bytes) -> int:
-        """:raises FailedError: an owner's shard is not to be had, or its memory is not the snapshot's any
+    async def _carry_out(self, plan: ReadPlan, memory: Bytes) -> int:
+        """:raises ShardsUnusableError: an owner's shard is not to be had, or its memory is not the snapshot's any
         more."""
         own: dict[int, Bytes] = {}
         here = [owner for owner, keeper in plan.usable.items() if keeper.held is not None]
@@ -326,22 +326,22 @@ class Restorer:
                 try:
                     own[owner] = np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
                 except OSError as error:
-                    raise FailedError([(owner, error)]) from None
+                    raise ShardsUnusableError([(owner, error)]) from None
         fetched = await carry_out(plan, memory, own, self._fetch)
         there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
         if gone := [owner for owner in here if plan.usable[owner].held not in there]:
-            raise FailedError([(owner, PeerError("the snapshot was released")) for owner in gone])
+            raise ShardsUnusableError([(owner, PeerError("the snapshot was released")) for owner in gone])
         return fetched
 
-    async def _fetch(self, keeper: Keeper, pieces: Sequence[tuple[int, Bytes]]) -> None:
+    async def _fetch(self, keeper: ShardHolder, pieces: Sequence[tuple[int, Bytes]]) -> None:
         assert keeper.shard is not None, "without it, it is not usable"
         places = (self._located(keeper, keeper.shard),)
         await self.client.fetch(
-            Wanted(places=places, first=first, into=memory.data) for first, memory in pieces
+            RangeRequest(places=places, first=first, into=memory.data) for first, memory in pieces
         )
 
 
-def _found(layer: LayerImage, stretches: Iterable[Stretch]) -> Found:
+def _found(layer: LayerImage, stretches: Iterable[ByteRange]) -> Found:
     begin, end = layer.offset, layer.offset + layer.size_bytes
     return layer, [s.clipped(begin, end) for s in stretches if s.first < end and begin < s.end]
 

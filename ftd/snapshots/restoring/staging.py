@@ -10,23 +10,23 @@ from typing import Protocol
 
 import numpy as np
 
-from ftd.snapshots.restoring.bucket import Stretch
-from storage.image import LayerImage, assemble
+from ftd.snapshots.restoring.read_plan import ByteRange
+from storage.free_memory import free_bytes
+from storage.image import LayerImage, assemble_payload
 from storage.image import runs_of as runs_in
-from storage.pages import fill, mapped
-from storage.room import free_bytes
+from storage.pages import allocate, map_file
 from storage.shards import Bytes
-from storage.staged import Lender, Piece, StagedLayer, write_staged
+from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, write_staged
 
 Put = Callable[[int, bytes, Bytes], Awaitable[None]]
 """Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
 
 
-Found = tuple[LayerImage, Sequence[Stretch]]
+Found = tuple[LayerImage, Sequence[ByteRange]]
 """A layer, and where its bytes in the bucket are."""
 
 
-class Target(Protocol):
+class RestoreTarget(Protocol):
     """What a restore fills."""
 
     @property
@@ -46,7 +46,7 @@ class Target(Protocol):
         """A layer as a whole."""
 
 
-class OneByOne:
+class LayerStream:
     """Hands on each layer as a whole. Takes the memory of two."""
 
     lends = False
@@ -67,14 +67,14 @@ class OneByOne:
 
     async def take(self, run: Sequence[Found], memory: Bytes) -> None:
         for layer, _ in run:
-            payload = await asyncio.to_thread(assemble, layer, memory)
+            payload = await asyncio.to_thread(assemble_payload, layer, memory)
             await self.put(layer.layer, layer.header, payload)
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
         await self._put(layer, header, payload)
 
 
-class Stage:
+class StagingDirectory:
     """A directory of what ``storage.staged`` says.
 
     :param lends: the snapshot's own slots may be named there.
@@ -89,7 +89,7 @@ class Stage:
         self._staged = staged
         self._path = ""
         """Of the last ``room``."""
-        self._lenders: dict[Path, Lender] = {}
+        self._lenders: dict[Path, BorrowedSnapshot] = {}
 
     def runs(self, layers: Iterable[int]) -> list[list[int]]:
         """Layers that follow each other."""
@@ -110,7 +110,7 @@ class Stage:
             for layer, stretches in run:
                 pieces = tuple(_pieces(layer, stretches, self._path))
                 lenders = {self._lender(s): None for s in stretches if s.lender is not None}
-                staged = StagedLayer(header=layer.header, pieces=pieces, lenders=tuple(lenders))
+                staged = StagedLayer(header=layer.header, chunks=pieces, borrowed=tuple(lenders))
                 write_staged(self._directory, layer.layer, staged)
 
         await asyncio.to_thread(write)
@@ -119,17 +119,17 @@ class Stage:
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
         def write() -> None:
-            pieces: tuple[Piece, ...] = ()
+            pieces: tuple[PayloadChunk, ...] = ()
             if len(payload):
                 path, memory = _made(self._directory, len(payload))
                 memory[:] = payload
-                pieces = (Piece(size_bytes=len(payload), path=path),)
-            write_staged(self._directory, layer, StagedLayer(header=header, pieces=pieces))
+                pieces = (PayloadChunk(size_bytes=len(payload), path=path),)
+            write_staged(self._directory, layer, StagedLayer(header=header, chunks=pieces))
 
         await asyncio.to_thread(write)
         self._staged(layer)
 
-    def _lender(self, stretch: Stretch) -> Lender:
+    def _lender(self, stretch: ByteRange) -> BorrowedSnapshot:
         assert stretch.lender is not None and stretch.lender.held is not None
         held = stretch.lender.held
         if held.directory not in self._lenders:
@@ -149,19 +149,19 @@ def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
     descriptor, path = tempfile.mkstemp(prefix="bytes-", dir=directory)
     try:
         os.ftruncate(descriptor, size_bytes)
-        memory = mapped(descriptor, size_bytes)
-        fill(descriptor, memory)
+        memory = map_file(descriptor, size_bytes)
+        allocate(descriptor, memory)
     finally:
         os.close(descriptor)
     return path, memory
 
 
-def _pieces(layer: LayerImage, stretches: Sequence[Stretch], path: str) -> Iterator[Piece]:
-    """The layer's payload. :param path: of what is not lent. :raises DamagedError: see ``runs_in``."""
+def _pieces(layer: LayerImage, stretches: Sequence[ByteRange], path: str) -> Iterator[PayloadChunk]:
+    """The layer's payload. :param path: of what is not lent. :raises CorruptDataError: see ``runs_in``."""
     for run in runs_in(layer.decoded()):
         if not run.shared:
             data = layer.buffers[run.offset : run.offset + run.size_bytes]
-            yield Piece(size_bytes=run.size_bytes, data=data)
+            yield PayloadChunk(size_bytes=run.size_bytes, data=data)
             continue
         first = layer.offset + run.offset
         end = first + run.size_bytes
@@ -170,13 +170,13 @@ def _pieces(layer: LayerImage, stretches: Sequence[Stretch], path: str) -> Itera
                 yield _piece(stretch.clipped(first, end), path)
 
 
-def _piece(stretch: Stretch, path: str) -> Piece:
+def _piece(stretch: ByteRange, path: str) -> PayloadChunk:
     size = stretch.end - stretch.first
     if stretch.lender is None:
-        return Piece(size_bytes=size, path=path, offset=stretch.offset)
+        return PayloadChunk(size_bytes=size, path=path, offset=stretch.offset)
     held, part = stretch.lender.held, stretch.lender.shard
     assert held is not None and part is not None
-    return Piece(
+    return PayloadChunk(
         size_bytes=size,
         path=str(held.slot.absolute()),
         offset=part.offset + stretch.offset,

@@ -21,10 +21,10 @@ import structlog
 
 from ftd.errors import ConfigurationError
 from storage.arena import Arena
-from storage.errors import DamagedError
-from storage.manifest import Manifest, Part, check_parts, read_record, record_digest
-from storage.pages import Bytes, mapped, touch
-from storage.staged import Lender
+from storage.errors import CorruptDataError
+from storage.manifest import SnapshotManifest, SnapshotPart, check_parts, read_record, record_digest
+from storage.pages import Bytes, map_file, prefault
+from storage.staged import BorrowedSnapshot
 
 log = structlog.get_logger("ftd.node")
 
@@ -38,7 +38,7 @@ _REMOVAL_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class Corruption:
     """Something in memory that is not what was written there."""
 
     job_id: str
@@ -48,10 +48,10 @@ class Damage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class ArenaSnapshot:
     """What one device's arena holds of a snapshot."""
 
-    manifest: Manifest
+    manifest: SnapshotManifest
     directory: Path
     owner: str = ""
     """Of a copy: the node whose part it is."""
@@ -61,10 +61,10 @@ class Held:
         """The file that its bytes are in."""
         return self.directory / f"slot-{int(self.manifest.slot)}"
 
-    def lender(self) -> Lender:
+    def lender(self) -> BorrowedSnapshot:
         """For who reads them there."""
         path = (self.directory / _manifest_name(self.manifest.step)).absolute()
-        return Lender(manifest=str(path), digest=record_digest(self.manifest))
+        return BorrowedSnapshot(manifest=str(path), digest=record_digest(self.manifest))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class _Mapped:
     memory: Bytes
 
 
-class Arenas:
+class NodeArenas:
     """:param limit_bytes: of all arenas of the node together; ``None`` leaves it to the file system.
     :param names: of a job's arenas, with groups for a number and for an owner.
     """
@@ -225,7 +225,7 @@ class Arenas:
 
     # --- what they hold --------------------------------------------------------------------------
 
-    def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Damage]]:
+    def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Corruption]]:
         """Before any trainer runs: what is complete, and what is damaged.
 
         The former as (job, step, generation, owner); the owner is empty where it is this node.
@@ -234,7 +234,7 @@ class Arenas:
         send others. An own part of which bytes changed counts: the rest is sound, and they are made again.
         """
         held: list[tuple[str, int, int, str]] = []
-        problems: list[Damage] = []
+        problems: list[Corruption] = []
         if not self.own():
             return held, problems
         for job in self._entries(self.root):
@@ -246,11 +246,11 @@ class Arenas:
             for directory, owner in self._arenas(job):
                 arena = Arena.open(directory)
                 problems += [
-                    Damage(job_id=job.name, step=None, part="manifest", detail=p) for p in arena.problems
+                    Corruption(job_id=job.name, step=None, part="manifest", detail=p) for p in arena.problems
                 ]
                 for manifest in arena.snapshots:
                     key = manifest.step, manifest.generation, owner
-                    damaged = _damage(manifest, directory, arena.damaged(manifest))
+                    damaged = _damage(manifest, directory, arena.find_corrupt(manifest))
                     problems += damaged
                     if damaged and owner:
                         arena.release([manifest.step])
@@ -260,7 +260,7 @@ class Arenas:
             held += [(job.name, *key) for key, there in sorted(whole.items()) if there]
         return held, problems
 
-    def find(self, job_id: str, step: int) -> tuple[Held, ...]:
+    def find(self, job_id: str, step: int) -> tuple[ArenaSnapshot, ...]:
         """What is complete here of a job's snapshot: for each device that wrote one, in order; then copies.
 
         Nothing of ``job_id`` is ever joined to a path.
@@ -271,19 +271,19 @@ class Arenas:
         held = []
         for directory, owner in self._arenas(job):
             try:
-                manifest = read_record(directory / _manifest_name(step), Manifest)
+                manifest = read_record(directory / _manifest_name(step), SnapshotManifest)
                 if (manifest.job_id, manifest.step) != (job_id, step):
-                    raise DamagedError(f"it is of step {manifest.step} of job {manifest.job_id[:80]!r}")
+                    raise CorruptDataError(f"it is of step {manifest.step} of job {manifest.job_id[:80]!r}")
                 check_parts(manifest, (directory / f"slot-{int(manifest.slot)}").stat().st_size)
             except FileNotFoundError:
                 continue
-            except (DamagedError, OSError) as error:
+            except (CorruptDataError, OSError) as error:
                 log.warning("find", job=job_id, step=step, directory=str(directory), reason=str(error))
                 continue
-            held.append(Held(manifest=manifest, directory=directory, owner=owner))
+            held.append(ArenaSnapshot(manifest=manifest, directory=directory, owner=owner))
         return tuple(held)
 
-    def view(self, held: Held, part: Part) -> memoryview:
+    def view(self, held: ArenaSnapshot, part: SnapshotPart) -> memoryview:
         """The part's memory itself, read-only.
 
         When its snapshot is released, the bytes change under it.
@@ -296,14 +296,14 @@ class Arenas:
             identity = status.st_ino, status.st_size
             known = self._maps.get(path)
             if known is None or known.identity != identity:
-                memory = mapped(file.fileno(), status.st_size, writable=False)
-                touch(memory)
+                memory = map_file(file.fileno(), status.st_size, writable=False)
+                prefault(memory)
                 known = self._maps[path] = _Mapped(identity=identity, memory=memory)
         return known.memory[part.offset : part.offset + part.size_bytes].data
 
-    def write(self, held: Held, part: Part, first: int, data: bytes) -> None:
+    def write(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
         """Change bytes of a part in its slot. Only while nobody else writes there
-        (``ftd.snapshots.mend``).
+        (``ftd.snapshots.repair_writer``).
 
         :raises OSError: the slot is gone.
         """
@@ -313,7 +313,7 @@ class Arenas:
         finally:
             os.close(descriptor)
 
-    def damaged(self, held: tuple[Held, ...]) -> tuple[str, ...]:
+    def damaged(self, held: tuple[ArenaSnapshot, ...]) -> tuple[str, ...]:
         """Names of the parts whose bytes are not what was written. Reads all of them but those that whoever
         reads a range of them can verify.
         """
@@ -322,7 +322,7 @@ class Arenas:
             for one in held
             for part in one.manifest.parts
             if not part.blocks
-            if not part.intact(self.view(one, part))
+            if not part.is_intact(self.view(one, part))
         )
 
     def _forget(self, directory: Path) -> None:
@@ -356,9 +356,9 @@ def _manifest_name(step: int) -> str:
     return f"step-{step:012d}.json"
 
 
-def _damage(manifest: Manifest, directory: Path, parts: tuple[str, ...]) -> list[Damage]:
+def _damage(manifest: SnapshotManifest, directory: Path, parts: tuple[str, ...]) -> list[Corruption]:
     return [
-        Damage(
+        Corruption(
             job_id=manifest.job_id,
             step=manifest.step,
             part=part,

@@ -18,12 +18,12 @@ import structlog
 from yarl import URL
 
 from ftd.errors import PeerError
-from ftd.snapshots.shards.connection import Connection
-from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, Meter, NodeManifest
-from ftd.snapshots.shards.receiving import Block, other_bytes, verify
-from ftd.snapshots.shards.sources import Busy, Located, Source, Wanted, check_status
-from ftd.transport.tls import TlsFields, explained
-from storage.errors import DamagedError
+from ftd.snapshots.shards.connection import ShardConnection
+from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, NodeManifest, StallDetector
+from ftd.snapshots.shards.receiving import BlockTransfer, other_bytes, verify
+from ftd.snapshots.shards.sources import Busy, PartLocation, RangeRequest, SnapshotSource, check_status
+from ftd.transport.tls import TlsFields, describe_tls_error
+from storage.errors import CorruptDataError
 from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
 from storage.manifest import MAX_BYTES, check_parts, decode_record, digest_of
 
@@ -40,7 +40,7 @@ _PAUSE_S = 0.1
 _BUSY_S = 60.0
 """So long a node may answer that it has too many readers."""
 _TLS_FIELDS = TlsFields(
-    name="the host of [node] on that node", ca="node.snapshot_tls_ca", whose="that node's certificate"
+    name="the host of [node] on that node", ca="node.snapshot_tls_ca", certificate="that node's certificate"
 )
 _MOST_ANSWER_BYTES = 4 * 1024 * 1024
 
@@ -69,7 +69,7 @@ class ShardClient:
         self._block_bytes = block_bytes
         self._streams = asyncio.Semaphore(streams)
         self._ways: dict[str, asyncio.Lock] = {}
-        self._connections: dict[str, Connection] = {}
+        self._connections: dict[str, ShardConnection] = {}
         """By address: those that nobody receives from."""
 
     async def __aenter__(self) -> Self:
@@ -91,11 +91,11 @@ class ShardClient:
             connection.close()
         await self.session.close()
 
-    def url(self, source: Source, path: str) -> URL:
+    def url(self, source: SnapshotSource, path: str) -> URL:
         """:raises ValueError: see ``Source.url``."""
         return source.url(path, secure=self._tls is not None)
 
-    async def manifest(self, source: Source, job_id: str, step: int) -> NodeManifest | None:
+    async def manifest(self, source: SnapshotSource, job_id: str, step: int) -> NodeManifest | None:
         """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
 
         :raises PeerError: it cannot be reached, or does not answer as it should.
@@ -107,20 +107,20 @@ class ShardClient:
             found = decode_record(body, NodeManifest, str(source))
             for manifest in found.manifests:
                 check_parts(manifest, 1 << 62)
-        except DamagedError as error:
+        except CorruptDataError as error:
             raise PeerError(f"{source} sent a manifest that cannot be used: {error}") from None
         if any((m.job_id, m.step) != (job_id, step) for m in found.manifests):
             raise PeerError(f"{source} sent another snapshot's manifest")
         return found
 
-    async def fetch(self, wanted: Iterable[Wanted]) -> None:
+    async def fetch(self, wanted: Iterable[RangeRequest]) -> None:
         """All of them, or an error. What is in the memory after an error is anything.
 
         :raises PeerError: something is to be had from none of its places; names the last one.
         """
         await _all([self._fetch_one(one) for one in wanted])
 
-    async def _fetch_one(self, wanted: Wanted) -> None:
+    async def _fetch_one(self, wanted: RangeRequest) -> None:
         problem = PeerError("nobody has it")
         for place in wanted.places:
             try:
@@ -132,7 +132,7 @@ class ShardClient:
                 return
         raise problem
 
-    async def _fetch_from(self, place: Located, wanted: Wanted) -> None:
+    async def _fetch_from(self, place: PartLocation, wanted: RangeRequest) -> None:
         size, part = len(wanted.into), place.part
         if wanted.first < 0 or wanted.first + size > part.size_bytes:
             raise PeerError(f"{place.source} has {part.size_bytes} bytes of {part.name}")
@@ -140,26 +140,28 @@ class ShardClient:
             await self._fetch_range(place, wanted)
         elif size == part.size_bytes:
             await _all(self._fetch_block(block) for block in self._blocks(place, 0, wanted.into))
-            if not await asyncio.to_thread(part.intact, wanted.into):
+            if not await asyncio.to_thread(part.is_intact, wanted.into):
                 raise other_bytes(place)
         else:
             blocks = self._blocks(place, wanted.first, wanted.into)
             await _all(self._fetch_hashed(block) for block in blocks)
 
-    def _blocks(self, place: Located, first: int, into: memoryview) -> list[Block]:
+    def _blocks(self, place: PartLocation, first: int, into: memoryview) -> list[BlockTransfer]:
         step = self._block_bytes
         if place.part.in_blocks:  # Whole ones, as each request is verified by itself.
             step = max(step // VERIFIED_BYTES, 1) * VERIFIED_BYTES
-        return [Block(place, first + done, into[done : done + step]) for done in range(0, len(into), step)]
+        return [
+            BlockTransfer(place, first + done, into[done : done + step]) for done in range(0, len(into), step)
+        ]
 
-    async def _fetch_range(self, place: Located, wanted: Wanted) -> None:
+    async def _fetch_range(self, place: PartLocation, wanted: RangeRequest) -> None:
         """Whole blocks of the manifest straight into place, those at the edges beside it; each is verified
         while later ones come."""
         part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
         numbers = part.covering(first, end)
         edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
         beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
-        requests = [Block(place, part.block(n)[0], memory) for n, memory in beside.items()]
+        requests = [BlockTransfer(place, part.block(n)[0], memory) for n, memory in beside.items()]
         if inner := [n for n in numbers if n not in beside]:
             low, high = part.block(inner[0])[0], part.block(inner[-1])[1]
             requests += self._blocks(place, low, wanted.into[low - first : high - first])
@@ -169,14 +171,14 @@ class ShardClient:
             low, high = max(first, start), min(end, stop)
             wanted.into[low - first : high - first] = memory[low - start : high - start]
 
-    async def _fetch_hashed(self, block: Block) -> None:
+    async def _fetch_hashed(self, block: BlockTransfer) -> None:
         """Of a part without digests of blocks."""
         block.hashed = True
         await self._fetch_block(block)
         if await asyncio.to_thread(digest_of, block.into) != block.digest:
             raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
 
-    async def _fetch_block(self, block: Block) -> None:
+    async def _fetch_block(self, block: BlockTransfer) -> None:
         # One after the other from the same node: side by side they would only share its way here.
         way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
         async with way, self._streams:
@@ -187,7 +189,7 @@ class ShardClient:
 
         :raises PeerError: there is no answer, or it is no; says why.
         """
-        source = Source(node=address, address=address)
+        source = SnapshotSource(node=address, address=address)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
             async with self.session.request(
@@ -209,7 +211,7 @@ class ShardClient:
 
     # --- one request -----------------------------------------------------------------------------
 
-    async def insist(self, source: Source, attempt: Callable[[], Awaitable[T]]) -> T:
+    async def insist(self, source: SnapshotSource, attempt: Callable[[], Awaitable[T]]) -> T:
         """Try again where the connection is to blame. What the node itself did wrong is its last word.
 
         :raises PeerError: it was, or the connection broke too often.
@@ -224,7 +226,7 @@ class ShardClient:
                     raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
             except (aiohttp.ClientSSLError, ssl.SSLCertVerificationError) as error:
                 inner = getattr(error, "certificate_error", getattr(error, "os_error", error))
-                raise PeerError(f"{source}: {explained(inner, _TLS_FIELDS)}") from None
+                raise PeerError(f"{source}: {describe_tls_error(inner, _TLS_FIELDS)}") from None
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 broken += 1  # TimeoutError is an OSError.
                 if broken == _ATTEMPTS:
@@ -233,13 +235,13 @@ class ShardClient:
                 raise PeerError(f"{source} sent what is no answer: {words_of(error)}") from None
             await asyncio.sleep(_PAUSE_S * max(1, broken))
 
-    async def _read_manifest(self, source: Source, path: str) -> bytes | None:
+    async def _read_manifest(self, source: SnapshotSource, path: str) -> bytes | None:
         async with self.session.get(self.url(source, path), allow_redirects=False) as response:
             if response.status == 404:
                 return None
             check_status(source, response.status, 200)
             body = bytearray()
-            meter = Meter(self._stall_s)
+            meter = StallDetector(self._stall_s)
             async for chunk in response.content.iter_any():
                 body += chunk
                 meter.note(len(chunk))
@@ -247,7 +249,7 @@ class ShardClient:
                     raise PeerError(f"{source} sent a manifest of more than {MAX_BYTES} bytes")
             return bytes(body)
 
-    async def _receive(self, block: Block) -> None:
+    async def _receive(self, block: BlockTransfer) -> None:
         """Ask for what is missing of a block, and take it. May be called again where it broke."""
         source, part = block.place.source, block.place.part
         first, last = block.first + block.received, block.first + len(block.into) - 1
@@ -259,7 +261,7 @@ class ShardClient:
         url = self.url(source, f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
         connection = self._connections.pop(source.address, None)
         if connection is None or not connection.alive:
-            connection = await Connection.to(url, stall_s=self._stall_s, tls=self._tls)
+            connection = await ShardConnection.to(url, stall_s=self._stall_s, tls=self._tls)
         await connection.get(url, headers, block)
         if connection.alive:
             self._connections[source.address] = connection

@@ -14,7 +14,7 @@ from typing import Protocol, Self, cast
 
 from yarl import URL
 
-from ftd.snapshots.shards.protocol import Meter
+from ftd.snapshots.shards.protocol import StallDetector
 
 MOST_HEAD_BYTES = 8192
 _STATUS = re.compile(r"HTTP/1\.[01] (\d{3})(?: .*)?", re.ASCII)
@@ -23,7 +23,7 @@ _MOST_AT_ONCE_BYTES = 1024 * 1024
 """The event loop does nothing else meanwhile."""
 
 
-class Sink(Protocol):
+class ResponseSink(Protocol):
     """What is asked for, and where it goes."""
 
     def answered(self, status: int, headers: Mapping[str, str]) -> None:
@@ -36,7 +36,7 @@ class Sink(Protocol):
         """So many went there."""
 
 
-class Connection(asyncio.BufferedProtocol):
+class ShardConnection(asyncio.BufferedProtocol):
     """``await Connection.to(url)``, then ``await get(…)`` any number of times while ``alive``; ``close()``.
 
     :param stall_s: no news for so long is a stall, and next to nothing is one, too.
@@ -48,7 +48,7 @@ class Connection(asyncio.BufferedProtocol):
         self._head = bytearray(MOST_HEAD_BYTES)
         self._filled = 0
         self._transport: asyncio.Transport | None = None
-        self._sink: Sink | None = None
+        self._sink: ResponseSink | None = None
         self._done: asyncio.Future[None] | None = None
         self._body = False
         """The head has come, is as it should be, and bytes are missing."""
@@ -77,7 +77,7 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.abort()
             self._transport = None
 
-    async def get(self, url: URL, headers: Mapping[str, str], sink: Sink) -> None:
+    async def get(self, url: URL, headers: Mapping[str, str], sink: ResponseSink) -> None:
         """Fill what ``sink`` has room for with the answer. Whatever goes wrong, the connection is closed.
 
         :raises OSError: the connection broke, or it stalled.
@@ -144,7 +144,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- one answer ------------------------------------------------------------------------------
 
-    def _read_head(self, sink: Sink) -> None:
+    def _read_head(self, sink: ResponseSink) -> None:
         """As far as it is here, and what there is of the body behind it."""
         end = self._head.find(b"\r\n\r\n", 0, self._filled)
         if end < 0:
@@ -162,7 +162,7 @@ class Connection(asyncio.BufferedProtocol):
             place[:] = beyond[: len(place)]
             sink.took(len(place))
             beyond = beyond[len(place) :]
-        self._body, self._meter = True, Meter(self._stall_s)
+        self._body, self._meter = True, StallDetector(self._stall_s)
 
     def _watch(self) -> None:
         left_s = self._heard_at + self._stall_s - self._loop.time()

@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from storage.arena import Arena, Slot
-from storage.errors import DamagedError, StorageError
-from storage.manifest import Manifest, Part, check_parts
+from storage.errors import CorruptDataError, StorageError
+from storage.manifest import SnapshotManifest, SnapshotPart, check_parts
 
 log = structlog.get_logger("ftd.node")
 
@@ -43,10 +43,10 @@ class NoRoomError(RefusedError):
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class CopyDraft:
     """A copy that is being received."""
 
-    manifest: Manifest
+    manifest: SnapshotManifest
     """As offered; its parts are at the same offsets here."""
     slot: Slot
     received: dict[str, int]
@@ -54,23 +54,23 @@ class Draft:
     turn: int = 0
     """Counts who receives or verifies: the last one that came. An older one stops."""
 
-    def window(self, part: Part) -> memoryview:
+    def window(self, part: SnapshotPart) -> memoryview:
         return self.slot.view[part.offset : part.offset + part.size_bytes].data
 
 
-class Copies:
+class CopyStore:
     """Of one job at a time.
 
     :param changed: called when what is held has changed.
     """
 
-    def __init__(self, arenas: Arenas, *, node: str, changed: Callable[[], None]) -> None:
+    def __init__(self, arenas: NodeArenas, *, node: str, changed: Callable[[], None]) -> None:
         self._arenas, self._node, self._changed = arenas, node, changed
         self._job_id: str | None = None
         self._limit_bytes: int | None = None
         self._kept = 0
         self._open: dict[Key, Arena] = {}
-        self._drafts: dict[Key, Draft] = {}
+        self._drafts: dict[Key, CopyDraft] = {}
         self._making = asyncio.Lock()
 
     # --- the job's life ----------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class Copies:
 
     # --- one copy ----------------------------------------------------------------------------------
 
-    async def offer(self, key: Key, manifest: Manifest) -> dict[str, int]:
+    async def offer(self, key: Key, manifest: SnapshotManifest) -> dict[str, int]:
         """Begin to receive a copy, or go on; how much of each part is here.
 
         :raises RefusedError: it is no copy that this node keeps, or there is no room.
@@ -149,10 +149,10 @@ class Copies:
             if manifest.job_id != self._job_id:
                 raise RefusedError("the job is over")
             received = dict.fromkeys((part.name for part in manifest.parts), 0)
-            self._drafts[key] = Draft(manifest, slot, received)
+            self._drafts[key] = CopyDraft(manifest, slot, received)
             return dict(received)
 
-    def draft(self, key: Key, job_id: str, step: int) -> Draft:
+    def draft(self, key: Key, job_id: str, step: int) -> CopyDraft:
         """:raises RefusedError: nothing of the kind was offered."""
         draft = self._drafts.get(key)
         if draft is None or (draft.manifest.job_id, draft.manifest.step) != (job_id, step):
@@ -176,7 +176,7 @@ class Copies:
             )
         draft.turn += 1
         turn = draft.turn
-        intact = await asyncio.to_thread(lambda: [part.intact(draft.window(part)) for part in parts])
+        intact = await asyncio.to_thread(lambda: [part.is_intact(draft.window(part)) for part in parts])
         if draft.turn != turn or self._drafts.get(key) is not draft:
             raise RefusedError("another copy was begun meanwhile")
         damaged = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)
@@ -191,12 +191,12 @@ class Copies:
             self._changed()
         return damaged
 
-    async def mend(self, held: Held, part: Part, first: int, data: bytes) -> None:
+    async def mend(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
         """Write bytes of a copy that changed again. Nothing is done where it is not kept any more."""
         async with self._making:
             for arena in self._open.values():
                 if arena.directory == held.directory:
-                    arena.mend(held.manifest.step, held.manifest.generation, part.name, first, data)
+                    arena.rewrite(held.manifest.step, held.manifest.generation, part.name, first, data)
 
     def _drop(self, key: Key) -> None:
         """Whoever receives it stops before the next byte: the slot is another one's then."""
@@ -206,7 +206,7 @@ class Copies:
 
     # --- what may be offered -------------------------------------------------------------------------
 
-    def _check(self, key: Key, manifest: Manifest) -> None:
+    def _check(self, key: Key, manifest: SnapshotManifest) -> None:
         """:raises RefusedError: the offer cannot be right."""
         owner, _ = key
         if manifest.job_id != self._job_id:
@@ -220,7 +220,7 @@ class Copies:
         end = max(part.offset + part.size_bytes for part in manifest.parts)
         try:
             check_parts(manifest, end)
-        except DamagedError as error:
+        except CorruptDataError as error:
             raise RefusedError(str(error)) from None
         if min(part.offset for part in manifest.parts) < 0 or end > 2 * manifest.size_bytes + (1 << 20):
             raise RefusedError("its parts are not where parts are")
@@ -231,7 +231,7 @@ class Copies:
         if key not in self._open and len(self._open) >= MOST_COPIES:
             raise NoRoomError(f"{self._node} keeps copies of {MOST_COPIES} devices already")
 
-    def _committed(self, key: Key, manifest: Manifest) -> bool:
+    def _committed(self, key: Key, manifest: SnapshotManifest) -> bool:
         """Is this very copy complete here?"""
         arena = self._open.get(key)
         if arena is None or key in self._drafts:
@@ -249,7 +249,7 @@ class Copies:
                 raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
         return arena
 
-    def _make_room(self, arena: Arena, manifest: Manifest) -> Slot:
+    def _make_room(self, arena: Arena, manifest: SnapshotManifest) -> Slot:
         """In a thread: large slots take a while. :raises RefusedError: there is no room."""
         try:
             if self._limit_bytes is not None:
@@ -264,5 +264,5 @@ class Copies:
             raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
 
 
-def _order(manifest: Manifest) -> tuple[int, int]:
+def _order(manifest: SnapshotManifest) -> tuple[int, int]:
     return manifest.generation, manifest.step

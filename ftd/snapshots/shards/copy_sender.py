@@ -13,12 +13,12 @@ import aiohttp
 import structlog
 
 from ftd.errors import PeerError
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import STALL_S, ShardClient
-from ftd.snapshots.shards.protocol import Rate, Received
-from ftd.snapshots.shards.sources import Source, check_status
-from storage.errors import DamagedError
-from storage.manifest import Part, decode_record, encode_record
+from ftd.snapshots.shards.protocol import AsyncRateLimiter, CopyProgress
+from ftd.snapshots.shards.sources import SnapshotSource, check_status
+from storage.errors import CorruptDataError
+from storage.manifest import SnapshotPart, decode_record, encode_record
 
 log = structlog.get_logger("ftd.node")
 
@@ -32,12 +32,18 @@ class CopySender:
     """:param owner: this node. :param rate: shared with whatever else is to keep it."""
 
     def __init__(
-        self, client: ShardClient, arenas: Arenas, *, owner: str, rate: Rate, stall_s: float = STALL_S
+        self,
+        client: ShardClient,
+        arenas: NodeArenas,
+        *,
+        owner: str,
+        rate: AsyncRateLimiter,
+        stall_s: float = STALL_S,
     ) -> None:
         self._client, self._arenas = client, arenas
         self._owner, self._rate, self._stall_s = owner, rate, stall_s
 
-    async def send(self, held: Sequence[Held], to: Source) -> int:
+    async def send(self, held: Sequence[ArenaSnapshot], to: SnapshotSource) -> int:
         """All devices' manifests and parts; returns their bytes when ``to`` has committed them.
 
         :raises PeerError: it does not keep them; says why.
@@ -47,7 +53,7 @@ class CopySender:
             await self._send(one, to)
         return sum(one.manifest.size_bytes for one in held)
 
-    async def _send(self, held: Held, to: Source) -> None:
+    async def _send(self, held: ArenaSnapshot, to: SnapshotSource) -> None:
         problem = ""
         for _ in range(_TRIES):
             problem = await self._client.insist(to, lambda: self._attempt(held, to))
@@ -56,7 +62,7 @@ class CopySender:
             log.warning("send_copy", to=to.node, step=held.manifest.step, reason=problem)
         raise PeerError(f"{to} received other bytes than were sent: {problem}")
 
-    async def _attempt(self, held: Held, to: Source) -> str:
+    async def _attempt(self, held: ArenaSnapshot, to: SnapshotSource) -> str:
         """Offer, send what is missing, commit; what came out wrong there, in words."""
         manifest, session = held.manifest, self._client.session
         device = _device_of(held.directory)
@@ -77,7 +83,9 @@ class CopySender:
             await _check(to, response, 204)
         return ""
 
-    async def _send_part(self, held: Held, part: Part, first: int, to: Source, path: str) -> None:
+    async def _send_part(
+        self, held: ArenaSnapshot, part: SnapshotPart, first: int, to: SnapshotSource, path: str
+    ) -> None:
         memory = self._arenas.view(held, part)[first:]
         headers = {
             "Content-Length": str(len(memory)),
@@ -101,15 +109,15 @@ class CopySender:
             yield memory[first : first + size]
         limit.reschedule(loop.time() + self._stall_s)
 
-    async def _received(self, to: Source, response: aiohttp.ClientResponse) -> dict[str, int]:
+    async def _received(self, to: SnapshotSource, response: aiohttp.ClientResponse) -> dict[str, int]:
         await _check(to, response, 200)
         try:
-            return decode_record(await _body(response, _MOST_ANSWER_BYTES), Received, str(to)).received
-        except DamagedError as error:
+            return decode_record(await _body(response, _MOST_ANSWER_BYTES), CopyProgress, str(to)).received
+        except CorruptDataError as error:
             raise PeerError(f"{to} sent what is no answer: {error}") from None
 
 
-async def _check(to: Source, response: aiohttp.ClientResponse, wanted: int) -> None:
+async def _check(to: SnapshotSource, response: aiohttp.ClientResponse, wanted: int) -> None:
     """:raises PeerError: it does not want it; in its words."""
     if response.status == 408:
         raise aiohttp.ClientPayloadError("it had to wait for bytes")

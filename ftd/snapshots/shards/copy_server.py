@@ -11,10 +11,10 @@ import re
 import structlog
 from aiohttp import web
 
-from ftd.snapshots.shards.copies import Copies, Draft, Key, NoRoomError, RefusedError
-from ftd.snapshots.shards.protocol import Meter, Received
-from storage.errors import DamagedError
-from storage.manifest import Manifest, Part, decode_record, encode_record
+from ftd.snapshots.shards.copies import CopyDraft, CopyStore, Key, NoRoomError, RefusedError
+from ftd.snapshots.shards.protocol import CopyProgress, StallDetector
+from storage.errors import CorruptDataError
+from storage.manifest import SnapshotManifest, SnapshotPart, decode_record, encode_record
 
 log = structlog.get_logger("ftd.node")
 
@@ -30,7 +30,7 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 class CopyServer:
     """:param stall_s: a sender that sends next to nothing for so long is cut off."""
 
-    def __init__(self, copies: Copies, *, stall_s: float) -> None:
+    def __init__(self, copies: CopyStore, *, stall_s: float) -> None:
         self._copies = copies
         self._stall_s = stall_s
         self._streams = 0
@@ -50,10 +50,10 @@ class CopyServer:
                     body += chunk
                     if len(body) > MOST_OFFER_BYTES:
                         raise web.HTTPRequestEntityTooLarge(MOST_OFFER_BYTES, len(body))
-            manifest = decode_record(bytes(body), Manifest, "the offer")
+            manifest = decode_record(bytes(body), SnapshotManifest, "the offer")
         except (ConnectionError, web.RequestPayloadError, TimeoutError):
             raise web.HTTPRequestTimeout(text="the offer did not come") from None
-        except DamagedError as error:
+        except CorruptDataError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
         if (manifest.job_id, manifest.step) != (job, step):
             raise web.HTTPBadRequest(text="the manifest is of another snapshot")
@@ -61,7 +61,7 @@ class CopyServer:
             received = await self._copies.offer(key, manifest)
         except RefusedError as error:
             raise _refusal(error) from None
-        return web.Response(body=encode_record(Received(received=received)))
+        return web.Response(body=encode_record(CopyProgress(received=received)))
 
     async def _part(self, request: web.Request) -> web.StreamResponse:
         job, step, key = _named(request)
@@ -90,11 +90,13 @@ class CopyServer:
             raise web.HTTPRequestTimeout(text="the bytes stopped coming") from None
         finally:
             self._streams -= 1
-        return web.Response(body=encode_record(Received(received=dict(draft.received))))
+        return web.Response(body=encode_record(CopyProgress(received=dict(draft.received))))
 
-    async def _receive(self, request: web.Request, draft: Draft, part: Part, end: int, turn: int) -> None:
+    async def _receive(
+        self, request: web.Request, draft: CopyDraft, part: SnapshotPart, end: int, turn: int
+    ) -> None:
         """:raises TimeoutError: it stalls."""
-        window, meter = draft.window(part), Meter(self._stall_s)
+        window, meter = draft.window(part), StallDetector(self._stall_s)
         while True:
             async with asyncio.timeout(self._stall_s):
                 chunk = await request.content.readany()
@@ -143,7 +145,7 @@ def _refusal(error: RefusedError) -> web.HTTPException:
     return kind(text=str(error))
 
 
-def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
+def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
     """First byte and the one behind the last.
 
     :raises web.HTTPException: 411, 400, 416: the length is missing, a lie, or not within the part.

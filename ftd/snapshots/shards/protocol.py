@@ -25,7 +25,7 @@ import time
 
 import msgspec
 
-from storage.manifest import Manifest
+from storage.manifest import SnapshotManifest
 
 WANT_DIGEST_HEADER = "Want-Digest"
 DIGEST_HEADER = "X-Ftd-Digest"
@@ -40,18 +40,18 @@ STALL_BYTES = 64 * 1024
 class NodeManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All that one node holds of a snapshot: a manifest for each device that wrote one."""
 
-    manifests: tuple[Manifest, ...]
-    damaged: tuple[str, ...] = ()
+    manifests: tuple[SnapshotManifest, ...]
+    corrupt: tuple[str, ...] = ()
     """Names of the parts whose bytes are not what was written, among those without digests of blocks."""
 
 
-class Received(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much of each part of a copy is here: from its beginning."""
 
     received: dict[str, int]
 
 
-class Meter:
+class StallDetector:
     """Tells a stream that drips from one that flows."""
 
     def __init__(self, stall_s: float) -> None:
@@ -69,7 +69,7 @@ class Meter:
             self._since, self._bytes = now, 0
 
 
-class Rate:
+class AsyncRateLimiter:
     """A token bucket that all streams drink from; ``None`` bytes a second: as much as there is."""
 
     def __init__(self, bytes_s: float | None) -> None:

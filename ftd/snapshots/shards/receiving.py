@@ -6,16 +6,16 @@ from collections.abc import Mapping
 
 from ftd.errors import PeerError
 from ftd.snapshots.shards.protocol import DIGEST_HEADER
-from ftd.snapshots.shards.sources import Located, check_status
+from ftd.snapshots.shards.sources import PartLocation, check_status
 from storage.manifest import BLOCK_BYTES
 
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
-class Block:
+class BlockTransfer:
     """A piece of what is wanted, and how much of it has come."""
 
-    def __init__(self, place: Located, first: int, into: memoryview) -> None:
+    def __init__(self, place: PartLocation, first: int, into: memoryview) -> None:
         self.place, self.first, self.into = place, first, into
         self.received = 0
         self.news = asyncio.Event()
@@ -46,7 +46,7 @@ class Block:
             self.news.set()
 
 
-async def verify(block: Block) -> None:
+async def verify(block: BlockTransfer) -> None:
     """The manifest's blocks that it consists of, as they come, while they are in the cache.
 
     :raises PeerError: one is not as it was written.
@@ -55,7 +55,10 @@ async def verify(block: Block) -> None:
 
     def sound(numbers: range) -> bool:
         runs = ((n, *part.block(n)) for n in numbers)
-        return all(part.sound(n, block.into[low - block.first : high - block.first]) for n, low, high in runs)
+        return all(
+            part.is_block_intact(n, block.into[low - block.first : high - block.first])
+            for n, low, high in runs
+        )
 
     while done < len(block.into):
         await block.news.wait()
@@ -70,5 +73,5 @@ async def verify(block: Block) -> None:
         done = end
 
 
-def other_bytes(place: Located) -> PeerError:
+def other_bytes(place: PartLocation) -> PeerError:
     return PeerError(f"{place.source} sent other bytes than were written as {place.part.name}")

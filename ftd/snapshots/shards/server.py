@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 from aiohttp import web
 
-from ftd.snapshots.shards.arenas import Arenas, Held
-from ftd.snapshots.shards.copies import Copies
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
+from ftd.snapshots.shards.copies import CopyStore
 from ftd.snapshots.shards.copy_server import CopyServer
-from ftd.snapshots.shards.protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, NodeManifest, Rate
-from ftd.transport.complaints import Complaints
-from ftd.transport.doorway import Doorway, close
-from storage.manifest import Part, digest_of, encode_record
+from ftd.snapshots.shards.protocol import DIGEST_HEADER, WANT_DIGEST_HEADER, AsyncRateLimiter, NodeManifest
+from ftd.transport.http_server import BoundedHttpServer, close_connection
+from ftd.transport.rate_limited_log import RateLimitedLog
+from storage.manifest import SnapshotPart, digest_of, encode_record
 
 log = structlog.get_logger("ftd.node")
 
@@ -55,7 +55,7 @@ class ShardServer:
 
     def __init__(
         self,
-        arenas: Arenas,
+        arenas: NodeArenas,
         token: str,
         *,
         host: str = "127.0.0.1",
@@ -64,7 +64,7 @@ class ShardServer:
         most_streams: int = MOST_STREAMS,
         stall_s: float = STALL_S,
         greeting_s: float = GREETING_S,
-        copies: Copies | None = None,
+        copies: CopyStore | None = None,
         tls: ssl.SSLContext | None = None,
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
@@ -74,15 +74,15 @@ class ShardServer:
         self._tls = tls
         self._host = host
         self._port = port
-        self.rate = Rate(rate_bytes_s)
+        self.rate = AsyncRateLimiter(rate_bytes_s)
         self._most_streams = most_streams
         self._stall_s = stall_s
         self._greeting_s = greeting_s
         self._routes = tuple(routes)
         self._streams = 0
         self._verifying = asyncio.Lock()
-        self._verified: tuple[float, tuple[Held, ...], tuple[str, ...]] = (0.0, (), ())
-        self._complaints = Complaints(log, "unauthorised")
+        self._verified: tuple[float, tuple[ArenaSnapshot, ...], tuple[str, ...]] = (0.0, (), ())
+        self._complaints = RateLimitedLog(log, "unauthorised")
 
     @property
     def unauthorised(self) -> int:
@@ -101,19 +101,19 @@ class ShardServer:
         app.router.add_get("/v1/{job}/{step}/{part:.+}", self._part, allow_head=False)
         if self._copies is not None:
             self._copies.add_to(app)
-        self._doorway = Doorway(
+        self._doorway = BoundedHttpServer(
             app,
             self._complaints,
-            most_connections=MOST_CONNECTIONS,
+            max_connections=MOST_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
-            patience_s=self._greeting_s,
-            part_with=close,
+            admission_timeout_s=self._greeting_s,
+            end_connection=close_connection,
             # With TLS a connection is one only when both sides are content; until then it is a stranger.
-            strangers_count=True,
+            count_pending=True,
             lingering_time=_LINGER_S,
         )
         limit = self._greeting_s if self._tls is not None else None
-        await self._doorway.open(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
+        await self._doorway.start(self._host, self._port, ssl=self._tls, ssl_handshake_timeout=limit)
         self._port = self._doorway.port
 
     async def close(self) -> None:
@@ -126,14 +126,14 @@ class ShardServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._authorization):
-            self._complaints.note(peer=request.remote, path=request.path[:200])
+            self._complaints.warn(peer=request.remote, path=request.path[:200])
             return web.Response(status=401, headers={"WWW-Authenticate": "Bearer", "Connection": "close"})
-        self._doorway.let_in(request.protocol)
+        self._doorway.admit(request.protocol)
         return await handler(request)
 
     # --- what is asked for -----------------------------------------------------------------------
 
-    def _held(self, request: web.Request) -> tuple[Held, ...]:
+    def _held(self, request: web.Request) -> tuple[ArenaSnapshot, ...]:
         """:raises web.HTTPException: 404, the same for what is malformed and what is not there."""
         job, step = request.match_info["job"], request.match_info["step"]
         held = self._arenas.find(job, int(step)) if _STEP.fullmatch(step) else ()
@@ -149,7 +149,7 @@ class ShardServer:
             if verified != held or damaged or time.monotonic() - at > _VERIFIED_S:
                 damaged = await asyncio.to_thread(self._arenas.damaged, held)
                 self._verified = time.monotonic(), held, damaged
-        answer = NodeManifest(manifests=tuple(one.manifest for one in held), damaged=damaged)
+        answer = NodeManifest(manifests=tuple(one.manifest for one in held), corrupt=damaged)
         return web.Response(body=encode_record(answer), content_type="application/octet-stream")
 
     async def _part(self, request: web.Request) -> web.StreamResponse:
@@ -177,7 +177,7 @@ class ShardServer:
         finally:
             self._streams -= 1
 
-    def _find_part(self, request: web.Request) -> tuple[Held, Part]:
+    def _find_part(self, request: web.Request) -> tuple[ArenaSnapshot, SnapshotPart]:
         """:raises web.HTTPException: 404 where it is not there, 412 where it is another snapshot's."""
         name, wanted = request.match_info["part"], request.headers.get("If-Match")
         # A copy of another generation may have a part of the same name as one's own.
@@ -207,7 +207,7 @@ class ShardServer:
                 request.transport.abort()
 
 
-def _range_of(request: web.Request, part: Part) -> tuple[int, int]:
+def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
     """First byte and the one behind the last.
 
     :raises web.HTTPException: 416: not one range, or none within the part.

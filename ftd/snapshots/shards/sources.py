@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from yarl import URL
 
 from ftd.errors import PeerError
-from storage.manifest import Part
+from storage.manifest import SnapshotPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class SnapshotSource:
     """A node's snapshot server."""
 
     node: str
@@ -33,20 +33,20 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class PartLocation:
     """A part, and the node that has it. What several nodes call by one name may differ in its bytes."""
 
-    source: Source
+    source: SnapshotSource
     job_id: str
     step: int
-    part: Part
+    part: SnapshotPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class RangeRequest:
     """Bytes ``first`` … of a part, as many as ``into`` has room for; from the first place that gives them."""
 
-    places: tuple[Located, ...]
+    places: tuple[PartLocation, ...]
     first: int
     into: memoryview
 
@@ -55,7 +55,7 @@ class Busy(Exception):
     """The node has as many readers as it wants: ask again."""
 
 
-def check_status(source: Source, status: int, wanted: int) -> None:
+def check_status(source: SnapshotSource, status: int, wanted: int) -> None:
     match status:
         case 503:
             raise Busy

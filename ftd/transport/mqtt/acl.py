@@ -8,7 +8,7 @@ right of its own, on top of the node's own ``chaos = true``.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ftd.config.reading import require_name
+from ftd.config.validation import require_name
 from ftd.errors import ConfigurationError
 from ftd.transport.wire.topics import Topics
 
@@ -60,7 +60,7 @@ def acl_text(cluster: str, users: Users) -> str:
 def _coordinator(topics: Topics) -> list[str]:
     reads = (topics.node_signal(), topics.request)
     both = (topics.node_state(), topics.events, topics.cluster_state, topics.command)
-    among = (topics.leader, topics.leader_beat, topics.journal, topics.coordinator_peer())
+    among = (topics.leader, topics.leader_heartbeat, topics.journal, topics.coordinator_peer())
     writes = (topics.node_command("+"), topics.reply("+"))
     return [
         *(f"read {topic}" for topic in reads),

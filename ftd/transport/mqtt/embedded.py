@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ftd.errors import Unreachable
+from ftd.errors import UnreachableError
 
 
 def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
@@ -48,7 +48,7 @@ def await_ready(ready_file: Path, timeout_s: float) -> int:
         with contextlib.suppress(OSError, ValueError):
             return int(ready_file.read_text())
         time.sleep(0.005)
-    raise Unreachable(f"the embedded broker did not come up within {timeout_s:g} s")
+    raise UnreachableError(f"the embedded broker did not come up within {timeout_s:g} s")
 
 
 async def serve(port: int, ready_file: Path | None) -> int:

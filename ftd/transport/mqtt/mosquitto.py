@@ -6,7 +6,7 @@ import socket
 import time
 from pathlib import Path
 
-from ftd.errors import ConfigurationError, Unreachable
+from ftd.errors import ConfigurationError, UnreachableError
 
 _PLACES = ("/usr/sbin/mosquitto", "/usr/local/sbin/mosquitto", "/opt/homebrew/sbin/mosquitto")
 _PROBE_S = 0.005
@@ -70,5 +70,5 @@ def await_listening(host: str, port: int, timeout_s: float) -> None:
                 return
         except OSError as error:
             if time.monotonic() > deadline:
-                raise Unreachable(f"no broker on {host}:{port} after {timeout_s:g} s: {error}") from None
+                raise UnreachableError(f"no broker on {host}:{port} after {timeout_s:g} s: {error}") from None
             time.sleep(_PROBE_S)

@@ -2,7 +2,7 @@
 
 ``run`` connects, subscribes, delivers messages, and begins again when the connection breaks. Publishing
 never blocks and never raises: while the broker is away a message is dropped, or kept when the caller asked
-for it (``keep=True``), and state that others rely on is published again in ``on_connected``.
+for it (``queue_offline=True``), and state that others rely on is published again in ``on_connected``.
 
 Only clean sessions are used. What the broker would keep for an absent client is stale by the time that it
 returns; the protocol above (Hello, Inquiry, retained state) reconciles instead.
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 import aiomqtt
 import structlog
 
-from ftd.errors import ConfigurationError, Unreachable
+from ftd.errors import ConfigurationError, UnreachableError
 from ftd.transport.address import BrokerAddress
-from ftd.transport.mqtt.problems import hint
-from ftd.transport.mqtt.shortcut import Shortcut
-from ftd.transport.tls import explained, tls_context
+from ftd.transport.mqtt.connection_hints import connection_hint
+from ftd.transport.mqtt.fast_path import FastPathSocket
+from ftd.transport.tls import describe_tls_error, tls_context
 
 _log = structlog.get_logger("ftd.transport.mqtt")
 
@@ -36,7 +36,7 @@ CONNECT_S = 3.0
 """For the connection itself and for each acknowledgement on the way to a usable session."""
 LEAVE_S = 3.0
 """For the broker to read the goodbye."""
-MAX_KEPT = 10_000
+MAX_PENDING = 10_000
 MAX_SENDING = 1024
 """Messages that wait for the broker's acknowledgement at once; further ones wait for their turn."""
 _NUMBERS = 65_535
@@ -60,7 +60,7 @@ class Will:
 _UNABLE = (aiomqtt.MqttError, OSError, ConfigurationError)
 """The last: a certificate that is being renewed while this session begins again."""
 
-Kept = tuple[str, bytes, bool, Callable[[], None]]
+PendingMessage = tuple[str, bytes, bool, Callable[[], None]]
 """Topic, payload, whether it is to be retained, whom to tell that the broker has it."""
 
 
@@ -115,11 +115,11 @@ class MqttSession:
         self._on_connected = on_connected
         self._on_lost = on_lost
         self._on_acknowledged = on_acknowledged
-        self._shortcut: Shortcut | None = None
+        self._shortcut: FastPathSocket | None = None
         """While connected."""
         self._up = asyncio.Event()
         self._problem = "no answer yet"
-        self._kept: deque[_Outgoing] = deque(maxlen=MAX_KEPT)
+        self._kept: deque[_Outgoing] = deque(maxlen=MAX_PENDING)
         self._waiting: deque[_Outgoing] = deque()
         self._sending: dict[int, tuple[_Outgoing, float]] = {}
         """In the order of the calls: left then, and not acknowledged."""
@@ -161,7 +161,7 @@ class MqttSession:
         except _UNABLE as error:
             self._note_problem(error)
 
-    def take_kept(self) -> list[Kept]:
+    def take_pending(self) -> list[PendingMessage]:
         """What was to be sent after the next connect, for who sends it by another session."""
         kept = [(message.topic, message.payload, message.retain, message.there) for message in self._kept]
         self._kept.clear()
@@ -174,7 +174,7 @@ class MqttSession:
         except TimeoutError:
             remedy = "(is it running, and are the address, mqtt:// or mqtts://, and the credentials right?)"
             told = self._problem if self._problem.endswith(")") else f"{self._problem} {remedy}"
-            raise Unreachable(f"the MQTT broker at {self.broker.url} does not answer: {told}") from None
+            raise UnreachableError(f"the MQTT broker at {self.broker.url} does not answer: {told}") from None
 
     def publish(
         self,
@@ -183,14 +183,16 @@ class MqttSession:
         *,
         retain: bool = False,
         qos: int = 1,
-        keep: bool = False,
-        there: Callable[[], None] = _ignore,
+        queue_offline: bool = False,
+        on_done: Callable[[], None] = _ignore,
     ) -> None:
-        """Send in the order of the calls. ``keep``: send it after the next connect if there is none now.
-        ``there`` is called once the broker has acknowledged it, or where it can never be sent."""
-        message = _Outgoing(topic=topic, payload=payload, retain=retain, qos=qos, keep=keep, there=there)
+        """Send in the order of the calls. ``queue_offline``: send it after the next connect if there is none now.
+        ``on_done`` is called once the broker has acknowledged it, or where it can never be sent."""
+        message = _Outgoing(
+            topic=topic, payload=payload, retain=retain, qos=qos, keep=queue_offline, there=on_done
+        )
         if self._shortcut is None:
-            if keep:
+            if queue_offline:
                 self._kept.append(message)
         elif self._waiting or len(self._sending) >= MAX_SENDING:
             self._waiting.append(message)
@@ -206,7 +208,7 @@ class MqttSession:
         """Break the connection without a goodbye and stay away for ``for_s`` (chaos, tests)."""
         self._silent_until = asyncio.get_running_loop().time() + for_s
         if self._shortcut is not None:
-            self._shortcut.cut()
+            self._shortcut.abort()
 
     async def _connect_and_serve(self) -> bool:
         """One connection from first to last byte; true when it had been usable."""
@@ -251,17 +253,17 @@ class MqttSession:
                 echo.cancel()
         return up
 
-    async def _say_goodbye(self, client: aiomqtt.Client, shortcut: Shortcut) -> None:
+    async def _say_goodbye(self, client: aiomqtt.Client, shortcut: FastPathSocket) -> None:
         """Leave, and stay until the broker has read it and closes, for ``LEAVE_S``.
 
         What it still sends to a socket that was closed breaks the connection for it; if it reads the goodbye
         behind that, it has told the last will already: behind the last state, which was retained until then.
         """
         self._shortcut, self._held = None, deque(maxlen=0)
-        shortcut.leave()
+        shortcut.disconnect()
         _, frozen = await asyncio.wait([client._disconnected], timeout=LEAVE_S)
         if frozen:
-            shortcut.cut()
+            shortcut.abort()
 
     def _miss_echo(self, topic: str) -> None:
         if not self._heard_itself:
@@ -269,7 +271,7 @@ class MqttSession:
             remedy = "is this another one's password, or does the broker's ACL not know us (ftd acl)?"
             _log.error("unheard", broker=self.broker.url, topic=topic, user=user, remedy=remedy)
 
-    def _take_shortcut(self, client: aiomqtt.Client) -> Shortcut:
+    def _take_shortcut(self, client: aiomqtt.Client) -> FastPathSocket:
         """From here on messages go past paho and aiomqtt. The broker says that we are connected, and nothing
         more before we subscribe: what comes next is the beginning of a packet.
 
@@ -278,7 +280,7 @@ class MqttSession:
         sock = client._client.socket()
         if sock is None:
             raise aiomqtt.MqttError("the connection broke at once")
-        client._client._sock = shortcut = Shortcut(sock, self._deliver, self._note_acknowledged)
+        client._client._sock = shortcut = FastPathSocket(sock, self._deliver, self._note_acknowledged)
         if client._client.socket() is not shortcut:
             remedy = "install the version that ftd was made for: pip install paho-mqtt==2.2.0"
             raise ConfigurationError("this paho-mqtt is another one", field="paho-mqtt", remedy=remedy)
@@ -323,7 +325,7 @@ class MqttSession:
         self._kept.clear()
         for message in kept:
             topic, payload, retain, there = message.topic, message.payload, message.retain, message.there
-            self.publish(topic, payload, retain=retain, qos=message.qos, keep=True, there=there)
+            self.publish(topic, payload, retain=retain, qos=message.qos, queue_offline=True, on_done=there)
         held, self._held = self._held or (), None
         for arrived in held:
             self._deliver(*arrived)
@@ -340,13 +342,13 @@ class MqttSession:
         self._on_lost()
 
     def _note_problem(self, error: BaseException) -> None:
-        problem = explained(error)
+        problem = describe_tls_error(error)
         if problem != self._problem:
-            remedy = f"trying on{hint(error, self.broker)}"
+            remedy = f"trying on{connection_hint(error, self.broker)}"
             _log.warning("not_connected", broker=self.broker.url, problem=problem, remedy=remedy)
         self._problem = problem
 
-    def _send(self, shortcut: Shortcut, message: _Outgoing) -> None:
+    def _send(self, shortcut: FastPathSocket, message: _Outgoing) -> None:
         number = 0
         if message.qos > 0:
             # Those of subscriptions were acknowledged before anything is published.
@@ -392,5 +394,5 @@ async def _read_now_and_then(client: aiomqtt.Client) -> None:
     while True:
         await asyncio.sleep(READ_ANYWAY_S)
         client._client.loop_read()
-        while isinstance(shortcut := client._client.socket(), Shortcut) and shortcut.pending():
+        while isinstance(shortcut := client._client.socket(), FastPathSocket) and shortcut.pending():
             client._client.loop_read()

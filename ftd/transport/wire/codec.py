@@ -19,14 +19,14 @@ from typing import Any, get_args
 import msgspec
 from msgspec.structs import fields, replace
 
-from ftd.config.reading import NAME
+from ftd.config.validation import NAME_PATTERN
 from ftd.errors import WireError
-from ftd.transport.wire.folding import fold, unfold
+from ftd.transport.wire.compression import compress, decompress
 from ftd.transport.wire.plans import pack, unpack
 from ftd.transport.wire.profiles import problem_of_profile
 from statemachine.messages.cluster import Command, FromNode, Hello, Resume, Signal, ToNode, ToNodes
 from statemachine.messages.common import Prepared
-from statemachine.messages.values import MOST_METRIC_CHARACTERS, MOST_METRICS, Evaluation, Vote
+from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS, Evaluation, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
 """Of what anybody may say: signals, requests, events, states."""
@@ -36,17 +36,17 @@ MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
 ``held_parts`` take under ZeRO-1 comes on top."""
 
 
-FOLD_FROM_BYTES = 1024
+COMPRESS_COMMAND_FROM_BYTES = 1024
 """A larger command to several nodes is deflated."""
 
-MOST_RECEIVERS = 65_536
+MAX_RECEIVERS = 65_536
 
-MOST_NUMBER = 2**53
+MAX_COUNTER = 2**53
 """Of any counter: what every reader of JSON, and the journal, can hold."""
 
 
-OTHER_VERSION = "is another version of ftd there? the same on all hosts, coordinator first"
-MOST_S = 1e9
+VERSION_HINT = "is another version of ftd there? the same on all hosts, coordinator first"
+MAX_DURATION_S = 1e9
 """Of anything that took time."""
 
 
@@ -140,7 +140,7 @@ def encode_to_nodes(message: ToNodes) -> bytes:
         ),
         MAX_COMMAND_BYTES,
     )
-    content, folded = fold(content, FOLD_FROM_BYTES)
+    content, folded = compress(content, COMPRESS_COMMAND_FROM_BYTES)
     return _sized(_Folded(folded=folded, content=content), MAX_COMMAND_BYTES)
 
 
@@ -207,15 +207,15 @@ def decode_to_nodes(payload: bytes) -> ToNodes:
     """
     envelope: _Folded = _decoded(_FOLDED, payload, "command", MAX_COMMAND_BYTES)
     content = (
-        unfold(envelope.content, MAX_COMMAND_BYTES, "a command") if envelope.folded else envelope.content
+        decompress(envelope.content, MAX_COMMAND_BYTES, "a command") if envelope.folded else envelope.content
     )
     inner: _ToNodes = _decoded(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
-    if not 1 <= len(inner.receivers) <= MOST_RECEIVERS:
-        raise WireError(f"a command to {len(inner.receivers)} nodes; 1 to {MOST_RECEIVERS} are allowed")
+    if not 1 <= len(inner.receivers) <= MAX_RECEIVERS:
+        raise WireError(f"a command to {len(inner.receivers)} nodes; 1 to {MAX_RECEIVERS} are allowed")
     for name, incarnation in inner.receivers.items():
-        if not NAME.fullmatch(name):
+        if not NAME_PATTERN.fullmatch(name):
             raise WireError(f"{name[:64]!r} is not the name of a node")
-        if not 0 <= incarnation <= MOST_NUMBER:
+        if not 0 <= incarnation <= MAX_COUNTER:
             raise WireError(f"malformed command: the incarnation of {name!r} is {incarnation}")
     return ToNodes(receivers=inner.receivers, command=_command(inner.type, inner.body), cause=inner.cause)
 
@@ -257,30 +257,30 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], payload: bytes, what: str, m
 def _body(registry: dict[str, msgspec.msgpack.Decoder[Any]], name: str, body: msgspec.Raw) -> Any:
     decoder = registry.get(name)
     if decoder is None:
-        raise WireError(f"unknown message type {name[:40]!r}; {OTHER_VERSION}")
+        raise WireError(f"unknown message type {name[:40]!r}; {VERSION_HINT}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise WireError(f"malformed {name}: {error}; {OTHER_VERSION}") from None
+        raise WireError(f"malformed {name}: {error}; {VERSION_HINT}") from None
 
 
 def _unpacked(packed: bytes) -> Resume:
     try:
         return unpack(packed)
     except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"malformed Resume: {error}; {OTHER_VERSION}") from None
+        raise WireError(f"malformed Resume: {error}; {VERSION_HINT}") from None
 
 
 def _check_node(claimed: str, topic: str | None) -> None:
     if topic is not None and claimed != topic:
         raise WireError(f"a message on {topic[:64]!r}'s topic claims to be {claimed[:64]!r}'s")
-    if topic is not None and not NAME.fullmatch(claimed):
+    if topic is not None and not NAME_PATTERN.fullmatch(claimed):
         raise WireError(f"{claimed[:64]!r} is not the name of a node")
 
 
 _LIMITED: dict[type, tuple[tuple[str, float], ...]] = {
     kind: tuple(
-        (field.name, MOST_NUMBER if field.type is int else MOST_S)
+        (field.name, MAX_COUNTER if field.type is int else MAX_DURATION_S)
         for field in fields(kind)
         if field.type is int or (field.type is float and field.name.endswith("_s"))
     )
@@ -296,7 +296,7 @@ def _check_numbers(message: Any) -> None:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
     committed = getattr(message, "committed", None)
     for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
-        if not 0 <= told.step <= MOST_NUMBER:
+        if not 0 <= told.step <= MAX_COUNTER:
             raise WireError(f"malformed {type(message).__name__}: step is {told.step}")
         _check_vote(message, told.vote)
     _check_vote(message, getattr(message, "vote", None))
@@ -333,17 +333,17 @@ def _check_evaluation(message: Any, evaluation: Evaluation | None) -> None:
     if evaluation is None:
         return
     _check_metrics(message, evaluation.metrics)
-    if not 0 <= evaluation.took_s <= MOST_S:
+    if not 0 <= evaluation.took_s <= MAX_DURATION_S:
         raise WireError(f"malformed {type(message).__name__}: an evaluation took {evaluation.took_s} s")
 
 
 def _check_metrics(message: Any, metrics: dict[str, float]) -> None:
-    kind, most = type(message).__name__, MOST_METRICS
+    kind, most = type(message).__name__, MAX_METRICS
     if len(metrics) > most:
         raise WireError(f"malformed {kind}: {len(metrics)} metrics; at most {most} are allowed")
     for name in metrics:
-        if not 1 <= len(name) <= MOST_METRIC_CHARACTERS:
+        if not 1 <= len(name) <= MAX_METRIC_NAME_CHARACTERS:
             raise WireError(
                 f"malformed {kind}: a metric's name has {len(name)} characters; "
-                f"1 to {MOST_METRIC_CHARACTERS} are allowed"
+                f"1 to {MAX_METRIC_NAME_CHARACTERS} are allowed"
             )

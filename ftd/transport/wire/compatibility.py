@@ -12,7 +12,7 @@ from typing import Any
 Json = dict[str, Any]
 
 
-def broken(before: Json, now: Json) -> list[str]:
+def breaking_changes(before: Json, now: Json) -> list[str]:
     """A sentence for everything that worked by the contract ``before`` and does not by the one of ``now``."""
     return list(_broken(before, now))
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from ftd.config.reading import meanings_of
+from ftd.config.validation import field_descriptions
 from ftd.transport.wire import public
 from ftd.transport.wire.catalogue import EVENTS, severity_of
 from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES, envelope
@@ -66,7 +66,7 @@ def contract() -> Json:
     }
 
 
-def encoded() -> bytes:
+def encode_contract() -> bytes:
     """The document as it is shipped."""
     return msgspec.json.format(msgspec.json.encode(contract()), indent=2) + b"\n"
 
@@ -90,7 +90,7 @@ def _channels() -> Json:
         "nodeCommand": _channel(topics.node_command("{node}"), "Our own: coordinator to node.", ["Command"]),
         "nodesCommand": _channel(topics.command, "Our own: coordinator to several nodes.", ["Command"]),
         "leader": _channel(topics.leader, "Our own: which coordinator leads.", ["LeaderMessage"]),
-        "leaderBeat": _channel(topics.leader_beat, "Our own: it is there.", ["LeaderMessage"]),
+        "leaderHeartbeat": _channel(topics.leader_heartbeat, "Our own: it is there.", ["LeaderMessage"]),
         "leaderJournal": _channel(topics.journal, "Our own: what it knows, for who takes over.", ["Journal"]),
         "leaderPeer": _channel(
             topics.coordinator_peer("{incarnation}"), "Our own: a coordinator is there.", ["PeerMessage"]
@@ -132,7 +132,7 @@ def _operations() -> Json:
         }
         operations[f"ask_{name}"] = asked
     retained = {"leader": True, "leaderJournal": True, "leaderPeer": True}
-    for name in ("nodeSignal", "nodeCommand", "nodesCommand", "nodeEcho", "leaderBeat", *retained):
+    for name in ("nodeSignal", "nodeCommand", "nodesCommand", "nodeEcho", "leaderHeartbeat", *retained):
         operations[f"internal_{name}"] = _operation("send", name, retained.get(name, False))
     return operations
 
@@ -254,9 +254,11 @@ def _texts_of_all(kind: type[Any]) -> dict[str, str]:
     module = inspect.getmodule(kind)
     for name, other in vars(module).items():
         if isinstance(other, type) and issubclass(other, msgspec.Struct):
-            texts |= {f"{name}.{field}": text for field, text in meanings_of(other, shared=False).items()}
+            texts |= {
+                f"{name}.{field}": text for field, text in field_descriptions(other, shared=False).items()
+            }
     return texts
 
 
 if __name__ == "__main__":
-    FILE.write_bytes(encoded())
+    FILE.write_bytes(encode_contract())

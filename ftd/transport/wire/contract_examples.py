@@ -23,11 +23,11 @@ _RECOVERY: Json = {
 _BACK: Json = {
     "from_step": 47,
     "to_step": 40,
-    "undone": 7,
+    "undone_steps": 7,
     "tier": "decoded",
     "sources": ["node-0", "node-1"],
 }
-_SLOW: Json = {"speed": 0.25, "speed_before": 1.0, "microbatch_ms": [41.5]}
+_SLOW: Json = {"speed": 0.25, "previous_speed": 1.0, "microbatch_ms": [41.5]}
 
 DETAILS: dict[str, Json] = {
     "JobSubmitted": {"name": "gpt", "steps": 150, "job": "gpt-5c1f09aa", "global_batch": 32},
@@ -45,8 +45,8 @@ DETAILS: dict[str, Json] = {
     "TrainerLost": {"device": 0, "cause": "exited", "detail": "killed by SIGKILL"},
     "TrainerStarted": {"device": 0, "pid": 4711, "daemon_pid": 4702},
     "StragglerDetected": _SLOW,
-    "StragglerRecovered": {"speed": 1.0, "speed_before": 0.25, "microbatch_ms": [10.2]},
-    "NodeForgotten": {"incarnation": 17200003},
+    "StragglerRecovered": {"speed": 1.0, "previous_speed": 0.25, "microbatch_ms": [10.2]},
+    "NodeRemoved": {"incarnation": 17200003},
     "NodeRejected": {"incarnation": 17200009},
     "NodeFenced": {"incarnation": 17200003},
     "GenerationStarted": {"mode": "abort", "why": "node-2 is lost"},
@@ -60,42 +60,42 @@ DETAILS: dict[str, Json] = {
             "transfer_s": 0.01, "expected_iteration_s": 0.12,
         }],
     },
-    "PlanKept": {"nodes": ["node-1"], "saved_s": 0.001, "step_s": 0.1},
+    "ReplanSkipped": {"nodes": ["node-1"], "saved_s": 0.001, "step_s": 0.1},
     "ClusterPaused": {"needed": 2, "present": 1},
     "TrainingResumed": {"bytes_moved": 3145728, "rendezvous_s": 0.02, "state_s": 0.03},
     "RecoveryCompleted": {"recovery": _RECOVERY},
     "ChaosInjected": {
         "fault": "kill", "at": 1005.0, "target": "node", "device": None, "for_s": None,
     },
-    "ChaosRefused": {"fault": "kill"},
+    "ChaosRejected": {"fault": "kill"},
     "LoggingFailed": {"sink": "tensorboard", "detail": "OSError: [Errno 28] No space left on device"},
     "MessageIgnored": {"why": "a Stepped of an older generation", "count": 3},
-    "MessageRefused": {"topic": "ftd/v1/ftd/request", "why": "malformed JSON message", "held_back": 4},
+    "MessageRejected": {"topic": "ftd/v1/ftd/request", "why": "malformed JSON message", "suppressed": 4},
     "SnapshotCompleted": {
-        "protection": "aec", "buddies": {}, "unprotected": [], "size_bytes": 48200192, "copy_s": 0.11,
+        "protection": "aec", "replica_peers": {}, "unprotected": [], "size_bytes": 48200192, "copy_s": 0.11,
         "stall_s": 0.002, "took_s": 0.14,
     },
-    "SnapshotGivenUp": {"kept_step": 30},
+    "SnapshotAbandoned": {"last_complete_step": 30},
     "SnapshotIntervalChosen": {
         "every_steps": 20, "before": 10, "by": "measurement", "step_s": 0.1, "cost_s": 0.004,
         "horizon_s": 3600.0, "lost_share": 0.002,
     },
     "ProtectionChanged": {"protection": "aec", "before": None, "by": "user"},
     "SnapshotsUnavailable": {"device": 0},
-    "ShardDamaged": {"owner": "node-1", "job": "gpt-5c1f09aa", "step": 40, "part": "shard-0"},
+    "ShardCorrupted": {"owner": "node-1", "job": "gpt-5c1f09aa", "step": 40, "part": "shard-0"},
     "ShardRepaired": {
         "owner": "node-1", "job": "gpt-5c1f09aa", "step": 40, "part": "group-0/shard", "sources": ["node-2"],
         "size_bytes": 1048576,
     },
-    "ReplicaDiverged": {"layer": 3},
+    "OptimizerReplicaDiverged": {"layer": 3},
     "RolledBack": _BACK,
     "JobResumed": {
-        **_BACK, "from_step": 0, "to_step": 50, "undone": -50, "tier": "persistent", "sources": [],
+        **_BACK, "from_step": 0, "to_step": 50, "undone_steps": -50, "tier": "persistent", "sources": [],
     },
     "RestoreFailed": {"bad": ["node-1"]},
     "CheckpointStarted": {"url": "/checkpoints/gpt", "layers": {"node-0": 4, "node-1": 4}},
     "CheckpointCompleted": {"size_bytes": 36150144, "took_s": 1.4, "pruned": [20]},
-    "CheckpointGivenUp": {"kept_step": 50},
+    "CheckpointAbandoned": {"last_complete_step": 50},
     "CheckpointExported": {
         "directory": "/exports/gpt/step-000000000050", "size_bytes": 12050048, "took_s": 0.9,
     },
@@ -103,8 +103,8 @@ DETAILS: dict[str, Json] = {
     "CheckpointSkipped": {"url": "/checkpoints/gpt"},
     "LeaderLost": {"leader": "host-a", "term": 3, "how": "last_will", "detected_at": 1005.003},
     "LeaderElected": {"leader": "host-b", "term": 4, "took_s": 0.012},
-    "StandbyBarred": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
-    "TakeoverRefused": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
+    "StandbyIneligible": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
+    "TakeoverRejected": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
 }  # fmt: skip
 """Of events that have any."""
 
@@ -131,9 +131,9 @@ def envelope(event: str, details: Json) -> Json:
 EXAMPLES: dict[str, Json] = {
     "ClusterState": {
         "schema": 1, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
-        "standbys": ["host-b"], "barred": {}, "at": _AT, "phase": "RUNNING",
+        "standbys": ["host-b"], "ineligible": {}, "at": _AT, "phase": "RUNNING",
         "generation": 3, "step": 90, "loss": 2.6112, "step_s": 0.1, "samples_per_s": 320.0, "waiting_for": "",
-        "gives_up": False, "outcome": "", "planning": None,
+        "pause_limited": False, "outcome": "", "planning": None,
         "snapshot": {
             "step": 80, "generation": 3, "at": _AT, "size_bytes": 48200192, "protection": "aec", "owners": 4,
             "present": 4, "missing": [],

@@ -11,7 +11,7 @@ FILE = Path(__file__).with_name("asyncapi.json")
 MOST_BYTES = 16 * 1024 * 1024
 
 
-def shipped() -> bytes:
+def read_shipped_contract() -> bytes:
     """The contract of this ftd."""
     return FILE.read_bytes()
 

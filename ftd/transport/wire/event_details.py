@@ -17,10 +17,10 @@ class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Nothing but what the envelope says."""
 
 
-class Limited(Details, frozen=True, kw_only=True):
+class RateLimited(Details, frozen=True, kw_only=True):
     """Told at most once a second for each node and reason."""
 
-    held_back: int = 0
+    suppressed: int = 0
     """How many like it were left out since the one before."""
 
 
@@ -179,7 +179,7 @@ class StragglerDetected(Details, frozen=True, kw_only=True):
 
     speed: float
     """0.25: at a quarter of the others' speed."""
-    speed_before: float
+    previous_speed: float
     microbatch_ms: list[float]
     """Computing one microbatch, of each device."""
 
@@ -199,13 +199,13 @@ class NodeReleased(Details, frozen=True, kw_only=True):
     """A draining node holds nothing that the job needs and may go."""
 
 
-class NodeForgotten(Details, frozen=True, kw_only=True):
+class NodeRemoved(Details, frozen=True, kw_only=True):
     """A node that is OFFLINE is listed no longer; should it come back, it joins as a new one."""
 
     incarnation: int
 
 
-class NodeRejected(Limited, frozen=True, kw_only=True):
+class NodeRejected(RateLimited, frozen=True, kw_only=True):
     """A node may not join: its name is taken, or it has the wrong number of devices."""
 
     incarnation: int
@@ -217,7 +217,7 @@ class NodeFenced(Details, frozen=True, kw_only=True):
     incarnation: int
 
 
-class PeerSuspected(Limited, frozen=True, kw_only=True):
+class PeerSuspected(RateLimited, frozen=True, kw_only=True):
     """A hint: a trainer saw a connection break."""
 
 
@@ -239,7 +239,7 @@ class Quiesced(Details, frozen=True, kw_only=True):
     """A step was being computed."""
 
 
-class ConsideredData(Details, frozen=True, kw_only=True):
+class ConsideredPlanData(Details, frozen=True, kw_only=True):
     """A layout that was weighed against others."""
 
     method: str
@@ -264,11 +264,11 @@ class PlanChosen(Details, frozen=True, kw_only=True):
     """ZeRO-1: layers of whose optimizer state a part is left as a replica only."""
     estimated_iteration_s: float
     idle_nodes: list[str]
-    considered: list[ConsideredData]
+    considered: list[ConsideredPlanData]
     """The layouts that were weighed, the plan's own first."""
 
 
-class PlanKept(Details, frozen=True, kw_only=True):
+class ReplanSkipped(Details, frozen=True, kw_only=True):
     """A plan for other speeds of nodes was weighed and would not save enough."""
 
     nodes: list[str]
@@ -346,7 +346,7 @@ class ChaosInjected(Details, frozen=True, kw_only=True):
     """Of ``lossy``, as asked for."""
 
 
-class ChaosRefused(Details, frozen=True, kw_only=True):
+class ChaosRejected(Details, frozen=True, kw_only=True):
     """A fault was asked of a node that does not allow chaos, or that cannot do it."""
 
     fault: str
@@ -380,7 +380,7 @@ class LeaderElected(Details, frozen=True, kw_only=True):
     """Since the loss was noticed."""
 
 
-class StandbyBarred(Details, frozen=True, kw_only=True):
+class StandbyIneligible(Details, frozen=True, kw_only=True):
     """A coordinator stands by and would not take over: it cannot go on from the leader's journal."""
 
     coordinator: str
@@ -388,14 +388,14 @@ class StandbyBarred(Details, frozen=True, kw_only=True):
     why: str
 
 
-class TakeoverRefused(Details, frozen=True, kw_only=True):
+class TakeoverRejected(Details, frozen=True, kw_only=True):
     """Nobody leads, and the coordinator that is left must not: told by itself. Training goes on."""
 
     coordinator: str
     why: str
 
 
-class LoggingFailed(Limited, frozen=True, kw_only=True):
+class LoggingFailed(RateLimited, frozen=True, kw_only=True):
     """Steps are not logged for now, or some are left out; said once for each outage. Training goes on, and
     what the journal has is logged later."""
 
@@ -412,7 +412,7 @@ class BrokerRestored(Details, frozen=True, kw_only=True):
     """The broker is back; nobody was declared dead meanwhile."""
 
 
-class MessageIgnored(Limited, frozen=True, kw_only=True):
+class MessageIgnored(RateLimited, frozen=True, kw_only=True):
     """A stale message: of an older generation or incarnation."""
 
     why: str
@@ -420,7 +420,7 @@ class MessageIgnored(Limited, frozen=True, kw_only=True):
     """Of this kind, so far."""
 
 
-class MessageRefused(Limited, frozen=True, kw_only=True):
+class MessageRejected(RateLimited, frozen=True, kw_only=True):
     """A malformed, oversized or misaddressed payload."""
 
     topic: str

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 import msgspec
 
-from planner.values import Device, PipelinePlacement, Plan, Released, StagePlacement, Transfer
+from planner.values import Device, PipelinePlacement, Plan, ReleasedLayers, StagePlacement, Transfer
 from statemachine.messages.cluster import Resume
 
 T = TypeVar("T")
@@ -35,9 +35,9 @@ def _list_of(kind: Any) -> Any:
 _Stage = _array_of(StagePlacement, devices=list[int])
 _Pipeline = _array_of(PipelinePlacement, stages=_list_of(_Stage))
 _Transfer = _array_of(Transfer, source=int, target=int)
-_Released = _array_of(Released, device=int)
+_Released = _array_of(ReleasedLayers, device=int)
 _Plan = _array_of(
-    Plan, pipelines=_list_of(_Pipeline), transfers=_list_of(_Transfer), released=_list_of(_Released)
+    Plan, pipelines=_list_of(_Pipeline), transfers=_list_of(_Transfer), released_layers=_list_of(_Released)
 )
 _Resume = _array_of(Resume, plan=_Plan)
 
@@ -72,7 +72,7 @@ def pack(resume: Resume) -> bytes:
     transfers = [
         _with(_Transfer, t, source=number(t.source), target=number(t.target)) for t in plan.transfers
     ]
-    released = [_with(_Released, r, device=number(r.device)) for r in plan.released]
+    released = [_with(_Released, r, device=number(r.device)) for r in plan.released_layers]
     small = _with(_Plan, plan, pipelines=pipelines, transfers=transfers, released=released)
     devices = [(nodes.setdefault(device.node, len(nodes)), device.index) for device in numbers]
     packed = _Packed(list(nodes), devices, _with(_Resume, resume, plan=small))
@@ -112,7 +112,9 @@ def _plan(small: Any, devices: list[Device]) -> Plan:
             _whole(Transfer, one, source=_at(devices, one.source), target=_at(devices, one.target))
             for one in small.transfers
         ),
-        released=tuple(_whole(Released, one, device=_at(devices, one.device)) for one in small.released),
+        released_layers=tuple(
+            _whole(ReleasedLayers, one, device=_at(devices, one.device)) for one in small.released_layers
+        ),
     )
 
 

@@ -43,7 +43,7 @@ class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = SCHEMA
 
 
-class CoordinatorSaid(msgspec.Struct, frozen=True, kw_only=True):
+class ClusterStateHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Of the cluster's state, what coordinators look for in each: a thousand nodes take longer to read."""
 
     phase: Any = None
@@ -224,7 +224,7 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """``lossy``: each message comes up to so much later."""
     seed: int = 0
     """``lossy``: what is drawn from it."""
-    only_check: bool = False
+    dry_run: bool = False
     """Do nothing; answer whether this node could and would."""
     schema: int = SCHEMA
 
@@ -244,7 +244,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class TraceData(msgspec.Struct, frozen=True, kw_only=True):
-    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.watch.tracing``)."""
+    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.monitoring.tracing``)."""
 
     node: str
     device: int
@@ -284,12 +284,12 @@ def new_event_id() -> str:
 
 
 def event_message(
-    effect: EmitEvent, *, monotonic: float, held_back: int = 0, source: str = ""
+    effect: EmitEvent, *, monotonic: float, suppressed: int = 0, source: str = ""
 ) -> EventMessage:
-    """The envelope of an ``EmitEvent``; ``held_back`` similar ones were not published (``EventGate``)."""
+    """The envelope of an ``EmitEvent``; ``suppressed`` similar ones were not published (``EventRateLimiter``)."""
     details = dict(effect.details)
-    if held_back:
-        details["held_back"] = held_back
+    if suppressed:
+        details["suppressed"] = suppressed
     return EventMessage(
         event=effect.name,
         node=effect.node,

@@ -13,7 +13,7 @@ class SnapshotCompleted(Details, frozen=True, kw_only=True):
     """The state behind the step is complete in the memory of every owner; rollbacks go there from now on."""
 
     protection: str
-    buddies: dict[str, str]
+    replica_peers: dict[str, str]
     """Owner → who keeps a copy of its part."""
     unprotected: list[list[int]]
     """``[first, last]`` layers that one node alone has."""
@@ -26,10 +26,10 @@ class SnapshotCompleted(Details, frozen=True, kw_only=True):
     """Since the order."""
 
 
-class SnapshotGivenUp(Details, frozen=True, kw_only=True):
+class SnapshotAbandoned(Details, frozen=True, kw_only=True):
     """A snapshot will not be complete; the one before stays."""
 
-    kept_step: int | None
+    last_complete_step: int | None
     """Of the one before; null where there is none."""
 
 
@@ -65,7 +65,7 @@ class SnapshotsUnavailable(Details, frozen=True, kw_only=True):
     device: int
 
 
-class ShardDamaged(Details, frozen=True, kw_only=True):
+class ShardCorrupted(Details, frozen=True, kw_only=True):
     """What a node keeps of a snapshot cannot be used."""
 
     owner: str
@@ -89,7 +89,7 @@ class ShardRepaired(Details, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class ReplicaDiverged(Details, frozen=True, kw_only=True):
+class OptimizerReplicaDiverged(Details, frozen=True, kw_only=True):
     """A node's replica of another's optimizer state was not what its owner has; it was made anew."""
 
     layer: int
@@ -100,7 +100,7 @@ class RolledBack(Details, frozen=True, kw_only=True):
 
     from_step: int
     to_step: int
-    undone: int
+    undone_steps: int
     tier: Tier
     sources: list[str]
     """Nodes whose memory it comes from."""
@@ -135,10 +135,10 @@ class CheckpointCompleted(Details, frozen=True, kw_only=True):
     """Steps of older ones that were removed."""
 
 
-class CheckpointGivenUp(Details, frozen=True, kw_only=True):
+class CheckpointAbandoned(Details, frozen=True, kw_only=True):
     """A persistent checkpoint will not be; those before stay."""
 
-    kept_step: int | None
+    last_complete_step: int | None
     """Of the newest that this job knows of."""
 
 

@@ -65,7 +65,7 @@ class JobState(StateData, frozen=True, kw_only=True):
     global_batch: int
 
 
-class NodeOfCluster(StateData, frozen=True, kw_only=True):
+class NodeSummary(StateData, frozen=True, kw_only=True):
     """A node as the coordinator knows it."""
 
     state: NodeState
@@ -93,7 +93,7 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     """Under which it leads; one more with each taking over."""
     standbys: list[str] = []
     """Names of the coordinators that would take over, in this order."""
-    barred: dict[str, str] = {}
+    ineligible: dict[str, str] = {}
     """Those that are there and would not, each with the reason in words: another version of ftd."""
     at: str
     """ISO-8601, UTC."""
@@ -106,7 +106,7 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     samples_per_s: float | None
     waiting_for: str
     """In words, what has to happen next; empty while training runs."""
-    gives_up: bool = False
+    pause_limited: bool = False
     """PAUSED for a while only: then the job goes back to a checkpoint, looks for one once more, or fails."""
     outcome: str
     planning: PlanningData | None
@@ -115,7 +115,7 @@ class ClusterState(StateData, frozen=True, kw_only=True):
     checkpoint: CheckpointState | None
     job: JobState | None
     pipelines: list[PipelineData]
-    nodes: dict[str, NodeOfCluster]
+    nodes: dict[str, NodeSummary]
 
 
 class ClusterUnreachable(StateData, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ class ClusterUnreachable(StateData, frozen=True, kw_only=True):
     schema: int
     phase: Literal["UNREACHABLE"]
     reason: str
-    nodes: dict[str, NodeOfCluster]
+    nodes: dict[str, NodeSummary]
     """None are known."""
     coordinator: int | None = None
     """Its incarnation."""

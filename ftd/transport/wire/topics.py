@@ -34,9 +34,9 @@ class Topics:
         return f"{self.root}/coordinator/leader"
 
     @property
-    def leader_beat(self) -> str:
+    def leader_heartbeat(self) -> str:
         """JSON: the leading coordinator is there."""
-        return f"{self.root}/coordinator/beat"
+        return f"{self.root}/coordinator/heartbeat"
 
     @property
     def journal(self) -> str:

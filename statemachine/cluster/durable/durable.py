@@ -11,25 +11,31 @@ from typing import Any, TypeVar
 import msgspec
 
 from planner.values import Device, Plan
-from statemachine.cluster.durable.promises import beyond
-from statemachine.cluster.durable.records import Journal, NodeRecord, PersistingRecord, columns, put_together
+from statemachine.cluster.durable.durability import beyond
+from statemachine.cluster.durable.records import (
+    JournalState,
+    NodeRecord,
+    PersistingRecord,
+    columns,
+    put_together,
+)
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
-    Group,
-    Over,
+    ActiveRecovery,
+    Ended,
     Paused,
     Planning,
     Quiescing,
-    Recovery,
     Resuming,
     Running,
     State,
+    TrainingGroup,
     Waiting,
 )
 from statemachine.cluster.rules import Resumption
-from statemachine.cluster.snapshots.keeping import Keeping, Persisting, Writing
-from statemachine.cluster.state import Cluster, Ledger
+from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite, JobCheckpoints, JobSnapshots
+from statemachine.cluster.state import Cluster, TrainingProgress
 from statemachine.messages.values import PROTOCOL, ClusterPhase, NodeFacts
 from statemachine.timing import Timing
 
@@ -89,7 +95,7 @@ MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
 """Of a recovery: between them lie its phases."""
 
 
-def _recovery(record: Recovery) -> dict[str, Any]:
+def _recovery(record: ActiveRecovery) -> dict[str, Any]:
     return {
         "cause": record.cause,
         "nodes": list(record.nodes),
@@ -104,12 +110,12 @@ def _recovery(record: Recovery) -> dict[str, Any]:
 
 
 def _persisting(c: Cluster) -> dict[str, Any]:
-    persisting, writing = c.persisting, c.persisting.writing
+    persisting, writing = c.checkpoints, c.checkpoints.writing
     return {
         "newest": persisting.newest,
         "tried": persisting.tried,
         "done": persisting.done,
-        "spoiled": sorted(persisting.spoiled),
+        "corrupt_steps": sorted(persisting.corrupt_steps),
         "exported_step": persisting.exported_step,
         "attempt": writing.attempt if writing is not None else "",
         "record": writing.record if writing is not None else None,
@@ -117,11 +123,11 @@ def _persisting(c: Cluster) -> dict[str, Any]:
     }
 
 
-def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
+def _read_persisting(past: PersistingRecord, at: float) -> JobCheckpoints:
     """What was being written is given up once the broker is there; so this much of it is enough."""
     writing = None
     if past.record is not None:
-        writing = Writing(
+        writing = CheckpointWrite(
             record=past.record,
             attempt=past.attempt,
             shares=dict.fromkeys(past.writers, ()),
@@ -129,11 +135,11 @@ def _read_persisting(past: PersistingRecord, at: float) -> Persisting:
             sources={},
             began_at=at,
         )
-    return Persisting(
+    return JobCheckpoints(
         newest=past.newest,
         tried=past.tried,
         done=past.done,
-        spoiled=set(past.spoiled),
+        corrupt_steps=set(past.corrupt_steps),
         writing=writing,
         exported_step=past.exported_step,
     )
@@ -180,47 +186,48 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "resumed_wish": resumption.wish,
         "resumed_ready_parts": _once(c, "ready_parts", resumption.ready_parts, _pairs),
         "resumed_held_parts": resumption.held_parts,
-        "resumed_buddies": dict(resumption.buddies),
+        "resumed_replica_peers": dict(resumption.replica_peers),
         "resumed_evaluated": resumption.evaluated,
     }
 
 
 def write(c: Cluster) -> dict[str, Any]:
-    """The durable state as it is now, for ``msgspec`` to encode; what is yet to be told of it goes with it
+    """The durable state as it is now, for ``msgspec`` to encode; what is yet to be published_step of it goes with it
     (``untold``).
 
     Large parts that are as they were the last time are the same objects; none changes once it is given out.
     """
-    phase, record, resumption, ledger = c.state, c.recovery, c.resumption, c.ledger
+    phase, record, resumption, progress = c.state, c.recovery, c.resumption, c.progress
     paused = phase if isinstance(phase, Paused) else None
     state: dict[str, Any] = {
         "schema": SCHEMA,
         "phase": str(c.phase),
         "generation": c.generation,
-        "outcome": phase.outcome if isinstance(phase, Over) else "",
+        "outcome": phase.outcome if isinstance(phase, Ended) else "",
         "lacking": paused.reason if paused is not None else "",
-        "giving_up": paused is not None and paused.gives_up,
+        "giving_up": paused is not None and paused.pause_limited,
         "raised": c.raised,
         "raising": c.raising,
         "last_failure": c.last_failure,
         "job": c.job,
         "profiled": c.profiled,
-        "known": ledger.known,
-        "told": ledger.told,
-        "evaluated": ledger.evaluated,
-        "loss": ledger.loss,
-        "step_s": ledger.step_s,
+        "known": progress.known,
+        "published_step": progress.published_step,
+        "evaluated": progress.evaluated,
+        "loss": progress.loss,
+        "step_s": progress.step_s,
         **_nodes(c),
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
-        "snapshot": c.keeping.newest,
-        "snapshot_behind": c.keeping.behind,
-        "snapshot_asked": c.keeping.asked or (c.keeping.underway is not None and c.keeping.underway.asked),
+        "snapshot": c.snapshots.newest,
+        "snapshot_behind": c.snapshots.behind,
+        "snapshot_asked": c.snapshots.asked
+        or (c.snapshots.pending is not None and c.snapshots.pending.asked),
         "lineage": c.lineage,
         "persisting": _persisting(c),
     }
-    if not isinstance(phase, Waiting | Over):
-        group = phase if isinstance(phase, Group) else None
+    if not isinstance(phase, Waiting | Ended):
+        group = phase if isinstance(phase, TrainingGroup) else None
         state["attempt"] = {
             "generation": phase.generation,
             "mode": phase.mode if isinstance(phase, Quiescing | Planning) else "abort",
@@ -231,7 +238,7 @@ def write(c: Cluster) -> dict[str, Any]:
         }
         state["members"] = members = _alike(c, "members", c.members.copy(), sorted)
         # Earlier versions of the program read ``expected`` of a group, too.
-        expected = members if isinstance(phase, Group) else list(phase.expected)
+        expected = members if isinstance(phase, TrainingGroup) else list(phase.expected)
         state["expected"] = _alike(c, "expected", expected, list)
     if record is not None:
         state["recovery"], state["before"] = _recovery(record), record.before
@@ -240,7 +247,7 @@ def write(c: Cluster) -> dict[str, Any]:
     return state
 
 
-def moved(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
+def shift_clock(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
     """The same on another clock: of a host whose monotonic clock is so much ahead of the writer's."""
     state = dict(durable)
     recovery = [("recovery", field) for field in ("detected_at", *MOMENTS)]
@@ -257,7 +264,7 @@ UNSEEN_RANGES = 97
 """Ranges of so many that a coordinator may choose from."""
 
 
-def unseen(durable: dict[str, Any], incarnation: int) -> dict[str, Any]:
+def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[str, Any]:
     """Return a journal that may not be the newest, such that no generation started after it is used for another plan.
 
     :param incarnation: of the coordinator that is to lead. Several may begin from the same old journal, one after the
@@ -278,7 +285,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
         raise JournalError(problem)
     try:
-        journal = msgspec.convert(put_together(durable) if schema != 1 else durable, Journal)
+        journal = msgspec.convert(put_together(durable) if schema != 1 else durable, JournalState)
     except ValueError as error:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
@@ -289,9 +296,9 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         last_failure=journal.last_failure,
         job=journal.job,
         profiled=journal.profiled,
-        ledger=Ledger(
+        progress=TrainingProgress(
             known=journal.known,
-            told=journal.told,
+            published_step=journal.published_step,
             loss=journal.loss,
             step_s=journal.step_s,
             evaluated=journal.evaluated,
@@ -299,13 +306,13 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
         restored=True,
         at=at,
         templates_before=journal.templates_for,
-        keeping=Keeping(
+        snapshots=JobSnapshots(
             newest=journal.snapshot,
             behind=journal.snapshot_behind,
             urgent=True,
             asked=journal.snapshot_asked,
         ),
-        persisting=_read_persisting(journal.persisting, at),
+        checkpoints=_read_persisting(journal.persisting, at),
         lineage=journal.lineage,
         exposure=Exposure(
             failures=journal.exposure.failures,
@@ -318,7 +325,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     return c
 
 
-def _read_generation(c: Cluster, journal: Journal) -> None:
+def _read_generation(c: Cluster, journal: JournalState) -> None:
     """Nodes, and what the present generation is about."""
     at = c.at
     for name, record in journal.nodes.items():
@@ -336,17 +343,17 @@ def _read_generation(c: Cluster, journal: Journal) -> None:
             held_parts=journal.resumed_held_parts,
             protection=journal.resumed_protection or _given(journal),
             wish=journal.resumed_wish,
-            buddies=journal.resumed_buddies,
+            replica_peers=journal.resumed_replica_peers,
             evaluated=journal.resumed_evaluated,
         )
     c.state = _read_state(journal, c.resumption, at)
 
 
-def _read_recovery(journal: Journal, at: float) -> Recovery | None:
+def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
     old = journal.recovery
     if old is None:
         return None
-    return Recovery(
+    return ActiveRecovery(
         cause=old.cause,
         nodes=list(old.nodes),
         detected_how=old.detected_how,
@@ -362,7 +369,7 @@ def _read_recovery(journal: Journal, at: float) -> Recovery | None:
     )
 
 
-def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> State:
+def _read_state(journal: JournalState, resumption: Resumption | None, at: float) -> State:
     """Return the state of the phase. Reports are not kept: a generation that was not resumed is to begin again.
 
     :raises JournalError: what belongs to the phase is not there.
@@ -371,7 +378,7 @@ def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> S
     if phase is ClusterPhase.WAITING:
         return Waiting()
     if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED):
-        return Over(phase=phase, outcome=journal.outcome)
+        return Ended(phase=phase, outcome=journal.outcome)
     if past is None:
         raise JournalError(f"the coordinator's journal cannot be read: it has no generation in phase {phase}")
     expected = dict.fromkeys(past.expected)
@@ -382,7 +389,7 @@ def _read_state(journal: Journal, resumption: Resumption | None, at: float) -> S
             members=set(past.members),
             sources=past.sources,
             reason=journal.lacking,
-            gives_up=journal.giving_up,
+            pause_limited=journal.giving_up,
         )
     recovery = _read_recovery(journal, at)
     if past.resume_sent and resumption is not None:
@@ -411,7 +418,7 @@ def _past(moment: float | None, at: float) -> float | None:
     return None if moment is None else min(moment, at)
 
 
-def _given(journal: Journal) -> str:
+def _given(journal: JournalState) -> str:
     """By the job, where an older program wrote the journal."""
     return journal.job.snapshot.protection if journal.job is not None else "none"
 

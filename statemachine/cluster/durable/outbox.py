@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-REPEATED = frozenset({"MessageIgnored", "MessageRefused", "PeerSuspected", "NodeRejected"})
+REPEATED = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
 """Events about what others say, and may say again and again: published now and then, and not kept."""
 OF_THE_MOMENT = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
 """Events about the process that publishes them, with which nothing was decided."""
-OUTBOX = "untold_events"
+OUTBOX = "unpublished_events"
 """Key of the outbox in the durable state, whose other keys are the machine's."""
 MOST = 2_000
 """Most events that are kept, the newest; so many come together when a thousand nodes do."""

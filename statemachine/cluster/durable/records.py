@@ -17,9 +17,9 @@ from statemachine.messages.values import (
     Job,
     NodeFacts,
     NodeState,
-    Profiled,
+    ProfiledJob,
     QuiesceMode,
-    Raising,
+    RepeatedError,
     Restore,
     Snapshot,
     Vote,
@@ -47,7 +47,7 @@ class NodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRecord:
+class GenerationRecord:
     generation: int
     mode: QuiesceMode
     expected: tuple[str, ...]
@@ -87,7 +87,7 @@ class PersistingRecord:
     newest: Checkpoint | None = None
     tried: int = 0
     done: bool = False
-    spoiled: tuple[int, ...] = ()
+    corrupt_steps: tuple[int, ...] = ()
     exported_step: int = 0
     attempt: str = ""
     """Of what is being written; empty: nothing is."""
@@ -104,7 +104,7 @@ class HostColumns:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class JournalParts:
     """What is written in parts, each of which changes at other times than the rest. Of all nodes, in one
     order: what each said of itself, its standing, what it holds."""
 
@@ -121,7 +121,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Journal:
+class JournalState:
     schema: int
     phase: ClusterPhase
     generation: int
@@ -131,13 +131,13 @@ class Journal:
     raised: int
     last_failure: str
     job: Job | None
-    profiled: Profiled | None
+    profiled: ProfiledJob | None
     known: CommittedStep | None
-    told: int
+    published_step: int
     loss: float | None
     step_s: float
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
-    attempt: AttemptRecord | None = None
+    attempt: GenerationRecord | None = None
     recovery: RecoveryRecord | None = None
     resumed_generation: int = 0
     resumed_step: int = 0
@@ -156,19 +156,19 @@ class Journal:
     resumed_wish: str = ""
     resumed_ready_parts: tuple[tuple[Device, tuple[StatePart, ...]], ...] = ()
     resumed_held_parts: tuple[HeldPart, ...] = ()
-    resumed_buddies: dict[str, str] = field(default_factory=dict)
+    resumed_replica_peers: dict[str, str] = field(default_factory=dict)
     persisting: PersistingRecord = PersistingRecord()
-    raising: Raising | None = None
+    raising: RepeatedError | None = None
     evaluated: int = 0
     resumed_evaluated: int = 0
 
 
 def put_together(durable: Any) -> dict[str, Any]:
-    """The durable state as ``Journal`` has it, with a row for each node, of ``Parts``.
+    """The durable state as ``JournalState`` has it, with a row for each node, of ``JournalParts``.
 
     :raises ValueError: these are not there, or the nodes' not of one length.
     """
-    written = msgspec.convert(durable, Parts)
+    written = msgspec.convert(durable, JournalParts)
     hosts = written.hosts
     nodes = {
         name: {**standing, "incarnation": incarnation, "facts": facts, "snapshots": held}

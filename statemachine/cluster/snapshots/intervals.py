@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from planner.intervals import SnapshotCost, choose_interval
 from statemachine.cluster.phases import Running
-from statemachine.cluster.snapshots.keeping import SnapshotCosts
+from statemachine.cluster.snapshots.snapshot_state import SnapshotCosts
 from statemachine.cluster.state import Cluster
 from statemachine.messages.cluster import Stepped
 from statemachine.messages.values import Job
@@ -29,31 +29,31 @@ GROWTH = 4
 def every_steps(c: Cluster, job: Job) -> int:
     """Steps from one snapshot to the next. Behind every step there is none to compare with: not at first."""
     policy = job.snapshot
-    if policy.auto_interval and policy.every_steps < 2 and len(c.keeping.costs.plain_s) < ENOUGH_STEPS:
+    if policy.auto_interval and policy.every_steps < 2 and len(c.snapshots.costs.plain_s) < ENOUGH_STEPS:
         return FIRST_EVERY_STEPS
     return policy.every_steps
 
 
 def note_step(c: Cluster, signal: Stepped) -> None:
     """The newest step of the group that trains was so long."""
-    group, keeping = c.state, c.keeping
+    group, keeping = c.state, c.snapshots
     if not isinstance(group, Running) or c.recovery is not None or not signal.steps or signal.step_s <= 0:
         return
     step = signal.steps[-1].step
-    if signal.generation != group.generation or signal.wanted is not None:
+    if signal.generation != group.generation or signal.requested_first is not None:
         return
-    if step <= c.ledger.known_step or step < group.resumption.step + 2:
+    if step <= c.progress.known_step or step < group.resumption.step + 2:
         return  # an old one; or the first of a group, which makes and allocates
     costs = keeping.costs
     if costs.last and step == costs.last + 1:
         costs.copying_s.append(signal.step_s)
-    elif keeping.underway is None or step <= costs.last:
+    elif keeping.pending is None or step <= costs.last:
         costs.plain_s.append(signal.step_s)
 
 
 def note_snapshot(c: Cluster, *, stall_s: float) -> None:
     """One more is complete everywhere, and training waited so long for it."""
-    costs = c.keeping.costs
+    costs = c.snapshots.costs
     costs.stall_s.append(stall_s)
     if len(costs.stall_s) < ENOUGH_SNAPSHOTS or len(costs.plain_s) < ENOUGH_STEPS:
         return
@@ -64,14 +64,14 @@ def note_snapshot(c: Cluster, *, stall_s: float) -> None:
 
 def begin_anew(c: Cluster) -> None:
     """A generation begins: other stages, other costs. Until they are known the old ones count."""
-    keeping = c.keeping
+    keeping = c.snapshots
     keeping.costs = SnapshotCosts()
     if keeping.measured is not None:
         _choose(c, keeping.measured.step_s, keeping.measured.cost_s)
 
 
 def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
-    job, settled = c.current_job, c.keeping.measured is not None
+    job, settled = c.current_job, c.snapshots.measured is not None
     nodes = len(c.planned) or sum(1 for node in c.alive() if node.ready)
     expected_s = c.horizon_s(nodes)
     if not job.snapshot.auto_interval or expected_s is None:
@@ -86,7 +86,7 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
         cheap_share=policy.cheap_share,
         settled=settled,
     )
-    c.keeping.measured = cost
+    c.snapshots.measured = cost
     if choice.every_steps == policy.every_steps and settled:
         return
     c.job = replace(job, snapshot=replace(policy, every_steps=choice.every_steps))

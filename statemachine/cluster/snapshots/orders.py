@@ -9,41 +9,41 @@ from msgspec.structs import replace
 
 from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import intervals
-from statemachine.cluster.snapshots.keeping import Underway
 from statemachine.cluster.snapshots.protections import AUTO
+from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
 from statemachine.cluster.snapshots.snapshots import give_up, whole
 from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.events import SnapshotRequested
-from statemachine.messages.cluster import Snap
+from statemachine.messages.cluster import TakeSnapshot
 from statemachine.messages.values import NodeState
 
 
-def pursue(c: Cluster, group: Running) -> None:
+def reconcile(c: Cluster, group: Running) -> None:
     """While the group trains: order one when it is time."""
-    keeping, job = c.keeping, c.current_job
+    keeping, job = c.snapshots, c.current_job
     if job.snapshot.every_steps < 1:
         return
     if (
-        keeping.underway is not None
-        and keeping.underway.step is None
-        and not keeping.underway.last
-        and group.ended
+        keeping.pending is not None
+        and keeping.pending.step is None
+        and not keeping.pending.last
+        and group.all_finished
     ):
         give_up(c, "the last step came first")
-    if c.recovery is not None or keeping.underway is not None or not c.connected or not _time(c):
+    if c.recovery is not None or keeping.pending is not None or not c.connected or not _time(c):
         return
     newest = keeping.newest
     # Also an idle buddy: it has no more slots than others.
     planned = [c.nodes[name] for name in group.needed if name in c.nodes]
     kept = newest.step if newest is not None else 0
-    if any(node.state is not NodeState.HEALTHY or node.kept != kept for node in planned):
+    if any(node.state is not NodeState.HEALTHY or node.retained_step != kept for node in planned):
         return
-    known, last = c.ledger.known_step, group.ended
+    known, last = c.progress.known_step, group.all_finished
     # Whose trainers are done has no ballot to ask the others in.
     asked = group.planned if last else (group.resumption.plan.devices[0].node,)
-    keeping.underway = Underway(
+    keeping.pending = PendingSnapshot(
         generation=group.generation,
-        behind=known - 1 if last else known,
+        after_step=known - 1 if last else known,
         began_at=c.at,
         snap_after=known,
         ordered=asked,
@@ -52,13 +52,13 @@ def pursue(c: Cluster, group: Running) -> None:
         asked=keeping.asked,
     )
     keeping.behind, keeping.urgent, keeping.asked = known, False, False
-    c.send_all((c.nodes[name] for name in asked), Snap(generation=group.generation, behind=known))
-    c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+    c.send_all((c.nodes[name] for name in asked), TakeSnapshot(generation=group.generation, after_step=known))
+    c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
 
 
 def _time(c: Cluster) -> bool:
     """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
-    keeping, job, known = c.keeping, c.current_job, c.ledger.known_step
+    keeping, job, known = c.snapshots, c.current_job, c.progress.known_step
     if c.ended:
         there = keeping.newest is not None and keeping.newest.step >= job.steps
         return known >= job.steps and last_wanted(c) and not there
@@ -74,7 +74,7 @@ def _time(c: Cluster) -> bool:
 
 def last_wanted(c: Cluster) -> bool:
     """All steps are done, and the state behind the last one has yet to be written to a checkpoint."""
-    job, persisting = c.job, c.persisting
+    job, persisting = c.job, c.checkpoints
     if job is None or job.checkpoint.every_steps < 1 or persisting.done or not c.ended:
         return False
     return persisting.last_step < job.steps
@@ -104,7 +104,7 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
     if event.protection is not None:
         said.append(_set_protection(c, event.protection))
     if event.now:
-        c.keeping.asked, c.dirty = True, True
+        c.snapshots.asked, c.dirty = True, True
         c.persist()
         said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
     c.answer(event.request, True, "; ".join(said) or "nothing was asked for")
@@ -115,7 +115,7 @@ def _set_interval(c: Cluster, every: int | str) -> str:
     if isinstance(every, str):
         after = replace(before, auto_interval=True, paused=False)
         words = f"as often as measurements say, now every {_steps(after.every_steps)}"
-        c.keeping.measured = None  # The next snapshot chooses, whatever was chosen before.
+        c.snapshots.measured = None  # The next snapshot chooses, whatever was chosen before.
     elif every == 0:
         after = replace(before, auto_interval=False, paused=True)
         words = "none is taken from now on; the newest stays"

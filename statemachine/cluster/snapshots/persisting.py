@@ -16,24 +16,24 @@ import hashlib
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
-from statemachine.cluster.snapshots.keeping import Writing
 from statemachine.cluster.snapshots.orders import last_wanted
+from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite
 from statemachine.cluster.snapshots.snapshots import holders
 from statemachine.cluster.state import FINISH, PERSIST, Cluster, who
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint
 from statemachine.events import (
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointFailed,
-    CheckpointWritten,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
+    ExportCompleted,
+    ExportFailed,
 )
 from statemachine.messages.cluster import (
     CancelPersist,
     Hello,
-    KeepSnapshot,
     LayersPersisted,
     Persist,
     PersistFailed,
+    RetainSnapshot,
 )
 from statemachine.messages.values import Checkpoint, Job, Snapshot
 
@@ -66,9 +66,9 @@ def shared(record: Snapshot, owners: tuple[str, ...], profile: ModelProfile) -> 
 # --- beginning -----------------------------------------------------------------------------------
 
 
-def pursue(c: Cluster) -> None:
+def reconcile(c: Cluster) -> None:
     """Begin one when it is time; give up one that cannot be finished any more."""
-    writing, newest = c.persisting.writing, c.keeping.newest
+    writing, newest = c.checkpoints.writing, c.snapshots.newest
     if not c.connected:
         return  # nobody can be heard, so nobody is gone
     _watch_the_end(c)
@@ -93,7 +93,7 @@ def _finish_limit_s(c: Cluster) -> float:
     return c.timing.finish_limit_s(sum(layer.state_bytes for layer in layers))
 
 
-def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
+def _is_gone(c: Cluster, writing: CheckpointWrite, name: str) -> bool:
     node = c.nodes.get(name)
     here = node is not None and node.alive and node.incarnation == writing.incarnations.get(name)
     return not here and name not in writing.files
@@ -101,7 +101,7 @@ def _is_gone(c: Cluster, writing: Writing, name: str) -> bool:
 
 def _time(c: Cluster, newest: Snapshot) -> bool:
     """Far enough behind the last one, and whole; the last step's also where a node is gone that held it."""
-    persisting, job = c.persisting, c.current_job
+    persisting, job = c.checkpoints, c.current_job
     if job.checkpoint.every_steps < 1 or newest.step <= persisting.tried:
         return False
     if newest.step >= job.steps:
@@ -111,7 +111,7 @@ def _time(c: Cluster, newest: Snapshot) -> bool:
 
 
 def _begin(c: Cluster, newest: Snapshot) -> None:
-    job, profiled, persisting = c.current_job, c.profiled, c.persisting
+    job, profiled, persisting = c.current_job, c.profiled, c.checkpoints
     assert profiled is not None, "a job that trains was measured"
     owners = holders(c, newest)
     shares = shared(newest, owners, profiled.profile)
@@ -119,7 +119,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     if sum(map(len, shares.values())) < newest.groups[-1].end_layer:
         _tell_given_up(c, newest, "nobody is left who held some of its layers")
         return
-    persisting.writing = Writing(
+    persisting.writing = CheckpointWrite(
         record=newest,
         attempt=attempt_of(job, newest),
         shares=shares,
@@ -147,7 +147,7 @@ def _server(node: NodeMachine) -> str:
 
 def order(c: Cluster, node: NodeMachine) -> None:
     """Send a node the order to write its share."""
-    job, writing = c.current_job, c.persisting.writing
+    job, writing = c.current_job, c.checkpoints.writing
     assert writing is not None, "one is being written"
     c.send(
         node,
@@ -165,7 +165,7 @@ def order(c: Cluster, node: NodeMachine) -> None:
 
 def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """It may have missed its order; what it has done it says itself."""
-    writing, job = c.persisting.writing, c.job
+    writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or signal.job_id != job.job_id:
         return
     if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
@@ -176,7 +176,7 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
 
 
 def _concerns(c: Cluster, node: NodeMachine, signal: LayersPersisted | PersistFailed) -> bool:
-    writing = c.persisting.writing
+    writing = c.checkpoints.writing
     return (
         writing is not None
         and signal.attempt == writing.attempt
@@ -188,7 +188,7 @@ def _concerns(c: Cluster, node: NodeMachine, signal: LayersPersisted | PersistFa
 
 def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> None:
     """With the last node's word every layer is on the disk."""
-    writing, job = c.persisting.writing, c.job
+    writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or not _concerns(c, node, signal):
         c.ignore("a LayersPersisted that nobody waits for", node.name)
         return
@@ -198,7 +198,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
     writing.files[node.name] = signal.layers
     if all_written(writing):
         writing.committing = True
-        c.set_timer(PERSIST, c.timing.place_s)
+        c.set_timer(PERSIST, c.timing.checkpoint_location_s)
         c.out.append(
             CommitCheckpoint(
                 cause=c.cause,
@@ -211,7 +211,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
         )
 
 
-def all_written(writing: Writing) -> bool:
+def all_written(writing: CheckpointWrite) -> bool:
     return set(writing.files) == set(writing.shares)
 
 
@@ -222,9 +222,9 @@ def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) ->
         c.ignore("a PersistFailed that nobody waits for", node.name)
 
 
-def written(c: Cluster, event: CheckpointWritten) -> None:
+def written(c: Cluster, event: CheckpointCommitted) -> None:
     """The manifest is there: so is the checkpoint."""
-    writing, persisting = c.persisting.writing, c.persisting
+    writing, persisting = c.checkpoints.writing, c.checkpoints
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
         persisting.unanswered.pop(event.attempt, None)
         c.ignore("a checkpoint that was given up, and yet is complete")
@@ -237,7 +237,7 @@ def written(c: Cluster, event: CheckpointWritten) -> None:
         size_bytes=sum(file.size_bytes for file in files),
     )
     persisting.writing = None
-    persisting.spoiled.discard(record.step)
+    persisting.corrupt_steps.discard(record.step)
     c.cancel_timer(PERSIST)
     c.persist()
     c.emit(
@@ -251,10 +251,10 @@ def written(c: Cluster, event: CheckpointWritten) -> None:
     _unpin(c, record)
 
 
-def commit_failed(c: Cluster, event: CheckpointFailed) -> None:
-    writing = c.persisting.writing
+def commit_failed(c: Cluster, event: CheckpointCommitFailed) -> None:
+    writing = c.checkpoints.writing
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
-        c.persisting.unanswered.pop(event.attempt, None)
+        c.checkpoints.unanswered.pop(event.attempt, None)
         c.ignore("no commit of a checkpoint that was given up")
         return
     writing.committing = False
@@ -262,9 +262,11 @@ def commit_failed(c: Cluster, event: CheckpointFailed) -> None:
 
 
 def overdue(c: Cluster) -> None:
-    writing = c.persisting.writing
+    writing = c.checkpoints.writing
     if writing is not None and writing.committing:
-        give_up(c, f"every layer is written, and the commit did not end in {c.timing.place_s:g} s")
+        give_up(
+            c, f"every layer is written, and the commit did not end in {c.timing.checkpoint_location_s:g} s"
+        )
     elif writing is not None:
         late = [name for name in writing.shares if name not in writing.files]
         give_up(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
@@ -272,7 +274,7 @@ def overdue(c: Cluster) -> None:
 
 def end_overdue(c: Cluster) -> None:
     """The last step's checkpoint, or its export, is not there in time: the job ends without it."""
-    persisting = c.persisting
+    persisting = c.checkpoints
     export_overdue(c, _finish_limit_s(c))
     if not last_wanted(c):
         return
@@ -281,18 +283,22 @@ def end_overdue(c: Cluster) -> None:
     if not persisting.done:
         persisting.done = c.dirty = True
         c.persist()
-        kept_step = persisting.newest.step if persisting.newest is not None else None
-        c.emit("CheckpointGivenUp", f"there is no checkpoint of the last step: {why}", kept_step=kept_step)
+        last_complete_step = persisting.newest.step if persisting.newest is not None else None
+        c.emit(
+            "CheckpointAbandoned",
+            f"there is no checkpoint of the last step: {why}",
+            last_complete_step=last_complete_step,
+        )
 
 
 def give_up(c: Cluster, why: str) -> None:
     """Nothing of it counts; the next snapshot is tried."""
-    writing, job = c.persisting.writing, c.job
+    writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None:
         return
-    c.persisting.writing = None
+    c.checkpoints.writing = None
     if writing.committing:
-        c.persisting.unanswered[writing.attempt] = writing.record.step
+        c.checkpoints.unanswered[writing.attempt] = writing.record.step
     c.cancel_timer(PERSIST)
     ordered = [c.nodes[name] for name in writing.shares if name in c.nodes and c.nodes[name].alive]
     c.send_all(ordered, CancelPersist(job_id=job.job_id, attempt=writing.attempt))
@@ -302,21 +308,21 @@ def give_up(c: Cluster, why: str) -> None:
 
 
 def _tell_given_up(c: Cluster, record: Snapshot, why: str) -> None:
-    persisting, job = c.persisting, c.current_job
+    persisting, job = c.checkpoints, c.current_job
     persisting.done = persisting.done or record.step >= job.steps
     c.persist()
     newest = persisting.newest
-    kept_step = newest.step if newest is not None else None
-    c.emit("CheckpointGivenUp", why, step=record.step, kept_step=kept_step)
+    last_complete_step = newest.step if newest is not None else None
+    c.emit("CheckpointAbandoned", why, step=record.step, last_complete_step=last_complete_step)
     c.publish()
     c.dirty = True
 
 
 def _unpin(c: Cluster, record: Snapshot) -> None:
     """Should this be lost, the next KeepSnapshot says it again."""
-    newest, job = c.keeping.newest, c.job
+    newest, job = c.snapshots.newest, c.job
     if newest is not None and newest.step > record.step and job is not None:
-        keep = KeepSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage)
+        keep = RetainSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage)
         c.send_all((node for node in c.alive() if node.prepared), keep)
     c.publish()
     c.dirty = True
@@ -327,7 +333,7 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
 
 def restarted(c: Cluster) -> None:
     """The answers that came before the crash are lost with it."""
-    if c.persisting.writing is not None:
+    if c.checkpoints.writing is not None:
         give_up(c, "the coordinator was restarted")
 
 
@@ -338,21 +344,21 @@ def ended(c: Cluster) -> None:
 
 def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
     """Everybody goes back to this one: what was written or tried behind it never was."""
-    persisting = c.persisting
+    persisting = c.checkpoints
     give_up(c, f"everybody goes back to step {checkpoint.step}")
     persisting.newest, persisting.tried = checkpoint, checkpoint.step
     persisting.exported_step = min(persisting.exported_step, checkpoint.step)
     persisting.done = persisting.impatient = False
     # What may be committed yet is of steps that are undone.
-    persisting.spoiled |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
+    persisting.corrupt_steps |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
 
 
 # --- exports --------------------------------------------------------------------------------------
 
 
-def pursue_export(c: Cluster) -> None:
+def reconcile_export(c: Cluster) -> None:
     """Begin one when it is time."""
-    job, persisting = c.job, c.persisting
+    job, persisting = c.job, c.checkpoints
     if job is None or persisting.exporting is not None or not _export_due(c):
         return
     assert persisting.newest is not None, "a checkpoint is due"
@@ -363,7 +369,7 @@ def pursue_export(c: Cluster) -> None:
 
 
 def _export_due(c: Cluster) -> bool:
-    job, newest, exported_step = c.job, c.persisting.newest, c.persisting.exported_step
+    job, newest, exported_step = c.job, c.checkpoints.newest, c.checkpoints.exported_step
     if job is None or newest is None or job.checkpoint.huggingface_every_steps < 1:
         return False
     if newest.step <= exported_step:
@@ -373,11 +379,11 @@ def _export_due(c: Cluster) -> bool:
 
 def last_export_wanted(c: Cluster) -> bool:
     """Return whether all steps are done, and the checkpoint of the last one has yet to be exported."""
-    job, newest = c.job, c.persisting.newest
+    job, newest = c.job, c.checkpoints.newest
     return job is not None and c.ended and newest is not None and newest.step >= job.steps and _export_due(c)
 
 
-def exported(c: Cluster, event: CheckpointExported) -> None:
+def exported(c: Cluster, event: ExportCompleted) -> None:
     """Take word that an export is complete."""
     if not _concerns_export(c, event.job_id, event.step):
         c.ignore("an export that nobody waits for")
@@ -393,7 +399,7 @@ def exported(c: Cluster, event: CheckpointExported) -> None:
     )
 
 
-def export_failed(c: Cluster, event: CheckpointExportFailed) -> None:
+def export_failed(c: Cluster, event: ExportFailed) -> None:
     """Take word that an export cannot be; the next checkpoint that is due is tried."""
     if not _concerns_export(c, event.job_id, event.step):
         c.ignore("a failed export that nobody waits for")
@@ -403,8 +409,8 @@ def export_failed(c: Cluster, event: CheckpointExportFailed) -> None:
 
 def export_overdue(c: Cluster, limit_s: float) -> None:
     """The last step's export is not there in time: the job ends without it."""
-    if last_export_wanted(c) and c.persisting.newest is not None:
-        step = c.persisting.newest.step
+    if last_export_wanted(c) and c.checkpoints.newest is not None:
+        step = c.checkpoints.newest.step
         _give_up_export(c, step, f"it is not complete {limit_s:g} s after the last step")
 
 
@@ -415,13 +421,13 @@ def _give_up_export(c: Cluster, step: int, why: str) -> None:
 
 
 def _concerns_export(c: Cluster, job_id: str, step: int) -> bool:
-    return c.job is not None and c.job.job_id == job_id and c.persisting.exporting == step
+    return c.job is not None and c.job.job_id == job_id and c.checkpoints.exporting == step
 
 
 def _end_export(c: Cluster, step: int) -> None:
-    c.persisting.exporting = None
+    c.checkpoints.exporting = None
     # Everybody may have gone back meanwhile: what was exported is of a past that was undone.
-    newest = c.persisting.newest
-    c.persisting.exported_step = min(step, newest.step) if newest is not None else step
+    newest = c.checkpoints.newest
+    c.checkpoints.exported_step = min(step, newest.step) if newest is not None else step
     c.dirty = True
     c.persist()

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from statemachine.cluster.phases import Running
 from statemachine.cluster.state import Cluster
-from statemachine.messages.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 
 AUTO = "auto"
 
@@ -22,13 +22,13 @@ def wish_of(c: Cluster) -> str:
     return AUTO if c.current_job.snapshot.auto_protection else c.current_job.snapshot.protection
 
 
-def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionWish | None:
+def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
     """What a plan on these nodes is asked for; ``None``: there is nothing to protect."""
     job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None
     limits = {name: c.nodes[name].facts.snapshot_bytes for name in nodes}
-    return ProtectionWish(
+    return ProtectionRequest(
         scheme=None if job.snapshot.auto_protection else job.snapshot.protection,
         losses=max(1, job.policy.tolerate),
         zero1=job.policy.zero1,
@@ -41,7 +41,7 @@ def overdue(c: Cluster, group: Running) -> bool:
     job, wish = c.current_job, group.resumption.wish
     if not wish:
         return False
-    return wish != wish_of(c) and not group.finished and c.ledger.known_step + 1 < job.steps
+    return wish != wish_of(c) and not group.finished and c.progress.known_step + 1 < job.steps
 
 
 def settled(c: Cluster, choice: ProtectionChoice | None) -> str:
@@ -63,5 +63,5 @@ def settled(c: Cluster, choice: ProtectionChoice | None) -> str:
             by="auto" if policy.auto_protection else "fallback" if choice.fallback else "user",
         )
     if before is not None and choice.scheme != before and not policy.paused:
-        c.keeping.asked = True  # The newest snapshot is still protected as before.
+        c.snapshots.asked = True  # The newest snapshot is still protected as before.
     return choice.scheme

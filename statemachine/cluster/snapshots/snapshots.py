@@ -9,15 +9,15 @@ ordered, since only three fit into a node's memory (``storage.arena``).
 from collections.abc import Mapping
 
 from planner.values import Plan
-from statemachine.cluster.ledger import learn, tell
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import Running
+from statemachine.cluster.progress import learn, publish_steps
 from statemachine.cluster.snapshots import intervals
-from statemachine.cluster.snapshots.buddies import copies, copy_of, same_snapshot
-from statemachine.cluster.snapshots.keeping import Underway
+from statemachine.cluster.snapshots.replica_peers import copies, copy_of, same_snapshot
+from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
 from statemachine.cluster.state import SNAPSHOT, Cluster, who
-from statemachine.messages.cluster import Heartbeat, Hello, KeepSnapshot, SnapshotCompleted
-from statemachine.messages.common import Snapping, SnapshotFailed
+from statemachine.messages.cluster import Heartbeat, Hello, RetainSnapshot, SnapshotCompleted
+from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 FEW = 8
@@ -48,7 +48,7 @@ def groups_of(
             end_layer=end,
             owners=tuple(node for node, _ in owners[first]),
             protection=protection,
-            buddy=(buddies or {}).get(owners[first][0][0], ""),
+            replica_peer=(buddies or {}).get(owners[first][0][0], ""),
             whole=first in sharded and not zero1,
         )
         for first, end in zip(begins, [*begins[1:], layers], strict=True)
@@ -63,13 +63,13 @@ def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ..
     """Owners that are here and hold their part, which could not be had at most so many times."""
     key = key_of(c, record)
     here = [c.nodes[name] for name in record.owners if name in c.nodes]
-    return tuple(n.name for n in here if n.alive and key in n.snapshots and n.spoiled[key] <= failures)
+    return tuple(n.name for n in here if n.alive and key in n.snapshots and n.part_failures[key] <= failures)
 
 
 def whole(c: Cluster, record: Snapshot) -> bool:
     """Everybody who kept a part of it, or a copy of one, is here and has it."""
     owners, kept = holders(c, record), copies(c, record, key_of(c, record))
-    return len(owners) == len(record.owners) and kept == record.buddies
+    return len(owners) == len(record.owners) and kept == record.replica_peers
 
 
 # --- one snapshot's life -------------------------------------------------------------------------
@@ -81,33 +81,35 @@ def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
     A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
     says that the older one was overtaken.
     """
-    keeping, group, job = c.keeping, c.state, c.job
+    keeping, group, job = c.snapshots, c.state, c.job
     if not isinstance(group, Running) or job is None or node.name not in group.planned:
         return False
     over = max(keeping.over, keeping.newest.step if keeping.newest is not None else 0)
     if generation != group.generation or job.snapshot.every_steps < 1 or step <= over:
         return False
-    underway = keeping.underway
+    underway = keeping.pending
     if underway is not None and (
-        step <= underway.behind or (underway.step is not None and step < underway.step)
+        step <= underway.after_step or (underway.step is not None and step < underway.step)
     ):
         return False
     if underway is not None and underway.step is not None and step > underway.step:
         give_up(c, f"one of step {step} has begun")
         underway = None
     if underway is None:
-        underway = keeping.underway = Underway(generation=generation, behind=step - 1, began_at=c.at)
+        underway = keeping.pending = PendingSnapshot(
+            generation=generation, after_step=step - 1, began_at=c.at
+        )
         keeping.behind = max(keeping.behind, step - 1)
-        c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.ledger.step_s))
+        c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
     underway.step = keeping.costs.last = step
     return True
 
 
-def take_snapping(c: Cluster, node: NodeMachine, signal: Snapping) -> None:
+def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> None:
     if not _fits(c, node, signal.generation, signal.step):
         c.ignore("a Snapping that nobody waits for", node.name)
         return
-    underway = c.keeping.underway
+    underway = c.snapshots.pending
     if underway is not None and node.name not in underway.completed:
         node.feed(NodeEvent.SNAP)
         c.publish()
@@ -118,16 +120,16 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
     if not _fits(c, node, signal.generation, signal.step):
         c.ignore("a SnapshotCompleted that nobody waits for", node.name)
         return
-    underway, job = c.keeping.underway, c.current_job
+    underway, job = c.snapshots.pending, c.current_job
     assert underway is not None, "it fits"
     node.feed(NodeEvent.SNAP)  # where its word that it began was lost
     node.feed(NodeEvent.COMPLETED)
     underway.completed[node.name] = signal
     node.snapshots |= {HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation)}
-    if signal.step > c.ledger.known_step:
+    if signal.step > c.progress.known_step:
         learn(c, [CommittedStep(step=signal.step, vote=signal.vote)])
         c.persist()
-        tell(c)
+        publish_steps(c)
         c.dirty = True
     if everywhere(c, underway):
         c.dirty = True
@@ -136,12 +138,12 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
     c.publish()
 
 
-def everywhere(c: Cluster, underway: Underway) -> bool:
+def everywhere(c: Cluster, underway: PendingSnapshot) -> bool:
     """Every planned node completed its part."""
     return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
 
 
-def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
+def complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -> None:
     """Complete everywhere: durable before anybody releases the one before."""
     job, resumption = c.current_job, c.resumption
     assert resumption is not None, "a group trains"
@@ -150,28 +152,30 @@ def complete(c: Cluster, underway: Underway, signal: SnapshotCompleted) -> None:
         step=signal.step,
         generation=signal.generation,
         vote=signal.vote,
-        groups=groups_of(resumption.plan, resumption.protection, resumption.buddies, zero1=job.policy.zero1),
+        groups=groups_of(
+            resumption.plan, resumption.protection, resumption.replica_peers, zero1=job.policy.zero1
+        ),
         size_bytes=sum(one.size_bytes for one in said),
         at=c.at,
     )
-    c.keeping.newest, c.keeping.underway = record, None
+    c.snapshots.newest, c.snapshots.pending = record, None
     c.cancel_timer(SNAPSHOT)
-    c.keeping.misses = 0
+    c.snapshots.misses = 0
     key = key_of(c, record)
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
         node.snapshots = frozenset(held for held in node.snapshots if same_snapshot(held, key))
     _say_keep(c, c.alive(), record)
-    for owner, buddy in record.buddies.items():
+    for owner, buddy in record.replica_peers.items():
         c.nodes[buddy].snapshots |= {copy_of(key, owner)}
-    alone = [group for group in record.groups if len(group.owners) == 1 and not group.buddy]
+    alone = [group for group in record.groups if len(group.owners) == 1 and not group.replica_peer]
     c.emit(
         "SnapshotCompleted",
         f"the state behind step {record.step} is in the memory of {who(record.owners)}{_but(alone)}",
         step=record.step,
         generation=record.generation,
         protection=resumption.protection,
-        buddies=record.buddies,
+        replica_peers=record.replica_peers,
         unprotected=[[group.first_layer, group.end_layer - 1] for group in alone],
         size_bytes=record.size_bytes,
         copy_s=max(one.copy_s for one in said),
@@ -197,7 +201,7 @@ def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
 
 def overdue(c: Cluster) -> None:
     """Some node did not complete it in time; it may be slow, dead or cut off: others find that out."""
-    underway = c.keeping.underway
+    underway = c.snapshots.pending
     if underway is None:
         return
     missing = [name for name in c.planned if name not in underway.completed]
@@ -206,16 +210,16 @@ def overdue(c: Cluster) -> None:
 
 def _miss(c: Cluster, why: str) -> None:
     """The last step's is not tried again: the job ends without its checkpoint."""
-    underway, job = c.keeping.underway, c.job
+    underway, job = c.snapshots.pending, c.job
     last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
     give_up(c, why)
     if last and job is not None and job.checkpoint.every_steps > 0:
-        c.persisting.done = c.dirty = True
-        newest = c.persisting.newest
+        c.checkpoints.done = c.dirty = True
+        newest = c.checkpoints.newest
         c.emit(
-            "CheckpointGivenUp",
+            "CheckpointAbandoned",
             f"there is no snapshot of the last step: {why}",
-            kept_step=newest.step if newest is not None else None,
+            last_complete_step=newest.step if newest is not None else None,
         )
         c.persist()
 
@@ -223,11 +227,11 @@ def _miss(c: Cluster, why: str) -> None:
 def interrupt(c: Cluster, why: str) -> None:
     """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
     give_up(c, why)
-    keeping = c.keeping
+    keeping = c.snapshots
     keeping.over = keeping.misses = 0
     keeping.behind = keeping.newest.step if keeping.newest is not None else 0
     for node in c.nodes.values():
-        node.feed(NodeEvent.GIVEN_UP)
+        node.feed(NodeEvent.ABANDONED)
     intervals.begin_anew(c)
 
 
@@ -236,24 +240,24 @@ def give_up(c: Cluster, why: str) -> None:
 
     Why it was wanted at once is still so.
     """
-    keeping, underway = c.keeping, c.keeping.underway
+    keeping, underway = c.snapshots, c.snapshots.pending
     if underway is None:
         return
-    keeping.underway, c.dirty = None, True
+    keeping.pending, c.dirty = None, True
     keeping.urgent, keeping.asked = keeping.urgent or underway.urgent, keeping.asked or underway.asked
     keeping.misses += 1
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
-        node.feed(NodeEvent.GIVEN_UP)
+        node.feed(NodeEvent.ABANDONED)
     if underway.step is not None:
         keeping.over = max(keeping.over, underway.step)
     newest = keeping.newest
     c.emit(
-        "SnapshotGivenUp",
+        "SnapshotAbandoned",
         why,
         step=underway.step,
         generation=underway.generation,
-        kept_step=newest.step if newest is not None else None,
+        last_complete_step=newest.step if newest is not None else None,
     )
     c.publish()
 
@@ -263,8 +267,8 @@ def give_up(c: Cluster, why: str) -> None:
 
 def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     """A Hello names what the node's memory holds. Whether that is news about the newest snapshot."""
-    node.kept, node.greeted = None, True
-    job, newest = c.job, c.keeping.newest
+    node.retained_step, node.greeted = None, True
+    job, newest = c.job, c.snapshots.newest
     if job is None:
         return False
     before = node.snapshots
@@ -279,29 +283,31 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
 
 def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Only a heartbeat behind a Hello counts: before it the node may have begun what we have yet to hear."""
-    newest = c.keeping.newest
+    newest = c.snapshots.newest
     if not node.greeted or not c.active:
         return
-    news, node.kept = node.kept != signal.kept, signal.kept
+    news, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
     # Only the last one's word is news to those who wait for it.
-    c.dirty = c.dirty or (news and not any(c.nodes[name].kept != signal.kept for name in c.planned))
+    c.dirty = c.dirty or (
+        news and not any(c.nodes[name].retained_step != signal.retained_step for name in c.planned)
+    )
     if newest is None or not node.prepared:
         return
-    if signal.kept != newest.step:
-        c.keeping.owed.add(node.name)
-    elif signal.spoiled == newest.step and not node.spoiled[key_of(c, newest)]:
+    if signal.retained_step != newest.step:
+        c.snapshots.owed.add(node.name)
+    elif signal.corrupt_step == newest.step and not node.part_failures[key_of(c, newest)]:
         # A new one is wanted at once. For a rollback what is sound here still counts.
-        node.spoiled[key_of(c, newest)] += 1
-        c.keeping.urgent = c.dirty = True
+        node.part_failures[key_of(c, newest)] += 1
+        c.snapshots.urgent = c.dirty = True
 
 
 def remind(c: Cluster) -> None:
     """At every tick: whose heartbeat did not name the newest one is told again, together with the others."""
-    owed, c.keeping.owed = c.keeping.owed, set()
-    newest = c.keeping.newest
+    owed, c.snapshots.owed = c.snapshots.owed, set()
+    newest = c.snapshots.newest
     if owed and newest is not None and c.active:
         named = [node for node in c.alive() if node.name in owed and node.prepared]
-        _say_keep(c, [node for node in named if node.kept != newest.step], newest)
+        _say_keep(c, [node for node in named if node.retained_step != newest.step], newest)
 
 
 def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
@@ -313,7 +319,7 @@ def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
         node.keep_said, node.keep_said_at = record.step, c.at
     if not due:
         return
-    keep = KeepSnapshot(
+    keep = RetainSnapshot(
         job_id=job.job_id,
         step=record.step,
         pinned=pinned(c, record),
@@ -330,7 +336,7 @@ def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
 def _parts_of(c: Cluster, record: Snapshot) -> Restore:
     """All that a node needs to repair its own, where the others are now."""
     key = key_of(c, record)
-    names = sorted({*record.owners, *record.buddies.values()} & set(c.nodes))
+    names = sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes))
     facts = {name: c.nodes[name].facts for name in names}
     return Restore(
         job_id=key.job_id,
@@ -343,5 +349,5 @@ def _parts_of(c: Cluster, record: Snapshot) -> Restore:
 
 def pinned(c: Cluster, record: Snapshot) -> int:
     """Step of the older snapshot that is being written to the disk; 0: there is none."""
-    writing = c.persisting.writing
+    writing = c.checkpoints.writing
     return writing.record.step if writing is not None and writing.record.step < record.step else 0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ftd.config.profile_file import profile_document, save_profile
-from ftd.errors import Unreachable
+from ftd.errors import UnreachableError
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.mosquitto import free_port
@@ -145,7 +145,7 @@ def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
         client = ClusterClient(ClusterAddress(broker=broker, cluster="lab"))
         if state:
             client._on_message(client.topics.cluster_state, json.dumps(state).encode(), True)
-        with pytest.raises(Unreachable) as caught:
+        with pytest.raises(UnreachableError) as caught:
             await client.request(StatusRequest(**client.envelope()), topic=topic, timeout_s=0.01)
         return str(caught.value)
 

@@ -10,7 +10,7 @@ import pytest
 import safetensors
 from typer.testing import CliRunner
 
-from ftd.cli.checkpoint import size_in_bytes
+from ftd.cli.checkpoint import parse_file_size
 from ftd.cli.main import app
 from ftd.errors import CheckpointError, ConfigurationError
 from storage.checkpoint import CheckpointStore
@@ -149,7 +149,7 @@ def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
 
 def test_sizes_are_read() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
-    assert {text: size_in_bytes(text, "x") for text in sizes} == sizes
+    assert {text: parse_file_size(text, "x") for text in sizes} == sizes
 
 
 @pytest.mark.processes

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ftd.cli.checks.configuration import broker_is_known, check_configuration
+from ftd.cli.checks.configuration import check_configuration, is_broker_known
 from ftd.cli.checks.host import check_directory, check_memory, check_names, check_ports
-from ftd.config.daemon import daemon_config, examined_daemon_config
+from ftd.config.daemon import examine_daemon_config, parse_daemon_config
 from tests.helpers.secure_broker import PATIENCE_S, SecureBroker, needs_mosquitto
 
 FTD = str(Path(sys.executable).parent / "ftd")
@@ -114,17 +114,17 @@ def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path,
 
 def test_the_doctor_goes_on_with_what_is_sound(tmp_path: Path) -> None:
     (tmp_path / "ftd.toml").write_text('[broker]\nuri = "mqtt://127.0.0.1:1"\n[node]\ndevices = 0\n')
-    config, mistakes = examined_daemon_config(tmp_path / "ftd.toml", environment={})
+    config, mistakes = examine_daemon_config(tmp_path / "ftd.toml", environment={})
     details = [finding.detail for finding in check_configuration(config, mistakes)]
     assert [detail.split(": ")[1] for detail in details] == ["broker.uri", "node.devices", "secret"]
-    assert not broker_is_known(mistakes)
-    config, mistakes = examined_daemon_config(tmp_path / "gone.toml", environment={})
+    assert not is_broker_known(mistakes)
+    config, mistakes = examine_daemon_config(tmp_path / "gone.toml", environment={})
     assert [finding.verdict for finding in check_configuration(config, mistakes)] == ["failed"]
-    assert not broker_is_known(mistakes)
+    assert not is_broker_known(mistakes)
 
 
 def test_what_a_host_may_lack(tmp_path: Path) -> None:
-    config = daemon_config(
+    config = parse_daemon_config(
         {
             "broker": {"url": "mqtt://no-such-host.invalid"},
             "node": {"snapshot_dir": str(tmp_path), "rendezvous_port": 7000, "snapshot_port": 7000},
@@ -133,7 +133,7 @@ def test_what_a_host_may_lack(tmp_path: Path) -> None:
     )
     assert check_names(config).verdict == "failed"
     assert [finding.verdict for finding in check_ports(config)] == ["failed"]
-    huge = daemon_config({"node": {"snapshot_limit_mib": 1 << 40}}, directory=tmp_path)
+    huge = parse_daemon_config({"node": {"snapshot_limit_mib": 1 << 40}}, directory=tmp_path)
     assert "snapshot_limit_mib" in check_memory(huge).remedy
     (tmp_path / "file").touch()
     assert check_directory("state directory", tmp_path / "file" / "state").verdict == "failed"

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from ftd.cli.main import app
 from ftd.cli.units.files import files_for, hidden_from_others, sample_config
-from ftd.cli.units.units import Layout, Role, unit_name, unit_text
-from ftd.config.daemon import daemon_config
+from ftd.cli.units.units import InstallPaths, Role, unit_name, unit_text
+from ftd.config.daemon import parse_daemon_config
 
 FTD = Path(sys.executable).parent / "ftd"
 MOST_EXPOSED = 25
@@ -35,7 +35,7 @@ def systemd_analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("role", ["node", "coordinator"])
 def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path, role: Role) -> None:
     unit = tmp_path / unit_name(role)
-    unit.write_text(unit_text(role, Layout(executable=FTD, writable=[Path("/srv/checkpoints")])))
+    unit.write_text(unit_text(role, InstallPaths(executable=FTD, writable=[Path("/srv/checkpoints")])))
     verified = systemd_analyze("verify", "--recursive-errors=no", str(unit))
     assert (verified.returncode, verified.stderr.count(unit.name)) == (0, 0), verified.stderr
     security = systemd_analyze("security", "--offline=true", f"--threshold={MOST_EXPOSED}", str(unit))
@@ -48,7 +48,7 @@ def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path, ro
 def test_the_unit_says_what_the_daemons_rely_on() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string(unit_text("node", Layout(executable=Path("/opt/ftd/bin/ftd"))))
+    unit.read_string(unit_text("node", InstallPaths(executable=Path("/opt/ftd/bin/ftd"))))
     service = unit["Service"]
     assert service["ExecStart"] == "/opt/ftd/bin/ftd node --config /etc/ftd/ftd.toml"
     assert (service["Type"], service["KillMode"], service["RestartPreventExitStatus"]) == (
@@ -56,17 +56,17 @@ def test_the_unit_says_what_the_daemons_rely_on() -> None:
         "mixed",
         "2",
     )
-    node, coordinator = (unit_text(role, Layout(executable=FTD)) for role in ("node", "coordinator"))
+    node, coordinator = (unit_text(role, InstallPaths(executable=FTD)) for role in ("node", "coordinator"))
     tunable = "Environment=GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold="
     assert (tunable in node) == (platform.machine() == "x86_64")
     assert tunable not in coordinator
-    assert int(service["TimeoutStopSec"]) > daemon_config({}, directory=Path("/")).timing.leave_s
+    assert int(service["TimeoutStopSec"]) > parse_daemon_config({}, directory=Path("/")).timing.leave_s
 
 
 def test_the_sample_is_sound(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("sesame\n")
     (tmp_path / "secret").chmod(0o640)
-    config = daemon_config(tomllib.loads(sample_config()), directory=tmp_path)
+    config = parse_daemon_config(tomllib.loads(sample_config()), directory=tmp_path)
     assert config.require_secret() == "sesame"
 
 
@@ -116,4 +116,4 @@ def test_a_program_that_the_service_cannot_reach_is_noticed(tmp_path: Path) -> N
     tmp_path.chmod(0o755)
     hidden = hidden_from_others(program)
     assert hidden is not None and program.is_relative_to(hidden)
-    assert len(files_for("node", Layout(executable=program))) == 4
+    assert len(files_for("node", InstallPaths(executable=program))) == 4

@@ -10,22 +10,22 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from ftd.cli.profiling.document import document_of
+from ftd.cli.profiling.document import build_profile_document
 from ftd.cli.profiling.network import fit_link, fit_ring
-from ftd.cli.profiling.process import ask
+from ftd.cli.profiling.process import run_measurement
 from ftd.config.profile_document import ProfileDocument
 from ftd.config.profile_file import load_document, load_profile, model_profile, save_profile
 from ftd.errors import InternalError
-from ftd.observe.view.profile import render_profile, spread
+from ftd.observe.view.profile import format_spread, render_profile
 from planner.stages.costs import StageCosts
 from planner.values import LayerProfile, Link, ModelProfile, Policy, SplitTime
 from runtime.wire.measurement import (
-    LayersMeasured,
-    LinksMeasured,
-    Reduced,
-    RowsMeasured,
-    Sent,
-    Spread,
+    AllReduceTiming,
+    LayerMeasurements,
+    LinkMeasurements,
+    PointToPointTiming,
+    RowTimings,
+    TimingSpread,
     spread_of,
 )
 
@@ -33,21 +33,21 @@ ROOT = Path(__file__).resolve().parents[3]
 SIZES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
 
 
-def always(time_ms: float) -> Spread:
+def always(time_ms: float) -> TimingSpread:
     return spread_of([time_ms / 1e3] * 3)
 
 
-def links_of(link: Link, ring: Link, factor: float = 1.0) -> LinksMeasured:
+def links_of(link: Link, ring: Link, factor: float = 1.0) -> LinkMeasurements:
     """Measurements of a network that is exactly so; every other one ``factor`` slower."""
     reduced = [(members, size) for members in (2, 3, 4) for size in SIZES]
-    return LinksMeasured(
+    return LinkMeasurements(
         where="a network made up",
         sent=tuple(
-            Sent(size_bytes=size, time=always(link.time_ms(size) * factor ** (n % 2)))
+            PointToPointTiming(size_bytes=size, time=always(link.time_ms(size) * factor ** (n % 2)))
             for n, size in enumerate(SIZES)
         ),
         reduced=tuple(
-            Reduced(
+            AllReduceTiming(
                 members=members,
                 size_bytes=size,
                 time=always(2 * (members - 1) * ring.time_ms(size / members) * factor ** (n % 2)),
@@ -57,9 +57,9 @@ def links_of(link: Link, ring: Link, factor: float = 1.0) -> LinksMeasured:
     )
 
 
-def layers_of(rows: int = 4) -> LayersMeasured:
-    def part(count: int, time_ms: float) -> RowsMeasured:
-        return RowsMeasured(rows=count, forward=always(time_ms), backward=always(2 * time_ms))
+def layers_of(rows: int = 4) -> LayerMeasurements:
+    def part(count: int, time_ms: float) -> RowTimings:
+        return RowTimings(rows=count, forward=always(time_ms), backward=always(2 * time_ms))
 
     layer = LayerProfile(
         forward_ms=always(1.25).median_ms,
@@ -71,7 +71,7 @@ def layers_of(rows: int = 4) -> LayersMeasured:
         output_bytes=64,
         split=(SplitTime(devices=2, forward_ms=0.75, backward_ms=1.5),),
     )
-    return LayersMeasured(
+    return LayerMeasurements(
         profile=ModelProfile(layers=(layer, layer), microbatch_rows=rows, device_memory_bytes=None),
         names=("Linear", "Head"),
         rows=((part(4, 1.25), part(2, 0.75)),) * 2,
@@ -109,15 +109,17 @@ def test_one_measurement_that_was_disturbed_does_not_decide_in_either_direction(
     true = Link(latency_ms=0.05, bytes_per_s=3e9)
     for factor in (0.5, 2.0):
         sent = list(links_of(true, true).sent)
-        sent[2] = Sent(size_bytes=SIZES[2], time=always(true.time_ms(SIZES[2]) * factor))
-        fit = fit_link(LinksMeasured(where="", sent=tuple(sent), reduced=()))
+        sent[2] = PointToPointTiming(size_bytes=SIZES[2], time=always(true.time_ms(SIZES[2]) * factor))
+        fit = fit_link(LinkMeasurements(where="", sent=tuple(sent), reduced=()))
         for size in SIZES:
             assert 0.6 < fit.link.time_ms(size) / true.time_ms(size) < 1.7
 
 
 def test_a_network_whose_bandwidth_cannot_be_seen_has_a_finite_one() -> None:
-    flat = LinksMeasured(
-        where="", sent=tuple(Sent(size_bytes=size, time=always(2.0)) for size in SIZES), reduced=()
+    flat = LinkMeasurements(
+        where="",
+        sent=tuple(PointToPointTiming(size_bytes=size, time=always(2.0)) for size in SIZES),
+        reduced=(),
     )
     fit = fit_link(flat)
     assert fit.link.latency_ms == pytest.approx(2.0, rel=0.01)
@@ -126,9 +128,11 @@ def test_a_network_whose_bandwidth_cannot_be_seen_has_a_finite_one() -> None:
 
 
 def test_times_that_fall_with_the_size_give_no_negative_latency_or_bandwidth() -> None:
-    odd = LinksMeasured(
+    odd = LinkMeasurements(
         where="",
-        sent=tuple(Sent(size_bytes=size, time=always(5.0 / (n + 1))) for n, size in enumerate(SIZES)),
+        sent=tuple(
+            PointToPointTiming(size_bytes=size, time=always(5.0 / (n + 1))) for n, size in enumerate(SIZES)
+        ),
         reduced=(),
     )
     fit = fit_link(odd)
@@ -140,7 +144,7 @@ def test_times_that_fall_with_the_size_give_no_negative_latency_or_bandwidth() -
 
 def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
     link, ring = Link(latency_ms=0.05, bytes_per_s=3e9), Link(latency_ms=0.4, bytes_per_s=1.2e9)
-    document = document_of("gpt", layers_of(), links_of(link, ring), 3)
+    document = build_profile_document("gpt", layers_of(), links_of(link, ring), 3)
     save_profile(tmp_path / "p.json", document)
     assert load_document(tmp_path / "p.json") == document
     profile = load_profile(tmp_path / "p.json")
@@ -160,9 +164,9 @@ def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
     assert "a stage of shards takes that and what its devices gather and reduce, computed from" in stated
 
 
-@pytest.mark.parametrize("links", [None, LinksMeasured(where="nowhere", sent=(), reduced=())])
-def test_a_network_that_was_not_measured_is_said_to_be_the_default(links: LinksMeasured | None) -> None:
-    document = document_of("gpt", layers_of(), links, 1)
+@pytest.mark.parametrize("links", [None, LinkMeasurements(where="nowhere", sent=(), reduced=())])
+def test_a_network_that_was_not_measured_is_said_to_be_the_default(links: LinkMeasurements | None) -> None:
+    document = build_profile_document("gpt", layers_of(), links, 1)
     assert document.link is document.ring is document.network is None
     assert model_profile(document).link == Link() == Link(latency_ms=0.1, bytes_per_s=1e9)
     assert document.provenance is not None
@@ -179,32 +183,32 @@ def shown(document: ProfileDocument) -> str:
 
 def test_the_tables_show_times_with_their_spread_and_bytes() -> None:
     link, ring = Link(latency_ms=0.05, bytes_per_s=3e9), Link(latency_ms=0.4, bytes_per_s=1.2e9)
-    page = shown(document_of("gpt", layers_of(), links_of(link, ring), 2))
+    page = shown(build_profile_document("gpt", layers_of(), links_of(link, ring), 2))
     row, stages = [line.split() for line in page.splitlines() if line.startswith("1 Head")]
     assert " ".join(row) == "1 Head 1.25 ± 0.00 2.50 ± 0.00 4.0 KiB 8.0 KiB 512 B 64 B"
     assert " ".join(stages) == "1 Head 3.750 2.250" and "1 device 2 devices" in page
     assert "all-reduce of 4" in page and "link 0.050 ms + 3 GB/s, off by 0%" in page
-    without = shown(document_of("gpt", layers_of(), None, 1))
+    without = shown(build_profile_document("gpt", layers_of(), None, 1))
     assert "Network" not in without and "nothing was measured of the network" in without
 
 
 def test_a_spread_is_shown_as_its_median_and_half_of_its_middle_half() -> None:
-    document = document_of("gpt", layers_of(), None, 1)
+    document = build_profile_document("gpt", layers_of(), None, 1)
     entry = document.layers[0].measured[0].forward
     wide = msgspec.structs.replace(entry, lower_quartile_ms=0.75, median_ms=1.0, upper_quartile_ms=1.75)
-    assert spread(wide) == "1.00 ± 0.50"
-    assert spread(msgspec.structs.replace(wide, median_ms=0.99)) == "0.990 ± 0.500"
+    assert format_spread(wide) == "1.00 ± 0.50"
+    assert format_spread(msgspec.structs.replace(wide, median_ms=0.99)) == "0.990 ± 0.500"
 
 
 # --- processes ---------------------------------------------------------------------------------
 
 
-def asked(order: bytes, timeout_s: float | None = None) -> LayersMeasured:
+def asked(order: bytes, timeout_s: float | None = None) -> LayerMeasurements:
     return asyncio.run(
-        ask(
-            "runtime.measuring.profile",
+        run_measurement(
+            "runtime.profiling.layer_profile",
             order=order,
-            answer=LayersMeasured,
+            answer=LayerMeasurements,
             told=lambda done, total: None,
             timeout_s=timeout_s,
         )

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ftd.config.clusters import claimed, find_cluster
+from ftd.config.clusters import find_cluster, register_cluster
 from ftd.config.daemon import (
-    daemon_config,
-    effective_settings,
-    examined_daemon_config,
+    examine_daemon_config,
+    list_effective_settings,
     load_daemon_config,
-    way_to,
+    local_address_toward,
+    parse_daemon_config,
 )
-from ftd.config.daemon_file import keys, schema, variable_of
+from ftd.config.daemon_file import daemon_keys, daemon_schema, environment_variable
 from ftd.errors import ConfigurationError
 from ftd.transport.address import BrokerAddress, Tls, parse_broker, user_runtime_dir
 from statemachine.timing import Timing
@@ -37,7 +37,7 @@ def write_secret(path: Path, secret: str) -> None:
 
 
 def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
-    config = daemon_config({}, directory=tmp_path)
+    config = parse_daemon_config({}, directory=tmp_path)
     assert config.cluster == "ftd"
     assert config.broker == BrokerAddress(host="127.0.0.1", port=1883)
     assert config.node == socket.gethostname().split(".")[0]
@@ -76,7 +76,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
     assert (config.snapshot_rate_bytes_s, config.checkpoint_rate_bytes_s) == (2 << 20, 5 << 20)
     assert config.require_secret() == "sesame"
     assert config.timing.silence_s == 3.0
-    assert config.timing.steps_kept == 50
+    assert config.timing.steps_remembered == 50
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_every_mistake_names_its_field_and_the_remedy(
     tmp_path: Path, content: dict[str, object], field: str, says: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        daemon_config(content, directory=tmp_path)
+        parse_daemon_config(content, directory=tmp_path)
     assert field in str(caught.value)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
@@ -149,7 +149,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     environment = {"FTD_NODE_DEVICES": "0", "FTD_NODE_DEVICE": "2", "FTD_COORDINATOR_PRIORITY": "first"}
     with pytest.raises(ConfigurationError) as caught:
         load_daemon_config(path, environment=environment)
-    told = {mistake.field: mistake.remedy for mistake in caught.value.mistakes}
+    told = {mistake.field: mistake.remedy for mistake in caught.value.errors}
     assert set(told) == {
         "$FTD_COORDINATOR_PRIORITY",
         "$FTD_NODE_DEVICE",
@@ -165,27 +165,27 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         "ftd.toml: timing.silence",
     }
     assert told["ftd.toml: broker.usrname"] == "did you mean 'username'?"
-    assert all(str(mistake) in str(caught.value) for mistake in caught.value.mistakes)
-    config, mistakes = examined_daemon_config(path, environment=environment)
+    assert all(str(mistake) in str(caught.value) for mistake in caught.value.errors)
+    config, mistakes = examine_daemon_config(path, environment=environment)
     assert (config.cluster, config.devices, config.timing) == ("ftd", 1, Timing())
-    assert mistakes.concern("broker") and mistakes.concern("") and not mistakes.concern("coordinator.state")
+    assert mistakes.affect("broker") and mistakes.affect("") and not mistakes.affect("coordinator.state")
 
 
 def test_a_runtime_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "file"))
     with pytest.raises(ConfigurationError, match=r"\$XDG_RUNTIME_DIR: .* cannot be made"):
-        daemon_config({}, directory=tmp_path)
+        parse_daemon_config({}, directory=tmp_path)
 
 
 def test_every_timing_field_can_be_set(tmp_path: Path) -> None:
     values = {f.name: getattr(Timing(), f.name) for f in fields(Timing)}
-    assert daemon_config({"timing": values}, directory=tmp_path).timing == Timing()
+    assert parse_daemon_config({"timing": values}, directory=tmp_path).timing == Timing()
 
 
 def test_a_node_needs_the_secret(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"secret: .*secret_file"):
-        daemon_config({}, directory=tmp_path).require_secret()
+        parse_daemon_config({}, directory=tmp_path).require_secret()
 
 
 @pytest.mark.parametrize("content", ["a = ", "\x00"])
@@ -220,7 +220,7 @@ def test_broker_addresses(url: str, address: BrokerAddress) -> None:
 
 
 def test_the_way_to_an_unknown_broker_is_loopback() -> None:
-    assert way_to(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
+    assert local_address_toward(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
 
 
 def test_options_win_over_the_environment_and_that_over_the_local_file(
@@ -228,7 +228,7 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"--broker .*--config.*FTD_BROKER"):
         find_cluster()
-    with claimed("local", Path("gpt.toml")) as local, local.reachable("mqtt://127.0.0.1:7"):
+    with register_cluster("local", Path("gpt.toml")) as local, local.publish_broker("mqtt://127.0.0.1:7"):
         assert find_cluster().broker.port == 7
         assert find_cluster().cluster == "local"
         monkeypatch.setenv("FTD_CLUSTER", "local")
@@ -253,13 +253,13 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
 
 def test_of_several_local_clusters_a_command_must_name_one() -> None:
     with (
-        claimed(None, Path("gpt.toml")) as first,
-        first.reachable("mqtt://127.0.0.1:7"),
-        claimed(None, Path("mlp.toml")) as second,
+        register_cluster(None, Path("gpt.toml")) as first,
+        first.publish_broker("mqtt://127.0.0.1:7"),
+        register_cluster(None, Path("mlp.toml")) as second,
     ):
         assert (first.cluster, second.cluster) == ("ftd", "ftd-2")
         assert find_cluster().broker.port == 7  # The second has no broker yet.
-        with second.reachable("mqtt://127.0.0.1:8"):
+        with second.publish_broker("mqtt://127.0.0.1:8"):
             with pytest.raises(
                 ConfigurationError, match=r"ftd \(gpt.toml, .*ftd-2 \(mlp.toml, .*--cluster NAME"
             ):
@@ -273,7 +273,7 @@ def test_of_several_local_clusters_a_command_must_name_one() -> None:
             with pytest.raises(
                 ConfigurationError, match="--cluster: a local cluster of this name is running"
             ):
-                claimed("ftd-2", Path("gpt.toml")).__enter__()
+                register_cluster("ftd-2", Path("gpt.toml")).__enter__()
         assert find_cluster().broker.port == 7
     with pytest.raises(ConfigurationError, match="no ftd local is running"):
         find_cluster()
@@ -288,7 +288,7 @@ def test_the_file_of_a_killed_local_cluster_does_not_count(tmp_path: Path, pid: 
     with pytest.raises(ConfigurationError, match="no ftd local is running"):
         find_cluster()
     assert stale.exists()  # Commands leave it alone.
-    with claimed(None, Path("mlp.toml")) as local, local.reachable("mqtt://127.0.0.1:8"):
+    with register_cluster(None, Path("mlp.toml")) as local, local.publish_broker("mqtt://127.0.0.1:8"):
         assert local.cluster == "ftd"
         assert find_cluster().broker.port == 8
         assert [path.name for path in user_runtime_dir().iterdir()] == ["local-ftd.json"]
@@ -321,7 +321,7 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
     config = load_daemon_config(path, environment=environment)
     assert (config.cluster, config.devices, config.chaos, config.broker.port) == ("lab", 8, True, 9)
     assert (config.timing.silence_s, config.secret) == (2.5, "sesame")
-    shown = {s.key.name: s for s in effective_settings(path, environment)}
+    shown = {s.key.name: s for s in list_effective_settings(path, environment)}
     assert (shown["node.devices"].shown, shown["node.devices"].origin) == (8, "$FTD_NODE_DEVICES")
     assert (shown["cluster"].origin, shown["node.name"].origin) == ("ftd.toml", "default")
     assert shown["secret"].shown == "(hidden)"
@@ -343,16 +343,16 @@ def test_a_variable_that_is_wrong_is_named(tmp_path: Path, variable: str, value:
 
 
 def test_every_key_has_a_meaning_a_variable_and_a_place_in_the_schema() -> None:
-    made = schema()
-    variables = [variable_of(key.name) for key in keys().values()]
+    made = daemon_schema()
+    variables = [environment_variable(key.name) for key in daemon_keys().values()]
     assert len(set(variables)) == len(variables) > 40
-    assert [key.name for key in keys().values() if not key.meaning] == []
+    assert [key.name for key in daemon_keys().values() if not key.meaning] == []
     tables = {"": "DaemonFile", "timing": "Timing"} | {
         name: entry["$ref"].rpartition("/")[2]
         for name, entry in made["$defs"]["DaemonFile"]["properties"].items()
         if "$ref" in entry
     }
-    for key in keys().values():
+    for key in daemon_keys().values():
         table, _, name = key.name.rpartition(".")
         assert made["$defs"][tables[table]]["properties"][name]["description"] == key.meaning
 
@@ -363,10 +363,10 @@ def test_every_key_has_a_meaning_a_variable_and_a_place_in_the_schema() -> None:
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
 def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     write_secret(tmp_path / "secret", "sesame\n")
-    assert daemon_config({"secret_file": "secret"}, directory=tmp_path).secret == "sesame"
+    assert parse_daemon_config({"secret_file": "secret"}, directory=tmp_path).secret == "sesame"
     (tmp_path / "secret").chmod(mode)
     with pytest.raises(ConfigurationError, match="chmod 600"):
-        daemon_config({"secret_file": "secret"}, directory=tmp_path)
+        parse_daemon_config({"secret_file": "secret"}, directory=tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines\n", b"\xff\xfe", b"x" * 100_000])
@@ -374,12 +374,12 @@ def test_a_file_that_holds_no_secret(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_bytes(content)
     (tmp_path / "secret").chmod(0o600)
     with pytest.raises(ConfigurationError, match="secret_file"):
-        daemon_config({"secret_file": "secret"}, directory=tmp_path)
+        parse_daemon_config({"secret_file": "secret"}, directory=tmp_path)
 
 
 def test_a_password_from_a_file_is_never_shown(tmp_path: Path) -> None:
     write_secret(tmp_path / "password", "pass-word\n")
     table = {"url": "mqtt://h", "username": "u", "password_file": "password"}
-    config = daemon_config({"broker": table}, directory=tmp_path)
+    config = parse_daemon_config({"broker": table}, directory=tmp_path)
     assert config.broker.password == "pass-word"
     assert "pass-word" not in repr(config) + config.broker.url

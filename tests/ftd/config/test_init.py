@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ftd.config.job import JobFile, load_job_data
-from ftd.config.job_choices import SIZES, Choices, image_facts, model_table, tables_of
+from ftd.config.job_choices import SIZES, JobChoices, build_tables, image_overrides, model_table
 from ftd.config.job_reference import job_tables, render_job
 from tests.helpers.commands import ftd_here
 
@@ -153,8 +153,8 @@ def test_images_decide_about_classes_and_sizes(place: Path, init: Command) -> No
     model = written(place / "job.toml")["model"]
     assert model["task"] == "image-classification"
     assert model["overrides"].items() >= {"num_labels": 3, "image_size": 16, "num_channels": 3}.items()
-    assert image_facts(place / "images.npz", {"huggingface": "x"}) == {"num_labels": 3}
-    assert image_facts(place / "tokens.bin", {"huggingface": "x"}) == {}
+    assert image_overrides(place / "images.npz", {"huggingface": "x"}) == {"num_labels": 3}
+    assert image_overrides(place / "tokens.bin", {"huggingface": "x"}) == {}
 
 
 def test_a_model_s_own_tokenizer_is_taken(place: Path, init: Command) -> None:
@@ -268,5 +268,5 @@ def test_sizes_fit_together(size: str, tmp_path: Path) -> None:
 
 
 def test_a_large_cluster_has_a_batch_for_all_of_its_devices() -> None:
-    tables = tables_of(Choices(name="x", nodes=8, devices_per_node=8))
+    tables = build_tables(JobChoices(name="x", nodes=8, devices_per_node=8))
     assert tables["training"]["global_batch"] == 4 * 64

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.config.job import JobFile, PlannerTable, TrainingTable, job_from_data, load_job_data
 from ftd.config.job_reference import job_tables
-from ftd.config.reading import kinds_of
+from ftd.config.validation import member_types
 from ftd.transport.wire.public import (
     CheckpointData,
     JobData,
@@ -42,13 +42,15 @@ def classes_that_declare(table: type[Any], key: str) -> list[type[Any]]:
 
 
 def words_of(kind: Any) -> frozenset[str]:
-    return frozenset(str(word) for one in kinds_of(kind) for word in get_args(one) if isinstance(word, str))
+    return frozenset(
+        str(word) for one in member_types(kind) for word in get_args(one) if isinstance(word, str)
+    )
 
 
 def tables_below(table: type[Any]) -> list[type[Any]]:
     below = [table]
     for field in msgspec.structs.fields(table):
-        for kind in kinds_of(field.type):
+        for kind in member_types(field.type):
             if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
                 below += tables_below(kind)
     return below

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from ftd.config import tracking
-from ftd.config.clash import OUR_PACKAGES
+from ftd.config.import_conflicts import OUR_PACKAGES
 from ftd.config.job import job_from_data, load_job, load_job_data, nearest_batches, profile_from_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.config.tracking import check_installed, sinks_of
@@ -162,7 +162,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     data = changed("training.microbatch", -1) | {"steps": 0, "snapshots": {}, "name": "a/b"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(tmp_path, data))
-    told = [mistake.field for mistake in caught.value.mistakes]
+    told = [mistake.field for mistake in caught.value.errors]
     names = ("snapshots", "name", "steps", "training.microbatch")
     assert told == [f"job.toml: {name}" for name in names]
 

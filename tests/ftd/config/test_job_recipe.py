@@ -15,7 +15,7 @@ from runtime.wire.recipe import (
     RECIPE,
     DataTable,
     EvaluationTable,
-    FileFacts,
+    FileTotals,
     LoraTable,
     OptimizerTable,
     Recipe,
@@ -81,8 +81,8 @@ def test_a_model_and_data_are_enough(place: Path) -> None:
     assert recipe.schedule == ScheduleTable()
     assert recipe.evaluation == EvaluationTable()
     assert recipe.files == {
-        "model.huggingface": FileFacts(files=2, bytes=len(json.dumps(LLAMA))),
-        "data.tokens": FileFacts(files=2, bytes=4096 + 2049),
+        "model.huggingface": FileTotals(files=2, bytes=len(json.dumps(LLAMA))),
+        "data.tokens": FileTotals(files=2, bytes=4096 + 2049),
     }
 
 
@@ -293,7 +293,7 @@ def test_every_mistake_names_its_field_and_the_remedy(
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(place, changed(changes)))
-    [mistake] = caught.value.mistakes
+    [mistake] = caught.value.errors
     assert mistake.field == f"job.toml: {field}"
     assert says in str(mistake)
 
@@ -332,6 +332,6 @@ def test_all_mistakes_are_reported_at_once(place: Path) -> None:
     changes = {"model.huggingface": "gone", "data.tokens": "gone", "optimizer.eps": -1, "schedule.name": "x"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(place, changed(changes)))
-    found = [mistake.field for mistake in caught.value.mistakes]
+    found = [mistake.field for mistake in caught.value.errors]
     names = ("optimizer.eps", "schedule.name", "model.huggingface", "data.tokens")
     assert found == [f"job.toml: {name}" for name in names]

@@ -17,7 +17,7 @@ import pytest
 from ftd.config.job import load_job_data
 from ftd.config.profile_file import profile_document, save_profile
 from ftd.coordinator import commands
-from ftd.errors import RequestRefused, Unreachable
+from ftd.errors import RequestRejected, UnreachableError
 from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.mqtt.session import KEEP_ALIVE_S, MqttSession
@@ -32,9 +32,9 @@ from ftd.transport.wire.public import (
 from ftd.transport.wire.topics import Topics
 from statemachine.effects import BroadcastCommand
 from statemachine.messages.cluster import (
-    Inquiry,
     Prepare,
-    StepsWanted,
+    RequestHello,
+    RequestSteps,
     Stop,
 )
 from statemachine.messages.common import Prepared, Quiesce
@@ -113,7 +113,7 @@ def test_what_is_for_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path
                 assert (await node.expect(Stop)).job_id == job_id
             assert (first.broadcasts, second.broadcasts, stranger.broadcasts) == (1, 2, 0)
             # The coordinator hears its own words, too.
-            assert "MessageRefused" not in await events_of(client)
+            assert "MessageRejected" not in await events_of(client)
 
     asyncio.run(scene())
 
@@ -130,10 +130,10 @@ def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemo
                 assert (await client.state())["phase"] == "UNREACHABLE"
             node.step(generation, 4, 6)  # Nobody hears this.
             await asyncio.to_thread(daemon.start)
-            await node.expect(Inquiry)
+            await node.expect(RequestHello)
             node.step(generation, 7, 8)
             # The journal may lag by one message: then a step is told again, and kept once.
-            wanted = await node.expect(StepsWanted)
+            wanted = await node.expect(RequestSteps)
             assert wanted.first <= 4 and wanted.last == 6
             node.step(generation, wanted.first, wanted.last)
             async with ClusterClient(daemon.address) as client:
@@ -186,7 +186,7 @@ def test_a_saved_profile_is_not_measured_again_and_its_plans_are_found_again(
                     node.job_id = None
             await asyncio.to_thread(daemon.end)
             await asyncio.to_thread(daemon.start)
-            await node.expect(Inquiry)
+            await node.expect(RequestHello)
             await until(lambda: read_from_disk() == 2)
 
     asyncio.run(scene())
@@ -215,7 +215,7 @@ def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
     tmp_path: Path, mosquitto: RunningBroker
 ) -> None:
     daemon = Daemon(tmp_path, mosquitto.port)
-    daemon.config.write_text(daemon.config.read_text() + "forget_s = 0.5\n")
+    daemon.config.write_text(daemon.config.read_text() + "remove_offline_s = 0.5\n")
     topics, retained = Topics(cluster="t"), dict[str, bytes]()
     gone = {topics.node_state(name): b"" for name in ("a-pod-before-us", "pod-1")}
 
@@ -244,7 +244,7 @@ def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
                 pod.session.interrupt(60)
             async with asyncio.timeout(PATIENCE_S):
                 async for event in client.events():
-                    if event["event"] == "NodeForgotten":
+                    if event["event"] == "NodeRemoved":
                         break
             assert event["node"] == "pod-1" and event["details"] == {"incarnation": 1}
             await state_when(client, lambda s: s["nodes"] == {})
@@ -280,7 +280,7 @@ def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemo
             async with asyncio.timeout(PATIENCE_S):
                 while len(refused) < 7:  # Of each topic one in a second, whatever is wrong with it.
                     event = await anext(client.events())
-                    if event["event"] == "MessageRefused":
+                    if event["event"] == "MessageRejected":
                         refused[event["details"]["topic"]] = event["reason"]
             assert any("at most" in reason for reason in refused.values())
             assert any("node-0/signal" in reason and "malformed" in reason for reason in refused.values())
@@ -307,9 +307,9 @@ def test_requests_that_cannot_be_served_are_answered_with_the_reason(daemon: Dae
                 client._session.publish(client.topics.request, json.dumps(payload).encode())
                 found = await asyncio.wait_for(answer, PATIENCE_S)
                 assert not found.accepted and says in found.detail, found
-            with pytest.raises(RequestRefused, match="no job"):
+            with pytest.raises(RequestRejected, match="no job"):
                 await client.request(StopRequest(**client.envelope(), job="gpt"))
-            with pytest.raises(RequestRefused, match="node-7"):
+            with pytest.raises(RequestRejected, match="node-7"):
                 await client.request(DrainRequest(**client.envelope(), node="node-7"))
 
     asyncio.run(scene())
@@ -323,7 +323,7 @@ def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: P
             again = await client.request(request, timeout_s=PATIENCE_S)
             assert first.detail == again.detail
             assert (await events_of(client)).count("JobSubmitted") == 1
-            with pytest.raises(RequestRefused, match="under way"):
+            with pytest.raises(RequestRejected, match="under way"):
                 await submitted(client, job_data(tmp_path))
             await client.request(StopRequest(**client.envelope(), job="gpt"))
             await state_when(client, lambda s: s["phase"] in ("FAILED", "FINISHED", "WAITING"))
@@ -341,7 +341,7 @@ def test_a_job_is_refused_where_the_solver_that_it_wants_is_broken(
 
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client:
-            with pytest.raises(RequestRefused) as refused:
+            with pytest.raises(RequestRejected) as refused:
                 await submitted(client, wanted)
             assert "HiGHS cannot be used: the package highspy is missing or broken" in str(refused.value)
             assert 'planner.batch_solver = "exact"' in str(refused.value)
@@ -363,7 +363,7 @@ def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tm
         async with ClusterClient(daemon.address) as client:
             state = await client.state()
             assert (state["phase"], state["reason"]) == ("UNREACHABLE", "the coordinator was stopped")
-            with pytest.raises(Unreachable, match="no coordinator answers"):
+            with pytest.raises(UnreachableError, match="no coordinator answers"):
                 await client.request(StatusRequest(**client.envelope()), timeout_s=0.3)
         daemon.start()
         told: asyncio.Queue[str] = asyncio.Queue()
@@ -491,16 +491,16 @@ def test_a_broker_that_lets_nobody_hear_what_is_for_all_is_complained_about(
     async def scene() -> None:
         published: list[bytes] = []
         session = SimpleNamespace(connected=True, publish=lambda topic, payload: published.append(payload))
-        saying = commands.Commands(Topics(cluster="t"), session)
+        saying = commands.CommandSender(Topics(cluster="t"), session)
         saying.send(stop)
-        saying.overhear(published[0], False)
+        saying.receive_broadcast(published[0], False)
         saying.send(stop)
-        saying.connected()  # What is under way when a session breaks is lost with it.
+        saying.on_connected()  # What is under way when a session breaks is lost with it.
         await asyncio.sleep(0.1)
         session.connected = False
         saying.send(stop)
         await asyncio.sleep(0.1)
-        saying.connected()
+        saying.on_connected()
         session.connected = True
         assert told == []
         saying.send(stop)

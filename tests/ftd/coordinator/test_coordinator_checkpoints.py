@@ -8,19 +8,26 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from ftd.coordinator.checkpoints import Checkpoints, abandon, commit, export, find, first_checkpoint
+from ftd.coordinator.checkpoints import (
+    CheckpointService,
+    abandon,
+    commit,
+    export,
+    find,
+    find_initial_checkpoint,
+)
 from ftd.errors import ConfigurationError
 from planner.values import Policy
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint, FindCheckpoint
 from statemachine.events import (
-    CheckpointExported,
-    CheckpointExportFailed,
-    CheckpointFailed,
+    CheckpointCommitFailed,
+    CheckpointCommitted,
     CheckpointFound,
-    CheckpointWritten,
     Event,
+    ExportCompleted,
+    ExportFailed,
 )
-from statemachine.messages.values import CheckpointPolicy, Job, LayerOnDisk, Vote
+from statemachine.messages.values import CheckpointPolicy, Job, LayerFile, Vote
 from storage.checkpoint import CheckpointStore
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
 
@@ -35,7 +42,7 @@ def job_at(url: object, **policy: object) -> Job:
     return Job(job_id="gpt-1", name="gpt", steps=99, policy=training, checkpoint=checkpoint)
 
 
-def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[LayerOnDisk, ...]:
+def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[LayerFile, ...]:
     """What nodes answer when they have written a draft."""
     draft = store.begin(step, attempt)
     states = [layer_state(layer, step) for layer in range(LAYERS)]
@@ -43,12 +50,12 @@ def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[Lay
     return tuple(files)
 
 
-def committing(job: Job, step: int, layers: tuple[LayerOnDisk, ...], attempt: str = "a") -> CommitCheckpoint:
+def committing(job: Job, step: int, layers: tuple[LayerFile, ...], attempt: str = "a") -> CommitCheckpoint:
     return CommitCheckpoint(cause="c", job=job, attempt=attempt, step=step, vote=VOTE, layers=layers)
 
 
 def finding(job: Job, *spoiled: int) -> FindCheckpoint:
-    return FindCheckpoint(cause="c", generation=4, job=job, spoiled=spoiled)
+    return FindCheckpoint(cause="c", generation=4, job=job, corrupt_steps=spoiled)
 
 
 @pytest.fixture
@@ -58,24 +65,24 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointStore) -> None:
     """So does what is newer: it is of a past that was undone."""
-    job = job_at(store.place.url, keep=2)
+    job = job_at(store.location.url, keep=2)
     for step in (10, 20, 50):
         write(store, step)
     event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0)
-    assert isinstance(event, CheckpointWritten)
+    assert isinstance(event, CheckpointCommitted)
     assert (event.attempt, event.step, event.pruned) == ("a", 30, (10, 50))
     assert store.steps() == (30, 20) and holds(store, 30)
     assert msgspec.convert(store.open(30).manifest.vote, Vote) == VOTE
 
 
 def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: CheckpointStore) -> None:
-    job = job_at(store.place.url)
+    job = job_at(store.location.url)
     write(store, 20)
     layers = layers_written(store, 30, "a")
     event = commit(committing(job, 30, layers[:1] + layers[2:]), at=1.0)
-    assert isinstance(event, CheckpointFailed) and "layers [0, 2]" in event.detail
+    assert isinstance(event, CheckpointCommitFailed) and "layers [0, 2]" in event.detail
     abandon(AbandonCheckpoint(cause="c", job=job, attempt="a", step=30))
-    assert store.place.names() == ["step-000000000020"] and store.steps() == (20,)
+    assert store.location.names() == ["step-000000000020"] and store.steps() == (20,)
     # The coordinator died before it heard of this commit: it stays.
     commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
     abandon(AbandonCheckpoint(cause="c", job=job, attempt="b", step=30))
@@ -83,13 +90,13 @@ def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: C
 
 
 def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: CheckpointStore) -> None:
-    job = job_at(store.place.url)
+    job = job_at(store.location.url)
     for step in (10, 20, 30, 40, 50):
         write(store, step)
     found = find(finding(job), at=1.0)
     assert found.checkpoint is not None and found.skipped == ()
     assert (found.checkpoint.step, found.checkpoint.vote, found.checkpoint.layers) == (50, OLDER, LAYERS)
-    root = Path(store.place.url)
+    root = Path(store.location.url)
     (root / "step-000000000050" / "layer-0001.bin").unlink()
     header = root / "step-000000000030" / "layer-0002.bin"
     data = bytearray(header.read_bytes())
@@ -113,19 +120,19 @@ def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: Ch
 
 
 def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
-    assert first_checkpoint(job_at("")) is None
-    assert first_checkpoint(job_at(tmp_path / "new")) is None and (tmp_path / "new").is_dir()
+    assert find_initial_checkpoint(job_at("")) is None
+    assert find_initial_checkpoint(job_at(tmp_path / "new")) is None and (tmp_path / "new").is_dir()
     write(store, 20)
-    begin = first_checkpoint(job_at(store.place.url))
+    begin = find_initial_checkpoint(job_at(store.location.url))
     assert begin is not None and begin.step == 20
     with pytest.raises(ConfigurationError, match="the newest of step 20") as caught:
-        first_checkpoint(job_at(store.place.url, resume=False))
+        find_initial_checkpoint(job_at(store.location.url, resume=False))
     assert caught.value.field == "checkpoint.resume"
-    assert first_checkpoint(replace(job_at(store.place.url, resume=False), name="bert")) is None
+    assert find_initial_checkpoint(replace(job_at(store.location.url, resume=False), name="bert")) is None
     (tmp_path / "file").write_text("")
     for url in (tmp_path / "file", "nosuch://x"):
         with pytest.raises(ConfigurationError) as caught:
-            first_checkpoint(job_at(url))
+            find_initial_checkpoint(job_at(url))
         assert caught.value.field == "checkpoint.url"
 
 
@@ -133,73 +140,73 @@ def exporting(job: Job, step: int, limit_s: float = 240.0) -> ExportCheckpoint:
     return ExportCheckpoint(cause="c", job=job, step=step, limit_s=limit_s)
 
 
-def exported(job: Job, step: int, limit_s: float = 240.0) -> CheckpointExported | CheckpointExportFailed:
+def exported(job: Job, step: int, limit_s: float = 240.0) -> ExportCompleted | ExportFailed:
     return export(exporting(job, step, limit_s), lambda: 1.0)
 
 
 @pytest.mark.processes
 def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
-    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
-    first_checkpoint(job)
+    job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    find_initial_checkpoint(job)
     write(store, 20)
     (exports / ".step-000000000010.whole.partial").mkdir()
     done = exported(job, 20)
     target = exports / "step-000000000020"
-    assert isinstance(done, CheckpointExported) and done.directory == str(target)
+    assert isinstance(done, ExportCompleted) and done.directory == str(target)
     assert sorted(path.name for path in target.iterdir()) == ["config.json", "ftd.json", "model.safetensors"]
     assert done.size_bytes == (target / "model.safetensors").stat().st_size > 0
     made = target.stat().st_ino
-    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino == made
+    assert isinstance(exported(job, 20), ExportCompleted) and target.stat().st_ino == made
     write(store, 20, attempt="2", seed=9)  # Everybody went back, and came to this step again.
     origin = msgspec.json.decode((target / "ftd.json").read_bytes())
     assert (origin["job"], origin["job_id"], origin["step"]) == ("gpt", "gpt-1", 20)
     (target / "ftd.json").write_text("of another past")
-    assert isinstance(exported(job, 20), CheckpointExported) and target.stat().st_ino != made
+    assert isinstance(exported(job, 20), ExportCompleted) and target.stat().st_ino != made
     assert [path.name for path in exports.iterdir()] == [target.name]
 
 
 @pytest.mark.processes
 def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
-    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=str(exports))
+    job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=str(exports))
     failed = exported(job, 20)
-    assert isinstance(failed, CheckpointExportFailed) and "no checkpoint of step 20" in failed.detail
+    assert isinstance(failed, ExportFailed) and "no checkpoint of step 20" in failed.detail
     write(store, 20)
     (tmp_path / "kept" / "step-000000000020" / "layer-0001.bin").write_bytes(b"")
     failed = exported(job, 20)
-    assert isinstance(failed, CheckpointExportFailed) and "layer-0001.bin has 0 bytes" in failed.detail
+    assert isinstance(failed, ExportFailed) and "layer-0001.bin has 0 bytes" in failed.detail
     failed = exported(job, 20, limit_s=0.001)
-    assert isinstance(failed, CheckpointExportFailed) and failed.detail == "it did not end in 0.001 s"
+    assert isinstance(failed, ExportFailed) and failed.detail == "it did not end in 0.001 s"
     assert not exports.exists() or not list(exports.iterdir())
     with pytest.raises(ConfigurationError) as caught:
-        first_checkpoint(job_at(store.place.url, huggingface_directory="/proc/x"))
+        find_initial_checkpoint(job_at(store.location.url, huggingface_directory="/proc/x"))
     assert caught.value.field == "checkpoint.huggingface_directory"
 
 
 def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
-    job = job_at(store.place.url, keep=1)
+    job = job_at(store.location.url, keep=1)
     for step in (10, 20):
         write(store, step)
     event = commit(committing(job, 30, layers_written(store, 30, "a")), at=1.0, spared=10)
-    assert isinstance(event, CheckpointWritten) and event.pruned == (20,)
+    assert isinstance(event, CheckpointCommitted) and event.pruned == (20,)
     assert store.steps() == (30, 10)
     event = commit(committing(job, 40, layers_written(store, 40, "a")), at=1.0)
-    assert isinstance(event, CheckpointWritten) and event.pruned == (10, 30)
+    assert isinstance(event, CheckpointCommitted) and event.pruned == (10, 30)
 
 
 @pytest.mark.processes
 def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
     directory = str(tmp_path / "exports")
-    job = job_at(store.place.url, huggingface_every_steps=10, huggingface_directory=directory)
+    job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=directory)
     write(store, 20)
     answers: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     async def body() -> None:
-        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        checkpoints = CheckpointService(answers.put, lambda: 1.0)
         checkpoints.export(exporting(job, 20))
         done = await asyncio.to_thread(answers.get, timeout=240)
-        assert isinstance(done, CheckpointExported) and (done.job_id, done.step) == ("gpt-1", 20)
+        assert isinstance(done, ExportCompleted) and (done.job_id, done.step) == ("gpt-1", 20)
 
     asyncio.run(body())
 
@@ -208,26 +215,26 @@ def test_what_nobody_foresaw_is_an_answer_too(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine waits for one, and the thread that changes things has more to do."""
-    job = job_at(store.place.url)
+    job = job_at(store.location.url)
     answers: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
 
     def broken(*_: object, **__: object) -> None:
         raise KeyError("region")
 
     async def body() -> None:
-        checkpoints = Checkpoints(answers.put, lambda: 1.0)
+        checkpoints = CheckpointService(answers.put, lambda: 1.0)
         with monkeypatch.context() as patched:
             patched.setattr(CheckpointStore, "at", broken)
             checkpoints.commit(committing(job, 30, ()))
             failed = await asyncio.to_thread(answers.get, timeout=240)
-            assert isinstance(failed, CheckpointFailed) and failed.detail == "KeyError: 'region'"
+            assert isinstance(failed, CheckpointCommitFailed) and failed.detail == "KeyError: 'region'"
             checkpoints.find(finding(job))
             found = await asyncio.to_thread(answers.get, timeout=240)
             assert isinstance(found, CheckpointFound) and found.unreadable and "region" in found.reason
-            checkpoints.begin(job, lambda _, refusal: answers.put(refusal))
+            checkpoints.find_initial(job, lambda _, refusal: answers.put(refusal))
             assert await asyncio.to_thread(answers.get, timeout=240) == "KeyError: 'region'"
             checkpoints.abandon(AbandonCheckpoint(cause="c", job=job, attempt="z", step=20))
         checkpoints.commit(committing(job, 30, layers_written(store, 30, "a")))
-        assert isinstance(await asyncio.to_thread(answers.get, timeout=240), CheckpointWritten)
+        assert isinstance(await asyncio.to_thread(answers.get, timeout=240), CheckpointCommitted)
 
     asyncio.run(body())

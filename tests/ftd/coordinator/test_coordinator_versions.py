@@ -22,7 +22,7 @@ from ftd.driver import SystemClock
 from ftd.errors import JournalError
 from ftd.transport.address import BrokerAddress, ClusterAddress
 from ftd.transport.client import ClusterClient
-from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.coordinator_messages import JournalCopy
 from ftd.transport.wire.public import StatusRequest
 from statemachine.cluster.durable import durable
 from statemachine.cluster.machine import ClusterMachine
@@ -133,9 +133,9 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left_alone(
             await look.until(lambda s: s.get("leader") == "bert", "and takes over")
 
             anna.start(OLD)
-            state = await look.until(lambda s: s.get("barred"), "the old one stands aside")
-            assert state["standbys"] == [] and f"schema {NEW}" in state["barred"]["anna"]
-            assert (await look.told("StandbyBarred"))["details"]["coordinator"] == "anna"
+            state = await look.until(lambda s: s.get("ineligible"), "the old one stands aside")
+            assert state["standbys"] == [] and f"schema {NEW}" in state["ineligible"]["anna"]
+            assert (await look.told("StandbyIneligible"))["details"]["coordinator"] == "anna"
             found = [finding async for finding in check_cluster(load_daemon_config(bert.config))]
             [standby] = [finding for finding in found if finding.check == "standby"]
             assert standby.verdict == "warning" and "anna will not take over" in standby.detail
@@ -145,7 +145,7 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left_alone(
                 lambda s: "anna must not" in s.get("reason", ""), "it says why nobody leads"
             )
             assert state["phase"] == "UNREACHABLE" and "install the same" in state["reason"]
-            assert (await look.told("TakeoverRefused"))["severity"] == "critical"
+            assert (await look.told("TakeoverRejected"))["severity"] == "critical"
             assert anna.process is not None and anna.process.poll() is None
             anna.kill()
             anna.start(NEW)
@@ -159,7 +159,7 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left_alone(
     anna.kill()
     before = rows(anna.journal)
     anna.start(OLD)
-    assert anna.ends() == 1 and f"schema {NEW}" in anna.said and "--anew" in anna.said
+    assert anna.ends() == 1 and f"schema {NEW}" in anna.said and "--reset" in anna.said
     assert rows(anna.journal) == before
 
 
@@ -183,31 +183,31 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 ) -> None:
     def opened(*, anew: bool = False) -> tuple[Journal, Takeover]:
         journal = Journal(tmp_path)
-        return journal, Takeover(Timing(), journal, SystemClock(), PROGRAM, anew=anew)
+        return journal, Takeover(Timing(), journal, SystemClock(), PROGRAM, reset=anew)
 
     journal, takeover = opened()
-    assert takeover.keep(copy_of((1, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
-    assert says in takeover.keep(copy_of((1, 2), schema, protocol))
+    assert takeover.save_copy(copy_of((1, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
+    assert says in takeover.save_copy(copy_of((1, 2), schema, protocol))
     assert says in takeover.check(copy_of((1, 3), schema, protocol))
     assert journal.position == (1, 1)
     journal.close()
 
     journal, takeover = opened()
     assert says in takeover.ineligible and "9.9" in takeover.ineligible
-    assert takeover.keep(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The one that it has.
+    assert takeover.save_copy(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The one that it has.
     assert says in takeover.ineligible
-    assert takeover.keep(copy_of((2, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
+    assert takeover.save_copy(copy_of((2, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
     assert "cannot be read" in takeover.check(
         copy_of((3, 1), OLD, PROTOCOL, msgspec.msgpack.encode({"schema": OLD}))
     )
     assert takeover.check(copy_of((3, 1), OLD, PROTOCOL)) == takeover.check(None) == ""
-    takeover.keep(copy_of((4, 1), schema, protocol))
+    takeover.save_copy(copy_of((4, 1), schema, protocol))
     journal.close()
 
     journal, takeover = opened(anew=True)  # Whoever forgets the job needs to read nothing.
     assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
     assert takeover.begin(copy_of((5, 1), schema, protocol), 0).effects == []
-    assert says in takeover.keep(copy_of((6, 1), schema, protocol))
+    assert says in takeover.save_copy(copy_of((6, 1), schema, protocol))
     journal.close()
 
 
@@ -215,7 +215,7 @@ def test_a_journal_of_another_schema_is_an_error_that_names_both(tmp_path: Path)
     journal = Journal(tmp_path)
     journal.save(msgspec.msgpack.encode({"schema": NEW}), forced=True)
     with pytest.raises(
-        JournalError, match=f"schema {NEW}, and this program reads {durable.OLDEST} to {OLD}.*--anew"
+        JournalError, match=f"schema {NEW}, and this program reads {durable.OLDEST} to {OLD}.*--reset"
     ):
-        Takeover(Timing(), journal, SystemClock(), PROGRAM, anew=False)
+        Takeover(Timing(), journal, SystemClock(), PROGRAM, reset=False)
     journal.close()

@@ -15,7 +15,7 @@ from ftd.transport.client import ClusterClient
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.public import StopRequest, SubmitRequest
 from ftd.transport.wire.topics import Topics
-from statemachine.messages.cluster import Command, Inquiry, Prepare, Quiesced, Resume
+from statemachine.messages.cluster import Command, Prepare, Quiesced, RequestHello, Resume
 from statemachine.messages.common import Prepared, Quiesce, Resumed
 from statemachine.messages.values import DeviceReport
 from tests.helpers.brokers import RunningBroker
@@ -124,7 +124,7 @@ class Willing(PlayedNode):
                     Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.0)
                 )
                 self.step(command.generation, 1, 3)
-            case Inquiry() if self.training:
+            case RequestHello() if self.training:
                 self.step(self.generation, 1, 3)
             case _:
                 pass

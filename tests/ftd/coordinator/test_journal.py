@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 
 import ftd.coordinator.journal as module
 from ftd.coordinator.journal import MAX_PAGE, Journal
-from ftd.coordinator.leadership import Takeover, restored
+from ftd.coordinator.leadership import Takeover, restore_newest
 from ftd.coordinator.ports import Program
 from ftd.driver import SystemClock
 from ftd.errors import JournalError, WireError
-from ftd.transport.wire.coordinators import (
+from ftd.transport.wire.coordinator_messages import (
     MAX_COPY_BYTES,
     JournalCopy,
     decode_copy,
+    decompress_state,
     encode_copy,
-    is_packed,
-    packer,
-    unpack,
+    is_compressed,
+    state_compressor,
 )
+from ftd.transport.wire.incremental_compression import IncrementalCompressor
 from ftd.transport.wire.public import EventMessage
-from ftd.transport.wire.refolding import Refolder
 from statemachine.cluster.durable import durable
+from statemachine.cluster.durable.durability import RESERVED
 from statemachine.cluster.durable.outbox import OUTBOX
-from statemachine.cluster.durable.promises import RESERVED
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.state import Cluster, Exposure
 from statemachine.messages.values import PROTOCOL, NodeFacts
@@ -150,7 +150,7 @@ def test_steps_are_of_the_job_that_is_led_also_where_its_submission_was_never_re
     journal.close()
     for _ in range(2):
         journal = Journal(tmp_path)
-        journal.attribute("new")
+        journal.set_job("new")
         journal.record(event("StepCommitted", 1, loss=0.9))
         journal.close()
     journal = Journal(tmp_path)
@@ -172,14 +172,14 @@ def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_hav
     def begun() -> int:
         journal = Journal(tmp_path / "state")
         try:
-            return restored(timing, journal, None, CLOCK, 0).machine.generation
+            return restore_newest(timing, journal, None, CLOCK, 0).machine.generation
         finally:
             journal.close()
 
     journal = Journal(tmp_path / "state")
     assert (journal.reserved, journal.floor) == (0, 0), "the first generation is forced"
     journal.save(msgspec.msgpack.encode(durable.write(Cluster(timing=timing, generation=3))), forced=True)
-    journal.tidy(generation=3)
+    journal.maintain(generation=3)
     assert journal.reserved == 3 + RESERVED
     journal.close()
     assert begun() == 3, "only the process was started anew"
@@ -201,7 +201,7 @@ def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None
     for number in range(module._LONG_COMMITS):
         journal.save(number.to_bytes(2, "big") * 50_000, forced=False)
     assert (tmp_path / "journal.sqlite").stat().st_size == grown
-    journal.tidy(generation=1)
+    journal.maintain(generation=1)
     assert (tmp_path / "journal.sqlite").stat().st_size > grown
     other = sqlite3.connect(tmp_path / "journal.sqlite")
     assert other.execute("SELECT value FROM state").fetchone()[0] == journal.load()
@@ -289,16 +289,16 @@ def test_what_could_not_be_committed_is_not_taken_to_be_written(
             journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
         with pytest.raises(JournalError, match="disk is full"):
             journal.flush()
-    assert (journal.load(), journal.position, journal.ahead_s) == (b"ours", (1, 1), 0.0)
+    assert (journal.load(), journal.position, journal.clock_ahead_s) == (b"ours", (1, 1), 0.0)
     journal.record(event("StepCommitted", 1))
     for _ in range(2):  # As it goes on, and as it is read anew.
         assert [e["event"] for e in journal.events(after=0, limit=9, newest=False)[0]] == ["JobSubmitted"]
         assert [s["job"] for s in journal.steps(after=0, limit=9, newest=False)[0]] == ["job-1"]
         journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
-        assert journal.ahead_s != 0.0
+        assert journal.clock_ahead_s != 0.0
         journal.close()
         journal = Journal(tmp_path)
-        assert journal.ahead_s != 0.0
+        assert journal.clock_ahead_s != 0.0
     journal.close()
 
 
@@ -315,19 +315,19 @@ def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_large_state_is_kept_small_and_restored() -> None:
-    pack = packer()
+    pack = state_compressor()
     state = {"phase": "RUNNING", "nodes": {f"node-{index}": "HEALTHY" for index in range(10_000)}}
-    kept = pack.fold(state)
-    assert is_packed(kept)
-    assert len(kept) < len(unpack(kept)) / 5
-    assert msgspec.msgpack.decode(unpack(kept)) == state
-    small = pack.fold({"phase": "RUNNING"})
-    assert unpack(small) == small and msgspec.msgpack.decode(small) == {"phase": "RUNNING"}
+    kept = pack.compress(state)
+    assert is_compressed(kept)
+    assert len(kept) < len(decompress_state(kept)) / 5
+    assert msgspec.msgpack.decode(decompress_state(kept)) == state
+    small = pack.compress({"phase": "RUNNING"})
+    assert decompress_state(small) == small and msgspec.msgpack.decode(small) == {"phase": "RUNNING"}
     for damaged in (kept[:-1], kept[:2] + b"\xff" * 50):
         with pytest.raises(WireError):
-            unpack(damaged)
+            decompress_state(damaged)
     with pytest.raises(WireError, match="larger than"):
-        unpack(pack.fold({"nodes": bytes(MAX_COPY_BYTES + 1)}))
+        decompress_state(pack.compress({"nodes": bytes(MAX_COPY_BYTES + 1)}))
 
 
 @settings(deadline=None, max_examples=40)
@@ -342,7 +342,7 @@ def test_a_large_state_is_kept_small_and_restored() -> None:
 )
 def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]]) -> None:
     """Whichever of their parts are the same objects as before, and whichever are large."""
-    folder, known = Refolder(20_000), dict[Any, Any]()
+    folder, known = IncrementalCompressor(20_000), dict[Any, Any]()
     for drawn in states:
         state = {}
         for name, value in drawn.items():
@@ -350,8 +350,8 @@ def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]])
                 known.setdefault((name, value), [value[0]] * value[1]) if isinstance(value, tuple) else value
             )
             state[name] = kept
-        plain, folded = msgspec.msgpack.encode(state), folder.fold(state)
-        if is_packed(folded):
+        plain, folded = msgspec.msgpack.encode(state), folder.compress(state)
+        if is_compressed(folded):
             folded = zlib.decompress(folded)  # Which holds its checksum against what it finds.
             assert len(folded) > 20_000
         assert msgspec.msgpack.decode(folded) == state
@@ -366,26 +366,29 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         for index in range(nodes):
             facts = NodeFacts(devices=1, host="h", rendezvous_port=1)
             cluster.nodes[f"n{index}"] = NodeMachine(name=f"n{index}", incarnation=1, facts=facts)
-        state = packer().fold(durable.write(cluster))
-        assert is_packed(state) == (nodes > 1)
+        state = state_compressor().compress(durable.write(cluster))
+        assert is_compressed(state) == (nodes > 1)
         journal.save(state, forced=False, position=(1, nodes))
         unseen = durable.UNSEEN if journal.shared else 0
-        assert restored(timing, journal, None, CLOCK, 0).machine.generation == nodes + unseen
+        assert restore_newest(timing, journal, None, CLOCK, 0).machine.generation == nodes + unseen
         copy = JournalCopy(
             term=2, serial=nodes, wall_s=0.0, monotonic_s=0.0, version="", schema=durable.SCHEMA,
             state=state, protocol=PROTOCOL,
         )  # fmt: skip
-        assert Takeover(timing, journal, CLOCK, PROGRAM, anew=True).keep(decode_copy(encode_copy(copy))) == ""
+        assert (
+            Takeover(timing, journal, CLOCK, PROGRAM, reset=True).save_copy(decode_copy(encode_copy(copy)))
+            == ""
+        )
         assert journal.position == (2, nodes)
-        assert restored(timing, journal, None, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
-        assert restored(timing, journal, copy, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
-        other = restored(timing, journal, copy, CLOCK, 1).machine.generation
+        assert restore_newest(timing, journal, None, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
+        assert restore_newest(timing, journal, copy, CLOCK, 0).machine.generation == nodes + durable.UNSEEN
+        other = restore_newest(timing, journal, copy, CLOCK, 1).machine.generation
         assert other == nodes + 2 * durable.UNSEEN, "another coordinator leaves out other generations"
     journal.save(state[:-9], forced=False)
-    with pytest.raises(JournalError, match=r"cut off.*--anew"):
-        restored(timing, journal, None, CLOCK, 0)
+    with pytest.raises(JournalError, match=r"cut off.*--reset"):
+        restore_newest(timing, journal, None, CLOCK, 0)
     with pytest.raises(WireError):
-        Takeover(timing, journal, CLOCK, PROGRAM, anew=True).keep(
+        Takeover(timing, journal, CLOCK, PROGRAM, reset=True).save_copy(
             msgspec.structs.replace(copy, term=3, state=state[:-9])
         )
     assert journal.position == (2, 3000)
@@ -404,7 +407,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
         return msgspec.msgpack.encode(durable.write(Cluster(timing=timing, exposure=exposure)))
 
     def waited_s(copy: JournalCopy | None) -> float:
-        since = restored(timing, journal, copy, CLOCK, 0).machine.durable_state()["exposure"]["since"]
+        since = restore_newest(timing, journal, copy, CLOCK, 0).machine.durable_state()["exposure"]["since"]
         return now - float(since)
 
     journal = Journal(tmp_path)
@@ -416,7 +419,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
             state=state(theirs - 30.0), protocol=PROTOCOL,
         )  # fmt: skip
         assert waited_s(copy) == pytest.approx(30.0, abs=5.0)
-        assert Takeover(timing, journal, CLOCK, PROGRAM, anew=False).keep(copy) == ""
+        assert Takeover(timing, journal, CLOCK, PROGRAM, reset=False).save_copy(copy) == ""
         for left in (copy, None):
             assert waited_s(left) == pytest.approx(30.0, abs=5.0)
         journal.close()
@@ -431,7 +434,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
     (tmp_path / "boot").write_text("another start\n")
     monkeypatch.setattr(module, "_BOOT_ID", tmp_path / "boot")
     journal = Journal(tmp_path)
-    assert journal.ahead_s == pytest.approx(-70_000.0, abs=5.0)
+    assert journal.clock_ahead_s == pytest.approx(-70_000.0, abs=5.0)
     assert waited_s(None) == pytest.approx(30.0, abs=5.0)
     journal.close()
 
@@ -450,13 +453,13 @@ def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> N
         )  # fmt: skip
 
     journal.save(state(("e-1", "{}")), forced=False, position=(2, 5))
-    assert restored(timing, journal, None, CLOCK, 0).outbox == (("e-1", "{}"),)
-    assert restored(timing, journal, left(1, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-1", "{}"),)
-    assert restored(timing, journal, left(3, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-2", "{}"),)
+    assert restore_newest(timing, journal, None, CLOCK, 0).outbox == (("e-1", "{}"),)
+    assert restore_newest(timing, journal, left(1, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-1", "{}"),)
+    assert restore_newest(timing, journal, left(3, state(("e-2", "{}"))), CLOCK, 0).outbox == (("e-2", "{}"),)
     old = durable.write(Cluster(timing=timing)) | {"untold": {"name": "RolledBack"}}
-    assert restored(timing, journal, left(3, msgspec.msgpack.encode(old)), CLOCK, 0).outbox == ()
+    assert restore_newest(timing, journal, left(3, msgspec.msgpack.encode(old)), CLOCK, 0).outbox == ()
     with pytest.raises(JournalError, match="the journal at the broker"):
-        restored(timing, journal, left(3, state(("e-2",))), CLOCK, 0)  # type: ignore[arg-type]
+        restore_newest(timing, journal, left(3, state(("e-2",))), CLOCK, 0)  # type: ignore[arg-type]
     journal.close()
 
 
@@ -488,11 +491,11 @@ def test_a_coordinator_that_has_others_leaves_generations_out(tmp_path: Path) ->
             term=position[0], serial=position[1], wall_s=0.0, monotonic_s=0.0, version="",
             schema=durable.SCHEMA, state=state(generation), protocol=PROTOCOL,
         )  # fmt: skip
-        return restored(timing, journal, copy, CLOCK, 0).machine.generation
+        return restore_newest(timing, journal, copy, CLOCK, 0).machine.generation
 
     journal.save(state(7), forced=False, position=(1, 5))
     assert begins_at((1, 3), 5) == 7  # It led alone: nobody else can have started any.
-    journal.share()
+    journal.mark_shared()
     assert begins_at((1, 3), 5) == 7 + durable.UNSEEN
     assert begins_at((1, 5), 7) == 7 + durable.UNSEEN
     assert begins_at((1, 6), 8) == 8 + durable.UNSEEN

@@ -19,7 +19,7 @@ from ftd.errors import JournalError
 from ftd.transport.address import BrokerAddress
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.mqtt.transport import MqttTransport
-from ftd.transport.wire.coordinators import JournalCopy
+from ftd.transport.wire.coordinator_messages import JournalCopy
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
 from statemachine.effects import EmitEvent
@@ -30,7 +30,7 @@ from tests.helpers.brokers import RunningBroker
 
 PATIENCE_S = 60.0
 TOPICS = Topics(cluster="t")
-TIMING = Timing(leader_beat_s=0.1, leader_silence_s=2.0, election_s=0.2)
+TIMING = Timing(leader_heartbeat_s=0.1, leader_silence_s=2.0, election_s=0.2)
 COMMAND = TOPICS.node_command("node-0")
 
 
@@ -69,11 +69,11 @@ class Coordinator:
             ),
             follower=FollowerCallbacks(
                 position=lambda: self.position,
-                met=lambda: None,
-                alive=lambda: None,
-                keep=self._keep,
-                heard=lambda payload: None,
-                seen=lambda state: None,
+                on_peer=lambda: None,
+                on_broker_alive=lambda: None,
+                save_journal=self._keep,
+                on_event=lambda payload: None,
+                on_state=lambda state: None,
             ),
             shared=False,
             on_message=lambda topic, payload, retained: None,
@@ -213,19 +213,19 @@ def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBro
         watching = MqttSession(
             mosquitto.address,
             client_id="watching",
-            subscriptions=[TOPICS.cluster_state, TOPICS.leader_beat],
+            subscriptions=[TOPICS.cluster_state, TOPICS.leader_heartbeat],
             on_message=lambda topic, payload, retained: heard.append((topic, payload)),
         )
         task = asyncio.ensure_future(watching.run())
         await watching.wait_connected(PATIENCE_S)
         anna = Coordinator("anna", 1, mosquitto.address)
         anna.start()
-        await until(lambda: any(topic == TOPICS.leader_beat for topic, _ in heard), "anna leads")
+        await until(lambda: any(topic == TOPICS.leader_heartbeat for topic, _ in heard), "anna leads")
         assert mosquitto.process is not None
         mosquitto.process.send_signal(signal.SIGSTOP)
-        leaving = asyncio.ensure_future(anna.leadership.say_goodbye(b"{}", PATIENCE_S))
+        leaving = asyncio.ensure_future(anna.leadership.leave(b"{}", PATIENCE_S))
         try:
-            await asyncio.sleep(3 * TIMING.leader_beat_s)
+            await asyncio.sleep(3 * TIMING.leader_heartbeat_s)
             anna.leadership.publish(TOPICS.cluster_state, b"leads", retain=True)
         finally:
             mosquitto.process.send_signal(signal.SIGCONT)
@@ -379,7 +379,7 @@ def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None
             lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.told, "bert follows"
         )
         await until(lambda: bert.leadership._follower_session._began, "bert has read everything")
-        await anna.leadership.say_goodbye(b"{}", PATIENCE_S)
+        await anna.leadership.leave(b"{}", PATIENCE_S)
         await anna.end()
         await until(lambda: bert.connections == 1, "bert leads")
         await bert.end()

@@ -16,27 +16,27 @@ import pytest
 
 import planner
 from ftd.coordinator import planning
-from ftd.coordinator.plan_cache import NEWEST_KEPT, PlanCache, code_of
+from ftd.coordinator.plan_cache import MAX_FILES, PlanCache, code_digest
 from ftd.coordinator.plan_process import COMMAND
-from ftd.coordinator.plan_worker import Work
+from ftd.coordinator.plan_worker import PrecomputeRequest
 from ftd.coordinator.planning import PlanningService
-from ftd.coordinator.planning_ahead import expected, likely_losses, rehearse
+from ftd.coordinator.speculative_planning import expected_situation, likely_losses, plan_likely_losses
 from ftd.driver import Driver
-from ftd.processes import alive
+from ftd.processes import is_alive
 from planner.errors import PlanningError
 from planner.pipelines import programs
 from planner.planner import Planner
 from planner.values import Device, LayerProfile, ModelProfile, Plan, Policy, Situation
-from statemachine.effects import BuildTemplates, CancelTemplates, ComputePlan, ForeseePlan, WeighPlan
+from statemachine.effects import BuildTemplates, CancelTemplates, ComparePlan, ComputePlan, PlanAhead
 from statemachine.events import (
     Event,
+    PlanCompared,
     PlanImpossible,
     PlanReady,
-    PlanWeighed,
     TemplatesFailed,
     TemplatesReady,
 )
-from statemachine.messages.values import Job, Profiled
+from statemachine.messages.values import Job, ProfiledJob
 
 pytestmark = pytest.mark.processes
 
@@ -59,7 +59,7 @@ def build(
     policy: Policy = POLICY, profile: ModelProfile = PROFILE, max_nodes: int = 6, job_id: str = "gpt-1"
 ) -> BuildTemplates:
     job = Job(job_id=job_id, name="gpt", steps=1, policy=policy)
-    profiled = Profiled(job=job, profile=profile)
+    profiled = ProfiledJob(job=job, profile=profile)
     return BuildTemplates(cause="c-b", profiled=profiled, max_nodes=max_nodes, present=min(4, max_nodes))
 
 
@@ -92,13 +92,13 @@ class Scene:
             command=command,
         )
 
-    async def ask(self, effect: BuildTemplates | ComputePlan | WeighPlan) -> Event:
+    async def ask(self, effect: BuildTemplates | ComputePlan | ComparePlan) -> Event:
         """The next thing that the service feeds."""
         match effect:
             case BuildTemplates():
                 self.service.build(effect)
-            case ComputePlan() | WeighPlan():
-                self.service.ask(effect)
+            case ComputePlan() | ComparePlan():
+                self.service.compute(effect)
         return await asyncio.wait_for(self.fed.get(), PATIENCE_S)
 
     async def until(self, true: Callable[[], object]) -> None:
@@ -122,7 +122,7 @@ def play(scene: Scene, story: Callable[[Scene], Coroutine[Any, Any, None]]) -> N
     asyncio.run(run())
 
 
-def answers(directory: Path, *effects: BuildTemplates | ComputePlan | WeighPlan) -> list[Event]:
+def answers(directory: Path, *effects: BuildTemplates | ComputePlan | ComparePlan) -> list[Event]:
     """What the service feeds for these effects, one after the other."""
     got: list[Event] = []
 
@@ -207,7 +207,7 @@ def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: py
 
 def test_a_process_that_is_started_in_advance_does_the_next_build(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
-        scene.service.expect()
+        scene.service.prepare()
         assert scene.service._expecting is not None
         expected = (await scene.service._expecting).pid
         scene.service.build(build())
@@ -225,10 +225,10 @@ def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, e
         built(tmp_path, build())
 
     async def story(scene: Scene) -> None:
-        scene.service.expect()
+        scene.service.prepare()
         assert scene.service._expecting is not None
         pid = (await scene.service._expecting).pid
-        assert pid is not None and alive(pid)
+        assert pid is not None and is_alive(pid)
         match ending:
             case "cancelled":
                 scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
@@ -236,7 +236,7 @@ def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, e
                 await scene.service.close()
             case _:
                 assert isinstance(await scene.ask(build()), TemplatesReady)
-        await scene.until(lambda: not alive(pid))
+        await scene.until(lambda: not is_alive(pid))
 
     play(Scene(tmp_path), story)
 
@@ -297,14 +297,14 @@ def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) 
         planner.plan = counted  # type: ignore[method-assign]
         for lost in ("node-1", "node-2"):  # One behind the other: one plan, for the nodes that are left then.
             left = {name: 1 for name in first.plan.nodes if name not in ("node-1", lost)}
-            foreseen = ForeseePlan(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
-            scene.service.ask(foreseen)
+            foreseen = PlanAhead(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
+            scene.service.compute(foreseen)
         await scene.until(lambda: planned)
-        asked = expected(foreseen)
+        asked = expected_situation(foreseen)
         answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=asked))
         assert isinstance(answer, PlanReady) and answer.plan == plan(asked)
         assert planned == [asked]
-        scene.service.ask(foreseen)
+        scene.service.compute(foreseen)
         await scene.until(lambda: len(planned) == 2)
         other = replace(asked, speeds={"node-0": 0.5})
         answer = await scene.ask(ComputePlan(cause="c", generation=2, situation=other))
@@ -318,16 +318,16 @@ def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> No
     _, plan = answers(tmp_path, build(), asking(4))
     assert isinstance(plan, PlanReady)
     slow = replace(situation(4), previous=plan.plan, speeds={"node-1": 0.25})
-    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=slow))
-    assert isinstance(answer, PlanWeighed) and (answer.cause, answer.generation) == ("c", 3)
-    assert 0 < answer.possible_s < answer.present_s
+    _, answer = answers(tmp_path, build(), ComparePlan(cause="c", generation=3, situation=slow))
+    assert isinstance(answer, PlanCompared) and (answer.cause, answer.generation) == ("c", 3)
+    assert 0 < answer.best_s < answer.current_s
     lost = replace(situation(4, layers=3), previous=plan.plan, speeds={"node-1": 0.25})
-    _, answer = answers(tmp_path, build(), WeighPlan(cause="c", generation=3, situation=lost))
-    assert isinstance(answer, PlanWeighed) and answer.possible_s == answer.present_s, "there is none"
+    _, answer = answers(tmp_path, build(), ComparePlan(cause="c", generation=3, situation=lost))
+    assert isinstance(answer, PlanCompared) and answer.best_s == answer.current_s, "there is none"
 
 
 def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "REHEARSE_AFTER_S", 0.0)
+    monkeypatch.setattr(planning, "PLAN_LOSSES_AFTER_S", 0.0)
 
     async def story(scene: Scene) -> None:
         scene.service.build(build(max_nodes=22))
@@ -355,7 +355,7 @@ def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
     plan = planner.plan(situation(2))
     with pytest.raises(PlanningError):
         planner.plan(next(likely_losses(situation(2), plan)))
-    rehearse(planner, situation(2), plan)
+    plan_likely_losses(planner, situation(2), plan)
 
 
 def test_a_model_that_fits_nowhere_fails_with_the_reason(tmp_path: Path) -> None:
@@ -421,9 +421,9 @@ def test_a_plan_waits_neither_for_the_rest_nor_for_the_loop(tmp_path: Path) -> N
         assert scene.service.pid == pid and turns > 10
         turning.cancel()
         scene.service.cancel(CancelTemplates(cause="c", job_id="another"))
-        assert alive(pid)
+        assert is_alive(pid)
         scene.service.cancel(CancelTemplates(cause="c", job_id="gpt-1"))
-        await scene.until(lambda: not alive(pid))
+        await scene.until(lambda: not is_alive(pid))
 
     play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
 
@@ -499,7 +499,7 @@ asyncio.run(main())
         )
         assert parent.stdout is not None
         pid = int(await asyncio.wait_for(parent.stdout.readline(), PATIENCE_S))
-        assert alive(pid)
+        assert is_alive(pid)
         parent.kill()
         await parent.communicate()
         return pid
@@ -509,9 +509,9 @@ asyncio.run(main())
 
 def gone(pid: int) -> None:
     until = time.monotonic() + PATIENCE_S
-    while alive(pid) and time.monotonic() < until:
+    while is_alive(pid) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not alive(pid)
+    assert not is_alive(pid)
 
 
 # --- a process that fails ------------------------------------------------------------------------
@@ -526,8 +526,8 @@ def gone(pid: int) -> None:
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "no answer"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\1\\0half of it')", "ended with 0"),
         (
-            "import sys, msgspec; from ftd.coordinator.plan_worker import Made, write_frame; "
-            "write_frame(sys.stdout.buffer, Made(precomputed=msgspec.Raw(msgspec.msgpack.encode([1, 2]))))",
+            "import sys, msgspec; from ftd.coordinator.plan_worker import PartialResult, write_frame; "
+            "write_frame(sys.stdout.buffer, PartialResult(precomputed=msgspec.Raw(msgspec.msgpack.encode([1, 2]))))",
             "unusable",
         ),
     ],
@@ -572,8 +572,10 @@ main()
 # --- the cache -----------------------------------------------------------------------------------
 
 
-def work_for(max_nodes: int = 6, profile: ModelProfile = PROFILE, policy: Policy = POLICY) -> Work:
-    return Work(profile=profile, policy=policy, max_nodes=max_nodes, present=4)
+def work_for(
+    max_nodes: int = 6, profile: ModelProfile = PROFILE, policy: Policy = POLICY
+) -> PrecomputeRequest:
+    return PrecomputeRequest(profile=profile, policy=policy, max_nodes=max_nodes, present=4)
 
 
 def built(directory: Path, effect: BuildTemplates, command: list[str] = COMMAND) -> Scene:
@@ -594,7 +596,7 @@ def test_the_same_job_is_read_from_the_disk_and_starts_no_process(tmp_path: Path
     assert (first.cache.hits, first.cache.misses) == (0, 1)
     nobody = [str(tmp_path / "nothing")]
     again = built(tmp_path, build(job_id="gpt-2"), command=nobody)
-    assert (again.cache.hits, again.cache.misses, again.cache.refused) == (1, 0, 0)
+    assert (again.cache.hits, again.cache.misses, again.cache.discarded) == (1, 0, 0)
 
 
 def test_every_input_is_in_the_key(tmp_path: Path) -> None:
@@ -621,11 +623,11 @@ def test_another_planner_does_not_find_it(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_planner_is_another_if_any_of_its_modules_is(tmp_path: Path, module: str) -> None:
     package = tmp_path / "planner"
     shutil.copytree(Path(planner.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    before = code_of(package)
-    assert before == code_of(Path(planner.__file__).parent)
+    before = code_digest(package)
+    assert before == code_digest(Path(planner.__file__).parent)
     with (package / module).open("a") as written:
         written.write("# changed\n")
-    assert code_of(package) != before
+    assert code_digest(package) != before
 
 
 @pytest.mark.parametrize(
@@ -663,16 +665,16 @@ def test_a_file_that_cannot_be_trusted_is_computed_anew(tmp_path: Path, damage: 
         case _:
             cache.write(key, b"\xc1 is no msgpack")
     again = built(tmp_path, build(max_nodes=9 if damage == "renamed" else 6))
-    assert again.cache.refused == 1
+    assert again.cache.discarded == 1
 
 
 def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
-    for number in range(NEWEST_KEPT + 3):
+    for number in range(MAX_FILES + 3):
         cache.write(f"{number:03}", b"x")
         os.utime(tmp_path / f"{number:03}.plan", (number, number))
     kept = sorted(path.stem for path in tmp_path.iterdir())
-    assert kept == [f"{number:03}" for number in range(3, NEWEST_KEPT + 3)]
+    assert kept == [f"{number:03}" for number in range(3, MAX_FILES + 3)]
 
 
 def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from ftd.coordinator.protection_choice import choose, protect
+from ftd.coordinator.protection_choice import choose_protection, choose_scheme
 from ftd.snapshots.protection import code_for, stated_guarantee
 from planner.planner import Planner
 from planner.values import LayerProfile, ModelProfile, Plan, Policy
-from statemachine.messages.values import ProtectionChoice, ProtectionWish
+from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 from storage.codes import parse_scheme
 
 ALL = ["none", *(f"arc:{k}" for k in range(1, 5)), "aec", "aec2"]
@@ -21,7 +21,7 @@ def chosen(
     def fullest(scheme: str) -> int:
         return round(1200 / owners * (1 + code_for(scheme, owners).overhead))
 
-    return choose(owners, losses, zero1=zero1, fullest_bytes=fullest, limit_bytes=limit_bytes)
+    return choose_scheme(owners, losses, zero1=zero1, fullest_bytes=fullest, limit_bytes=limit_bytes)
 
 
 def touched(scheme: str, owners: int) -> float:
@@ -78,7 +78,9 @@ def test_with_zero1_the_replica_is_what_can_be_copied() -> None:
 
 def test_a_single_owner_gets_a_buddy_where_there_is_another_node() -> None:
     def of(nodes: int, limit_bytes: int | None = None, *, zero1: bool = False) -> str:
-        told = choose(1, 1, zero1=zero1, fullest_bytes=lambda _: 1200, limit_bytes=limit_bytes, nodes=nodes)
+        told = choose_scheme(
+            1, 1, zero1=zero1, fullest_bytes=lambda _: 1200, limit_bytes=limit_bytes, nodes=nodes
+        )
         assert parse_scheme(told.scheme)
         return told.scheme
 
@@ -99,22 +101,24 @@ def plan_of(pipelines: int) -> tuple[Plan, tuple[LayerProfile, ...]]:
     profile = ModelProfile(layers=(layer,), microbatch_rows=1)
     policy = Policy(global_batch=pipelines, microbatch_rows=1, tolerate=0)
     planner = Planner(profile, policy)
-    plan = planner.plan(planner.fresh([f"n{i}" for i in range(pipelines)]))
+    plan = planner.plan(planner.initial_situation([f"n{i}" for i in range(pipelines)]))
     assert len(plan.pipelines) == pipelines
     return plan, profile.layers
 
 
 def test_a_wish_is_granted_where_the_owners_can_have_it() -> None:
     plan, layers = plan_of(4)
-    assert protect(plan, layers, ProtectionWish(scheme="aec2", losses=1)).scheme == "aec2"
-    auto = ProtectionWish(scheme=None, losses=1, limits={"n0": 10**9, "n3": 3 * 399})
-    assert protect(plan, layers, auto).scheme == "none"
-    assert protect(plan, layers, ProtectionWish(scheme=None, losses=1, limits={})).scheme == "aec"
+    assert choose_protection(plan, layers, ProtectionRequest(scheme="aec2", losses=1)).scheme == "aec2"
+    auto = ProtectionRequest(scheme=None, losses=1, limits={"n0": 10**9, "n3": 3 * 399})
+    assert choose_protection(plan, layers, auto).scheme == "none"
+    assert (
+        choose_protection(plan, layers, ProtectionRequest(scheme=None, losses=1, limits={})).scheme == "aec"
+    )
 
 
 def test_a_wish_that_they_cannot_have_is_replaced_by_what_withstands_as_much() -> None:
     plan, layers = plan_of(17)
-    choice = protect(plan, layers, ProtectionWish(scheme="aec2", losses=1))
+    choice = choose_protection(plan, layers, ProtectionRequest(scheme="aec2", losses=1))
     assert (choice.scheme, choice.fallback) == ("arc:2", True)
     assert choice.reason.startswith("aec2 is for groups of up to 16 owners, not 17; arc:2: any 2 of 17")
     assert parse_scheme(choice.scheme)

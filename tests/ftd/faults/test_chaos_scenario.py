@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import ConfigurationError, FtdError, PeerError, Unreachable
-from ftd.faults.chaos.conductor import Conductor, Cues
+from ftd.errors import ConfigurationError, FtdError, PeerError, UnreachableError
 from ftd.faults.chaos.inject import require_known_nodes, require_remote
 from ftd.faults.chaos.scenario import load_scenario, parse_scenario
-from ftd.faults.chaos.targets import Layout, StagePlace, layout_of, nodes_struck
+from ftd.faults.chaos.scheduler import FaultScheduler, FaultTriggers
+from ftd.faults.chaos.targets import ClusterLayout, StageNodes, read_layout, resolve_targets
 from ftd.faults.chaos.values import (
     AfterFault,
     AfterTime,
     AtStep,
-    Cause,
-    Central,
+    CentralService,
+    ClusterPhaseReached,
     ClusterSetup,
+    EventNotSeen,
+    EventSeen,
     Fault,
-    Finishes,
     InPhase,
-    InState,
-    Nodes,
+    JobFinishes,
+    NamedNodes,
     NodeStates,
-    NotSeen,
     OnEvent,
+    PlanRole,
     RandomNodes,
-    Recoveries,
+    RecoveryCause,
+    RecoveryCount,
+    RecoveryTier,
     ResumedWithin,
-    Role,
     SameLosses,
-    Seen,
     StepsLost,
     StepsRecomputed,
     Target,
-    Tier,
 )
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -47,7 +47,7 @@ def one(**fields: Any) -> Fault:
 
 
 def names(fault: Fault) -> tuple[str, ...]:
-    assert isinstance(fault.target, Nodes)
+    assert isinstance(fault.target, NamedNodes)
     return fault.target.names
 
 
@@ -57,13 +57,13 @@ def event(name: str, monotonic: float = 0.0, **fields: Any) -> dict[str, Any]:
 
 def test_every_field_is_understood() -> None:
     assert one(at_step=20, do="kill", node="node-2") == Fault(
-        id="fault 1", trigger=AtStep(step=20), do="kill", target=Nodes(names=("node-2",)), process="node"
+        id="fault 1", trigger=AtStep(step=20), do="kill", target=NamedNodes(names=("node-2",)), process="node"
     )
     assert one(id="x", after_s=1.5, do="stop", nodes=["a", "b"], device=1, for_s=2.0) == Fault(
         id="x",
         trigger=AfterTime(delay_s=1.5),
         do="stop",
-        target=Nodes(names=("a", "b")),
+        target=NamedNodes(names=("a", "b")),
         process="trainer",
         device=1,
         for_s=2.0,
@@ -74,7 +74,7 @@ def test_every_field_is_understood() -> None:
         id="fault 1",
         trigger=OnEvent(event="PlanChosen", occurrence=2),
         do="kill",
-        target=Central(part="broker"),
+        target=CentralService(service="broker"),
         delay_s=0.1,
         restart_after_s=0.5,
     )
@@ -102,15 +102,15 @@ def test_every_field_is_understood() -> None:
 @pytest.mark.parametrize(
     ("role", "target"),
     [
-        ("coordinator", Central(part="coordinator")),
-        ("rank 0", Role(place="rank 0")),
-        ("spare", Role(place="spare")),
-        ("first stage", Role(place="first stage")),
-        ("last stage of pipeline 1", Role(place="last stage", pipeline=1)),
-        ("pipeline 2", Role(place="pipeline", pipeline=2)),
-        ("owner of layer 3", Role(place="owner", layer=3)),
-        ("owner of layer 3 in pipeline 1", Role(place="owner", layer=3, pipeline=1)),
-        ("owners of layer 0", Role(place="owners", layer=0)),
+        ("coordinator", CentralService(service="coordinator")),
+        ("rank 0", PlanRole(position="rank 0")),
+        ("spare", PlanRole(position="spare")),
+        ("first stage", PlanRole(position="first stage")),
+        ("last stage of pipeline 1", PlanRole(position="last stage", pipeline=1)),
+        ("pipeline 2", PlanRole(position="pipeline", pipeline=2)),
+        ("owner of layer 3", PlanRole(position="owner", layer=3)),
+        ("owner of layer 3 in pipeline 1", PlanRole(position="owner", layer=3, pipeline=1)),
+        ("owners of layer 0", PlanRole(position="owners", layer=0)),
     ],
 )
 def test_roles_are_understood(role: str, target: Target) -> None:
@@ -139,11 +139,11 @@ def test_expectations_are_understood() -> None:
         ResumedWithin(limit_s=5),
         StepsLost(most=0),
         StepsRecomputed(most=1),
-        Recoveries(most=2),
-        Tier(allowed=("live_replica",)),
-        Cause(allowed=("node_lost", "trainer_lost")),
-        Seen(event="NodeLost"),
-        NotSeen(event="JobFailed"),
+        RecoveryCount(most=2),
+        RecoveryTier(allowed=("live_replica",)),
+        RecoveryCause(allowed=("node_lost", "trainer_lost")),
+        EventSeen(event="NodeLost"),
+        EventNotSeen(event="JobFailed"),
     )
     data = {
         "fault": [],
@@ -155,8 +155,8 @@ def test_expectations_are_understood() -> None:
     scenario = parse_scenario(data, "s.toml", directory=Path("/there"))
     assert scenario.expect == (
         NodeStates(states=(("a", "OFFLINE"),)),
-        InState(phase="RUNNING"),
-        Finishes(),
+        ClusterPhaseReached(phase="RUNNING"),
+        JobFinishes(),
         SameLosses(relative=1e-9),
     )
     assert (scenario.name, scenario.seed) == ("n", 4)
@@ -201,11 +201,11 @@ def test_roles_become_nodes() -> None:
         "pipelines": [{"stages": some, "microbatches": 2} for some in stages],
         "nodes": {n: {"state": "OFFLINE" if n == "e" else "HEALTHY"} for n in "abcde"},
     }
-    layout = layout_of(state)
-    assert layout.pipelines[1] == (StagePlace(first_layer=0, end_layer=6, nodes=("a",)),)
+    layout = read_layout(state)
+    assert layout.pipelines[1] == (StageNodes(first_layer=0, end_layer=6, nodes=("a",)),)
 
     def struck(seed: int = 0, **target: Any) -> tuple[str, ...]:
-        return nodes_struck(one(at_step=1, do="kill", **target), layout, seed)
+        return resolve_targets(one(at_step=1, do="kill", **target), layout, seed)
 
     assert struck(role="rank 0") == ("b",)
     assert struck(role="last stage") == ("c",)
@@ -225,7 +225,7 @@ def test_roles_become_nodes() -> None:
     with pytest.raises(PeerError, match="4 are up"):
         struck(random=5)
     with pytest.raises(PeerError, match="nobody is rank 0 now"):
-        nodes_struck(one(at_step=1, do="kill", role="rank 0"), Layout(pipelines=(), alive=()), 0)
+        resolve_targets(one(at_step=1, do="kill", role="rank 0"), ClusterLayout(pipelines=(), alive=()), 0)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_cues_come_once_each() -> None:
         {"in_phase": "snapshotting", "id": "mid", "do": "kill", "node": "g"},
         {"after_fault": "mid", "do": "kill", "node": "h"},
     ]
-    cues = Cues(parse_scenario({"fault": faults}, "s.toml"))
+    cues = FaultTriggers(parse_scenario({"fault": faults}, "s.toml"))
 
     def nodes(due: list[Fault]) -> list[str]:
         return [node for fault in due for node in names(fault)]
@@ -362,7 +362,7 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
     async def inject(fault: Fault) -> None:
         injected.append(names(fault)[0])
         if names(fault)[0] == "gone":
-            raise Unreachable("nobody answers")
+            raise UnreachableError("nobody answers")
         if names(fault)[0] == "odd":
             raise LookupError("no such thing")
 
@@ -377,10 +377,10 @@ def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
             {"after_s": 0.01, "do": "kill", "node": "later"},
             {"at_step": 99, "do": "kill", "node": "never"},
         ]
-        conductor = Conductor(
+        conductor = FaultScheduler(
             parse_scenario({"fault": faults}, "s.toml"), inject=inject, on_failure=on_failure
         )
-        conductor.begin()
+        conductor.start()
         assert [names(f) for f in conductor.on_event(event("StepCommitted", step=1))] == [
             ("gone",),
             ("odd",),

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ftd.cli.main import app
-from ftd.errors import FtdError, RequestRefused
-from ftd.faults.chaos.player import Played, Player
-from ftd.faults.chaos.record import Record
-from ftd.faults.chaos.report import encoded, junit_of, text_of
+from ftd.errors import FtdError, RequestRejected
+from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
+from ftd.faults.chaos.record import ScenarioRecord
+from ftd.faults.chaos.report import encoded, render_junit, render_text
 from ftd.faults.chaos.scenario import parse_scenario
 from ftd.faults.chaos.values import Fault, Scenario
 from ftd.faults.chaos.verdicts import broken, judge, open_ones
@@ -55,9 +55,9 @@ def started(generation: int) -> Json:
     return event("GenerationStarted", generation=generation)
 
 
-def record(*events: tuple[float, Json], of: Scenario, struck_at_s: float = 1.0) -> Record:
+def record(*events: tuple[float, Json], of: Scenario, struck_at_s: float = 1.0) -> ScenarioRecord:
     """Generation 1 trains; all faults strike at this moment."""
-    found = Record(state={"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
+    found = ScenarioRecord(state={"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
     for at_s, one in ((0.0, started(1)), (0.1, recovery(1, "start")), *events):
         if at_s >= struck_at_s and not found.struck:
             for fault in of.faults:
@@ -108,7 +108,7 @@ def test_expectations(
     played = scenario({**KILL, "expect": expect})
     seen = record(*events, of=played)
     [of_fault] = judge(played, seen)[1:]
-    assert of_fault.of == "kill"
+    assert of_fault.fault_id == "kill"
     assert of_fault.met is (met is True)
     assert measured in of_fault.measured
     assert bool(open_ones(played, seen)) is (met is None)
@@ -145,30 +145,30 @@ def test_losses_are_held_against_an_undisturbed_run() -> None:
     [verdict] = judge(same, seen)
     assert not verdict.met
     assert "2 steps, 9.1e-02 apart at step 2" in verdict.measured
-    assert open_ones(same, Record(baseline={1: 1.0})) == ["losses as without faults (relative 0.001)"]
+    assert open_ones(same, ScenarioRecord(baseline={1: 1.0})) == ["losses as without faults (relative 0.001)"]
 
 
 def test_events_that_come_twice_count_once() -> None:
-    seen = Record()
+    seen = ScenarioRecord()
     one = event("StepCommitted", step=1, details={"loss": 1.0})
     for _ in range(2):
         seen.on_event({**one, "monotonic": 5.0}, 1.0)
     assert seen.steps == 1
 
 
-def play(played: Scenario, events: list[Json], *, refuse: str = "") -> Played:
+def play(played: Scenario, events: list[Json], *, refuse: str = "") -> ScenarioResult:
     """With a real clock, one event after another; the state is running."""
 
     async def inject(fault: Fault) -> tuple[str, ...]:
         if fault.id == refuse:
-            raise RequestRefused("chaos is off on a")
+            raise RequestRejected("chaos is off on a")
         return ("a",)
 
-    async def main() -> Played:
-        player = Player(played, inject=inject, tell=lambda line: None)
+    async def main() -> ScenarioResult:
+        player = ScenarioPlayer(played, inject=inject, report=lambda line: None)
         player.on_state({"phase": "RUNNING", "generation": 1, "nodes": {}})
-        player.begin()
-        found = asyncio.ensure_future(player.played())
+        player.start()
+        found = asyncio.ensure_future(player.wait_for_result())
         for one in events:
             player.on_event(one)
             await asyncio.sleep(0.01)
@@ -184,7 +184,7 @@ def test_a_scenario_ends_when_all_has_come_and_some_steps_behind_it() -> None:
     assert played.met
     assert played.ended_by == "everything has come"
     assert played.record.struck["kill"].nodes == ("a",)
-    lines = text_of(played)
+    lines = render_text(played)
     assert "✓ kill: at step 3: kill a: at" in lines
     assert "✓ kill: resumed within 10 s: " in lines
     assert "passed s: 2 of 2 met" in lines
@@ -197,10 +197,10 @@ def test_a_scenario_ends_as_soon_as_nothing_can_make_it_good() -> None:
     assert played.ended_by == "an expectation that cannot be met any more"
     refused = play(hopeless, [step(3)], refuse="kill")
     assert refused.ended_by == "a fault that could not be done"
-    assert "✗ kill: at step 3: kill a: chaos is off on a" in text_of(refused)
+    assert "✗ kill: at step 3: kill a: chaos is off on a" in render_text(refused)
     late = play(scenario(KILL, limit_s=0.2), [step(1)])
     assert late.ended_by == "the limit of 0.2 s"
-    assert "its moment never came" in text_of(late)
+    assert "its moment never came" in render_text(late)
 
 
 def test_the_reports_say_the_same_to_machines() -> None:
@@ -208,7 +208,7 @@ def test_the_reports_say_the_same_to_machines() -> None:
         scenario({**KILL, "expect": {"no_events": ["TrainerLost"]}}, purpose="To see."),
         [step(3), event("TrainerLost", node="b", reason="died of \x1b[31m<&>\x00")],
     )
-    suites = ElementTree.fromstring(junit_of([bad, bad]))
+    suites = ElementTree.fromstring(render_junit([bad, bad]))
     assert [suite.get("failures") for suite in suites] == ["1", "1"]
     failure: Any = suites[0][1].find("failure")
     assert failure.get("message") == "b died of [31m<&>"

@@ -10,7 +10,7 @@ from ftd.errors import PeerError
 from ftd.local.cluster import ClusterOptions, LocalCluster
 from ftd.local.driver import LocalDriver
 from ftd.local.run import imported_modules
-from ftd.observe.run import Run
+from ftd.observe.run_model import RunModel
 
 ROOT = Path(__file__).parents[3]
 
@@ -32,14 +32,14 @@ def test_news_that_come_with_the_end_of_the_wait_count(tmp_path: Path) -> None:
 
 
 def test_a_node_whose_daemon_was_started_again_is_not_ready_before_all_its_trainers_are_up() -> None:
-    run = Run()
+    run = RunModel()
     run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
     for device in (0, 1):
-        assert run.missing(["a"], devices=2) == ["a"]
+        assert run.list_unready_nodes(["a"], devices=2) == ["a"]
         run.on_event({"event": "TrainerStarted", "node": "a", "details": {"device": device}})
-    assert run.missing(["a"], devices=2) == []
+    assert run.list_unready_nodes(["a"], devices=2) == []
     run.on_daemon("a", 7)
-    assert run.missing(["a"], devices=2) == ["a"]
+    assert run.list_unready_nodes(["a"], devices=2) == ["a"]
 
 
 def test_a_local_cluster_loads_what_the_job_imports(tmp_path: Path) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from ftd.errors import ConfigurationError, WireError
-from ftd.local.mounts import small_file_system
-from ftd.node.chaos import Chaos
-from ftd.node.disturbance import Weather, Wire
-from ftd.node.full_disk import Filler
+from ftd.local.mounts import mount_tmpfs
+from ftd.node.chaos import NodeFaultInjector
+from ftd.node.full_disk import DiskFiller
+from ftd.node.message_faults import FaultyLink, LinkFaults
 from ftd.transport.wire.public import Answer, encode_json
-from statemachine.messages.trainer import Raise, Sleep, Slow
+from statemachine.messages.trainer import RaiseError, Sleep, Slow
 
 
 class Hands:
@@ -36,13 +36,13 @@ class Hands:
     def zygote_pid(self) -> int | None:
         return None
 
-    def send(self, device: int, frame: Sleep | Slow | Raise) -> bool:
+    def send(self, device: int, frame: Sleep | Slow | RaiseError) -> bool:
         match frame:
             case Sleep():
                 self.log.append(("sleep", device, frame.seconds))
             case Slow():
                 self.log.append(("slow", device, frame.factor))
-            case Raise():
+            case RaiseError():
                 self.log.append(("raise", device, frame.detail))
         return device in self.pids
 
@@ -82,10 +82,16 @@ def payload(request: str = "r1", **fields: Any) -> bytes:
 
 
 def play(
-    hands: Hands, body: Callable[[Chaos], Awaitable[None]], *, allowed: bool = True, devices: int = 2
+    hands: Hands,
+    body: Callable[[NodeFaultInjector], Awaitable[None]],
+    *,
+    allowed: bool = True,
+    devices: int = 2,
 ) -> None:
     async def main() -> None:
-        await body(Chaos(node="node-1", devices=devices, allowed=allowed, hands=hands, memory=hands))
+        await body(
+            NodeFaultInjector(node="node-1", devices=devices, allowed=allowed, hands=hands, memory=hands)
+        )
 
     asyncio.run(main())
 
@@ -107,14 +113,14 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
     hands = Hands({0: os.getpid()})
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill"))
 
     play(hands, body, allowed=False)
     [answer] = hands.answers
     assert not answer.accepted
     assert "chaos = true" in answer.detail
-    assert hands.log == [("ChaosRefused", "kill", None)]
+    assert hands.log == [("ChaosRejected", "kill", None)]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,7 @@ def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
 def test_what_makes_no_sense_is_refused(fields: dict[str, Any], said: str) -> None:
     hands = Hands({})
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(**fields))
 
     play(hands, body)
@@ -151,7 +157,7 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], said: str) -> No
     "garbage", [b"", b"{", b'{"do": "kill"}', payload(do="explode"), payload(do="kill", x=1)]
 )
 def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         with pytest.raises(WireError):
             chaos.on_request(garbage)
 
@@ -162,7 +168,7 @@ def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
 def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subprocess.Popen[bytes]) -> None:
     hands = Hands({0: sleeper.pid})
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill", target="trainer"))
         await until(lambda: sleeper.poll() is not None)
         assert sleeper.returncode == -signal.SIGKILL
@@ -179,7 +185,7 @@ def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen
         """By what the kernel tells a parent: it was stopped, and goes on."""
         return os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOHANG) is not None
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="stop", target="trainer", for_s=0.8))
         await until(woken)
 
@@ -189,7 +195,7 @@ def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen
 def test_faults_that_others_carry_out() -> None:
     hands = Hands({0: 1, 1: 2})
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="hang", for_s=2.0))
         chaos.on_request(payload("b", do="hang", device=1))
         chaos.on_request(payload("c", do="disconnect", for_s=3.0))
@@ -218,7 +224,7 @@ def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
     def slowed() -> list[tuple[int, float]]:
         return [entry[1:] for entry in hands.log if entry[0] == "slow"]
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="slow", device=1, factor=4.0, for_s=0.05))
         await until(lambda: slowed() == [(1, 4.0), (1, 1.0)])
         hands.log.clear()
@@ -237,7 +243,7 @@ def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
 def test_trainers_raise_and_the_line_gets_bad() -> None:
     hands = Hands({0: 1, 1: 2})
 
-    async def body(chaos: Chaos) -> None:
+    async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload("a", do="raise", device=1))
         chaos.on_request(payload("b", do="lossy", drop=1.0, for_s=0.8))
         await until(lambda: ("ChaosInjected", "lossy", "node") in hands.log and len(hands.log) >= 5)
@@ -249,7 +255,7 @@ def test_trainers_raise_and_the_line_gets_bad() -> None:
     assert ("raise", 1, "ftd chaos raise a (me)") in hands.log
 
 
-def _carries(chaos: Chaos, carried: list[str]) -> bool:
+def _carries(chaos: NodeFaultInjector, carried: list[str]) -> bool:
     before = len(carried)
     chaos.disturbance.outgoing.carry(lambda: carried.append("x"))
     return len(carried) > before
@@ -258,9 +264,9 @@ def _carries(chaos: Chaos, carried: list[str]) -> bool:
 def test_a_check_does_nothing_but_answer() -> None:
     hands = Hands({})
 
-    async def body(chaos: Chaos) -> None:
-        chaos.on_request(payload("a", do="kill", only_check=True))
-        chaos.on_request(payload("b", do="hang", device=7, only_check=True))
+    async def body(chaos: NodeFaultInjector) -> None:
+        chaos.on_request(payload("a", do="kill", dry_run=True))
+        chaos.on_request(payload("b", do="hang", device=7, dry_run=True))
 
     play(hands, body)
     assert [answer.accepted for answer in hands.answers] == [True, False]
@@ -269,7 +275,7 @@ def test_a_check_does_nothing_but_answer() -> None:
 
 def test_what_is_full_is_given_back(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail
-    filler = Filler()
+    filler = DiskFiller()
     assert "size_mib = 1:" in str(filler.problem(tmp_path, 1)), f"{free} blocks are free"
     assert "cannot be filled" in str(filler.problem(tmp_path / "none", 1))
 
@@ -278,7 +284,7 @@ def test_what_is_full_is_given_back(tmp_path: Path) -> None:
 def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
     directory = tmp_path / "small"
     try:
-        mounted = small_file_system(directory, 8, "cluster.disk_mib")
+        mounted = mount_tmpfs(directory, 8, "cluster.disk_mib")
         mounted.__enter__()
     except ConfigurationError as error:
         assert "root" in str(error)
@@ -286,7 +292,7 @@ def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
     try:
 
         async def main() -> None:
-            filler = Filler()
+            filler = DiskFiller()
             assert filler.problem(directory, None) is None
             filler.fill(directory, for_s=0.2)
             with pytest.raises(OSError, match="No space left"):
@@ -306,7 +312,7 @@ def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
 
 def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
     async def main() -> None:
-        wire = Wire()
+        wire = FaultyLink()
         got: list[int] = []
 
         def send(first: int, end: int) -> None:
@@ -316,7 +322,7 @@ def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
         send(0, 3)
         assert got == [0, 1, 2]
         got.clear()
-        wire.begin(Weather(drop=0.3, duplicate=0.3, late_s=0.05), "seed")
+        wire.begin(LinkFaults(drop=0.3, duplicate=0.3, late_s=0.05), "seed")
         send(0, 200)
         wire.end()
         send(200, 201)  # Not before what is still under way.
@@ -326,12 +332,12 @@ def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
         assert 100 < len(kept) < 180
         assert 20 < len(got) - len(kept) < 80
         again: list[int] = []
-        other = Wire()
-        other.begin(Weather(drop=0.3, duplicate=0.3), "seed")
+        other = FaultyLink()
+        other.begin(LinkFaults(drop=0.3, duplicate=0.3), "seed")
         for number in range(200):
             other.carry(partial(again.append, number))
-        third = Wire()
-        third.begin(Weather(drop=0.3, duplicate=0.3), "seed")
+        third = FaultyLink()
+        third.begin(LinkFaults(drop=0.3, duplicate=0.3), "seed")
         twice: list[int] = []
         for number in range(200):
             third.carry(partial(twice.append, number))

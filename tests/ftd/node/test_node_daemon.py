@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from ftd import processes
-from ftd.processes import alive, compile_cache, descendants, trainer_environment
+from ftd.processes import descendant_pids, is_alive, prepare_compile_cache, trainer_environment
 from ftd.transport.mqtt.session import MqttSession
 from ftd.transport.wire.codec import decode_from_node, encode_to_nodes
 from ftd.transport.wire.topics import Topics
-from statemachine.messages.cluster import FromNode, Stepped, StepsWanted, ToNodes
+from statemachine.messages.cluster import FromNode, RequestSteps, Stepped, ToNodes
 from tests.helpers.brokers import RunningBroker
 
 pytestmark = pytest.mark.processes
@@ -115,14 +115,14 @@ def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
             try:
                 assert b"READY=1" in manager.recv(4096)
                 until(lambda: "not_connected" in log.read_text(), "the complaint about the broker")
-                until(lambda: len(descendants(daemon.pid)) >= 1, "a zygote")
-                below = descendants(daemon.pid)
+                until(lambda: len(descendant_pids(daemon.pid)) >= 1, "a zygote")
+                below = descendant_pids(daemon.pid)
                 daemon.send_signal(signal.SIGTERM)
                 assert b"STOPPING=1" in manager.recv(4096)
                 assert daemon.wait(LIMIT_S) == 0
             finally:
                 daemon.kill()
-    until(lambda: not any(alive(pid) for pid in below), "the zygote has ended")
+    until(lambda: not any(is_alive(pid) for pid in below), "the zygote has ended")
     complaints = [
         line for line in map(json.loads, log.read_text().splitlines()) if line["level"] == "warning"
     ]
@@ -159,13 +159,13 @@ def test_each_trainer_sees_its_own_gpu_or_shares_one(
 def test_the_compile_cache_is_this_user_s_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     place = directory / "cache" / "compiled"
-    assert compile_cache(place) == {"TORCHINDUCTOR_CACHE_DIR": str(place)}
+    assert prepare_compile_cache(place) == {"TORCHINDUCTOR_CACHE_DIR": str(place)}
     assert place.stat().st_mode & 0o777 == 0o700
     place.chmod(0o777)
     with pytest.raises(PermissionError, match="nobody else"):
-        compile_cache(place)
+        prepare_compile_cache(place)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/elsewhere")
-    assert compile_cache(place) == {}
+    assert prepare_compile_cache(place) == {}
 
 
 def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker: RunningBroker) -> None:
@@ -176,18 +176,22 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
     def on_message(topic: str, payload: bytes, _retained: bool) -> None:
         if topic == topics.events:
             event = json.loads(payload)
-            refused.extend([event["details"]["topic"]] if event["event"] == "MessageRefused" else [])
+            refused.extend([event["details"]["topic"]] if event["event"] == "MessageRejected" else [])
         elif topic == topics.node_state("node-0"):
             states.append(payload)
         else:
             heard.append(decode_from_node(payload, "node-0"))
 
     def wanted(first: int, receivers: dict[str, int]) -> bytes:
-        command = StepsWanted(first=first, last=first)
+        command = RequestSteps(first=first, last=first)
         return encode_to_nodes(ToNodes(receivers=receivers, command=command, cause="c"))
 
     def answered() -> list[int]:
-        return [m.signal.wanted for m in heard if isinstance(m.signal, Stepped) and m.signal.wanted]
+        return [
+            m.signal.requested_first
+            for m in heard
+            if isinstance(m.signal, Stepped) and m.signal.requested_first
+        ]
 
     async def scene(log: Path) -> None:
         session = MqttSession(
@@ -205,7 +209,7 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
         session.publish(topics.command, wanted(2, {"node-0": here - 1, "node-1": here}))
         session.publish(topics.command, wanted(3, {"node-1": 1, "node-0": here}))
         await asyncio.to_thread(until, lambda: answered()[-1:] == [3], "the answer")
-        await asyncio.to_thread(until, lambda: "MessageRefused" in log.read_text(), "a line in the log")
+        await asyncio.to_thread(until, lambda: "MessageRejected" in log.read_text(), "a line in the log")
         session.publish(topics.node_command("node-0"), b"\xc1garbage")
         await asyncio.to_thread(until, lambda: bool(refused), "a refusal")
         before = len(states)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import msgspec
 
 from ftd.node.instructions import prepare_instruction, rank_of, resume_instruction, world_data
-from ftd.snapshots.stager import layers_of
+from ftd.snapshots.trainer_staging import layers_of
 from planner.values import (
     Device,
     PipelinePlacement,

@@ -16,18 +16,25 @@ import pytest
 from ftd.node import zygote
 from ftd.node.instructions import prepare_instruction
 from ftd.node.rendezvous import RendezvousServer
-from ftd.node.supervisor import Supervisor, Trainer
-from ftd.processes import alive, tail
+from ftd.node.supervisor import TrainerProcess, TrainerSupervisor
+from ftd.processes import is_alive, read_tail
 from planner.values import LayerProfile, ModelProfile, Policy
 from runtime.wire import frames
 from statemachine.agent.events import (
+    TrainerConnected,
     TrainerFailed,
     TrainerReported,
-    TrainerUp,
 )
 from statemachine.events import Event
 from statemachine.messages import trainer as protocol
-from statemachine.messages.common import Finished, Prepared, Quiesce, ReplicaDiverged, Resumed, SnapshotFailed
+from statemachine.messages.common import (
+    Finished,
+    OptimizerReplicaDiverged,
+    Prepared,
+    Quiesce,
+    Resumed,
+    SnapshotFailed,
+)
 from statemachine.messages.values import Job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -48,7 +55,7 @@ class Trainers:
     def __init__(self, directory: Path, devices: int) -> None:
         self.events: list[Event] = []
         self._news = asyncio.Event()
-        self.supervisor = Supervisor(
+        self.supervisor = TrainerSupervisor(
             devices=devices,
             directory=directory,
             feed=self._feed,
@@ -80,7 +87,7 @@ class Trainers:
 def heard(frame: protocol.Report) -> list[Event]:
     """What a supervisor makes of a frame of device 1's trainer, process 99."""
     events: list[Event] = []
-    supervisor = Supervisor(
+    supervisor = TrainerSupervisor(
         devices=2,
         directory=Path(),
         feed=events.append,
@@ -88,7 +95,7 @@ def heard(frame: protocol.Report) -> list[Event]:
         environment=lambda device: {},
         aside=lambda device, frame: None,
     )
-    trainer = Trainer(device=1, pid=99)
+    trainer = TrainerProcess(device=1, pid=99)
     trainer.exited.set()
     supervisor._hear(trainer, frame)
     return events
@@ -117,7 +124,7 @@ def test_a_report_is_an_event_as_it_is() -> None:
     for report in (
         Prepared(job_id="j", profile=None),
         SnapshotFailed(generation=3, step=9, detail="no room"),
-        ReplicaDiverged(generation=2, step=50, layer=3, detail="momentum"),
+        OptimizerReplicaDiverged(generation=2, step=50, layer=3, detail="momentum"),
     ):
         (event,) = heard(report)
         assert isinstance(event, TrainerReported)
@@ -142,7 +149,7 @@ def run_with_trainers(body: Callable[[Trainers], Awaitable[None]], devices: int 
 
 async def gone(pids: list[int]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while any(alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
+        while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110  # the kernel tells no stranger
             await asyncio.sleep(0.01)
 
 
@@ -169,21 +176,21 @@ def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: 
 def test_trains_alone_and_reports_every_stage_of_it() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         assert trainers.supervisor.pids() == [up.pid] == trainers.supervisor.pids(0)
         trainers.supervisor.send(0, prepare_instruction(mlp_job(hidden_layers=2), profile=True))
         prepared = await trainers.report(Prepared)
         assert prepared.profile is not None
         layers = len(prepared.profile.layers)
         trainers.supervisor.send(0, Quiesce(generation=1, mode="abort"))
-        quiesced = await trainers.report(protocol.Quiesced)
+        quiesced = await trainers.report(protocol.TrainerQuiesced)
         assert quiesced.committed_step == 0
         assert quiesced.held == tuple(range(layers))
-        stage = protocol.StageData(first_layer=0, end_layer=layers, ranks=(0,))
-        pipeline = protocol.PipelineData(stages=(stage,), first_microbatch=0, microbatches=2)
+        stage = protocol.WorldStage(first_layer=0, end_layer=layers, ranks=(0,))
+        pipeline = protocol.WorldPipeline(stages=(stage,), first_microbatch=0, microbatches=2)
         world = protocol.WorldData(pipelines=(pipeline,), transfers=(), hosts=("127.0.0.1",))
         async with RendezvousServer("token") as server:
-            resume = protocol.Resume(
+            resume = protocol.ResumeRank(
                 generation=1,
                 step=0,
                 vote=None,
@@ -195,10 +202,10 @@ def test_trains_alone_and_reports_every_stage_of_it() -> None:
             )
             trainers.supervisor.send(0, resume)
             assert (await trainers.report(Resumed)).generation == 1
-            assert [(await trainers.report(protocol.Stepped)).step for _ in range(3)] == [1, 2, 3]
+            assert [(await trainers.report(protocol.TrainerStepped)).step for _ in range(3)] == [1, 2, 3]
             done = await trainers.report(Finished)
             assert sorted(done.digests) == list(range(layers))
-        await trainers.report(protocol.Beat)
+        await trainers.report(protocol.TrainerHeartbeat)
 
     run_with_trainers(body)
 
@@ -208,13 +215,13 @@ def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> N
     async def body(trainers: Trainers) -> None:
         for device in (0, 1):
             trainers.supervisor.start_trainer(device)
-        first = {up.device: up.pid for up in [await trainers.take(TrainerUp) for _ in range(2)]}
+        first = {up.device: up.pid for up in [await trainers.take(TrainerConnected) for _ in range(2)]}
         os.kill(first[0], signal.SIGKILL)
         failed = await trainers.take(TrainerFailed)
         assert (failed.device, failed.pid, failed.cause_of_failure) == (0, first[0], "exited")
         assert "SIGKILL" in failed.detail
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         assert up.device == 0
         assert up.pid != first[0]
         assert sorted(trainers.supervisor.pids()) == sorted([up.pid, first[1]])
@@ -226,11 +233,11 @@ def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> N
 def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         os.kill(up.pid, signal.SIGSTOP)
         trainers.supervisor.kill_trainer(0, grace_s=0.0)
         trainers.supervisor.start_trainer(0)
-        again = await trainers.take(TrainerUp)
+        again = await trainers.take(TrainerConnected)
         assert again.pid != up.pid
         await gone([up.pid])
         assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
@@ -256,7 +263,7 @@ def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
 
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        await trainers.take(TrainerUp)
+        await trainers.take(TrainerConnected)
         trainers.supervisor.send(0, prepare_instruction(mlp_job("spawner.py:build", tmp_path), profile=False))
         failed = await trainers.take(TrainerFailed)
         assert "exited with code 7" in failed.detail
@@ -272,7 +279,7 @@ def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: P
 
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         trainers.supervisor.send(0, prepare_instruction(mlp_job("broken.py:build", tmp_path), profile=False))
         failed = await trainers.take(TrainerFailed)
         assert failed.cause_of_failure == "unprepared"
@@ -286,7 +293,7 @@ def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: P
 def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         zygote = trainers.supervisor.zygote_pid
         assert zygote is not None
         os.kill(zygote, signal.SIGKILL)
@@ -294,7 +301,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
         assert failed.pid == up.pid
         assert "zygote" in failed.detail
         trainers.supervisor.start_trainer(0)
-        again = await trainers.take(TrainerUp)
+        again = await trainers.take(TrainerConnected)
         assert again.pid != up.pid
         assert trainers.supervisor.zygote_pid != zygote
 
@@ -305,7 +312,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
 def test_a_stranger_on_the_socket_is_refused() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
-        up = await trainers.take(TrainerUp)
+        up = await trainers.take(TrainerConnected)
         path = trainers.supervisor.socket_path
         for greeting in (
             b"\xff\xff\xff\xff",
@@ -317,7 +324,7 @@ def test_a_stranger_on_the_socket_is_refused() -> None:
             assert await asyncio.wait_for(reader.read(), LIMIT_S) == b""
             writer.close()
         assert trainers.supervisor.pids() == [up.pid]
-        assert alive(up.pid)
+        assert is_alive(up.pid)
 
     run_with_trainers(body)
 
@@ -329,13 +336,13 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     program = tmp_path / "daemon.py"
     program.write_text(
         "import asyncio, pathlib, sys\n"
-        "from ftd.node.supervisor import Supervisor\n"
-        "from statemachine.agent.events import TrainerUp\n"
+        "from ftd.node.supervisor import TrainerSupervisor\n"
+        "from statemachine.agent.events import TrainerConnected\n"
         "async def main(directory):\n"
         "    def feed(event):\n"
-        "        if isinstance(event, TrainerUp):\n"
+        "        if isinstance(event, TrainerConnected):\n"
         "            print('pids', event.pid, supervisor.zygote_pid, flush=True)\n"
-        "    supervisor = Supervisor(devices=1, directory=directory, feed=feed,\n"
+        "    supervisor = TrainerSupervisor(devices=1, directory=directory, feed=feed,\n"
         "        cause=lambda: 'test', environment=lambda device: {}, aside=print)\n"
         "    await supervisor.start()\n"
         "    supervisor.start_trainer(0)\n"
@@ -354,7 +361,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
                     while not (line := await daemon.stdout.readline()).startswith(b"pids"):
                         assert line, "the daemon ended"
                 pids = [int(pid) for pid in line.split()[1:]]
-                assert all(alive(pid) for pid in pids)
+                assert all(is_alive(pid) for pid in pids)
                 daemon.send_signal(how)
                 await daemon.wait()
                 await gone(pids)
@@ -386,7 +393,7 @@ def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: py
 
 def test_the_end_of_a_log_begins_with_a_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    assert tail(log) == ""
+    assert read_tail(log) == ""
     log.write_text("the first line\nthe second\nthe third\n")
-    assert tail(log, 100) == "the first line\nthe second\nthe third"
-    assert tail(log, 20) == "the third" and tail(log, 4) == "ird"
+    assert read_tail(log, 100) == "the first line\nthe second\nthe third"
+    assert read_tail(log, 20) == "the third" and read_tail(log, 4) == "ird"

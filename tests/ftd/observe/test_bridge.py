@@ -251,7 +251,7 @@ def test_what_is_refused_or_finds_no_room_is_in_the_file(start: Start, webhook: 
 
 
 def test_sigterm_lets_the_webhook_take_what_waits(start: Start, webhook: Webhook) -> None:
-    bridge = start("--finish-s", "30", "--give-up-s", "60")
+    bridge = start("--finish-s", "30", "--retry-for-s", "60")
     webhook.answer = 503
     bridge.tell(event("NodeLost", 1), event("NodeLost", 2))
     until(lambda: webhook.attempts >= 1, bridge.log.read_text)
@@ -264,7 +264,7 @@ def test_sigterm_lets_the_webhook_take_what_waits(start: Start, webhook: Webhook
 def test_what_is_given_up_is_in_the_file_and_a_broker_that_was_away_is_said(
     start: Start, webhook: Webhook, mosquitto: RunningBroker
 ) -> None:
-    bridge = start("--give-up-s", "0")
+    bridge = start("--retry-for-s", "0")
     webhook.answer = 503
     bridge.tell(event("NodeLost", 1))
     until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)

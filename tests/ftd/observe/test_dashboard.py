@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftd.config.daemon import daemon_config
-from ftd.config.dashboard import DashboardPlace
+from ftd.config.daemon import parse_daemon_config
+from ftd.config.dashboard import DashboardAddress
 from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard import feed as feeds
 from ftd.observe.dashboard.assets import PLOTLY
+from ftd.observe.dashboard.buckets import buckets, what_each_keeps, withstands
 from ftd.observe.dashboard.dashboard import Dashboard
-from ftd.observe.dashboard.feed import Feed, Gone
-from ftd.observe.dashboard.layout import buckets, what_each_keeps, withstands
-from ftd.observe.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, Model
+from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
+from ftd.observe.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
 from ftd.observe.dashboard.trend import Point, Trend
 from ftd.transport.wire.public import EventMessage
@@ -73,10 +73,10 @@ STEPS = st.lists(
 def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
     happened: list[tuple[str, Any]],
 ) -> None:
-    model = Model()
+    model = DashboardModel()
     model.trend = Trend(8)
     model.on_state(state_of(NAMES))
-    model.take()
+    model.take_delta()
     page = copied(model.document())
     step, at_s, generation = 0, 0.0, 1
     for what, value in [*happened, ("take", None)]:
@@ -104,14 +104,14 @@ def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
                     own=True,
                 )  # fmt: skip
             case "take":
-                page = patched(page, copied(model.take() or {}))
+                page = patched(page, copied(model.take_delta() or {}))
     now = copied(model.document())
     assert page == {**now, "oldest": page["oldest"]}
-    assert model.take() is None
+    assert model.take_delta() is None
 
 
 def test_evaluations_are_kept_until_they_are_undone_or_another_job_begins() -> None:
-    model = Model()
+    model = DashboardModel()
 
     def evaluate(step: int) -> None:
         told = event("Evaluated", float(step), step=step, loss=1 / step, metrics={"accuracy": 0.5})
@@ -143,7 +143,7 @@ def test_the_trend_has_tokens_and_the_learning_rate() -> None:
 
 
 def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
-    model = Model()
+    model = DashboardModel()
     model.on_state(state_of(NAMES))
     model.on_event(event("ChaosInjected", 9.9, node="node-2", source="node/node-2", fault="kill"), own=False)
     told = recovery(2, ["node-2"], 10.0)
@@ -169,7 +169,7 @@ def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
 
 
 def test_a_failure_on_the_way_keeps_the_beginning_and_counts_the_tries() -> None:
-    model = Model()
+    model = DashboardModel()
     for message in recovery(2, ["node-1"], 10.0)[:3]:
         model.on_event(message, own=True)
     for message in recovery(3, ["node-2"], 11.0)[:2]:
@@ -184,7 +184,7 @@ def test_a_failure_on_the_way_keeps_the_beginning_and_counts_the_tries() -> None
 
 
 def test_the_events_of_a_recovery_are_one_chapter() -> None:
-    model = Model()
+    model = DashboardModel()
     told = recovery(2, ["node-2"], 10.0)
     later = [
         EventMessage(**{f: getattr(m, f) for f in m.__struct_fields__} | {"cause": f"c-other-{i}"})
@@ -196,7 +196,7 @@ def test_the_events_of_a_recovery_are_one_chapter() -> None:
 
 
 def test_what_a_node_says_is_listed_small_and_believed_of_nothing_else() -> None:
-    model = Model()
+    model = DashboardModel()
     model.on_state(state_of(NAMES))
     lie = recovery(2, ["node-2"], 1.0)[-1]
     broken = event("RecoveryCompleted", 1.0, source="node/x", recovery={"nodes": 7}, reason="x" * 100_000)
@@ -210,7 +210,7 @@ def test_what_a_node_says_is_listed_small_and_believed_of_nothing_else() -> None
 
 
 def test_memory_is_bounded_and_older_events_come_in_pages() -> None:
-    model = Model()
+    model = DashboardModel()
     for number in range(MOST_EVENTS + 50):
         model.on_event(event("NodeDraining", number, node="node-1", cause=f"c-{number}"), own=True)
     document = model.document()
@@ -292,7 +292,7 @@ def test_buckets_say_who_keeps_what_and_what_that_withstands() -> None:
 
 
 def test_where_a_snapshot_is_outlives_the_plan_that_it_was_taken_under() -> None:
-    model = Model()
+    model = DashboardModel()
     model.on_state({**state_of(NAMES), "snapshot": snapshot_of(4)})
     before = model.document()["where"]["buckets"]
     model.on_state({**state_of(NAMES, lost=("node-3",)), "snapshot": snapshot_of(4, ("node-3",))})
@@ -312,7 +312,7 @@ def test_a_restarted_coordinator_begins_with_what_its_journal_knows(tmp_path: Pa
     assert stride == 3 and [row["step"] for row in rows] == list(range(3, 1201, 3))
 
     async def scene() -> Json:
-        place = DashboardPlace(host="127.0.0.1", port=0, token=None, named=True)
+        place = DashboardAddress(host="127.0.0.1", port=0, token=None, configured=True)
         dashboard = Dashboard(place, cluster="t")
         await dashboard.start(journal, state_of(NAMES))
         document = dashboard._model.document()
@@ -341,9 +341,9 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
         return {"n": len(told)} if told else None
 
     async def scene() -> None:
-        feed = Feed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
+        feed = DeltaFeed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
         assert feed.catch_up() == "run-0"
-        quick, slow = feed.follow("run-0"), feed.follow("run-0")
+        quick, slow = feed.stream_from("run-0"), feed.stream_from("run-0")
 
         async def begin(page: AsyncIterator[bytes]) -> bytes:
             return await anext(page)
@@ -357,12 +357,12 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
             told.append(1)
             feed.catch_up()
             assert b"data:" in await anext(quick)
-        with pytest.raises(Gone):
+        with pytest.raises(PositionExpiredError):
             await anext(slow)
         for position in ("run-0", "other-7", "run-99", "", "run-x"):
-            with pytest.raises(Gone):
-                await anext(feed.follow(position))
-        resumed = feed.follow("run-5")
+            with pytest.raises(PositionExpiredError):
+                await anext(feed.stream_from(position))
+        resumed = feed.stream_from("run-5")
         assert (await anext(resumed)).count(b"id: ") == 2
         feed.close()
         with pytest.raises(StopAsyncIteration):
@@ -377,9 +377,11 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
 @pytest.mark.parametrize("listen", ["0.0.0.0:9650", "10.0.0.1:1", "[::]:9650", "host.example:9650"])
 def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
     with pytest.raises(ConfigurationError, match="everybody on the network") as error:
-        daemon_config({"dashboard": {"listen": listen}}, directory=tmp_path)
+        parse_daemon_config({"dashboard": {"listen": listen}}, directory=tmp_path)
     assert error.value.field == "ftd.toml: dashboard.token_file" and error.value.remedy
-    place = daemon_config({"dashboard": {"listen": listen, "token": TOKEN}}, directory=tmp_path).dashboard
+    place = parse_daemon_config(
+        {"dashboard": {"listen": listen, "token": TOKEN}}, directory=tmp_path
+    ).dashboard
     assert place is not None and place.token == TOKEN
 
 
@@ -397,14 +399,14 @@ def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
 )
 def test_a_configuration_that_cannot_work_names_the_field(tmp_path: Path, table: Json, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words) as error:
-        daemon_config({"dashboard": table}, directory=tmp_path)
+        parse_daemon_config({"dashboard": table}, directory=tmp_path)
     assert str(error.value.field).startswith("ftd.toml: dashboard.")
 
 
 def test_it_is_on_on_loopback_and_can_be_turned_off(tmp_path: Path) -> None:
-    place = daemon_config({}, directory=tmp_path).dashboard
-    assert place is not None and (place.host, place.port, place.named) == ("127.0.0.1", 9650, False)
-    assert daemon_config({"dashboard": {"listen": ""}}, directory=tmp_path).dashboard is None
+    place = parse_daemon_config({}, directory=tmp_path).dashboard
+    assert place is not None and (place.host, place.port, place.configured) == ("127.0.0.1", 9650, False)
+    assert parse_daemon_config({"dashboard": {"listen": ""}}, directory=tmp_path).dashboard is None
 
 
 def served(
@@ -416,10 +418,10 @@ def served(
     """``work`` with a client and the address of a page that has something to show."""
 
     async def scene() -> None:
-        model = Model()
+        model = DashboardModel()
         model.on_state(state_of(NAMES))
-        place = DashboardPlace(host="127.0.0.1", port=0, token=token, named=True)
-        feed = Feed(model.take, "run")
+        place = DashboardAddress(host="127.0.0.1", port=0, token=token, configured=True)
+        feed = DeltaFeed(model.take_delta, "run")
         server = DashboardServer(place, model, feed, cluster="t", silence_s=silence_s)
         await server.start()
         jar = aiohttp.CookieJar(unsafe=True)
@@ -547,9 +549,9 @@ def test_a_port_that_is_taken_stops_nobody_but_where_it_was_named(tmp_path: Path
     async def scene(named: bool) -> int:
         blocker = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
         port = blocker.sockets[0].getsockname()[1]
-        place = DashboardPlace(host="127.0.0.1", port=port, token=None, named=named)
-        model = Model()
-        server = DashboardServer(place, model, Feed(model.take, "run"), cluster="t")
+        place = DashboardAddress(host="127.0.0.1", port=port, token=None, configured=named)
+        model = DashboardModel()
+        server = DashboardServer(place, model, DeltaFeed(model.take_delta, "run"), cluster="t")
         try:
             await server.start()
             return server.port

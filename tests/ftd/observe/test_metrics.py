@@ -20,22 +20,22 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from ftd.config.daemon import daemon_config
-from ftd.config.metrics import MetricsPlace
+from ftd.config.daemon import parse_daemon_config
+from ftd.config.metrics import MetricsAddress
 from ftd.errors import ConfigurationError
-from ftd.observe.goodput import Goodput
+from ftd.observe.goodput import GoodputMeter
 from ftd.observe.metrics.cluster import ClusterMetrics
 from ftd.observe.metrics.common import MOST_EVENT_NAMES
-from ftd.observe.metrics.node import NodeMetrics, NodeNow
+from ftd.observe.metrics.node import NodeMetrics, NodeSample
 from ftd.observe.metrics.server import MOST_CONNECTIONS, MetricsServer
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.wire.public import EventMessage
-from statemachine.agent.events import TrainerReported, TrainerUp
+from statemachine.agent.events import TrainerConnected, TrainerReported
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, PublishNode, SendSignal
-from statemachine.events import BrokerLost
+from statemachine.events import BrokerDisconnected
 from statemachine.messages.cluster import TrainerLost
-from statemachine.messages.trainer import Snapped, Stepped
+from statemachine.messages.trainer import ShardWritten, TrainerStepped
 from statemachine.messages.values import NodeState, Vote
 from statemachine.timing import Timing
 
@@ -84,7 +84,7 @@ def cluster(clock: Clock) -> ClusterMetrics:
 
 
 def emit(metrics: ClusterMetrics, name: str, step: int | None = None, /, **details: Any) -> None:
-    metrics.emitted(EmitEvent(cause="c", name=name, reason="", step=step, details=details))
+    metrics.on_event(EmitEvent(cause="c", name=name, reason="", step=step, details=details))
 
 
 def commit(metrics: ClusterMetrics, step: int, step_s: float | None = 1.0) -> None:
@@ -92,7 +92,7 @@ def commit(metrics: ClusterMetrics, step: int, step_s: float | None = 1.0) -> No
 
 
 def value(metrics: ClusterMetrics | NodeMetrics, name: str, **labels: str) -> float | None:
-    return metrics.own.registry.get_sample_value(name, labels)
+    return metrics.common.registry.get_sample_value(name, labels)
 
 
 def test_a_coordinator_that_has_just_started_tells_what_is_so(cluster: ClusterMetrics) -> None:
@@ -120,8 +120,8 @@ def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMe
     emit(cluster, "RolledBack", 6, from_step=10, to_step=6, undone=4, tier="decoded", sources=[])
     emit(cluster, "RecoveryCompleted", recovery={**RECOVERY, "tier": "decoded"})
     assert value(cluster, "ftd_goodput_ratio") == pytest.approx(6 / 20)
-    assert value(cluster, "ftd_undone_steps_total") == 4
-    assert value(cluster, "ftd_undone_seconds_total") == pytest.approx(4.0)
+    assert value(cluster, "ftd_rolled_back_steps_total") == 4
+    assert value(cluster, "ftd_rolled_back_seconds_total") == pytest.approx(4.0)
     assert value(cluster, "ftd_recomputed_steps_total") == 1
     assert value(cluster, "ftd_nodes_lost_total", how="last_will") == 1
     assert value(cluster, "ftd_recoveries_total", cause="node_lost", tier="decoded") == 1
@@ -136,21 +136,21 @@ def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMe
 
 def test_snapshots_checkpoints_and_trouble_are_counted(cluster: ClusterMetrics, clock: Clock) -> None:
     emit(cluster, "SnapshotCompleted", 5, copy_s=0.2, stall_s=0.003, took_s=0.5)
-    emit(cluster, "SnapshotGivenUp", 6, kept_step=5)
+    emit(cluster, "SnapshotAbandoned", 6, last_complete_step=5)
     emit(cluster, "CheckpointCompleted", 5, took_s=2.0, size_bytes=1, pruned=[])
-    emit(cluster, "CheckpointGivenUp", 5, kept_step=None)
+    emit(cluster, "CheckpointAbandoned", 5, last_complete_step=None)
     emit(cluster, "TrainerLost", device=0, cause="hung", detail="")
     emit(cluster, "MessageIgnored", why="w", count=1)
-    emit(cluster, "MessageRefused", topic="t", why="w")
+    emit(cluster, "MessageRejected", topic="t", why="w")
     emit(cluster, "BrokerLost")
     for name in (
         "ftd_snapshots_completed_total",
-        "ftd_snapshots_given_up_total",
+        "ftd_snapshots_abandoned_total",
         "ftd_checkpoints_written_total",
-        "ftd_checkpoints_given_up_total",
+        "ftd_checkpoints_abandoned_total",
         "ftd_messages_ignored_total",
-        "ftd_messages_refused_total",
-        "ftd_broker_losses_total",
+        "ftd_messages_rejected_total",
+        "ftd_broker_disconnects_total",
         "ftd_snapshot_seconds_count",
         "ftd_checkpoint_seconds_count",
     ):
@@ -192,20 +192,20 @@ def heard(name: str, **details: Any) -> EventMessage:
 
 
 def test_what_nodes_say_cannot_fill_the_coordinator(cluster: ClusterMetrics) -> None:
-    cluster.heard(heard("TrainerStarted"))
-    cluster.heard(heard("MessageRefused", held_back=4))
+    cluster.on_node_event(heard("TrainerStarted"))
+    cluster.on_node_event(heard("MessageRejected", suppressed=4))
     for nonsense in (10**30, -1, "7", None, [1]):
-        cluster.heard(heard("ChaosInjected", held_back=nonsense))
-    cluster.heard(heard('Evil"} 1\nftd_step 7'))
+        cluster.on_node_event(heard("ChaosInjected", suppressed=nonsense))
+    cluster.on_node_event(heard('Evil"} 1\nftd_step 7'))
     for number in range(3 * MOST_EVENT_NAMES):
-        cluster.heard(heard("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
+        cluster.on_node_event(heard("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
     assert value(cluster, "ftd_events_total", event="TrainerStarted") == 1
-    assert value(cluster, "ftd_events_total", event="MessageRefused") == 5
+    assert value(cluster, "ftd_events_total", event="MessageRejected") == 5
     assert value(cluster, "ftd_events_total", event="ChaosInjected") == 5
-    (family,) = (f for f in cluster.own.registry.collect() if f.name == "ftd_events")
+    (family,) = (f for f in cluster.common.registry.collect() if f.name == "ftd_events")
     assert len(family.samples) <= MOST_EVENT_NAMES + 1
     assert (value(cluster, "ftd_events_total", event="other") or 0) > MOST_EVENT_NAMES
-    assert value(cluster, "ftd_messages_refused_total") == 0, "that is for the node to tell"
+    assert value(cluster, "ftd_messages_rejected_total") == 0, "that is for the node to tell"
 
 
 @given(
@@ -219,7 +219,7 @@ def test_what_nodes_say_cannot_fill_the_coordinator(cluster: ClusterMetrics) -> 
 )
 def test_goodput_is_the_time_of_the_steps_that_are_left(happened: list[tuple[str, Any, float]]) -> None:
     """Against a list of the steps that count."""
-    goodput, left, now, began = Goodput(), [], 0.0, None
+    goodput, left, now, began = GoodputMeter(), [], 0.0, None
     for what, number, passed_s in happened:
         now += passed_s
         if what == "commit":
@@ -240,24 +240,24 @@ def test_goodput_is_the_time_of_the_steps_that_are_left(happened: list[tuple[str
 
 
 def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
-    now = NodeNow(
+    now = NodeSample(
         connected=False,
         internal_errors=1,
         trainers=2,
         sent_bytes=7,
         unauthorised=3,
-        rendezvous_refused=4,
+        rendezvous_rejected=4,
         snapshot_limit_bytes=99,
     )
     node = NodeMetrics(2, lambda: now)
     lost = TrainerLost(generation=1, device=1, cause="exited", detail="")
     for it in (
-        TrainerUp(**STAMP, device=0, pid=1),
-        TrainerUp(**STAMP, device=1, pid=2),
+        TrainerConnected(**STAMP, device=0, pid=1),
+        TrainerConnected(**STAMP, device=1, pid=2),
         TrainerReported(
             **STAMP,
             device=1,
-            report=Stepped(
+            report=TrainerStepped(
                 generation=1,
                 step=3,
                 vote=Vote(loss=1.0, gradient_norm=1.0, skipped=False),
@@ -269,16 +269,16 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
         TrainerReported(
             **STAMP,
             device=0,
-            report=Snapped(generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4),
+            report=ShardWritten(generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4),
         ),
         SendSignal(cause="c", signal=lost),
         SendSignal(cause="c", signal=lost),  # Said again to a coordinator that was away.
-        TrainerUp(**STAMP, device=1, pid=3),
-        BrokerLost(**STAMP),
+        TrainerConnected(**STAMP, device=1, pid=3),
+        BrokerDisconnected(**STAMP),
         PublishNode(cause="c", state=NodeState.UNHEALTHY, generation=4, step=3, reason=""),
     ):
-        node.note(it)
-    node.told(EmitEvent(cause="c", name="MessageRefused", reason=""))
+        node.observe(it)
+    node.on_published(EmitEvent(cause="c", name="MessageRejected", reason=""))
     assert value(node, "ftd_trainer_restarts_total", device="0") == 0
     assert value(node, "ftd_trainer_restarts_total", device="1") == 1
     assert value(node, "ftd_trainer_failures_total", cause="exited") == 1
@@ -287,11 +287,11 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
     assert value(node, "ftd_trainer_snapshot_bytes_total") == 10
     assert value(node, "ftd_node_state", state="UNHEALTHY") == 1
     assert value(node, "ftd_node_generation") == 4
-    assert value(node, "ftd_node_sent_bytes_total") == 7
+    assert value(node, "ftd_node_snapshot_sent_bytes_total") == 7
     assert value(node, "ftd_node_unauthorised_total") == 3
     assert value(node, "ftd_broker_connected", component="node") == 0
-    assert value(node, "ftd_broker_losses_total") == 1
-    assert value(node, "ftd_messages_refused_total") == 1
+    assert value(node, "ftd_broker_disconnects_total") == 1
+    assert value(node, "ftd_messages_rejected_total") == 1
 
 
 # --- who may read it -----------------------------------------------------------------------------
@@ -299,9 +299,9 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
 
 @pytest.mark.parametrize("table", ["node", "coordinator"])
 def test_nothing_is_served_unless_a_port_is_named(tmp_path: Path, table: str) -> None:
-    config = daemon_config({table: {"metrics_host": "0.0.0.0"}}, directory=tmp_path)
+    config = parse_daemon_config({table: {"metrics_host": "0.0.0.0"}}, directory=tmp_path)
     assert config.node_metrics is None and config.coordinator_metrics is None
-    config = daemon_config({table: {"metrics_port": 9640, "metrics_host": "::1"}}, directory=tmp_path)
+    config = parse_daemon_config({table: {"metrics_port": 9640, "metrics_host": "::1"}}, directory=tmp_path)
     places = [p for p in (config.node_metrics, config.coordinator_metrics) if p is not None]
     assert [(p.host, p.port, p.token) for p in places] == [("::1", 9640, None)]
 
@@ -310,12 +310,14 @@ def test_nothing_is_served_unless_a_port_is_named(tmp_path: Path, table: str) ->
 def test_beyond_loopback_only_with_a_token(tmp_path: Path, host: str) -> None:
     table = {"metrics_port": 9640, "metrics_host": host}
     with pytest.raises(ConfigurationError, match="bearer token") as error:
-        daemon_config({"node": table}, directory=tmp_path)
+        parse_daemon_config({"node": table}, directory=tmp_path)
     assert error.value.field == "ftd.toml: node.metrics_token_file"
     token = tmp_path / "token"
     token.write_text("s3cret-token==\n")
     token.chmod(0o600)
-    place = daemon_config({"node": {**table, "metrics_token_file": "token"}}, directory=tmp_path).node_metrics
+    place = parse_daemon_config(
+        {"node": {**table, "metrics_token_file": "token"}}, directory=tmp_path
+    ).node_metrics
     assert place is not None and place.token == "s3cret-token=="
 
 
@@ -337,7 +339,7 @@ def test_a_configuration_that_cannot_work_names_the_field(
     (tmp_path / "token").write_text(content)
     (tmp_path / "token").chmod(mode)
     with pytest.raises(ConfigurationError, match=words) as error:
-        daemon_config({"coordinator": table}, directory=tmp_path)
+        parse_daemon_config({"coordinator": table}, directory=tmp_path)
     assert str(error.value.field).startswith("ftd.toml: coordinator.metrics_")
 
 
@@ -349,7 +351,7 @@ def served(
     """``work`` with a client, the address and a server that has one metric."""
     registry = CollectorRegistry()
     Gauge("ftd_one", "One.", registry=registry).set(1)
-    place = MetricsPlace(host="127.0.0.1", port=free_port(), token=token, field="node.metrics_port")
+    place = MetricsAddress(host="127.0.0.1", port=free_port(), token=token, field="node.metrics_port")
 
     async def scene() -> None:
         server = MetricsServer(place, registry, **options)
@@ -429,7 +431,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        place = MetricsPlace(
+        place = MetricsAddress(
             host="127.0.0.1", port=taken.getsockname()[1], token=None, field="node.metrics_port"
         )
         with pytest.raises(ConfigurationError, match="metrics cannot be served") as error:
@@ -439,7 +441,7 @@ def test_a_port_that_is_taken_is_a_clear_error() -> None:
 
 def test_the_configuration_in_the_documentation_is_accepted(tmp_path: Path) -> None:
     (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/reference/metrics.md").read_text(), re.DOTALL)
-    config = daemon_config(tomllib.loads(block), directory=tmp_path)
+    config = parse_daemon_config(tomllib.loads(block), directory=tmp_path)
     places = (config.coordinator_metrics, config.node_metrics)
     assert [place and place.port for place in places] == [9640, 9641]
 

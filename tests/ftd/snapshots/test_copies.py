@@ -11,13 +11,13 @@ import pytest
 
 from ftd.errors import PeerError
 from ftd.snapshots.shards import copies as copies_module
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
-from ftd.snapshots.shards.protocol import STREAM_BYTES, Rate, bearer_token
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.protocol import STREAM_BYTES, AsyncRateLimiter, bearer_token
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from storage.arena import SLOTS, Arena
-from storage.manifest import Manifest, Part, digest_of, encode_record
+from storage.manifest import SnapshotManifest, SnapshotPart, digest_of, encode_record
 from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, shared_directory, write
 
 PART = "group-0/shard"
@@ -33,7 +33,7 @@ class Pair:
     """``n0``, which has a snapshot, and ``n1``, its buddy."""
 
     def __init__(self, root: Path, buddy: Node) -> None:
-        self.arenas = Arenas(root, devices=1)
+        self.arenas = NodeArenas(root, devices=1)
         self.root, self.buddy = root, buddy
 
     def write(self, step: int, device: int = 0) -> None:
@@ -43,13 +43,13 @@ class Pair:
         arena.close()
         write(self.root, step, {PART: DATA, "group-0/small": SMALL}, device=device)
 
-    def held(self, step: int) -> tuple[Held, ...]:
+    def held(self, step: int) -> tuple[ArenaSnapshot, ...]:
         return self.arenas.find(JOB, step)
 
     async def send(
-        self, step: int = 5, *, token: str = TOKEN, to: Source | None = None, **options: Any
+        self, step: int = 5, *, token: str = TOKEN, to: SnapshotSource | None = None, **options: Any
     ) -> int:
-        rate = Rate(options.pop("rate_bytes_s", None))
+        rate = AsyncRateLimiter(options.pop("rate_bytes_s", None))
         async with ShardClient(token, stall_s=30.0) as client:
             sender = CopySender(client, self.arenas, owner="n0", rate=rate, stall_s=30.0)
             return await sender.send(self.held(step), to or self.buddy.source)
@@ -58,11 +58,11 @@ class Pair:
         """What the buddy gives of the copy to somebody who restores."""
         async with ShardClient(TOKEN) as client:
             found = await client.manifest(self.buddy.source, JOB, step)
-            assert found is not None and not found.damaged
+            assert found is not None and not found.corrupt
             part = found.manifests[0].part(PART)
             into = bytearray(part.size_bytes)
-            place = Located(source=self.buddy.source, job_id=JOB, step=step, part=part)
-            await client.fetch([Wanted(places=(place,), first=0, into=memoryview(into))])
+            place = PartLocation(source=self.buddy.source, job_id=JOB, step=step, part=part)
+            await client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(into))])
             return bytes(into)
 
     async def ask(
@@ -86,8 +86,8 @@ class Pair:
         return await self.ask(f"PUT {PLACE}", encode_record(offered(**changes)))
 
 
-def offered(**changes: Any) -> Manifest:
-    part = Part(name=PART, offset=0, size_bytes=SIZE, digest=digest_of(DATA))
+def offered(**changes: Any) -> SnapshotManifest:
+    part = SnapshotPart(name=PART, offset=0, size_bytes=SIZE, digest=digest_of(DATA))
     fields: dict[str, Any] = {
         "job_id": JOB,
         "step": 5,
@@ -96,7 +96,7 @@ def offered(**changes: Any) -> Manifest:
         "parts": (part,),
         "layout": {},
     }
-    return Manifest(**{**fields, "layout": {}, **changes})
+    return SnapshotManifest(**{**fields, "layout": {}, **changes})
 
 
 def with_pair(body: Body, *, limit_bytes: int | None = None, **options: Any) -> None:
@@ -151,7 +151,7 @@ def test_a_daemon_that_starts_finds_its_copies_and_puts_damaged_ones_away() -> N
         await pair.send()
         pair.write(6)
         await pair.send(6)
-        again = Arenas(pair.buddy.root, devices=1)
+        again = NodeArenas(pair.buddy.root, devices=1)
         again.open()
         assert again.take_stock() == ([(JOB, 5, 1, "n0"), (JOB, 6, 1, "n0")], [])
         (pair.buddy.root / JOB / "device-0").mkdir()
@@ -198,7 +198,7 @@ def test_a_connection_that_breaks_is_made_good_where_it_stopped() -> None:
 
         server = await asyncio.start_server(relay, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        await pair.send(to=Source(node="n1", address=f"127.0.0.1:{port}"))
+        await pair.send(to=SnapshotSource(node="n1", address=f"127.0.0.1:{port}"))
         server.close()
         assert cuts == 0 and await pair.read() == DATA.tobytes()
         assert sum(passed) < SIZE + 2 * 1024 * 1024  # What was received is not sent again.
@@ -281,9 +281,9 @@ def test_tricks_in_paths_get_an_error(line: str, status: int) -> None:
     with_pair(body)
 
 
-def part(**changes: Any) -> Part:
+def part(**changes: Any) -> SnapshotPart:
     fields: dict[str, Any] = {"name": PART, "offset": 0, "size_bytes": SIZE, "digest": "0" * 32}
-    return Part(**{**fields, **changes})
+    return SnapshotPart(**{**fields, **changes})
 
 
 @pytest.mark.parametrize(
@@ -302,7 +302,7 @@ def part(**changes: Any) -> Part:
         ((part(size_bytes=1 << 50),), "cannot keep it"),
     ],
 )
-def test_offers_that_cannot_be_right_are_refused(parts: tuple[Part, ...], says: str) -> None:
+def test_offers_that_cannot_be_right_are_refused(parts: tuple[SnapshotPart, ...], says: str) -> None:
     async def body(pair: Pair) -> None:
         status, text = await pair.offer(parts=parts)
         assert status in (409, 507) and says in text
@@ -423,7 +423,7 @@ def test_a_buddy_that_lies_stalls_or_is_gone_is_named() -> None:
             port = server.sockets[0].getsockname()[1]
             try:
                 with pytest.raises(PeerError, match="n1") as caught:
-                    await pair.send(to=Source(node="n1", address=f"127.0.0.1:{port}"))
+                    await pair.send(to=SnapshotSource(node="n1", address=f"127.0.0.1:{port}"))
             finally:
                 server.close()
             return str(caught.value)
@@ -432,6 +432,6 @@ def test_a_buddy_that_lies_stalls_or_is_gone_is_named() -> None:
         assert "keeps no copies" in await answers(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
         assert "answered 302" in await answers(b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n")
         with pytest.raises(PeerError, match=r"n1 .*6 times"):
-            await pair.send(to=Source(node="n1", address="127.0.0.1:1"))
+            await pair.send(to=SnapshotSource(node="n1", address="127.0.0.1:1"))
 
     with_pair(body)

@@ -14,9 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from ftd.snapshots.persist import Persister, read_checkpoint
-from ftd.snapshots.restoring.restore import RestoreError
-from ftd.snapshots.restoring.staging import Stage
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.restoring.restore import LayerRestoreError
+from ftd.snapshots.restoring.staging import StagingDirectory
+from ftd.snapshots.shards.arenas import NodeArenas
 from statemachine.agent.events import PersistEnded
 from statemachine.events import Event
 from statemachine.messages.cluster import LayersPersisted, Persist, PersistFailed
@@ -81,7 +81,7 @@ class Hosts:
     def persister(self, node: str, rate_bytes_s: float | None = None) -> Persister:
         return Persister(
             node=node,
-            arenas=Arenas(self.root / node, devices=1),
+            arenas=NodeArenas(self.root / node, devices=1),
             token=TOKEN,
             rate_bytes_s=rate_bytes_s,
             feed=self.events.append,
@@ -339,7 +339,7 @@ def test_a_snapshot_that_is_released_in_the_middle_is_not_written() -> None:
 async def read(hosts: Hosts, restore: Restore, layers: Sequence[int]) -> Path:
     directory = hosts.root / f"staged-{len(list(hosts.root.glob('staged-*')))}"
     directory.mkdir()
-    size_bytes = await read_checkpoint(restore, layers, Stage(directory).put)
+    size_bytes = await read_checkpoint(restore, layers, StagingDirectory(directory).put)
     assert size_bytes == sum(len(hosts.layers[layer].payload) for layer in layers)
     return directory
 
@@ -377,7 +377,7 @@ def test_what_cannot_be_read_says_whose_fault_it_is() -> None:
         assert not await blamed(hosts, restore, [0], "it is not there")
 
     async def blamed(hosts: Hosts, restore: Restore, layers: Sequence[int], words: str) -> bool:
-        with pytest.raises(RestoreError, match=words) as caught:
+        with pytest.raises(LayerRestoreError, match=words) as caught:
             await read(hosts, restore, layers)
         return caught.value.damaged
 

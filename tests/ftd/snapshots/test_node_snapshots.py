@@ -8,20 +8,33 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ftd.config.daemon import DaemonConfig, daemon_config
-from ftd.snapshots.restoring.staging import Found, Stage
-from ftd.snapshots.service import Snapshots
+from ftd.config.daemon import DaemonConfig, parse_daemon_config
+from ftd.snapshots.restoring.staging import Found, StagingDirectory
+from ftd.snapshots.service import SnapshotService
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
-from ftd.snapshots.shards.protocol import Rate, bearer_token
-from ftd.snapshots.shards.sources import Source
+from ftd.snapshots.shards.protocol import AsyncRateLimiter, bearer_token
+from ftd.snapshots.shards.sources import SnapshotSource
 from planner.values import Device, PipelinePlacement, Plan, Policy, StagePlacement
-from statemachine.agent.events import CopiesHeld, CopyCommitted, CopyFailed, HeldSnapshots, RestoringFailed
-from statemachine.effects import SendCopy
+from statemachine.agent.events import (
+    SnapshotCopiesChanged,
+    SnapshotCopyCommitted,
+    SnapshotCopyFailed,
+    SnapshotsFound,
+    StagingFailed,
+)
+from statemachine.effects import SendSnapshotCopy
 from statemachine.events import Event
 from statemachine.messages.cluster import Resume
-from statemachine.messages.trainer import Instruction, StagingSpoiled
-from statemachine.messages.values import Buddy, HeldSnapshot, Job, Restore, SnapshotGroup, SnapshotPolicy
+from statemachine.messages.trainer import Instruction, StagingCorrupted
+from statemachine.messages.values import (
+    HeldSnapshot,
+    Job,
+    ReplicaPeer,
+    Restore,
+    SnapshotGroup,
+    SnapshotPolicy,
+)
 from storage.checkpoint import CheckpointStore
 from storage.shards import Bytes
 from storage.staged import read_staged
@@ -46,10 +59,10 @@ class Daemon:
         self.events: list[Event] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         node = {"name": "n0", "host": "127.0.0.1", "snapshot_dir": str(root), "devices": 2, **table}
-        self.config: DaemonConfig = daemon_config(
+        self.config: DaemonConfig = parse_daemon_config(
             {"cluster": "lab", "secret": "sesame", "node": node}, directory=root
         )
-        self.snapshots = Snapshots(
+        self.snapshots = SnapshotService(
             self.config,
             "sesame",
             host="127.0.0.1",
@@ -126,7 +139,7 @@ def test_what_earlier_daemons_left_is_found_and_told() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         await daemon.snapshots.take_stock()
         [event] = daemon.events
-        assert isinstance(event, HeldSnapshots)
+        assert isinstance(event, SnapshotsFound)
         assert event.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1),)
         assert daemon.told == []
         daemon.events.clear()
@@ -134,7 +147,7 @@ def test_what_earlier_daemons_left_is_found_and_told() -> None:
         await daemon.snapshots.take_stock()
         assert daemon.events == [event], "of a shard with a wrong bit the rest still counts"
         said = {"owner": "n0", "job": JOB, "step": STEP, "part": "group-0/shard"}
-        assert daemon.told == [("ShardDamaged", said)]
+        assert daemon.told == [("ShardCorrupted", said)]
 
     with_daemon(body)
 
@@ -173,7 +186,7 @@ def test_a_shard_that_was_decoded_around_is_made_again() -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: len(sent) == 2 and "ShardRepaired" in [name for name, _ in daemon.told])
         assert shard.read_bytes() == before
-        assert {name for name, _ in daemon.told} == {"ShardDamaged", "ShardRepaired"}
+        assert {name for name, _ in daemon.told} == {"ShardCorrupted", "ShardRepaired"}
 
     with_daemon(body)
 
@@ -190,36 +203,38 @@ def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_
         with pytest.raises(AssertionError):
             payload_of(directory, 0)
         stager = daemon.snapshots.stager
-        stager.spoiled(0, StagingSpoiled(generation=2, part="group-0/shard", detail="of another generation"))
-        stager.spoiled(0, StagingSpoiled(generation=3, part="group-0/shard", detail="wrong"))
+        stager.spoiled(
+            0, StagingCorrupted(generation=2, part="group-0/shard", detail="of another generation")
+        )
+        stager.spoiled(0, StagingCorrupted(generation=3, part="group-0/shard", detail="wrong"))
         await daemon.until(lambda: len(sent) == 3)
         assert sent[2] == sent[0]
         layer = make_layer(0, [900, 77], 40)
         assert payload_of(directory, 0) == (layer.header, layer.payload.tobytes(), 0)
-        assert read_staged(directory, 1).lenders, "the other trainer may be reading that"
-        assert "ShardDamaged" in {name for name, _ in daemon.told}
-        stager.spoiled(0, StagingSpoiled(generation=3, part="", detail="gone"))
+        assert read_staged(directory, 1).borrowed, "the other trainer may be reading that"
+        assert "ShardCorrupted" in {name for name, _ in daemon.told}
+        stager.spoiled(0, StagingCorrupted(generation=3, part="", detail="gone"))
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed) and "device 0 cannot use" in event.failure.detail
-        stager.spoiled(1, StagingSpoiled(generation=3, part="", detail="gone"))
+        assert isinstance(event, StagingFailed) and "device 0 cannot use" in event.failure.detail
+        stager.spoiled(1, StagingCorrupted(generation=3, part="", detail="gone"))
         assert len(sent) == 3 and len(daemon.events) == 1
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ftd.snapshots.restoring.bucket._LEAST_LENT_BYTES", 64)
+        patch.setattr("ftd.snapshots.restoring.read_plan._LEAST_LENT_BYTES", 64)
         with_daemon(body)
 
 
 def test_a_trainer_is_told_as_soon_as_its_own_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
-        taken, gate = Stage.take, asyncio.Event()
+        taken, gate = StagingDirectory.take, asyncio.Event()
 
-        async def slowly(self: Stage, run: Sequence[Found], memory: Bytes) -> None:
+        async def slowly(self: StagingDirectory, run: Sequence[Found], memory: Bytes) -> None:
             if run[0][0].layer == 1:
                 await gate.wait()
             await taken(self, run, memory)
 
-        monkeypatch.setattr(Stage, "runs", lambda self, layers: [[n] for n in sorted(layers)])
-        monkeypatch.setattr(Stage, "take", slowly)
+        monkeypatch.setattr(StagingDirectory, "runs", lambda self, layers: [[n] for n in sorted(layers)])
+        monkeypatch.setattr(StagingDirectory, "take", slowly)
         told: list[int] = []
         for device in (0, 1):
             daemon.snapshots.stager.resume(
@@ -253,7 +268,7 @@ def test_what_cannot_be_put_together_is_told_to_the_machine() -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed)
+        assert isinstance(event, StagingFailed)
         assert (event.failure.generation, event.failure.bad, sent) == (3, ("n0", "n1"), [])
         assert {details["owner"] for _, details in daemon.told} == {"n0", "n1"}
 
@@ -278,7 +293,7 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
         stage(daemon, replace(resume(4, {}), restore=source))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed)
+        assert isinstance(event, StagingFailed)
         assert (
             event.failure.damaged
             and event.failure.bad == ()
@@ -293,11 +308,11 @@ def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
         raise AssertionError("cannot be")
 
     async def body(daemon: Daemon, peer: Node) -> None:
-        monkeypatch.setattr("ftd.snapshots.stager.Stage", broken)
+        monkeypatch.setattr("ftd.snapshots.trainer_staging.StagingDirectory", broken)
         stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed)
+        assert isinstance(event, StagingFailed)
         assert (event.failure.bad, "internal error" in event.failure.detail) == ((), True)
 
     with_daemon(body)
@@ -312,7 +327,7 @@ def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
         stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: daemon.events)
         [event] = daemon.events
-        assert isinstance(event, RestoringFailed)
+        assert isinstance(event, StagingFailed)
         assert event.failure.bad == () and "No space left" in event.failure.detail
 
     with_daemon(body)
@@ -336,9 +351,9 @@ def test_arenas_are_the_jobs_own_limited_and_go_with_it() -> None:
     with_daemon(body, snapshot_limit_mib=6)
 
 
-def send_to(address: str, generation: int = 1) -> SendCopy:
-    buddy = Buddy(node="n1", address=address)
-    return SendCopy(cause="c", job_id=JOB, step=STEP, generation=generation, buddy=buddy)
+def send_to(address: str, generation: int = 1) -> SendSnapshotCopy:
+    buddy = ReplicaPeer(node="n1", address=address)
+    return SendSnapshotCopy(cause="c", job_id=JOB, step=STEP, generation=generation, replica_peer=buddy)
 
 
 def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
@@ -351,18 +366,20 @@ def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
         daemon.snapshots.send_copy(send_to(peer.address))
         await daemon.until(lambda: daemon.events)
         failed = last()
-        assert isinstance(failed, CopyFailed)
+        assert isinstance(failed, SnapshotCopyFailed)
         assert failed.failure.detail.startswith("no copy at its buddy n1: the snapshot server of n1")
         peer.copies.begin(JOB, None)
         daemon.snapshots.send_copy(send_to(peer.address))
         await daemon.until(lambda: daemon.events)
         sent = last()
-        assert isinstance(sent, CopyCommitted) and (sent.generation, sent.step) == (1, STEP)
+        assert isinstance(sent, SnapshotCopyCommitted) and (sent.generation, sent.step) == (1, STEP)
         assert peer.copies.held() == [(JOB, STEP, 1, "n0")]
         daemon.snapshots.send_copy(send_to(peer.address, generation=2))
         await daemon.until(lambda: daemon.events)
         gone = last()
-        assert isinstance(gone, CopyFailed) and gone.failure.detail.endswith("not in this node's memory")
+        assert isinstance(gone, SnapshotCopyFailed) and gone.failure.detail.endswith(
+            "not in this node's memory"
+        )
 
     with_daemon(body)
 
@@ -375,15 +392,15 @@ def test_copies_are_taken_for_the_job_under_way_told_kept_and_removed_with_it() 
         directory, limit = daemon.snapshots.prepare(both, 0)
         assert limit == (64 << 20) // 4
         async with ShardClient(bearer_token("sesame")) as client:
-            sender = CopySender(client, peer.arenas, owner="n1", rate=Rate(None))
-            to = Source(node="n0", address=f"127.0.0.1:{daemon.snapshots.port}")
+            sender = CopySender(client, peer.arenas, owner="n1", rate=AsyncRateLimiter(None))
+            to = SnapshotSource(node="n0", address=f"127.0.0.1:{daemon.snapshots.port}")
             await sender.send(peer.arenas.find(JOB, STEP), to)
-        [told] = [event for event in daemon.events if isinstance(event, CopiesHeld)]
+        [told] = [event for event in daemon.events if isinstance(event, SnapshotCopiesChanged)]
         assert told.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)
         copies = Path(directory).parent / "copy-0-n1"
         assert copies.is_dir()
         daemon.snapshots.keep_copies(JOB, STEP + 1)
-        assert isinstance(daemon.events[-1], CopiesHeld) and daemon.events[-1].snapshots == ()
+        assert isinstance(daemon.events[-1], SnapshotCopiesChanged) and daemon.events[-1].snapshots == ()
         await daemon.until(lambda: not copies.exists())
         daemon.snapshots.remove(JOB)
         await daemon.until(lambda: not Path(directory).parent.exists())

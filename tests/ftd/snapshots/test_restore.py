@@ -10,9 +10,9 @@ from shutil import rmtree
 
 import pytest
 
-from ftd.snapshots.restoring.restore import Restored, RestoreError, Restorer
-from ftd.snapshots.restoring.staging import OneByOne, Stage
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer, RestoreStatistics
+from ftd.snapshots.restoring.staging import LayerStream, StagingDirectory
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.manifest import BLOCK_BYTES
@@ -35,7 +35,7 @@ STEP = 40
 
 @pytest.fixture(autouse=True)
 def little_is_lent_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ftd.snapshots.restoring.bucket._LEAST_LENT_BYTES", 64)
+    monkeypatch.setattr("ftd.snapshots.restoring.read_plan._LEAST_LENT_BYTES", 64)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Cluster:
         one_by_one: bool = False,
         lend: bool = True,
         behind: Callable[[int], None] = lambda _layer: None,
-    ) -> Restored:
+    ) -> RestoreStatistics:
         """On ``node``; those in ``without`` are known to be lost, ``silent`` ones turn out not to answer."""
         owners = {owner for group in self.groups for owner in group.owners} - {node, *without}
         async with AsyncExitStack() as stack:
@@ -78,11 +78,11 @@ class Cluster:
             for owner in sorted(owners - set(silent)):
                 served = await stack.enter_async_context(Node(owner, self.root / owner))
                 sources[owner] = served.address
-            arenas = Arenas(self.root / node, devices=1)
+            arenas = NodeArenas(self.root / node, devices=1)
             client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0))
             directory = arenas.make_staging(JOB, 9)
             wanted = list(layers)
-            stage = Stage(directory, lends=lend, staged=behind)
+            stage = StagingDirectory(directory, lends=lend, staged=behind)
             before: dict[int, Bytes] = {}
 
             async def put(layer: int, header: bytes, payload: Bytes) -> None:
@@ -100,7 +100,7 @@ class Cluster:
                 arenas=arenas,
                 client=client,
                 tell=lambda *said: self.told.append(said),
-            ).run(wanted, OneByOne(put) if one_by_one else stage)
+            ).run(wanted, LayerStream(put) if one_by_one else stage)
             self.lent_bytes = 0
             for number in wanted:
                 header, payload, lent = payload_of(directory, number)
@@ -181,10 +181,10 @@ def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> No
         assert (await cluster.restore("n0", range(6))).decoded_groups == 1
         rmtree(cluster.root / "n2" / JOB / "device-3")
         assert (await cluster.restore("n0", range(3))).decoded_groups == 0
-        with pytest.raises(RestoreError, match=r"layers 3 to 5: .*\(n1, n2\)"):
+        with pytest.raises(LayerRestoreError, match=r"layers 3 to 5: .*\(n1, n2\)"):
             await cluster.restore("n0", range(6))
         rmtree(cluster.root / "n0" / JOB / "device-3")
-        with pytest.raises(RestoreError, match="nobody who is here has the headers of layers 3, 4, 5"):
+        with pytest.raises(LayerRestoreError, match="nobody who is here has the headers of layers 3, 4, 5"):
             await cluster.restore("n0", range(6))
 
     with shared_directory() as root:
@@ -205,7 +205,7 @@ def test_a_flipped_bit_counts_as_a_lost_owner_and_is_said() -> None:
         assert (await cluster.restore("n0", range(3))).decoded_groups == 1
         flip(cluster.root / "n2", STEP, "group-0/shard")
         with pytest.raises(
-            RestoreError, match=r"layers 0 to 2: owners \[1, 2\] of 3 are lost.*\(n1, n2\)"
+            LayerRestoreError, match=r"layers 0 to 2: owners \[1, 2\] of 3 are lost.*\(n1, n2\)"
         ) as caught:
             await cluster.restore("n0", range(3))
         assert caught.value.bad == ("n0", "n1", "n2")
@@ -235,7 +235,7 @@ def test_a_node_that_does_not_answer_is_decoded_around() -> None:
     async def main(cluster: Cluster) -> None:
         assert (await cluster.restore("n0", range(3), silent=["n2"])).decoded_groups == 1
         assert cluster.told[0][:2] == ("n2", "manifest")
-        with pytest.raises(RestoreError, match="cannot make up") as caught:
+        with pytest.raises(LayerRestoreError, match="cannot make up") as caught:
             await cluster.restore("n0", range(3), silent=["n1", "n2"])
         assert caught.value.bad == ("n1", "n2")
 
@@ -286,14 +286,14 @@ def test_own_memory_that_is_released_on_the_way_is_decoded_around() -> None:
 
 def test_a_snapshot_of_another_generation_or_layout_is_none() -> None:
     async def main(cluster: Cluster) -> None:
-        with pytest.raises(RestoreError, match="nobody who is here has the headers"):
+        with pytest.raises(LayerRestoreError, match="nobody who is here has the headers"):
             await cluster.restore("n0", range(3), generation=2)
         cluster.groups = (group(0, 3, ("n1", "n0", "n2"), "aec"),)
         for owners, scheme in ((("n1", "n0", "n2"), "aec"), (names(3), "aec2"), (names(2), "aec")):
             cluster.groups = (group(0, 3, owners, scheme),)
-            with pytest.raises(RestoreError, match="nobody"):
+            with pytest.raises(LayerRestoreError, match="nobody"):
                 await cluster.restore("n0", range(3))
-        with pytest.raises(RestoreError, match=r"no layers \[3\]"):
+        with pytest.raises(LayerRestoreError, match=r"no layers \[3\]"):
             await cluster.restore("n0", range(4))
 
     with shared_directory() as root:
@@ -315,7 +315,7 @@ def test_layers_of_no_bytes_and_of_one_owner() -> None:
 
 def alone(first: int, end: int, owner: str, buddy: str) -> SnapshotGroup:
     return SnapshotGroup(
-        first_layer=first, end_layer=end, owners=(owner,), protection="aec+buddy", buddy=buddy
+        first_layer=first, end_layer=end, owners=(owner,), protection="aec+buddy", replica_peer=buddy
     )
 
 
@@ -334,7 +334,7 @@ def test_a_buddy_s_copy_stands_for_an_owner_that_is_lost_damaged_or_silent() -> 
         await cluster.restore("newcomer", range(4))
         assert [said[:2] for said in cluster.told] == [("n1", "group-2/shard")]
         (cluster.root / "n0" / JOB / "copy-2-n1").rename(cluster.root / "gone")
-        with pytest.raises(RestoreError, match="layers 2 to 3") as caught:
+        with pytest.raises(LayerRestoreError, match="layers 2 to 3") as caught:
             await cluster.restore("newcomer", range(4))
         assert caught.value.bad == ("n1",)
 

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from ftd.snapshots.restoring.restore import Restored, RestoreError, Restorer
-from ftd.snapshots.restoring.staging import OneByOne
+from ftd.snapshots.restoring.restore import LayerRestoreError, Restorer, RestoreStatistics
+from ftd.snapshots.restoring.staging import LayerStream
 from ftd.snapshots.scrub import Scrubber
-from ftd.snapshots.shards.arenas import Arenas, Held
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
-from statemachine.messages.trainer import PipelineData, Snapped
+from statemachine.messages.trainer import ShardWritten, WorldPipeline
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.layerstate import decode_header
-from storage.manifest import Part
-from storage.partimage import PartImage, ShardedImage, assemble
+from storage.manifest import SnapshotPart
+from storage.partimage import PartImage, ShardedImage, assemble_from_parts
 from storage.shards import Bytes
 from tests.helpers.harness import pipeline
 from tests.helpers.kept_snapshots import JOB as KEPT_JOB
@@ -72,10 +72,10 @@ async def restored(
         await Restorer(
             restore=Restore(job_id=JOB, step=STEP, generation=1, groups=snapshot, sources=sources),
             node="newcomer" if "node-0" in without else "node-0",
-            arenas=Arenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
+            arenas=NodeArenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
             client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
             tell=lambda *said: told.append(said),
-        ).run(range(4), OneByOne(put))
+        ).run(range(4), LayerStream(put))
         return found
 
 
@@ -117,7 +117,7 @@ async def repaired(
             sources[name] = (await stack.enter_async_context(Node(name, root / name))).address
         node = await stack.enter_async_context(Node(owner, root / owner))
 
-        async def mend(held: Held, part: Part, number: int, data: bytes) -> None:
+        async def mend(held: ArenaSnapshot, part: SnapshotPart, number: int, data: bytes) -> None:
             node.arenas.write(held, part, part.block(number)[0], data)
 
         scrubber = Scrubber(
@@ -136,7 +136,7 @@ async def repaired(
             while len(told) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
                 await asyncio.sleep(0.01)
         await scrubber.close()
-    assert [name for name, _ in told] == ["ShardDamaged", "ShardRepaired"], told
+    assert [name for name, _ in told] == ["ShardCorrupted", "ShardRepaired"], told
     assert stored() == before
     found: list[str] = told[1][1]["sources"]
     return found
@@ -191,7 +191,7 @@ def put_together(
     *,
     gone: Collection[tuple[str, int]] = (),
     flipped: Collection[tuple[str, int]] = (),
-) -> tuple[Restored, bytes, bytes]:
+) -> tuple[RestoreStatistics, bytes, bytes]:
     """Layer 7 on node ``here``. :param gone: nodes' devices whose arenas are lost."""
     for number, (name, devices) in enumerate(DEVICES.items()):
         rmtree(root / name, ignore_errors=True)
@@ -201,7 +201,7 @@ def put_together(
         part = f"group-7.{device}/shard" if device else "group-7/shard"
         flip(root / name, STEP, part, device=device)
 
-    async def work() -> tuple[Restored, bytes, bytes]:
+    async def work() -> tuple[RestoreStatistics, bytes, bytes]:
         async with AsyncExitStack() as stack:
             sources = {}
             for name in set(DEVICES) - {here}:
@@ -214,10 +214,10 @@ def put_together(
             restored = await Restorer(
                 restore=Restore(job_id=KEPT_JOB, step=STEP, generation=1, groups=(MIXED,), sources=sources),
                 node=here,
-                arenas=Arenas(root / here, devices=4),
+                arenas=NodeArenas(root / here, devices=4),
                 client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
                 tell=lambda *said: told.append(said),
-            ).run([7], OneByOne(put))
+            ).run([7], LayerStream(put))
             return restored, *found[0]
 
     return asyncio.run(work())
@@ -225,7 +225,7 @@ def put_together(
 
 def test_any_ranges_that_cover_a_layer_make_it() -> None:
     """Own memory first; what is lost there, or on another node, is read where it is, however that is cut."""
-    header, payload = assemble(layer_of(COUNTS), [part_of(COUNTS, 0, 1, 1)])
+    header, payload = assemble_from_parts(layer_of(COUNTS), [part_of(COUNTS, 0, 1, 1)])
     expected = [header, payload.tobytes()]
     arenas = {(name, device) for name, devices in DEVICES.items() for device in range(devices)}
     told: list[tuple[str, str, str]] = []
@@ -245,7 +245,7 @@ def test_any_ranges_that_cover_a_layer_make_it() -> None:
         _, *made = put_together(root, told, "two", gone=gone)
         assert made == expected
         assert told == []
-        with pytest.raises(RestoreError, match=r"the part from 1/2 to 3/4 of layer 7 \(missing: one\)"):
+        with pytest.raises(LayerRestoreError, match=r"the part from 1/2 to 3/4 of layer 7 \(missing: one\)"):
             put_together(root, told, "newcomer", gone={("one", 0), ("two", 1), ("four", 2)})
         # What changed in memory is as good as lost.
         _, *made = put_together(root, told, "two", flipped={("two", 1), ("one", 0)})
@@ -298,7 +298,7 @@ def test_the_devices_of_a_node_share_out_its_parts(expected: Numbers) -> None:
         sharded = msgspec.structs.replace(gpt_data(steps=10), zero1=True)
         for rank in run(sharded, SEVERAL, SCHEME, root, place=lambda rank: places[rank].format(JOB)):
             (snapped,) = rank.reports
-            assert isinstance(snapped, Snapped) and snapped.size_bytes > 0
+            assert isinstance(snapped, ShardWritten) and snapped.size_bytes > 0
         told: list[tuple[str, str, str]] = []
         for lost in [(), ("node-0",), ("node-2",), ("node-3",)]:
             check(asyncio.run(restored(root, told, lost, snapshot)), expected, lost)
@@ -327,14 +327,14 @@ def test_devices_that_hold_shards_keep_their_ranges(expected: Numbers, zero1: bo
     with shared_directory() as root:
         for rank in run(data, (halves, quarters), scheme, root, place=lambda rank: places[rank]):
             (snapped,) = rank.reports
-            assert isinstance(snapped, Snapped) and snapped.size_bytes > 0
+            assert isinstance(snapped, ShardWritten) and snapped.size_bytes > 0
         told: list[tuple[str, str, str]] = []
         for lost in losses if zero1 else [*losses, ("node-0", "node-2")]:
             check(asyncio.run(restored(root, told, lost, snapshot)), expected, lost)
         assert told == []
 
 
-def sharded(one: PipelineData) -> PipelineData:
+def sharded(one: WorldPipeline) -> WorldPipeline:
     """With its first stage in shards."""
     first, *others = one.stages
     return msgspec.structs.replace(one, stages=(msgspec.structs.replace(first, within="shard"), *others))
@@ -358,6 +358,6 @@ def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(expected: Nu
 
         # Of the first of the tied layers a part is nowhere, neither with its owner nor with its protector.
         with pytest.raises(
-            RestoreError, match=r"layers 0 to 0: nobody .* of layer 0 \(missing: node-0, node-2\)"
+            LayerRestoreError, match=r"layers 0 to 0: nobody .* of layer 0 \(missing: node-0, node-2\)"
         ):
             asyncio.run(restored(root, told, ("node-0", "node-2")))

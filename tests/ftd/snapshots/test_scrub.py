@@ -11,13 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from ftd.snapshots.mend import Mender
+from ftd.snapshots.repair_writer import RepairWriter
 from ftd.snapshots.scrub import Scrubber
-from ftd.snapshots.shards.arenas import Held
-from statemachine.messages.trainer import Instruction, Mend
+from ftd.snapshots.shards.arenas import ArenaSnapshot
+from statemachine.messages.trainer import Instruction, RepairWrite
 from statemachine.messages.values import Restore, SnapshotGroup
 from storage.arena import Arena
-from storage.manifest import BLOCK_BYTES, Part
+from storage.manifest import BLOCK_BYTES, SnapshotPart
 from tests.helpers.kept_snapshots import (
     JOB,
     TOKEN,
@@ -41,9 +41,9 @@ class Host:
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.spoiled: list[int] = []
         self.pids: list[int] = []
-        self.sent: list[Mend] = []
+        self.sent: list[RepairWrite] = []
         self.kept = Restore(job_id=JOB, step=STEP, generation=1, groups=(group,), sources=sources)
-        self.mender = Mender(node.arenas, node.copies, self)
+        self.mender = RepairWriter(node.arenas, node.copies, self)
         self.scrubber = Scrubber(
             node=node.name,
             arenas=node.arenas,
@@ -60,10 +60,10 @@ class Host:
         return self.pids
 
     def send(self, device: int, frame: Instruction) -> bool:
-        assert isinstance(frame, Mend)
+        assert isinstance(frame, RepairWrite)
         self.sent.append(frame)
         arena = Arena.open(self.node.root / JOB / f"device-{device}")
-        arena.mend(frame.step, frame.generation, frame.part, frame.offset, frame.data)
+        arena.rewrite(frame.step, frame.generation, frame.part, frame.offset, frame.data)
         return True
 
     def named(self, name: str) -> list[dict[str, Any]]:
@@ -92,14 +92,14 @@ def with_hosts(
     """:param devices: of each node, which share its two layers out."""
 
     async def main(root: Path) -> None:
-        names = (*group.owners, group.buddy) if group.buddy else group.owners
+        names = (*group.owners, group.replica_peer) if group.replica_peer else group.owners
         layers = [make_layer(n, list(sizes), 40) for n in range(group.first_layer, group.end_layer)]
         for first in range(0, 2, 2 // devices):
             share = replace(group, first_layer=first, end_layer=first + 2 // devices)
             roots = {name: root / name for name in group.owners}
             write_group(roots, share, layers[first : share.end_layer], STEP)
-        if group.buddy:
-            copy_to_buddy(root, group.owners[0], group.buddy)
+        if group.replica_peer:
+            copy_to_buddy(root, group.owners[0], group.replica_peer)
         async with AsyncExitStack() as stack:
             nodes = [await stack.enter_async_context(Node(name, root / name)) for name in names]
             sources = {node.name: node.address for node in nodes}
@@ -118,10 +118,10 @@ def with_hosts(
 
 def group_of(protection: str, owners: int, buddy: str = "") -> SnapshotGroup:
     names = tuple(f"n{number}" for number in range(owners))
-    return SnapshotGroup(first_layer=0, end_layer=2, owners=names, protection=protection, buddy=buddy)
+    return SnapshotGroup(first_layer=0, end_layer=2, owners=names, protection=protection, replica_peer=buddy)
 
 
-def damage(host: Host, held: Held, part: Part, byte: int, bit: int) -> None:
+def damage(host: Host, held: ArenaSnapshot, part: SnapshotPart, byte: int, bit: int) -> None:
     was = host.node.arenas.view(held, part)[byte]
     host.node.arenas.write(held, part, byte, bytes([was ^ 1 << bit]))
 
@@ -147,7 +147,7 @@ def test_any_bit_of_any_part_is_found_and_made_again(
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
         assert not host.spoiled and len(host.told) == 2
-        for details in host.named("ShardDamaged") + host.named("ShardRepaired"):
+        for details in host.named("ShardCorrupted") + host.named("ShardRepaired"):
             assert (details["owner"], details["step"], details["part"]) == (host.node.name, STEP, part.name)
         assert set(host.named("ShardRepaired")[0]["sources"]) <= set(hosts) - {host.node.name}
 
@@ -216,7 +216,7 @@ def test_what_nobody_can_make_again_is_told_and_a_new_snapshot_wanted() -> None:
         await hosts["n1"].node.server.close()
         host.scrubber.watch(host.kept)
         await host.until(lambda: host.spoiled)
-        assert host.spoiled[0] == STEP and len(host.named("ShardDamaged")) >= 2
+        assert host.spoiled[0] == STEP and len(host.named("ShardCorrupted")) >= 2
         assert not host.named("ShardRepaired")
         await hosts["n1"].node.server.start()
 

@@ -12,14 +12,14 @@ import pytest
 import trustme
 import uvloop
 
-from ftd.config.daemon import daemon_config
+from ftd.config.daemon import parse_daemon_config
 from ftd.config.shard_tls import ShardTls
 from ftd.errors import ConfigurationError, PeerError
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
-from ftd.snapshots.shards.protocol import Rate
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.protocol import AsyncRateLimiter
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from tests.helpers.kept_snapshots import JOB, TOKEN, Node, raw_request, shared_directory, write
 
 PART = "group-0/shard"
@@ -74,8 +74,8 @@ async def fetched(node: Node, tls: ShardTls | None) -> bytes:
         found = await client.manifest(node.source, JOB, 5)
         assert found is not None
         into = bytearray(len(DATA))
-        place = Located(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
-        await client.fetch([Wanted(places=(place,), first=0, into=memoryview(into))])
+        place = PartLocation(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
+        await client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(into))])
         return bytes(into)
 
 
@@ -87,9 +87,9 @@ def test_reading_and_sending_copies_by_tls(authority: Authority, run: Callable[[
         assert await fetched(node, tls) == DATA.tobytes()
         with shared_directory() as other:
             write(other, 6, {PART: DATA})
-            arenas = Arenas(other, devices=1)
+            arenas = NodeArenas(other, devices=1)
             async with ShardClient(TOKEN, tls=tls.client_context()) as client:
-                sender = CopySender(client, arenas, owner="n0", rate=Rate(None))
+                sender = CopySender(client, arenas, owner="n0", rate=AsyncRateLimiter(None))
                 assert await sender.send(arenas.find(JOB, 6), node.source) == len(DATA)
             arenas.close()
         assert node.copies.held() == [(JOB, 6, 1, "n0")]
@@ -170,7 +170,7 @@ def test_plain_and_tls_do_not_talk_to_each_other(authority: Authority) -> None:
 
 
 def test_the_address_says_who_is_meant() -> None:
-    assert str(Source(node="a", address="[::1]:7").url("/x", secure=True)) == "https://[::1]:7/x"
+    assert str(SnapshotSource(node="a", address="[::1]:7").url("/x", secure=True)) == "https://[::1]:7/x"
 
 
 # --- ftd.toml ----------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_the_three_files_go_together_and_are_looked_at_when_the_daemon_starts(au
 
     def load(**changes: str | None) -> ShardTls | None:
         table = {name: path for name, path in {**node, **changes}.items() if path is not None}
-        return daemon_config({"node": table}, directory=here).snapshot_tls
+        return parse_daemon_config({"node": table}, directory=here).snapshot_tls
 
     assert load() == ShardTls(cert=here / "cert.pem", key=here / "key.pem", ca=here / "ca.pem")
     assert load(snapshot_tls_cert=None, snapshot_tls_key=None, snapshot_tls_ca=None) is None

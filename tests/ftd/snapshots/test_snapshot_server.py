@@ -15,12 +15,12 @@ import uvloop
 
 from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.shards import server as shard_server
-from ftd.snapshots.shards.arenas import Arenas
+from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.protocol import STREAM_BYTES, bearer_token
-from ftd.snapshots.shards.sources import Located, Source, Wanted
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
 from storage.arena import Arena
-from storage.manifest import BLOCK_BYTES, Part, digest_of
+from storage.manifest import BLOCK_BYTES, SnapshotPart, digest_of
 from tests.helpers.kept_snapshots import JOB, TOKEN, Node, flip, raw_request, shared_directory, write
 
 PART = "group-0/shard"
@@ -43,15 +43,15 @@ def with_node(
         run(main(root))
 
 
-async def located(client: ShardClient, source: Source, name: str = PART) -> Located:
+async def located(client: ShardClient, source: SnapshotSource, name: str = PART) -> PartLocation:
     found = await client.manifest(source, JOB, 5)
     assert found is not None
-    return Located(source=source, job_id=JOB, step=5, part=found.manifests[0].part(name))
+    return PartLocation(source=source, job_id=JOB, step=5, part=found.manifests[0].part(name))
 
 
-async def fetched(client: ShardClient, place: Located, first: int, size: int) -> np.ndarray:
+async def fetched(client: ShardClient, place: PartLocation, first: int, size: int) -> np.ndarray:
     target = np.zeros(size, dtype=np.uint8)
-    await client.fetch([Wanted(places=(place,), first=first, into=target.data)])
+    await client.fetch([RangeRequest(places=(place,), first=first, into=target.data)])
     return target
 
 
@@ -140,9 +140,9 @@ def test_a_flipped_bit_is_named_by_the_server_or_found_by_who_can_verify_blocks(
         flip(node.root, 5, "group-0/small")
         async with ShardClient(TOKEN) as client:
             found = await client.manifest(node.source, JOB, 5)
-            assert found is not None and found.damaged == ("group-0/small",)
+            assert found is not None and found.corrupt == ("group-0/small",)
             for part in found.manifests[0].parts:
-                place = Located(source=node.source, job_id=JOB, step=5, part=part)
+                place = PartLocation(source=node.source, job_id=JOB, step=5, part=part)
                 with pytest.raises(PeerError, match=r"node-1 .*other bytes than were written"):
                     await fetched(client, place, 0, part.size_bytes)
 
@@ -158,7 +158,7 @@ def test_the_next_source_is_tried_and_its_own_bytes_count() -> None:
                 places = [await located(client, one.source) for one in (node, second)]
                 flip(node.root, 5, PART)
                 target = np.zeros(SIZE, dtype=np.uint8)
-                await client.fetch([Wanted(places=tuple(places), first=0, into=target.data)])
+                await client.fetch([RangeRequest(places=tuple(places), first=0, into=target.data)])
                 assert (target == other).all()
 
     with_node(body)
@@ -203,7 +203,7 @@ def test_a_range_is_verified_against_what_its_owner_wrote() -> None:
         async with ShardClient(TOKEN, block_bytes=BLOCK_BYTES + 5) as client:
             found = await client.manifest(node.source, JOB, 6)
             assert found is not None
-            place = Located(source=node.source, job_id=JOB, step=6, part=found.manifests[0].part(PART))
+            place = PartLocation(source=node.source, job_id=JOB, step=6, part=found.manifests[0].part(PART))
             flip(node.root, 6, PART)  # Byte 3: in the first block.
             ends = (BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(data) - 9, len(data))
             for first, end in [(a, b) for a in (BLOCK_BYTES, BLOCK_BYTES + 7) for b in ends if a < b]:
@@ -298,7 +298,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Behaviour = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
 """Answers a request for bytes [first, end)."""
 
-FAKE = Part(name=PART, offset=0, size_bytes=SIZE, digest=digest_of(DATA))
+FAKE = SnapshotPart(name=PART, offset=0, size_bytes=SIZE, digest=digest_of(DATA))
 
 
 def head(first: int, end: int, **changed: str) -> bytes:
@@ -312,7 +312,7 @@ def head(first: int, end: int, **changed: str) -> bytes:
 
 
 def against(
-    behaviour: Behaviour, check: Callable[[ShardClient, Located], Awaitable[None]], stall_s: float = 30.0
+    behaviour: Behaviour, check: Callable[[ShardClient, PartLocation], Awaitable[None]], stall_s: float = 30.0
 ) -> list[int]:
     """Run a client against a peer that behaves like this; where each of its requests began."""
     asked: list[int] = []
@@ -331,17 +331,17 @@ def against(
         async with asyncio.timeout(60):
             server = await asyncio.start_server(serve, "127.0.0.1", 0)
             address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            source = Source(node="node-9", address=address)
+            source = SnapshotSource(node="node-9", address=address)
             async with ShardClient(TOKEN, stall_s=stall_s) as client:
-                await check(client, Located(source=source, job_id=JOB, step=5, part=FAKE))
+                await check(client, PartLocation(source=source, job_id=JOB, step=5, part=FAKE))
             server.close()
 
     asyncio.run(main())
     return asked
 
 
-def fails(match: str, size: int = SIZE) -> Callable[[ShardClient, Located], Awaitable[None]]:
-    async def check(client: ShardClient, place: Located) -> None:
+def fails(match: str, size: int = SIZE) -> Callable[[ShardClient, PartLocation], Awaitable[None]]:
+    async def check(client: ShardClient, place: PartLocation) -> None:
         with pytest.raises(PeerError, match=match) as caught:
             await fetched(client, place, 0, size)
         assert "node-9" in str(caught.value)
@@ -354,7 +354,7 @@ def test_a_broken_connection_goes_on_where_it_stopped(size: int) -> None:
     async def breaks(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         writer.write(head(first, end) + DATA[first : min(end, first + 1_000_000)].tobytes())
 
-    async def check(client: ShardClient, place: Located) -> None:
+    async def check(client: ShardClient, place: PartLocation) -> None:
         assert (await fetched(client, place, 0, size) == DATA[:size]).all()
 
     asked = against(breaks, check)
@@ -369,9 +369,9 @@ def test_a_head_in_drops_and_bytes_behind_the_last_one_change_nothing() -> None:
             await asyncio.sleep(0)
         writer.write(DATA[first:end].tobytes() + b"and more")
 
-    async def check(client: ShardClient, place: Located) -> None:
+    async def check(client: ShardClient, place: PartLocation) -> None:
         memory = np.zeros(SIZE + 8, dtype=np.uint8)
-        await client.fetch([Wanted(places=(place,), first=0, into=memory[:SIZE].data)])
+        await client.fetch([RangeRequest(places=(place,), first=0, into=memory[:SIZE].data)])
         assert (memory[:SIZE] == DATA).all() and not memory[SIZE:].any()
 
     against(drops, check)
@@ -465,7 +465,7 @@ def test_a_peer_that_breaks_the_contract_is_named(behaviour: Behaviour, size: in
 
 
 def test_a_digest_of_more_than_one_line_asks_for_nothing_else() -> None:
-    async def check(client: ShardClient, place: Located) -> None:
+    async def check(client: ShardClient, place: PartLocation) -> None:
         part = msgspec.structs.replace(FAKE, digest='x"\r\nRange: bytes=0-0\r\nX: "')
         with pytest.raises(PeerError, match=r"node-9 .*in one line"):
             await fetched(client, dataclasses.replace(place, part=part), 0, SIZE)
@@ -477,7 +477,7 @@ def test_a_manifest_that_is_none_is_refused() -> None:
     async def rubbish(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd")
 
-    async def check(client: ShardClient, place: Located) -> None:
+    async def check(client: ShardClient, place: PartLocation) -> None:
         with pytest.raises(PeerError, match=r"node-9 .*manifest that cannot be used"):
             await client.manifest(place.source, JOB, 5)
 
@@ -488,9 +488,9 @@ def test_nobody_there_is_an_error_that_names_the_node() -> None:
     async def main() -> None:
         async with ShardClient(TOKEN) as client:
             with pytest.raises(PeerError, match="node-9"):
-                await client.manifest(Source(node="node-9", address="127.0.0.1:1"), JOB, 5)
+                await client.manifest(SnapshotSource(node="node-9", address="127.0.0.1:1"), JOB, 5)
             with pytest.raises(PeerError, match="node-9"):
-                await client.manifest(Source(node="node-9", address="nowhere"), JOB, 5)
+                await client.manifest(SnapshotSource(node="node-9", address="nowhere"), JOB, 5)
 
     asyncio.run(main())
 
@@ -507,7 +507,7 @@ def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
         flip(root, 6, PART, device=1)
         (root / JOB / "device-0" / "step-000000000007.json").write_text("half a mani")
         (root / JOB / "staging-3").mkdir()
-        arenas, second = Arenas(root, devices=2), Arenas(root, devices=2)
+        arenas, second = NodeArenas(root, devices=2), NodeArenas(root, devices=2)
         arenas.open()
         second.open()
         assert second.take_stock() == ([], [])
@@ -526,19 +526,19 @@ def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
 
 def test_a_limit_beyond_the_memory_is_said_at_the_start() -> None:
     with shared_directory() as root:
-        arenas = Arenas(root, devices=1, limit_bytes=1 << 50)
+        arenas = NodeArenas(root, devices=1, limit_bytes=1 << 50)
         with pytest.raises(
             ConfigurationError, match=r"snapshot_limit_mib: .*1073741824 MiB, and .* has \d+ MiB"
         ):
             arenas.open()
         with pytest.raises(ConfigurationError, match="snapshot_dir"):
-            Arenas(Path("/proc/nothing"), devices=1).open()
+            NodeArenas(Path("/proc/nothing"), devices=1).open()
 
 
 @pytest.mark.parametrize("job", ["../x", "a/b", "", ".hidden", "x" * 300, "a\0b"])
 def test_a_job_that_cannot_name_a_directory_gets_none(job: str) -> None:
     with shared_directory() as root:
-        arenas = Arenas(root, devices=1)
+        arenas = NodeArenas(root, devices=1)
         with pytest.raises(ValueError, match="cannot name a directory"):
             arenas.directory(job, 0)
         assert arenas.find(job, 1) == ()

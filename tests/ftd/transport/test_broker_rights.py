@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from ftd.errors import ConfigurationError, Unreachable
+from ftd.errors import ConfigurationError, UnreachableError
 from ftd.transport.address import BrokerAddress, Tls
 from ftd.transport.mqtt.acl import Users
 from ftd.transport.mqtt.session import MqttSession, Will
@@ -54,7 +54,7 @@ async def problem_of(address: BrokerAddress, *subscriptions: str) -> str:
         async with asyncio.timeout(PATIENCE_S):
             while member.session.problem == untried:  # noqa: ASYNC110  # it is told to whoever waits too long
                 await asyncio.sleep(0.02)
-        with pytest.raises(Unreachable) as caught:
+        with pytest.raises(UnreachableError) as caught:
             await member.session.wait_connected(0.5)
         assert not task.done(), "it goes on trying"
     finally:

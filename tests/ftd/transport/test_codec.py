@@ -23,7 +23,7 @@ from ftd.transport.wire import codec
 from ftd.transport.wire.codec import (
     MAX_COMMAND_BYTES,
     MAX_PAYLOAD_BYTES,
-    MOST_RECEIVERS,
+    MAX_RECEIVERS,
     decode_from_node,
     decode_to_node,
     decode_to_nodes,
@@ -56,7 +56,7 @@ from planner.values import (
     Plan,
     Policy,
     Recomputation,
-    Released,
+    ReleasedLayers,
     SplitTime,
     StagePlacement,
     StatePart,
@@ -81,19 +81,19 @@ from statemachine.messages.cluster import (
 )
 from statemachine.messages.common import Prepared, Quiesce
 from statemachine.messages.values import (
-    MOST_METRIC_CHARACTERS,
-    MOST_METRICS,
-    Buddy,
+    MAX_METRIC_NAME_CHARACTERS,
+    MAX_METRICS,
     CommittedStep,
     DeviceReport,
     Evaluation,
     HeldPart,
     HeldSnapshot,
     Job,
-    LayerOnDisk,
+    LayerFile,
     NodeActivity,
     NodeFacts,
     NodeState,
+    ReplicaPeer,
     Restore,
     Snapshot,
     SnapshotGroup,
@@ -105,7 +105,7 @@ numbers = st.integers(min_value=0, max_value=2**53)
 reals = st.floats(allow_nan=False)
 names = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,11}", fullmatch=True)
 texts = st.text(max_size=40)
-metrics = st.dictionaries(st.text(min_size=1, max_size=MOST_METRIC_CHARACTERS), reals, max_size=3)
+metrics = st.dictionaries(st.text(min_size=1, max_size=MAX_METRIC_NAME_CHARACTERS), reals, max_size=3)
 evaluations = st.builds(
     Evaluation, loss=reals, weight=reals, metrics=metrics, took_s=st.floats(min_value=0, max_value=1e9)
 )
@@ -221,7 +221,7 @@ restores = st.builds(
             end_layer=numbers,
             owners=st.lists(names, max_size=3).map(tuple),
             protection=texts,
-            buddy=texts,
+            replica_peer=texts,
         ),
         max_size=2,
     ).map(tuple),
@@ -264,9 +264,9 @@ plans = st.builds(
     estimated_iteration_s=reals,
     idle_nodes=st.lists(names, max_size=2).map(tuple),
     part_bytes=numbers,
-    released=st.lists(
+    released_layers=st.lists(
         st.builds(
-            Released,
+            ReleasedLayers,
             device=devices,
             parked=st.lists(numbers, max_size=2).map(tuple),
             dropped=st.lists(numbers, max_size=2).map(tuple),
@@ -292,7 +292,7 @@ snapshots = st.builds(
     at=reals,
 )
 files = st.builds(
-    LayerOnDisk,
+    LayerFile,
     layer=numbers,
     name=names,
     size_bytes=numbers,
@@ -305,7 +305,7 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: numbers,
     float: st.floats(0, 1e9),
     Snapshot: snapshots,
-    tuple[LayerOnDisk, ...]: st.lists(files, max_size=3).map(tuple),
+    tuple[LayerFile, ...]: st.lists(files, max_size=3).map(tuple),
     tuple[int, ...]: st.lists(numbers, max_size=3).map(tuple),
     str: texts,
     bool: st.booleans(),
@@ -331,7 +331,9 @@ BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     tuple[CommittedStep, ...]: st.lists(steps, max_size=3).map(tuple),
     dict[int, str]: st.dictionaries(numbers, texts, max_size=3),
     dict[str, str]: st.dictionaries(names, texts, max_size=3),
-    dict[str, Buddy]: st.dictionaries(names, st.builds(Buddy, node=names, address=texts), max_size=3),
+    dict[str, ReplicaPeer]: st.dictionaries(
+        names, st.builds(ReplicaPeer, node=names, address=texts), max_size=3
+    ),
 }
 
 
@@ -437,7 +439,7 @@ def folded(content: bytes) -> bytes:
         (folded(zlib.compress(bytes(MAX_COMMAND_BYTES + 1))), "larger than 8388608 bytes"),
         (folded(zlib.compress(b"\xc1")), "malformed command"),
         (unfolded(receivers={}), "a command to 0 nodes"),
-        (unfolded(receivers={str(n): n for n in range(MOST_RECEIVERS + 1)}), "a command to 65537 nodes"),
+        (unfolded(receivers={str(n): n for n in range(MAX_RECEIVERS + 1)}), "a command to 65537 nodes"),
         (unfolded(receivers=["n"]), "malformed command"),
         (unfolded(receivers={"n": "1"}), "malformed command"),
         (unfolded(receivers={"n": -1}), "the incarnation of 'n' is -1"),
@@ -620,13 +622,14 @@ def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject
 def test_as_many_steps_as_one_message_has_fit_into_it_with_all_the_metrics_that_they_may_have() -> None:
     """What the coordinator missed is asked for and answered: an answer that did not fit would never come."""
     named = {
-        f"{n:02}" + "\N{GRINNING FACE}" * (MOST_METRIC_CHARACTERS - 2): 0.1 * n for n in range(MOST_METRICS)
+        f"{n:02}" + "\N{GRINNING FACE}" * (MAX_METRIC_NAME_CHARACTERS - 2): 0.1 * n
+        for n in range(MAX_METRICS)
     }
     evaluation = Evaluation(loss=1.0, weight=1.0, metrics=named, took_s=1.0)
     vote = Vote(loss=1.0, gradient_norm=1.0, metrics=named, evaluation=evaluation)
     answer = tuple(CommittedStep(step=2**53, vote=vote) for _ in range(STEPS_PER_MESSAGE))
     message = FromNode(
-        node="n", incarnation=1, signal=Stepped(generation=1, steps=answer, step_s=0.1, wanted=1)
+        node="n", incarnation=1, signal=Stepped(generation=1, steps=answer, step_s=0.1, requested_first=1)
     )
     assert decode_from_node(encode_from_node(message), "n") == message
 
@@ -762,8 +765,8 @@ def test_malformed_requests_name_what_is_wrong(payload: bytes, says: str) -> Non
 
 def test_an_event_says_how_many_were_held_back() -> None:
     effect = EmitEvent(cause="c-1", name="MessageIgnored", reason="r", node="n", details={"why": "w"})
-    message = event_message(effect, monotonic=1.0, held_back=3)
-    assert message.details == {"why": "w", "held_back": 3}
+    message = event_message(effect, monotonic=1.0, suppressed=3)
+    assert message.details == {"why": "w", "suppressed": 3}
     assert effect.details == {"why": "w"}
     assert decode_json(encode_json(message), EventMessage) == message
     assert message.at.endswith("Z")

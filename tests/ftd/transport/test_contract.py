@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 from ftd.cli.main import app
 from ftd.transport.wire import checking
 from ftd.transport.wire.catalogue import EVENTS, SEVERITIES, severity_of
-from ftd.transport.wire.compatibility import broken
-from ftd.transport.wire.contract import encoded
+from ftd.transport.wire.compatibility import breaking_changes
+from ftd.transport.wire.contract import encode_contract
 from ftd.transport.wire.contract_examples import DETAILS, EXAMPLES
-from ftd.transport.wire.contract_file import FILE, shipped
+from ftd.transport.wire.contract_file import FILE, read_shipped_contract
 from ftd.transport.wire.event_details import Details
 from ftd.transport.wire.public import (
     AnyRequest,
@@ -36,7 +36,7 @@ WRITE = "python -m ftd.transport.wire.contract writes ftd/transport/wire/asyncap
 
 
 def test_what_is_shipped_is_made_of_the_models() -> None:
-    assert shipped() == encoded(), WRITE
+    assert read_shipped_contract() == encode_contract(), WRITE
 
 
 def test_the_command_prints_it(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ GIVEN_UP = {
 
 
 def test_nothing_of_the_released_contract_is_broken() -> None:
-    problems = broken(msgspec.json.decode(RELEASED.read_bytes()), document())
+    problems = breaking_changes(msgspec.json.decode(RELEASED.read_bytes()), document())
     assert set(problems) == GIVEN_UP, "this breaks subscribers; keep it, or begin ftd/v2 beside it"
 
 
@@ -106,9 +106,7 @@ def test_every_reference_leads_somewhere() -> None:
 
 def test_descriptions_come_from_the_models() -> None:
     schemas = document()["components"]["schemas"]
-    assert (
-        "Below 1 while it is a straggler." in schemas["NodeOfCluster"]["properties"]["speed"]["description"]
-    )
+    assert "Below 1 while it is a straggler." in schemas["NodeSummary"]["properties"]["speed"]["description"]
     assert schemas["StragglerRecovered"]["properties"]["speed"]["description"].startswith("0.25")
     assert "additionalProperties" not in schemas["NodeLost"]
     assert schemas["StopRequest"]["additionalProperties"] is False
@@ -129,7 +127,7 @@ def test_the_page_has_the_same_events_with_the_same_severities() -> None:
 
 
 def fields(kind: type[Details]) -> list[str]:
-    return [f.name for f in msgspec.structs.fields(kind) if f.name != "held_back"]
+    return [f.name for f in msgspec.structs.fields(kind) if f.name != "suppressed"]
 
 
 @pytest.mark.parametrize("name", EVENTS)
@@ -233,7 +231,7 @@ def no_devices_of_a_stage(c: Json) -> None:
 
 
 def no_node_speed(c: Json) -> None:
-    del schema(c, "NodeOfCluster")["properties"]["speed"]
+    del schema(c, "NodeSummary")["properties"]["speed"]
 
 
 def drain_needs_a_reason(c: Json) -> None:
@@ -267,7 +265,7 @@ def drain_without_node(c: Json) -> None:
 def test_what_breaks_a_subscriber_is_said(change: Callable[[Json], None], says: str) -> None:
     changed = copy.deepcopy(document())
     change(changed)
-    problems = broken(document(), changed)
+    problems = breaking_changes(document(), changed)
     assert [problem for problem in problems if problem.startswith(says)], problems
 
 
@@ -277,8 +275,8 @@ def test_additions_break_nobody() -> None:
     for change in (no_node_lost, no_snapshot_bytes, no_devices_of_a_stage, no_node_speed):
         change(earlier)
     schema(earlier, "EventMessage")["properties"].pop("id")
-    assert broken(earlier, document()) == []
-    assert broken(document(), document()) == []
+    assert breaking_changes(earlier, document()) == []
+    assert breaking_changes(document(), document()) == []
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"asyncapi": "2.6.0"}', '{"asyncapi": "3.0.0"}'])

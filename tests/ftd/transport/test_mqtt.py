@@ -16,12 +16,12 @@ import pytest
 import trustme
 import uvloop
 
-from ftd.errors import Unreachable
+from ftd.errors import UnreachableError
 from ftd.transport.address import BrokerAddress, Tls
 from ftd.transport.mqtt.embedded import embedded_command
+from ftd.transport.mqtt.fast_path import FastPathSocket
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.mqtt.session import MAX_SENDING, MqttSession, Will
-from ftd.transport.mqtt.shortcut import Shortcut
 from tests.helpers.brokers import RunningBroker
 
 PATIENCE_S = 60.0
@@ -172,7 +172,7 @@ def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pyt
         async with Listener(address, "a") as a:
             a.task.cancel()
             await asyncio.wait_for(left.wait(), PATIENCE_S)
-            a.session.publish("t", b"too late", keep=True)
+            a.session.publish("t", b"too late", queue_offline=True)
             await asyncio.sleep(0.1)
             assert not a.task.done() and a.heard.empty()
             close.set()
@@ -193,7 +193,7 @@ def test_a_broker_that_reads_no_goodbye_keeps_nobody(
     aiomqtt has another word for that end, either: it has, where the socket does not close."""
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", 0.1)
     if not closes:
-        monkeypatch.setattr("ftd.transport.mqtt.shortcut.Shortcut.cut", lambda shortcut: None)
+        monkeypatch.setattr("ftd.transport.mqtt.fast_path.Shortcut.cut", lambda shortcut: None)
         monkeypatch.setattr("ftd.transport.mqtt.session.CONNECT_S", 1.0)
 
     async def scene() -> None:
@@ -234,12 +234,12 @@ def test_after_a_restart_of_the_broker_the_subscriptions_are_back(broker: Runnin
             await until(lambda: a.downs == 1 and b.downs == 1)
             assert not a.session.connected
             b.session.publish("t/dropped", b"")
-            b.session.publish("t/kept", b"1", keep=True)
-            b.session.publish("t/kept", b"2", keep=True)
+            b.session.publish("t/kept", b"1", queue_offline=True)
+            b.session.publish("t/kept", b"2", queue_offline=True)
             await asyncio.to_thread(broker.start)
             await until(lambda: a.ups == 2)
             await until(lambda: b.ups == 2)
-            b.session.publish("t/now", b"", keep=True)
+            b.session.publish("t/now", b"", queue_offline=True)
             got: list[tuple[str, bytes, bool]] = []
             while not got or got[-1][0] != "t/now":
                 got.append(await a.next())
@@ -257,7 +257,7 @@ def test_kept_messages_reach_a_listener_that_never_left(broker: RunningBroker) -
             b.session.interrupt(0.2)
             await until(lambda: b.downs == 1)
             for index in range(3):
-                b.session.publish("t", str(index).encode(), keep=True)
+                b.session.publish("t", str(index).encode(), queue_offline=True)
             b.session.publish("t", b"dropped")
             assert [(await a.next())[1] for _ in range(3)] == [b"0", b"1", b"2"]
             assert await a.silent()
@@ -269,7 +269,7 @@ def test_what_was_under_way_when_the_connection_broke_comes_in_order(broker: Run
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
             for index in range(300):
-                b.session.publish("t", str(index).encode(), keep=True)
+                b.session.publish("t", str(index).encode(), queue_offline=True)
             await asyncio.sleep(0)
             b.session.interrupt(0.1)
             got: list[int] = []
@@ -398,7 +398,7 @@ def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyP
 
     def elsewhere(client: paho.mqtt.client.Client) -> Any:
         sock = sockets(client)
-        return sock.inner if isinstance(sock, Shortcut) else sock
+        return sock.inner if isinstance(sock, FastPathSocket) else sock
 
     async def scene() -> None:
         session = MqttSession(broker.address, client_id="a", on_message=lambda *_: None)
@@ -433,7 +433,7 @@ def test_what_no_broker_takes_costs_itself_alone(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a:
             for topic in ("", "t/+", "t/#", "t/\0", "t" * 70_000):
-                a.session.publish(topic, b"never", keep=True)
+                a.session.publish(topic, b"never", queue_offline=True)
             a.session.publish("t/x", b"goes on")
             assert await a.next() == ("t/x", b"goes on", False)
             await a.session.flush(PATIENCE_S)
@@ -480,7 +480,7 @@ def test_nobody_there_is_a_clear_error() -> None:
         session = MqttSession(address, client_id="a", on_message=lambda *_: None)
         task = asyncio.create_task(session.run())
         await until(lambda: "refused" in session.problem)
-        with pytest.raises(Unreachable, match=rf"{address.url}.*refused.*is it running"):
+        with pytest.raises(UnreachableError, match=rf"{address.url}.*refused.*is it running"):
             await session.wait_connected(0.3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -518,7 +518,7 @@ def test_something_that_is_no_broker_is_survived() -> None:
             BrokerAddress(host="127.0.0.1", port=port), client_id="a", on_message=lambda *_: None
         )
         task = asyncio.create_task(session.run())
-        with pytest.raises(Unreachable):
+        with pytest.raises(UnreachableError):
             await session.wait_connected(0.5)
         assert not task.done()
         task.cancel()

@@ -56,9 +56,9 @@ export function drawStanding(store) {
   document.body.classList.toggle("stale", ["LOST", "QUIET", "UNREACHABLE"].includes(kind));
 }
 
-function leads({ leader, standbys, barred }) {
+function leads({ leader, standbys, ineligible }) {
   const behind = standbys?.length ? `, ${standbys.join(", ")} standing by` : "";
-  const beside = Object.keys(barred ?? {});
+  const beside = Object.keys(ineligible ?? {});
   return `${leader} leads${behind}${beside.length ? `, ${beside.join(", ")} not able to take over ▲` : ""}`;
 }
 

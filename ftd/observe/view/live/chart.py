@@ -13,7 +13,7 @@ LINE_STYLE = "#5fafff"
 EVALUATION_MARK, EVALUATION_STYLE = "◆", "bold #ffaf5f"
 
 
-class History:
+class LossHistory:
     """Values of consecutive steps in bounded memory: when full, neighbours are averaged in pairs."""
 
     def __init__(self, capacity: int = 4096) -> None:
@@ -69,7 +69,7 @@ def resample(values: Sequence[float], width: int) -> list[float]:
     return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
 
 
-def column_of(step: int, history: History, columns: int) -> int:
+def column_of(step: int, history: LossHistory, columns: int) -> int:
     """The column in which ``step`` is drawn when the whole history fills ``columns`` columns."""
     count = len(history.values)
     index = min(max(step - history.first_step, 0) // history.steps_per_value, count - 1)
@@ -77,7 +77,7 @@ def column_of(step: int, history: History, columns: int) -> int:
 
 
 def loss_chart(
-    history: History,
+    history: LossHistory,
     *,
     width: int,
     height: int,

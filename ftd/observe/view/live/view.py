@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from ftd.observe.view.lines import plain_event
-from ftd.observe.view.live.picture import Picture
+from ftd.observe.view.live.frame import LiveFrame
 from ftd.observe.view.text import QUIET_EVENTS
 
 PROGRESS_EVERY_S = 2.0
@@ -31,7 +31,7 @@ class LiveView:
         """:param lines: where the console is no terminal, by itself; false: frames alone, to who asks."""
         self._console = console
         self._lines = lines and not console.is_terminal
-        self._picture = Picture(total_steps)
+        self._picture = LiveFrame(total_steps)
         self._lock = Lock()
         self._live: Live | None = None
         self._last_progress_s = -PROGRESS_EVERY_S
@@ -87,7 +87,7 @@ class LiveView:
         with self._lock:
             self._picture.see_broker(there=there)
 
-    def recall(self, event: Mapping[str, Any]) -> None:
+    def replay_event(self, event: Mapping[str, Any]) -> None:
         """Something that happened before the view began: drawn, but no news."""
         with self._lock:
             self._picture.see_event(event)

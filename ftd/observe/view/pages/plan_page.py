@@ -17,7 +17,7 @@ from ftd.observe.view.plan import (
     recomputes,
     shape_line,
 )
-from ftd.observe.view.text import layer_range, number, pipeline_name, plural
+from ftd.observe.view.text import format_number, layer_range, pipeline_name, plural
 from planner.describe import Description, TemplateRow
 
 
@@ -46,7 +46,7 @@ def plan_page(told: Description, svg: str, *, name: str, other: Description | No
 def _figures(told: Description) -> str:
     shown = [
         ("expected step", elapsed(told.iteration_ms)),
-        ("samples/s", number(told.samples_per_s, 0)),
+        ("samples/s", format_number(told.samples_per_s, 0)),
         ("bubbles", f"{told.bubble_ratio:.1%}"),
         ("pipelines", str(sum(row.count for row in told.pipelines))),
         ("nodes at work", f"{told.nodes - told.idle_nodes} of {told.nodes}"),

@@ -3,22 +3,22 @@
 from datetime import datetime, timedelta
 from html import escape
 
-from ftd.observe.run import is_failure
+from ftd.observe.run_model import is_failure
 from ftd.observe.view.blocks import natural
-from ftd.observe.view.document import Kept, Recovery, Report
+from ftd.observe.view.document import Report, ReportedRecovery, SaveSummary
 from ftd.observe.view.pages.page import figures, page, table, themed
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
 from ftd.observe.view.plots.report_plot import drawn
 from ftd.observe.view.rates import goodput, median_throughput
-from ftd.observe.view.sentences import told, uneventful, what_happened
+from ftd.observe.view.sentences import describe_recovery, uneventful, what_happened
 from ftd.observe.view.text import (
-    duration,
+    format_duration,
+    format_milliseconds,
+    format_number,
+    format_size,
     how_words,
     learning_rate_words,
-    milliseconds,
-    number,
     plural,
-    size,
 )
 
 PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
@@ -75,19 +75,22 @@ def _glance(report: Report) -> list[tuple[str, str]]:
         ("steps lost", str(sum(r.rolled_back_steps for r in changes))),
         ("failures", str(len(failures))),
         ("other changes", str(len(changes) - len(failures))),
-        ("so far" if report.under_way else "duration", duration(report.duration_s)),
+        ("so far" if report.under_way else "duration", format_duration(report.duration_s)),
     ]
     if failures:
-        shown.append(("longest from failure to commit", duration(max(r.total_ms for r in failures) / 1000)))
+        shown.append(
+            ("longest from failure to commit", format_duration(max(r.total_ms for r in failures) / 1000))
+        )
     if rates := goodput(report):
         shown.append(("goodput", f"{rates[-1][1]:.1%}"))
     if report.final.loss is not None:
-        shown.append(("loss so far" if report.under_way else "final loss", number(report.final.loss)))
+        shown.append(("loss so far" if report.under_way else "final loss", format_number(report.final.loss)))
     if report.evaluations:
         last = report.evaluations[-1]
-        shown.append((f"held-out loss after step {last.step}", number(last.loss)))
+        shown.append((f"held-out loss after step {last.step}", format_number(last.loss)))
         shown += [
-            (f"held-out {name.replace('_', ' ')}", number(value)) for name, value in last.metrics.items()
+            (f"held-out {name.replace('_', ' ')}", format_number(value))
+            for name, value in last.metrics.items()
         ]
     if speed := median_throughput(report):
         value, unit = speed.split()
@@ -111,7 +114,7 @@ def _recoveries(report: Report) -> list[str]:
     for number_, recovery in list(enumerate(report.recoveries, start=1))[left_out:]:
         kind = "failure" if is_failure(recovery.cause, recovery.rolled_back_steps) else "change"
         title = f"{number_}. {''.join(what_happened(recovery, report))}"
-        sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in told(recovery, report))
+        sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in describe_recovery(recovery, report))
         parts.append(
             f'<article class="{kind}"><h3>{escape(title)}</h3>{_bar(recovery, longest)}{sentences}</article>'
         )
@@ -119,7 +122,7 @@ def _recoveries(report: Report) -> list[str]:
     return parts
 
 
-def _phases_ms(recovery: Recovery) -> tuple[float, ...]:
+def _phases_ms(recovery: ReportedRecovery) -> tuple[float, ...]:
     return (
         recovery.detected_ms or 0.0,
         recovery.quiesce_ms,
@@ -129,13 +132,13 @@ def _phases_ms(recovery: Recovery) -> tuple[float, ...]:
     )
 
 
-def _bar(recovery: Recovery, longest_ms: float) -> str:
+def _bar(recovery: ReportedRecovery, longest_ms: float) -> str:
     """One bar a recovery, all on one scale."""
     times = _phases_ms(recovery)
     total = sum(times) or 1.0
     pieces = "".join(
         f'<i style="width:{100 * time / total:.2f}%;background:{colour}" '
-        f'title="{name}: {milliseconds(time)} ms"></i>'
+        f'title="{name}: {format_milliseconds(time)} ms"></i>'
         for time, (name, colour) in zip(times, PHASES, strict=True)
         if time > 0
     )
@@ -150,8 +153,8 @@ def _times(report: Report) -> str:
             str(r.step),
             "".join(what_happened(r, report)),
             how_words(r.detected_how),
-            *(milliseconds(t) for t in (r.detected_ms, *_phases_ms(r)[1:], r.total_ms)),
-            size(r.bytes_moved),
+            *(format_milliseconds(t) for t in (r.detected_ms, *_phases_ms(r)[1:], r.total_ms)),
+            format_size(r.bytes_moved),
             str(r.rolled_back_steps),
             str(r.recomputed_steps),
             r.tier.replace("_", " "),
@@ -167,7 +170,7 @@ def _kept(report: Report) -> list[str]:
     rows = [
         _kept_row(title, kept)
         for title, kept in (("snapshots", report.snapshots), ("checkpoints", report.checkpoints))
-        if kept.completed or kept.given_up
+        if kept.completed or kept.abandoned
     ]
     if not rows:
         return []
@@ -184,26 +187,26 @@ def _kept(report: Report) -> list[str]:
     )
     parts = ["<h2>What snapshots cost</h2>", table(columns, rows, left={0, 5})]
     parts += [
-        f'<p class="faint">The last that was given up: {escape(kept.last_problem)}</p>'
+        f'<p class="faint">The last that was given up: {escape(kept.last_abandon_reason)}</p>'
         for kept in (report.snapshots, report.checkpoints)
-        if kept.last_problem
+        if kept.last_abandon_reason
     ]
     return parts
 
 
-def _kept_row(title: str, kept: Kept) -> tuple[str, ...]:
+def _kept_row(title: str, kept: SaveSummary) -> tuple[str, ...]:
     def seconds(value: float | None) -> str:
-        return "–" if value is None else duration(value)
+        return "–" if value is None else format_duration(value)
 
     return (
         title,
         str(kept.completed),
-        str(kept.given_up),
+        str(kept.abandoned),
         "–" if kept.newest_step is None else str(kept.newest_step),
-        "–" if kept.size_bytes is None else size(kept.size_bytes),
-        kept.how or "–",
-        seconds(kept.took_s),
-        seconds(kept.stall_s),
+        "–" if kept.size_bytes is None else format_size(kept.size_bytes),
+        kept.protection_or_location or "–",
+        seconds(kept.median_s),
+        seconds(kept.total_stall_s),
         seconds(kept.longest_stall_s),
     )
 

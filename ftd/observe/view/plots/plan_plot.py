@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from ftd.errors import ConfigurationError
-from ftd.observe.view.files import write
+from ftd.observe.view.files import write_file
 from ftd.observe.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, named_templates
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import layer_range, plural
@@ -99,7 +99,7 @@ def plot_plan(told: Description, path: Path, *, name: str, other: Description | 
         picture = io.BytesIO()
         draw_plan(told, name=name, other=other).savefig(picture, format="png", dpi=150)
         data = picture.getvalue()
-    write(path, data, "--plot")
+    write_file(path, data, "--plot")
 
 
 def drawn_svg(told: Description, *, name: str, other: Description | None = None) -> str:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from ftd.errors import ConfigurationError
-from ftd.observe.run import is_failure
+from ftd.observe.run_model import is_failure
 from ftd.observe.view.document import Report
-from ftd.observe.view.files import require_format, write
+from ftd.observe.view.files import require_format, write_file
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.rates import (
     committed_at_s,
@@ -49,7 +49,7 @@ def plot_report(report: Report, path: Path) -> None:
     require_format(path, FORMATS, "--plot")
     if not report.steps:
         raise ConfigurationError("no step was committed: there is nothing to draw", field="--plot")
-    write(path, drawn(report, path.suffix[1:]), "--plot")
+    write_file(path, drawn(report, path.suffix[1:]), "--plot")
 
 
 def drawn(report: Report, kind: str) -> bytes:

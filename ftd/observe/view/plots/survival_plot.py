@@ -4,14 +4,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ftd.config.reliability_file import ReliabilityQuestion
+from ftd.config.reliability_file import ReliabilityInput
 from ftd.errors import ConfigurationError
 from ftd.observe.view.files import require_format
 from ftd.observe.view.plots.palette import BLUE, RED
 from planner.reliability import safe_days
 
 
-def plot_survival(question: ReliabilityQuestion, path: Path) -> None:
+def plot_survival(question: ReliabilityInput, path: Path) -> None:
     """:raises ConfigurationError: a format that is not offered, or a place that cannot be written."""
     require_format(path, (".svg", ".png"), "--plot")
     from matplotlib.figure import Figure

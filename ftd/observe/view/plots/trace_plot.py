@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from ftd.observe.view.files import write
+from ftd.observe.view.files import write_file
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
-from ftd.observe.view.text import plural, size
-from ftd.observe.view.trace import WAITS, Copied, Row, Span, copied
+from ftd.observe.view.text import format_size, plural
+from ftd.observe.view.trace import WAITS, CopiedBytes, RankTrace, TraceSpan, copied
 
 FORWARD = (BLUE, "#4ba3d6")
 """Even and odd microbatches, so that neighbours without a gap are told apart."""
@@ -34,7 +34,7 @@ Bar = tuple[float, float, str]
 """From, to, colour."""
 
 
-def plot_trace(rows: Sequence[Row], path: Path, *, name: str) -> None:
+def plot_trace(rows: Sequence[RankTrace], path: Path, *, name: str) -> None:
     """Write the picture; the suffix says the format.
 
     :raises ConfigurationError: the place cannot be written.
@@ -44,10 +44,10 @@ def plot_trace(rows: Sequence[Row], path: Path, *, name: str) -> None:
     with mpl.rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
         metadata = {"Date": None} if kind == "svg" else None
         draw_trace(rows, name=name).savefig(picture, format=kind, dpi=150, metadata=metadata)
-    write(path, picture.getvalue(), "--out")
+    write_file(path, picture.getvalue(), "--out")
 
 
-def draw_trace(rows: Sequence[Row], *, name: str) -> Figure:
+def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:
     """The first ``MOST_ROWS`` ranks."""
     drawn = rows[:MOST_ROWS]
     height_in = _TOP_IN + _ROW_IN * len(drawn) + _BOTTOM_IN
@@ -73,7 +73,7 @@ def draw_trace(rows: Sequence[Row], *, name: str) -> Figure:
     return figure
 
 
-def _draw_row(axes: Axes, row: Row, level: int, begin: float) -> None:
+def _draw_row(axes: Axes, row: RankTrace, level: int, begin: float) -> None:
     """``level``: its lower edge."""
     waits = row.of(*WAITS)
     main = [bar for span in row.spans if (bar := _main_bar(span)) is not None]
@@ -84,7 +84,7 @@ def _draw_row(axes: Axes, row: Row, level: int, begin: float) -> None:
     _bars(axes, copier, level, _COPIER, begin)
 
 
-def _main_bar(span: Span) -> Bar | None:
+def _main_bar(span: TraceSpan) -> Bar | None:
     colours = {
         "forward": FORWARD[span.number % 2],
         "backward": BACKWARD[span.number % 2],
@@ -99,7 +99,7 @@ def _main_bar(span: Span) -> Bar | None:
     return None if colour is None else (span.began_us, span.ended_us, colour)
 
 
-def _copy_colour(span: Span, waits: Sequence[Span]) -> str:
+def _copy_colour(span: TraceSpan, waits: Sequence[TraceSpan]) -> str:
     middle = (span.began_us + span.ended_us) / 2
     return COPY_WAITING if any(w.began_us <= middle <= w.ended_us for w in waits) else COPY_BESIDE
 
@@ -115,7 +115,7 @@ def _bars(axes: Axes, bars: Iterable[Bar], level: int, band: tuple[float, float]
         axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors=colours, linewidths=0.25))
 
 
-def _decorate(axes: Axes, rows: Sequence[Row], begin: float) -> None:
+def _decorate(axes: Axes, rows: Sequence[RankTrace], begin: float) -> None:
     """Names of ranks, beginnings of steps, the scale."""
     for edge in ("top", "right", "left"):
         axes.spines[edge].set_visible(False)
@@ -154,7 +154,7 @@ def _decorate(axes: Axes, rows: Sequence[Row], begin: float) -> None:
     axes.set_xlabel("time [ms]", color=FAINT, fontsize=9)
 
 
-def _header(figure: Figure, rows: Sequence[Row], name: str, height_in: float) -> None:
+def _header(figure: Figure, rows: Sequence[RankTrace], name: str, height_in: float) -> None:
     steps = len(set().union(*(row.steps for row in rows))) if rows else 0
     left = 0.35 / _WIDTH_IN
     title = f"{name}: {plural(steps, 'step')} on {plural(len(rows), 'rank')}"
@@ -185,19 +185,19 @@ def _header(figure: Figure, rows: Sequence[Row], name: str, height_in: float) ->
     )
 
 
-def copied_line(rows: Sequence[Row]) -> str:
+def copied_line(rows: Sequence[RankTrace]) -> str:
     """Where the copies fell, in a sentence."""
     parts = [copied(row) for row in rows]
     total = sum(part.total_bytes for part in parts)
     if not total:
         return "no snapshot was copied meanwhile"
-    shares = Copied(
+    shares = CopiedBytes(
         waiting_bytes=sum(part.waiting_bytes for part in parts),
         beside_bytes=sum(part.beside_bytes for part in parts),
         stalled_bytes=sum(part.stalled_bytes for part in parts),
     )
     return (
-        f"{size(total)} read for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
+        f"{format_size(total)} read for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
         f"{shares.beside_bytes / total:.0%} beside computing, "
         f"{shares.stalled_bytes / total:.0%} while training stood still"
     )

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ftd.observe.tracking.record import Cursor, Record
+from ftd.observe.tracking.record import Cursor, JobRecord
 from ftd.observe.tracking.rows import decode_row, encode_row
 from tests.helpers.tracking_logs import evaluation, row
 
 
-def read(record: Record, after: Cursor | None = None) -> list[tuple[str, int, float]]:
+def read(record: JobRecord, after: Cursor | None = None) -> list[tuple[str, int, float]]:
     found = []
     cursor = after or Cursor()
     while rows := record.rows(cursor, 3):
@@ -56,11 +56,11 @@ def test_what_is_plotted_of_a_step() -> None:
 
 def test_a_record_is_continued(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    record = Record(path)
+    record = JobRecord(path)
     assert (record.last_step, read(record)) == (0, [])
     record.append([row(1), row(2), evaluation(2), row(3)])
     record.close()
-    record = Record(path)
+    record = JobRecord(path)
     assert (record.first_step, record.last_step, record.last_evaluation) == (1, 3, 2)
     record.append([row(4)])
     assert read(record, Cursor(step=1)) == [
@@ -71,13 +71,13 @@ def test_a_record_is_continued(tmp_path: Path) -> None:
 
 def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    record = Record(path)
+    record = JobRecord(path)
     record.append([row(1), row(2)])
     record.close()
     whole = path.read_bytes()
     for size in range(len(encode_row(row(1))), len(whole)):
         path.write_bytes(whole[:size])
-        record = Record(path)
+        record = JobRecord(path)
         assert record.last_step == 1
         record.append([row(2)])
         record.close()
@@ -86,7 +86,7 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
 
 def test_what_was_superseded_is_gone_and_stays_gone(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    record = Record(path)
+    record = JobRecord(path)
     record.append([row(1), row(2), evaluation(2), row(3), row(4)])
     assert record.contradicts(row(3, loss=9.0)) and not record.contradicts(row(3))
     assert record.contradicts(evaluation(2, 4.0)) and not record.contradicts(evaluation(4, 4.0))
@@ -94,14 +94,14 @@ def test_what_was_superseded_is_gone_and_stays_gone(tmp_path: Path) -> None:
     assert (record.last_step, record.last_evaluation, record.superseded) == (1, 0, [2])
     record.append([row(2, loss=9.0)])
     record.close()
-    record = Record(path)
+    record = JobRecord(path)
     assert record.superseded == [2]
     assert read(record) == [("step", 1, 1.0), ("step", 2, 9.0)]
     record.close()
 
 
 def test_a_step_that_nobody_knows_leaves_a_gap(tmp_path: Path) -> None:
-    record = Record(tmp_path / "steps.jsonl")
+    record = JobRecord(tmp_path / "steps.jsonl")
     record.append([row(7), row(9)])
     assert (record.first_step, record.last_step) == (7, 9)
     assert read(record) == [("step", 7, 1 / 7), ("step", 9, 1 / 9)]
@@ -112,7 +112,7 @@ def test_a_step_that_nobody_knows_leaves_a_gap(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = Record(tmp_path / "steps.jsonl")
+    record = JobRecord(tmp_path / "steps.jsonl")
     record.append([row(1)])
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda file, data, offset: real(file, data[: len(data) // 2], offset))
@@ -130,7 +130,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
     for line in (b"[]\n", b'{"kind": "step"}\n', b"nonsense\n"):
         path.write_bytes(line)
         with pytest.raises(ValueError):
-            Record(path)
+            JobRecord(path)
         assert path.read_bytes() == line
 
 
@@ -149,7 +149,7 @@ def test_whatever_happens_a_record_has_the_last_value_of_each_step(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("record") / "steps.jsonl"
-    record, expected, version = Record(path), dict[int, float](), 0.0
+    record, expected, version = JobRecord(path), dict[int, float](), 0.0
     for move, number in moves:
         version += 1
         if move == "append":
@@ -161,6 +161,6 @@ def test_whatever_happens_a_record_has_the_last_value_of_each_step(
             expected = {step: value for step, value in expected.items() if step < number}
         else:
             record.close()
-            record = Record(path)
+            record = JobRecord(path)
         assert read(record) == [("step", step, value) for step, value in sorted(expected.items())]
     record.close()

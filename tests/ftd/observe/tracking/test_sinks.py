@@ -11,7 +11,7 @@ from mlflow.tracking import MlflowClient
 
 from ftd.observe.tracking.mlflow_sink import MlflowSink
 from ftd.observe.tracking.record import Cursor
-from ftd.observe.tracking.rows import Row
+from ftd.observe.tracking.rows import LoggedRow
 from ftd.observe.tracking.tensorboard_sink import TensorBoardSink
 from ftd.observe.tracking.wandb_sink import WandbSink
 from statemachine.messages.values import MlflowPolicy, WandbPolicy
@@ -21,7 +21,7 @@ from tests.helpers.wandb_files import offline_history
 WANDB = WandbPolicy(project="p", mode="offline", tags=("a",))
 
 
-def rows(first: int, last: int, shift: float = 0.0) -> list[Row]:
+def rows(first: int, last: int, shift: float = 0.0) -> list[LoggedRow]:
     return [row(step, 1 / step + shift) for step in range(first, last + 1)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ftd.observe.tracking.protocol import Failed, Missing, Restored, Skipped
+from ftd.observe.tracking.protocol import SinkFailed, SinkRestored, StepsMissing, StepsSkipped
 from ftd.observe.tracking.writer import INCOMPLETE
 from statemachine.messages.values import LoggingPolicy, MlflowPolicy, WandbPolicy
 from tests.helpers.tracking_logs import (
@@ -212,13 +212,13 @@ def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_there_is_room(
     until(writer.hear, "it is reported")
     time.sleep(2.0)
     keeper.commit(101, 110)
-    assert [type(said) for said in writer.hear()] == [Failed]
+    assert [type(said) for said in writer.hear()] == [SinkFailed]
     [failed] = writer.said
-    assert isinstance(failed, Failed) and failed.sink == "record" and "No space left" in failed.detail
+    assert isinstance(failed, SinkFailed) and failed.sink == "record" and "No space left" in failed.detail
     writer.give_room()
     until(lambda: len(logged_steps(logs(policy))) == 110, "what waited is logged")
     assert writer.end() == 0
-    assert writer.said == [failed, Restored(sink="record")]
+    assert writer.said == [failed, SinkRestored(sink="record")]
     all_once(policy, 110)
 
 
@@ -232,9 +232,9 @@ def test_a_sink_that_cannot_be_written_keeps_no_other_one(
     writer = WriterThread(keeper, policy)
     until(lambda: logged_steps(logs(policy)) == upto(10) and writer.said, "the record is written")
     [failed] = writer.said
-    assert isinstance(failed, Failed) and failed.sink == "tensorboard"
+    assert isinstance(failed, SinkFailed) and failed.sink == "tensorboard"
     place.unlink()
-    until(lambda: Restored(sink="tensorboard") in writer.said, "it works again")
+    until(lambda: SinkRestored(sink="tensorboard") in writer.said, "it works again")
     assert writer.end() == 0
     assert steps_of(plotted(place)["train/loss"]) == upto(10)
 
@@ -245,7 +245,7 @@ def test_the_place_that_cannot_be_made_is_reported(keeper: Keeper, tmp_path: Pat
     writer = WriterThread(keeper, LoggingPolicy(directory=str(tmp_path / "file" / "logs")))
     until(lambda: writer.said, "it is reported")
     assert writer.end() == INCOMPLETE
-    assert [said.sink for said in writer.said if isinstance(said, Failed)] == ["record"]
+    assert [said.sink for said in writer.said if isinstance(said, SinkFailed)] == ["record"]
 
 
 def test_steps_that_no_journal_has_are_named_and_left_out(
@@ -260,8 +260,8 @@ def test_steps_that_no_journal_has_are_named_and_left_out(
     writer = WriterThread(keeper, policy)
     until(lambda: logged_steps(logs(policy)) == [1, 2, 3, 6, 7], "it goes on")
     assert writer.end() == 0
-    asked = Missing(first=4, last=5)
-    assert writer.said[0] == asked and writer.said[-1] == Skipped(first=4, last=5)
+    asked = StepsMissing(first=4, last=5)
+    assert writer.said[0] == asked and writer.said[-1] == StepsSkipped(first=4, last=5)
     assert set(map(str, writer.said[:-1])) == {str(asked)}
 
 
@@ -273,7 +273,7 @@ def test_steps_that_come_late_are_waited_for(keeper: Keeper, policy: LoggingPoli
     keeper.commit(4, 4)
     until(lambda: logged_steps(logs(policy)) == upto(6), "it goes on")
     assert writer.end() == 0
-    assert set(map(type, writer.said)) == {Missing}
+    assert set(map(type, writer.said)) == {StepsMissing}
 
 
 def test_a_damaged_journal_or_none_is_reported_and_ends_nothing(
@@ -286,4 +286,4 @@ def test_a_damaged_journal_or_none_is_reported_and_ends_nothing(
     until(lambda: writer.said, "it is reported")
     assert writer.end() == INCOMPLETE
     [failed] = writer.said
-    assert isinstance(failed, Failed) and "journal cannot be read" in failed.detail
+    assert isinstance(failed, SinkFailed) and "journal cannot be read" in failed.detail

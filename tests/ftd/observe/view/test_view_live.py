@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ftd.observe.view.live.picture import Picture
+from ftd.observe.view.live.frame import LiveFrame
 from ftd.observe.view.live.view import LiveView
 
 Json = dict[str, Any]
 Make = Callable[..., Json]
 
 
-def frame(picture: Picture, width: int = 110, height: int = 40) -> list[str]:
+def frame(picture: LiveFrame, width: int = 110, height: int = 40) -> list[str]:
     console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
     with console.capture() as captured:
         console.print(picture.draw(width, height))
     return captured.get().splitlines()
 
 
-def at_step_90(run_events: list[Json], state: Json) -> Picture:
-    picture = Picture(120)
+def at_step_90(run_events: list[Json], state: Json) -> LiveFrame:
+    picture = LiveFrame(120)
     picture.see_state(state)
     for event in run_events:
         if event["event"] == "StepCommitted" and event["step"] > 90:
@@ -138,11 +138,11 @@ def test_a_cluster_that_is_not_heard_is_not_shown_as_well(run_events: list[Json]
 
 
 def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> None:
-    def shown(picture: Picture) -> str:
+    def shown(picture: LiveFrame) -> str:
         return "\n".join(frame(picture, 96, 24))
 
-    alone = state | {"leader": "host-b", "standbys": [], "barred": {}}
-    picture, later = Picture(120), Picture(120)
+    alone = state | {"leader": "host-b", "standbys": [], "ineligible": {}}
+    picture, later = LiveFrame(120), LiveFrame(120)
     picture.see_state(alone)
     assert "leads" not in shown(picture), "there never was another"
     picture.see_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
@@ -156,9 +156,13 @@ def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> Non
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_coordinator_that_would_not_take_over_is_said_with_the_reason(state: Json, width: int) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same on this host"
-    others = {"leader": "a-host-with-a-name", "standbys": ["another-host"], "barred": {"an-old-host": why}}
+    others = {
+        "leader": "a-host-with-a-name",
+        "standbys": ["another-host"],
+        "ineligible": {"an-old-host": why},
+    }
     picture.see_state(state | others)
     lines = frame(picture, width, 24)
     text = " ".join(line.strip("│ ") for line in lines)
@@ -168,7 +172,7 @@ def test_a_coordinator_that_would_not_take_over_is_said_with_the_reason(state: J
 
 
 def test_that_the_broker_is_away_is_said_whatever_the_coordinator_said_last(state: Json) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     picture.see_state(state)
     picture.see_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
     assert "no coordinator: the coordinator vanished" in "".join(frame(picture, 80, 24))
@@ -180,7 +184,7 @@ def test_that_the_broker_is_away_is_said_whatever_the_coordinator_said_last(stat
 
 @pytest.mark.parametrize(("width", "ends"), [(80, "at 56% speed"), (96, "…"), (120, "at 56% speed")])
 def test_what_does_not_fit_beside_a_node_ends_in_an_ellipsis(state: Json, width: int, ends: str) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     slow = state["nodes"]["node-0"] | {"speed": 0.56}
     picture.see_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
     [line] = [line for line in frame(picture, width, 24) if line.startswith("│ node-0")]
@@ -188,7 +192,7 @@ def test_what_does_not_fit_beside_a_node_ends_in_an_ellipsis(state: Json, width:
 
 
 def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     left = state["nodes"]["node-0"] | {"draining": True, "in_plan": False}
     leaving = state["nodes"]["node-1"] | {"draining": True}
     nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
@@ -200,7 +204,7 @@ def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json
 
 
 def test_before_anything_is_known() -> None:
-    text = "\n".join(frame(Picture(None)))
+    text = "\n".join(frame(LiveFrame(None)))
     assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text
 
 
@@ -208,7 +212,7 @@ def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
     node = state["nodes"]["node-0"]
     nodes = {f"node-{i}": dict(node) for i in range(200)}
     nodes["node-150"] |= {"state": "UNHEALTHY", "in_plan": False}
-    picture = Picture(10)
+    picture = LiveFrame(10)
     picture.see_state(state | {"nodes": nodes})
     lines = frame(picture)
     assert any("node-150" in line and "UNHEALTHY" in line for line in lines)
@@ -216,7 +220,7 @@ def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
 
 
 def test_the_coordinators_last_will_keeps_the_nodes_on_the_screen(state: Json) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     picture.see_state(state)
     picture.see_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
     text = "\n".join(frame(picture))
@@ -265,7 +269,7 @@ def test_a_terminal_gets_a_picture_and_keeps_the_last(run_events: list[Json], st
 def test_planning_that_takes_long_is_a_progress_bar(state: Json) -> None:
     """In the place of the steps before the first one; later it is nobody's concern."""
     waiting = {**state, "phase": "WAITING", "step": 0, "waiting_for": "pipeline templates"}
-    picture = Picture(120)
+    picture = LiveFrame(120)
     picture.see_state({**waiting, "planning": {"done": 16, "total": 64}})
     lines = frame(picture)
     line = next(line for line in lines if "planning 16 of 64" in line)
@@ -298,11 +302,13 @@ def test_a_pipe_gets_a_line_for_what_a_start_waits_for(state: Json, monkeypatch:
 
 
 def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], state: Json) -> None:
-    picture = Picture(120)
+    picture = LiveFrame(120)
     for step in range(1, 12):
         picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
     picture.see_state({**state, "step": 11})
-    picture.see_event(event("RolledBack", 22, step=7, details={"from_step": 11, "to_step": 7, "undone": 4}))
+    picture.see_event(
+        event("RolledBack", 22, step=7, details={"from_step": 11, "to_step": 7, "undone_steps": 4})
+    )
     assert picture.step == 7
     assert picture._losses.values == [1.0] * 7
     picture.see_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
@@ -312,7 +318,7 @@ def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], sta
 def test_the_chart_of_another_job_begins_anew_though_the_state_shows_it_first(
     event: Callable[..., Json], state: Json
 ) -> None:
-    picture = Picture(None)
+    picture = LiveFrame(None)
     picture.see_state(state)
     for step in (1, 2, 3):
         picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))

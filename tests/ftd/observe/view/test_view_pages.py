@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from ftd.observe.run import Run
+from ftd.observe.run_model import RunModel
 from ftd.observe.view.document import Report
 from ftd.observe.view.report import build_report
 from ftd.observe.view.status import render_status
@@ -30,7 +30,7 @@ def columns(line: str) -> list[str]:
 
 @pytest.fixture
 def report(run_events: list[Json], state: Json) -> Report:
-    run = Run()
+    run = RunModel()
     run.on_state(state)
     for event in run_events:
         run.on_event(event)
@@ -80,7 +80,7 @@ def test_the_summary_begins_with_the_outcome(report: Report) -> None:
 
 
 def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
-    run = Run()
+    run = RunModel()
     text = printed(render_summary(build_report(run)))
     assert "unfinished" in text
     assert "No step was committed" in text
@@ -93,7 +93,7 @@ def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
 
 
 def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
-    run = Run()
+    run = RunModel()
     run.on_event(event("JobSubmitted", 1.0, details={"name": "gpt", "steps": 5}))
     run.on_event(event("ChaosInjected", 3.0, node="a", details={"fault": "disconnect", "at": 3.0}))
     run.on_event(event("ClusterPaused", 4.5, reason="1 node is left and 2 are needed"))
@@ -104,7 +104,7 @@ def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) ->
 
 def test_the_roll_forward_names_the_step_that_was_saved(event: Make, recovery: Make) -> None:
     told = recovery("node_lost", 2, 41, nodes=["a"])
-    run = Run()
+    run = RunModel()
     run.on_event(event("Quiesced", 5.0, generation=2, details={"decision": "roll_forward"}))
     run.on_event(event("RecoveryCompleted", 5.2, details={"recovery": told}))
     text = printed(render_summary(build_report(run)))

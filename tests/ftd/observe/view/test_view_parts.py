@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from ftd.observe.view.blocks import PipelineBars, natural, pipeline_lines
-from ftd.observe.view.live.chart import FAILURE_STYLE, History, column_of, loss_chart, resample
+from ftd.observe.view.live.chart import FAILURE_STYLE, LossHistory, column_of, loss_chart, resample
 from ftd.observe.view.text import (
     NodeColours,
     device_names,
-    duration,
+    event_words,
+    format_duration,
+    format_milliseconds,
+    format_number,
+    format_size,
     how_words,
     layer_range,
-    milliseconds,
-    number,
     pipeline_name,
-    size,
-    words,
 )
 
 
@@ -33,27 +33,27 @@ def drawn(thing: RenderableType, width: int) -> str:
 @pytest.mark.parametrize(
     ("shown", "expected"),
     [
-        (size(0), "0 B"),
-        (size(1023), "1023 B"),
-        (size(1536), "1.5 KiB"),
-        (size(300 << 20), "300 MiB"),
-        (size(5 << 40), "5.0 TiB"),
-        (milliseconds(None), "–"),
-        (milliseconds(0.04), "0.0"),
-        (milliseconds(9.94), "9.9"),
-        (milliseconds(9.96), "10"),
-        (milliseconds(1234.4), "1234"),
-        (duration(0.0984), "98 ms"),
-        (duration(1.239), "1.24 s"),
-        (duration(59.94), "59.9 s"),
-        (duration(125), "2:05"),
-        (duration(3 * 3600 + 65), "3:01:05"),
-        (number(None), "–"),
-        (number(math.nan), "nan"),
-        (number(2.5), "2.5000"),
+        (format_size(0), "0 B"),
+        (format_size(1023), "1023 B"),
+        (format_size(1536), "1.5 KiB"),
+        (format_size(300 << 20), "300 MiB"),
+        (format_size(5 << 40), "5.0 TiB"),
+        (format_milliseconds(None), "–"),
+        (format_milliseconds(0.04), "0.0"),
+        (format_milliseconds(9.94), "9.9"),
+        (format_milliseconds(9.96), "10"),
+        (format_milliseconds(1234.4), "1234"),
+        (format_duration(0.0984), "98 ms"),
+        (format_duration(1.239), "1.24 s"),
+        (format_duration(59.94), "59.9 s"),
+        (format_duration(125), "2:05"),
+        (format_duration(3 * 3600 + 65), "3:01:05"),
+        (format_number(None), "–"),
+        (format_number(math.nan), "nan"),
+        (format_number(2.5), "2.5000"),
         (layer_range(0, 4), "0–3"),
         (layer_range(7, 8), "7"),
-        (words("RecoveryCompleted"), "recovery completed"),
+        (event_words("RecoveryCompleted"), "recovery completed"),
         (how_words("last_will"), "last will"),
         (how_words(None), "–"),
         (device_names(["node-0/0", "node-0/1"], short=False), "node-0/0,1"),
@@ -103,7 +103,7 @@ def test_resampling_keeps_the_mean_of_equal_runs_and_the_range(values: list[floa
 
 
 def test_a_long_history_stays_small_and_keeps_its_shape() -> None:
-    history = History(capacity=64)
+    history = LossHistory(capacity=64)
     for step in range(1, 10_001):
         history.add(step, float(step))
     assert len(history.values) <= 65
@@ -113,7 +113,7 @@ def test_a_long_history_stays_small_and_keeps_its_shape() -> None:
 
 
 def test_the_chart_falls_and_marks_the_failure() -> None:
-    history = History()
+    history = LossHistory()
     for step in range(1, 41):
         history.add(step, 41.0 - step)
     chart = loss_chart(history, width=40, height=4, failures=[20])
@@ -127,7 +127,7 @@ def test_the_chart_falls_and_marks_the_failure() -> None:
 
 
 def test_evaluations_are_marked_where_they_were_made_and_widen_the_scale() -> None:
-    history = History()
+    history = LossHistory()
     for step in range(11, 21):
         history.add(step, 2.0)
     evaluations = [(5, 9.0), (12, 4.0), (15, math.nan), (17, None), (20, 2.0)]
@@ -138,18 +138,18 @@ def test_evaluations_are_marked_where_they_were_made_and_widen_the_scale() -> No
 
 
 def test_the_chart_survives_losses_that_are_not_finite() -> None:
-    history = History()
+    history = LossHistory()
     for step, loss in enumerate([3.0, math.nan, math.inf, 1.0], start=1):
         history.add(step, loss)
     rows = loss_chart(history, width=10, height=2).plain.split("\n")
     assert [row[1:3] for row in rows] == ["  ", "  "]
     assert rows[0][0] == "█" and rows[1][3] != " "
-    assert loss_chart(History(), width=10, height=2).plain == "waiting for the first step"
+    assert loss_chart(LossHistory(), width=10, height=2).plain == "waiting for the first step"
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 37, 63, 99, 100])
 def test_a_history_that_is_cut_goes_on_behind_the_cut(step: int) -> None:
-    history = History(capacity=64)
+    history = LossHistory(capacity=64)
     for done in range(1, 101):
         history.add(done, 1.0)
     history.cut(step)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from ftd.observe.run import Run
+from ftd.observe.run_model import RunModel
 from ftd.observe.view.document import SCHEMA_VERSION, Report, ReportError
 from ftd.observe.view.pages.report_page import report_page
 from ftd.observe.view.rates import counts_tokens, learning_rates, throughput
@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[4] / "docs" / "reference"
 
 
 def built(events: Sequence[Json], state: Json | None = None) -> Report:
-    run = Run()
+    run = RunModel()
     if state is not None:
         run.on_state(state)
     for event in events:
@@ -137,12 +137,17 @@ def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: 
         event("SnapshotCompleted", 1003.0, step=5, details={"protection": "arc:1", "size_bytes": 900}),
         event("SnapshotCompleted", 1004.0, step=10, details={"protection": "aec", "size_bytes": 4 << 20}),
         event("CheckpointStarted", 1004.1, step=10, details={"url": "/checkpoints/gpt"}),
-        event("CheckpointGivenUp", 1004.2, step=10, reason="n1: the disk is full"),
+        event("CheckpointAbandoned", 1004.2, step=10, reason="n1: the disk is full"),
     ]
     report = built([*run_events, *events, *events])
     kept = report.snapshots
-    assert (kept.completed, kept.newest_step, kept.how, kept.size_bytes) == (2, 10, "aec", 4 << 20)
-    assert (report.checkpoints.completed, report.checkpoints.given_up) == (0, 1)
+    assert (kept.completed, kept.newest_step, kept.protection_or_location, kept.size_bytes) == (
+        2,
+        10,
+        "aec",
+        4 << 20,
+    )
+    assert (report.checkpoints.completed, report.checkpoints.abandoned) == (0, 1)
     text = page(report)
     assert "2 in the nodes' memory, the newest of step 10 (aec, 4.0 MiB)" in text
     assert "none; 1 given up, the last: n1: the disk is full" in text
@@ -255,7 +260,7 @@ def test_a_fault_of_another_node_or_a_later_one_is_not_matched(event: Make, reco
 
 
 def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
-    run = Run()
+    run = RunModel()
     run.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
     details = {"needed": 2, "present": 1}
     run.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
@@ -341,7 +346,13 @@ def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
         event("TrainerLost", 11.22, node="a", details={"device": 0, "cause": "exited", "detail": "-9"}),
         event("TrainerLost", 11.25, node="b", details={"device": 0, "cause": "exited", "detail": "-9"}),
         event("ClusterPaused", 11.3, reason="no node is ready", details={"needed": 1, "present": 0}),
-        event("RolledBack", 14.1, step=7, generation=2, details={"from_step": 11, "to_step": 7, "undone": 4}),
+        event(
+            "RolledBack",
+            14.1,
+            step=7,
+            generation=2,
+            details={"from_step": 11, "to_step": 7, "undone_steps": 4},
+        ),
         *again,
         event("RecoveryCompleted", 14.9, details={"recovery": told}),
     ]

@@ -8,9 +8,9 @@ import pytest
 from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError
 from ftd.observe.view.plots.trace_plot import copied_line, draw_trace, plot_trace
-from ftd.observe.view.trace import Copied, chrome_trace, copied, rows_of
+from ftd.observe.view.trace import CopiedBytes, align_traces, chrome_trace, copied
 from ftd.transport.wire.public import TraceData
-from runtime.watch.tracing import MOST_SPANS, Recorder
+from runtime.monitoring.tracing import MAX_SPANS, TraceRecorder
 from statemachine.messages.trace import Trace
 
 FAST = 1_000_000_000_000_000
@@ -32,7 +32,7 @@ SPANS = [
 
 
 def test_hosts_whose_clocks_differ_pass_a_vote_at_one_moment() -> None:
-    rows = rows_of([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline A, stage 1"})
+    rows = align_traces([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline A, stage 1"})
     assert [row.rank for row in rows] == [0, 1]
     assert [row.place for row in rows] == ["pipeline A, stage 1", ""]
     for row in rows:
@@ -41,8 +41,8 @@ def test_hosts_whose_clocks_differ_pass_a_vote_at_one_moment() -> None:
 
 
 def test_copies_are_summed_by_when_they_fell() -> None:
-    (row,) = rows_of([data(0, 0, SPANS)], {})
-    assert copied(row) == Copied(waiting_bytes=2048, beside_bytes=2048, stalled_bytes=1024)
+    (row,) = align_traces([data(0, 0, SPANS)], {})
+    assert copied(row) == CopiedBytes(waiting_bytes=2048, beside_bytes=2048, stalled_bytes=1024)
     assert "40% while waiting" in copied_line([row]) and "20% while training stood still" in copied_line(
         [row]
     )
@@ -50,7 +50,7 @@ def test_copies_are_summed_by_when_they_fell() -> None:
 
 
 def test_the_trace_is_in_chromes_format() -> None:
-    document = json.loads(chrome_trace(rows_of([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt"))
+    document = json.loads(chrome_trace(align_traces([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt"))
     spans = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert len(spans) == 2 * len(SPANS)
     assert {event["tid"] for event in spans if event["cat"] == "copy"} == {1}
@@ -62,7 +62,7 @@ def test_the_trace_is_in_chromes_format() -> None:
 
 
 def test_the_picture_names_every_rank_and_step() -> None:
-    figure = draw_trace(rows_of([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt")
+    figure = draw_trace(align_traces([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt")
     (axes,) = figure.axes
     texts = [text.get_text() for text in axes.texts]
     assert {"rank 0  node-0/0", "rank 1  node-1/0", "step 7"} <= set(texts)
@@ -70,27 +70,27 @@ def test_the_picture_names_every_rank_and_step() -> None:
 
 
 def test_a_recorder_records_when_asked_for_so_many_steps_and_no_more_than_there_is_room() -> None:
-    recorder = Recorder()
+    recorder = TraceRecorder()
 
     def step(number: int, spans: int = 1) -> object:
-        recorder.begin(number)
+        recorder.begin_step(number)
         for _ in range(spans):
             with recorder.span("forward"):
                 pass
-        return recorder.end(1, 0, number)
+        return recorder.end_step(1, 0, number)
 
     assert step(1) is None and not recorder.on
-    recorder.ask(Trace(request="r", first_step=3, steps=2))
+    recorder.request(Trace(request="r", first_step=3, steps=2))
     assert [step(2), step(3)] == [None, None]
-    traced = recorder.end(1, 0, 3, over=True)
+    traced = recorder.end_step(1, 0, 3, over=True)
     assert traced is not None and len(traced.spans) == 1, "the generation ended"
-    assert recorder.end(1, 0, 3, over=True) is None
-    recorder.ask(Trace(request="s", first_step=0, steps=1))
-    recorder.begin(9)
-    for _ in range(MOST_SPANS + 5):
+    assert recorder.end_step(1, 0, 3, over=True) is None
+    recorder.request(Trace(request="s", first_step=0, steps=1))
+    recorder.begin_step(9)
+    for _ in range(MAX_SPANS + 5):
         recorder.add("copy", 1.0, 2.0)
-    full = recorder.end(1, 0, 9)
-    assert full is not None and (full.request, len(full.spans), full.dropped) == ("s", MOST_SPANS, 5)
+    full = recorder.end_step(1, 0, 9)
+    assert full is not None and (full.request, len(full.spans), full.dropped) == ("s", MAX_SPANS, 5)
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(tmp_
 
 
 def test_the_picture_is_written_in_both_formats(tmp_path: Path) -> None:
-    rows = rows_of([data(0, 0, SPANS)], {})
+    rows = align_traces([data(0, 0, SPANS)], {})
     for kind, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         plot_trace(rows, tmp_path / f"trace.{kind}", name="gpt")
         assert (tmp_path / f"trace.{kind}").read_bytes().startswith(begin)

@@ -1,0 +1,60 @@
+"""Can a snapshot be put together from the nodes that are here? The codes know (``storage.codes``)."""
+
+from statemachine.effects import CheckRestore
+from statemachine.events import RestoreChecked
+from statemachine.messages.values import SnapshotGroup
+from storage.codes import make_code, solve_lost_cells
+
+
+def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
+    """Every group must be decodable from the shards of those of its owners who are present, or copied."""
+    present = frozenset(effect.present)
+    decoded: list[str] = []
+    whole: list[str] = []
+    copied: list[str] = []
+    for group in effect.record.groups:
+        lost = frozenset(i for i, owner in enumerate(group.owners) if owner not in present)
+        if not lost:
+            continue
+        absent = ", ".join(group.owners[i] for i in sorted(lost))
+        layers = f"layers {group.first_layer} to {group.end_layer - 1}"
+        if group.replica_peer and group.owners[0] in effect.copied:
+            copied.append(f"{layers} from the copy of {absent} at {group.replica_peer}")
+            continue
+        if group.whole and len(lost) < len(group.owners):
+            here = ", ".join(owner for owner in group.owners if owner in present)
+            whole.append(f"{layers} are whole with {here}")
+            continue
+        code = make_code(group.protection, len(group.owners))
+        # Without a shard there is nobody either who has the small part, which every owner keeps whole.
+        if len(lost) == len(group.owners) or solve_lost_cells(code, lost) is None:
+            withstood = f"the loss of any {code.guarantee}" if code.guarantee else "no loss"
+            reason = (
+                f"{layers} cannot be made without {absent}: {group.protection!r} of "
+                f"{len(group.owners)} owners withstands {withstood}{_buddy_too(group)}"
+            )
+            return _answer(effect, at, possible=False, reason=reason)
+        decoded.append(f"{layers} without {absent}")
+    if copied:
+        return _answer(effect, at, possible=True, reason="; ".join(copied), tier="buddy")
+    if decoded:
+        return _answer(effect, at, possible=True, reason=f"decoded {'; '.join(decoded)}", tier="decoded")
+    reason = "; ".join(whole) or "every shard is in its owner's memory"
+    return _answer(effect, at, possible=True, reason=reason)
+
+
+def _buddy_too(group: SnapshotGroup) -> str:
+    return f", and {group.replica_peer}, which had a copy, is not here with it" if group.replica_peer else ""
+
+
+def _answer(
+    effect: CheckRestore, at: float, *, possible: bool, reason: str, tier: str = "memory"
+) -> RestoreChecked:
+    return RestoreChecked(
+        at=at,
+        cause=effect.cause,
+        generation=effect.generation,
+        possible=possible,
+        reason=reason,
+        tier=tier,
+    )

@@ -1,0 +1,178 @@
+"""Plays a scenario: follows the events and says, and sees to it, that each fault happens when it is due."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import structlog
+
+from ftd.errors import FtdError, PeerError
+from ftd.faults.chaos.values import (
+    PHASE_EVENTS,
+    AfterFault,
+    AfterTime,
+    AtStep,
+    Fault,
+    InPhase,
+    OnEvent,
+    Scenario,
+    Trigger,
+)
+
+log = structlog.get_logger()
+
+_PHASE_OF = {event: phase for phase, event in PHASE_EVENTS.items()}
+
+
+class FaultTriggers:
+    """Which faults are due: fed with what happens and the time, each fault comes out exactly once.
+
+    MQTT may deliver an event twice, so events are told apart by their cause, name and moment.
+    """
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._waiting = list(scenario.faults)
+        self._occurrences: Counter[str] = Counter()
+        self._phases: Counter[str] = Counter()
+        self._seen: set[tuple[str, str, float]] = set()
+        self._snapping: set[str] = set()
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        return tuple(self._waiting)
+
+    @property
+    def next_delay_s(self) -> float | None:
+        """When, counted from the scenario's begin, the next fault by time is due."""
+        delays = [f.trigger.delay_s for f in self._waiting if isinstance(f.trigger, AfterTime)]
+        return min(delays, default=None)
+
+    def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
+        """The faults that this event triggers, in the scenario's order."""
+        name = str(event.get("event"))
+        step = event.get("step")
+        if name == "StepCommitted":  # A step by number: seeing one twice triggers nothing twice.
+            return self._take(lambda t: isinstance(t, AtStep) and step is not None and t.step <= step)
+        identity = (name, str(event.get("cause")), float(event.get("monotonic") or 0.0))
+        if identity in self._seen:
+            return []
+        self._seen.add(identity)
+        self._occurrences[name] += 1
+        due = self._take(
+            lambda t: isinstance(t, OnEvent) and t.event == name and t.occurrence == self._occurrences[name]
+        )
+        return due + (self._begin(_PHASE_OF[name]) if name in _PHASE_OF else [])
+
+    def on_node(self, node: str, state: str) -> list[Fault]:
+        """A node says its state: the first that takes a snapshot begins the phase of snapshots."""
+        if state != "SNAP":
+            self._snapping.discard(node)
+            return []
+        begins = not self._snapping
+        self._snapping.add(node)
+        return self._begin("snapshotting") if begins else []
+
+    def on_time(self, elapsed_s: float) -> list[Fault]:
+        """The faults that are due ``elapsed_s`` after the scenario's begin."""
+        return self._take(lambda t: isinstance(t, AfterTime) and t.delay_s <= elapsed_s)
+
+    def on_struck(self, fault: Fault) -> list[Fault]:
+        """The faults that wait for this one."""
+        return self._take(lambda t: isinstance(t, AfterFault) and t.fault == fault.id)
+
+    def _begin(self, phase: str) -> list[Fault]:
+        self._phases[phase] += 1
+        return self._take(
+            lambda t: isinstance(t, InPhase) and t.phase == phase and t.occurrence == self._phases[phase]
+        )
+
+    def _take(self, due: Callable[[Trigger], bool]) -> list[Fault]:
+        taken = [fault for fault in self._waiting if due(fault.trigger)]
+        self._waiting = [fault for fault in self._waiting if fault not in taken]
+        return taken
+
+
+class FaultScheduler:
+    """Runs a scenario: ``on_event`` with every event, ``inject`` is awaited for every fault that is due.
+
+    Faults that are due together are injected together. One that fails (a node that is gone, a refusal, an
+    error of whatever kind) is told to ``on_failure`` and does not keep the others from happening.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        inject: Callable[[Fault], Awaitable[object]],
+        on_failure: Callable[[Fault, FtdError], None],
+    ) -> None:
+        self._cues = FaultTriggers(scenario)
+        self._inject = inject
+        self._on_failure = on_failure
+        self._running: set[asyncio.Task[None]] = set()
+        self._clock: asyncio.Task[None] | None = None
+
+    @property
+    def waiting(self) -> tuple[Fault, ...]:
+        """Faults whose moment has not come."""
+        return self._cues.waiting
+
+    @property
+    def busy(self) -> bool:
+        """A fault is due, and is not over yet as far as ``inject`` waits for it."""
+        return bool(self._running)
+
+    def start(self) -> None:
+        """Start the clock of the faults by time."""
+        self._clock = asyncio.get_running_loop().create_task(self._keep_time(time.monotonic()))
+
+    def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
+        """Look at an event; the faults that it triggers are injected, and returned for whoever tells."""
+        due = self._cues.on_event(event)
+        self._perform(due)
+        return due
+
+    def on_node(self, node: str, state: str) -> list[Fault]:
+        """The same for what a node says of its state."""
+        due = self._cues.on_node(node, state)
+        self._perform(due)
+        return due
+
+    async def finish(self) -> None:
+        """Wait for the faults under way."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Inject nothing more."""
+        tasks = [*self._running, *([self._clock] if self._clock else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _keep_time(self, began_at: float) -> None:
+        while (delay_s := self._cues.next_delay_s) is not None:
+            await asyncio.sleep(max(0.0, began_at + delay_s - time.monotonic()))
+            self._perform(self._cues.on_time(time.monotonic() - began_at))
+
+    def _perform(self, faults: list[Fault]) -> None:
+        for fault in faults:
+            task = asyncio.get_running_loop().create_task(self._one(fault))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+
+    async def _one(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.delay_s)
+        log.info("inject", fault=str(fault))
+        try:
+            await self._inject(fault)
+        except FtdError as error:
+            self._on_failure(fault, error)
+        except Exception as error:
+            # Nobody awaits this task: what is not told here is lost, and the fault would seem to strike on.
+            log.exception("inject", fault=str(fault))
+            self._on_failure(fault, PeerError(f"{type(error).__name__}: {error}"))
+        else:
+            self._perform(self._cues.on_struck(fault))

@@ -1,0 +1,73 @@
+"""A simulated daemon's way from a snapshot or a checkpoint to its trainers: it stages what a device needs."""
+
+from ftd.faults.sim.host import SimHost
+from ftd.faults.sim.scrubber import SimScrubber
+from ftd.faults.sim.trainers import SimTrainer
+from planner.values import Device
+from statemachine.agent.events import StagingFailed
+from statemachine.cluster.rules import owned_layers
+from statemachine.effects import ResumeTrainer
+from statemachine.messages.cluster import RestoreFailed
+from statemachine.messages.values import Restore
+
+_TRIES = 6
+_AGAIN_S = 0.5
+
+
+class SimRestorer:
+    """One daemon's."""
+
+    def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
+        self._node, self._scrubber = node, scrubber
+        self.reads_s = 0.0
+        """So much longer a read may take, at most."""
+
+    def stage(self, trainer: SimTrainer, effect: ResumeTrainer) -> None:
+        """What the device needs of a snapshot, and then the trainer is told."""
+        if effect.resume.restore is None or self._layers(trainer, effect) is None:
+            trainer.resume(effect.resume)
+        elif self.reads_s:
+            world = self._node.world
+            world.call_later(world.upto(self.reads_s), self._read, trainer, effect, _TRIES)
+        else:
+            self._read(trainer, effect, _TRIES)
+
+    def _layers(self, trainer: SimTrainer, effect: ResumeTrainer) -> frozenset[int] | None:
+        device = Device(node=self._node.name, index=trainer.device)
+        return owned_layers(effect.resume.plan).get(device)
+
+    def _read(self, trainer: SimTrainer, effect: ResumeTrainer, tries: int) -> None:
+        node, resume = self._node, effect.resume
+        restore, layers, place = resume.restore, self._layers(trainer, effect), node.place
+        assert restore is not None, "there is something to read"
+        assert layers is not None, "the device has a rank"
+        if not node.up or node.agent.generation != resume.generation:
+            return
+        if restore.url and place.hangs_s:
+            node.world.call_later(place.hangs_s, self._read, trainer, effect, tries)
+            return
+        staged, bad = self._staged(restore, set(layers))
+        if bad and tries:
+            node.world.call_later(_AGAIN_S, self._read, trainer, effect, tries - 1)
+        elif bad or not staged:
+            node.feed(
+                StagingFailed(
+                    at=node.world.now,
+                    cause=effect.cause,
+                    failure=RestoreFailed(
+                        generation=resume.generation,
+                        detail="it cannot be had",
+                        bad=bad,
+                        damaged=bool(restore.url) and not place.closed,
+                    ),
+                )
+            )
+        else:
+            trainer.do(trainer.resume, resume, staged)
+            self._scrubber.watch(restore, at_once=True)
+
+    def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
+        node = self._node
+        if restore.url:
+            return node.place.read(restore, layers), ()
+        return node.restored(restore, layers)

@@ -1,0 +1,130 @@
+"""The faults of a scenario, done to a simulated cluster."""
+
+from dataclasses import replace
+from typing import assert_never
+
+from ftd.errors import PeerError
+from ftd.faults.chaos.values import Fault
+from ftd.faults.sim.cluster import SimCluster
+from ftd.faults.sim.network import MessageFaults
+from ftd.faults.sim.node import SimNode
+
+FOR_EVER_S = 1e6
+DEFAULT_FACTOR = 3.0
+
+
+def strike_central(cluster: SimCluster, fault: Fault, part: str) -> None:
+    """Do it now to the coordinator that leads or to the broker."""
+    for_s = fault.for_s or FOR_EVER_S
+    match part, fault.do:
+        case "coordinator", "kill":
+            leader = cluster.coordinator
+            leader.crash()
+            cluster.world.call_later(fault.restart_after_s, leader.restart)
+        case "coordinator", _:
+            cluster.coordinator.freeze(for_s)
+        case "broker", "kill":
+            cluster.network.stop_broker(fault.restart_after_s)
+        case _:  # A broker that stands still: nobody hears anybody.
+            for name in (*(one.name for one in cluster.coordinators), *cluster.nodes):
+                cluster.network.cut(name, for_s)
+
+
+def strike_node(cluster: SimCluster, fault: Fault, name: str) -> None:
+    """Do it now to this node.
+
+    :raises PeerError: the node is not up, or it cannot be done as things are.
+    """
+    node = cluster.nodes.get(name)
+    if node is None or not node.up:
+        raise PeerError(f"{name} is not up")
+    clock, for_s = cluster.world, fault.lasts_s or FOR_EVER_S
+    match fault.do:
+        case "kill" if fault.process == "node":
+            node.crash()
+        case "kill" | "raise":
+            for device in _devices(fault, node):
+                node.fail_trainer(device, "raised" if fault.do == "raise" else "exited")
+        case "term":
+            node.terminate()
+        case "stop" | "hang":
+            if fault.do == "stop" and fault.process == "node":
+                node.freeze(for_s)
+            for device in _devices(fault, node):
+                trainer = node.trainers[device]
+                trainer.frozen, trainer.asleep = fault.do == "stop", fault.do == "hang"
+                clock.call_later(for_s, trainer.wake)
+        case "slow":
+            node.slowness = fault.factor or DEFAULT_FACTOR
+            if fault.for_s is not None:
+                clock.call_later(fault.for_s, _quicken, node)
+        case "disconnect":
+            cluster.network.cut(node.name, for_s)
+            cluster.network.drop(node.name)
+        case "cut":
+            _cut(cluster, node, for_s)
+        case "fill_memory":
+            node.pace = replace(node.pace, full=1.0)
+            clock.call_later(for_s, _empty, node)
+        case "fill_disk":
+            cluster.place.full = 1.0
+            clock.call_later(for_s, _empty_disk, cluster)
+        case "lossy":
+            line = MessageFaults(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
+            cluster.network.lines[node.name] = line
+            clock.call_later(for_s, _mend, cluster, node)
+        case "flip":
+            _flip(cluster, fault, node)
+        case "start":
+            raise PeerError(f"{node.name} is running already")
+        case _:
+            assert_never(fault.do)
+
+
+def _flip(cluster: SimCluster, fault: Fault, node: SimNode) -> None:
+    """:raises PeerError: it keeps nothing of a complete snapshot."""
+    newest = cluster.invariants.newest
+    parts = {} if newest is None else node.arena.parts(cluster.invariants.key_of(newest))
+    shards = [shard for device, shard in parts.items() if fault.device in (None, device)]
+    if not shards:
+        raise PeerError(f"{node.name} keeps no part of a snapshot that is complete everywhere now")
+    for shard in shards:
+        shard.damaged = True
+
+
+def _devices(fault: Fault, node: SimNode) -> list[int]:
+    """:raises PeerError: there is no such trainer now."""
+    found = [device for device in node.trainers if fault.device in (None, device)]
+    if not found:
+        raise PeerError(f"{node.name} runs no such trainer now")
+    return found
+
+
+def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
+    """From the broker and from the other hosts, whose connections to it break."""
+    cluster.network.cut(node.name, for_s)
+    node.data_cut = True
+    for trainer in list(node.trainers.values()):
+        if trainer.group is not None:
+            trainer.group.break_connection()
+    cluster.world.call_later(for_s, _reconnect, node)
+
+
+def _mend(cluster: SimCluster, node: SimNode) -> None:
+    cluster.network.lines.pop(node.name, None)
+
+
+def _reconnect(node: SimNode) -> None:
+    node.data_cut = False
+
+
+def _quicken(node: SimNode) -> None:
+    node.slowness = 1.0
+
+
+def _empty_disk(cluster: SimCluster) -> None:
+    cluster.place.full = 0.0
+
+
+def _empty(node: SimNode) -> None:
+    node.pace = replace(node.pace, full=0.0)

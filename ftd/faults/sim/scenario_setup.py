@@ -1,0 +1,133 @@
+"""What a scenario is played on in the simulator: a job, a stand-in for its model, nodes, periods and limits.
+
+The model is stood for by layers of equal size: as many as the faults name, six at least. Where the job limits
+a device's memory, two nodes are needed for a copy of it, as in the examples.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from ftd.config.job import job_from_data, load_job_data, profile_from_data
+from ftd.errors import ConfigurationError
+from ftd.faults.chaos.values import AfterFault, CentralService, Fault, PlanRole, Scenario
+from planner.values import LayerProfile, ModelProfile
+from statemachine.messages.values import Job
+from statemachine.timing import Timing
+
+STEP_S = 0.1
+LEAST_LAYERS = 6
+_LAYER_BYTES = 16_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScenarioSetup:
+    """What a scenario is played on."""
+
+    job: Job
+    profile: ModelProfile
+    nodes: tuple[str, ...]
+    coordinators: tuple[str, ...]
+    """The first to start leads, most likely; the others stand by."""
+    devices: int
+    timing: Timing
+
+
+def make_scenario_setup(
+    scenario: Scenario, job: Path | None, nodes: int | None, origin: str
+) -> ScenarioSetup:
+    """The scenario's own ``[cluster]``, or what is given instead.
+
+    :raises ConfigurationError: there is neither, or the job makes no sense.
+    """
+    cluster = scenario.cluster
+    path = job if job is not None else cluster.job if cluster is not None else None
+    count = nodes if nodes is not None else cluster.nodes if cluster is not None else None
+    if path is None or count is None:
+        raise ConfigurationError(
+            "it has no [cluster] that says which job runs on how many nodes",
+            field=origin,
+            remedy="add one, or give --job and --nodes",
+        )
+    own = cluster is not None and job is None
+    data = load_job_data(
+        path,
+        steps=cluster.steps if cluster is not None and own else None,
+        override=cluster.override if cluster is not None and own else {},
+    )
+    devices = cluster.devices_per_node if cluster is not None else 1
+    made = job_from_data(data, job_id=f"{data.name}-simulated", devices_per_node=devices)
+    profile = profile_from_data(data)
+    if profile is None:
+        profile = _stand_in(scenario, made)
+        made = msgspec.structs.replace(
+            made, policy=msgspec.structs.replace(made.policy, device_memory_bytes=None)
+        )
+    return ScenarioSetup(
+        job=made,
+        profile=profile,
+        nodes=tuple(f"node-{number}" for number in range(count)),
+        coordinators=tuple(
+            f"coordinator-{number}" for number in range(cluster.coordinators if cluster is not None else 1)
+        ),
+        devices=devices,
+        timing=Timing(**cast(Any, dict(cluster.timing))) if cluster is not None else Timing(),
+    )
+
+
+def _stand_in(scenario: Scenario, job: Job) -> ModelProfile:
+    named = [
+        f.target.layer
+        for f in scenario.faults
+        if isinstance(f.target, PlanRole) and f.target.layer is not None
+    ]
+    count = max([LEAST_LAYERS, *(layer + 1 for layer in named)])
+    layer = LayerProfile(
+        forward_ms=10.0,
+        backward_ms=20.0,
+        parameter_bytes=_LAYER_BYTES // 4,
+        gradient_bytes=_LAYER_BYTES // 4,
+        optimizer_bytes=_LAYER_BYTES // 2,
+        activation_bytes=100,
+        output_bytes=100,
+    )
+    limited = job.policy.device_memory_bytes is not None
+    return ModelProfile(
+        layers=(layer,) * count,
+        microbatch_rows=job.policy.microbatch_rows,
+        device_memory_bytes=int(0.7 * _LAYER_BYTES * count) if limited else None,
+    )
+
+
+def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) -> str:
+    """Return why the simulator cannot do this, in words; empty: it can."""
+    hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * step_s)
+    short = fault.for_s is not None and fault.for_s < max(hung_s, timing.silence_s + 1.0)
+    match fault.do:
+        case "hang" if short and not isinstance(fault.target, CentralService):
+            return "simulated trainers that sleep do not wake up again: it must last until they count as lost"
+        case "slow" if fault.device is not None and devices > 1:
+            return "a simulated node is slow with all of its trainers"
+        case _:
+            return ""
+
+
+def unsupported_faults(scenario: Scenario, setting: ScenarioSetup) -> dict[Fault, str]:
+    """The faults that the simulator does not have, with the reason."""
+    found = {f: _why_unsupported(f, setting.timing, STEP_S, setting.devices) for f in scenario.faults}
+    return {fault: why for fault, why in found.items() if why}
+
+
+def without_faults(scenario: Scenario, skipped: Iterable[Fault]) -> Scenario:
+    """The scenario without these faults and those that wait for them."""
+    gone = {fault.id for fault in skipped}
+    while more := {
+        fault.id
+        for fault in scenario.faults
+        if fault.id not in gone and isinstance(fault.trigger, AfterFault) and fault.trigger.fault in gone
+    }:
+        gone |= more
+    return replace(scenario, faults=tuple(fault for fault in scenario.faults if fault.id not in gone))

@@ -1,0 +1,91 @@
+"""What is slow, and neither dead nor away for good."""
+
+from ftd.faults.sim.faults import some_node
+from ftd.faults.sim.node import SimNode
+from ftd.faults.sim.simulation import Simulation
+
+
+def slow_node(sim: Simulation) -> None:
+    """A node computes slowly, for a while or until the healing."""
+    node = some_node(sim)
+    if node is not None:
+        node.slowness = sim.world.between(1.2, 6.0)
+        sim.log(f"slow {node.name} by {node.slowness:.1f}")
+        if sim.world.chance(0.6):
+            sim.world.call_later(sim.world.between(3.0, 15.0), sim.quicken, node)
+
+
+def pause_trainer(sim: Simulation) -> None:
+    """A process is stopped, and goes on where it was: before anybody notices, or after it was given up."""
+    node = some_node(sim)
+    if node is not None and node.trainers:
+        for_s = sim.world.between(0.1, 6.0)
+        trainer = sim.world.rng.choice(list(node.trainers.values()))
+        sim.log(f"trainer {node.name}/{trainer.device} is stopped for {for_s:.2f} s")
+        _pause(sim, node, [trainer.device], for_s)
+
+
+def pause_host(sim: Simulation) -> None:
+    """A virtual machine is moved: all of its processes stand still."""
+    node = some_node(sim)
+    if node is not None:
+        for_s = sim.world.between(0.1, 8.0)
+        sim.log(f"{node.name} stands still for {for_s:.2f} s")
+        node.freeze(for_s)
+        _pause(sim, node, list(node.trainers), for_s)
+
+
+def _pause(sim: Simulation, node: SimNode, devices: list[int], for_s: float) -> None:
+    for trainer in [node.trainers[device] for device in devices]:
+        if not trainer.frozen and not trainer.asleep:
+            trainer.frozen = True
+            sim.world.call_later(for_s, trainer.wake)
+
+
+def stutter_daemon(sim: Simulation) -> None:
+    """It gets on, a little at a time."""
+    node = some_node(sim)
+    if node is not None:
+        sim.log(f"the daemon of {node.name} stutters")
+        for _ in range(sim.world.rng.randrange(2, 10)):
+            sim.world.call_later(sim.world.between(0.0, 8.0), node.freeze, sim.world.between(0.1, 1.0))
+
+
+def stutter_leader(sim: Simulation) -> None:
+    """Slow, not dead: around the limits behind which others take it for dead."""
+    leader = sim.coordinator
+    sim.log(f"{leader.name} stutters")
+    for _ in range(sim.world.rng.randrange(2, 10)):
+        sim.world.call_later(sim.world.between(0.0, 8.0), leader.freeze, sim.world.between(0.1, 2.5))
+
+
+def slow_planning(sim: Simulation) -> None:
+    """Nothing is precomputed, or the host is busy."""
+    thinks_s = sim.world.between(0.5, 6.0)
+    sim.log(f"plans take up to {thinks_s:.1f} s")
+    for coordinator in sim.coordinators:
+        coordinator.thinks_s = thinks_s
+    sim.world.call_later(sim.world.between(3.0, 15.0), _plan_quickly, sim)
+
+
+def _plan_quickly(sim: Simulation) -> None:
+    for coordinator in sim.coordinators:
+        coordinator.thinks_s = 0.0
+
+
+def slow_bytes(sim: Simulation) -> None:
+    """A node reads and sends snapshots slowly, up to beyond the limits of who waits for it."""
+    node = some_node(sim)
+    if node is not None:
+        node.stager.reads_s, node.copies.sends_s = sim.world.between(0.5, 15.0), sim.world.between(0.5, 8.0)
+        sim.log(f"{node.name} reads up to {node.stager.reads_s:.1f} s, sends {node.copies.sends_s:.1f} s")
+
+
+def restart_slowly(sim: Simulation) -> None:
+    """A daemon is killed, and the next one takes long to find what its memory keeps."""
+    node = some_node(sim)
+    if node is not None:
+        node.looks_s = sim.world.between(0.5, 10.0)
+        sim.log(f"restart {node.name}, which takes up to {node.looks_s:.1f} s to look through its memory")
+        node.crash()
+        sim.world.call_later(sim.world.between(0.001, 0.5), sim.revive, node)

@@ -1,0 +1,186 @@
+"""The processes of a cluster on one machine: started, watched, and gone without a trace at the end."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ftd.errors import PeerError
+from ftd.processes import (
+    become_subreaper,
+    child_pids,
+    descendant_pids,
+    die_with_parent,
+    is_alive,
+    read_tail,
+    reap,
+    signal_group,
+)
+
+_GONE_TIMEOUT_S = 5.0
+_END_NOTICED_S = 5.0
+"""Time for a process that was killed to be gone before one of its name starts."""
+_MAX_BASE_LENGTH = 30
+# What a scenario mounted there goes first (``ftd.local.mounts``).
+_JANITOR = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
+
+
+def shared_memory(directory: Path) -> Path:
+    """Where the nodes of a cluster in ``directory`` keep snapshots: in memory, where that can be had."""
+    memory = Path("/dev/shm")
+    return memory / directory.name if memory.is_dir() else directory / "snapshots"
+
+
+@contextlib.contextmanager
+def private_directory() -> Iterator[Path]:
+    """A directory of our own under a short path (a unix socket's may have 107 bytes), gone afterwards.
+
+    Even a SIGKILL of this process leaves nothing: a small shell waits for the end of a pipe that only
+    this process holds open, and then removes the directory.
+    """
+    usual = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
+    reading, writing = os.pipe()
+    janitor = subprocess.Popen(
+        ["/bin/sh", "-c", _JANITOR, str(path), str(shared_memory(path))],
+        stdin=reading,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(reading)
+    try:
+        yield path
+    finally:
+        for directory in (path, shared_memory(path)):
+            shutil.rmtree(directory, ignore_errors=True)
+        janitor.kill()
+        janitor.wait()
+        os.close(writing)
+
+
+def _inherited_environment() -> dict[str, str]:
+    """Return this process's environment without the variables that would point daemons at another cluster."""
+    others = ("FTD_BROKER", "FTD_CLUSTER", "FTD_SECRET")
+    return {name: value for name, value in os.environ.items() if not name.startswith(others)}
+
+
+@dataclass(slots=True, kw_only=True)
+class ChildProcess:
+    """One process of the cluster, leader of its own process group."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+    started_at: float
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def running(self) -> bool:
+        return self.process.returncode is None
+
+
+@dataclass(slots=True, kw_only=True)
+class ChildProcesses:
+    """Starts, signals and ends the processes of one cluster.
+
+    Children die with this process (parent-death signal), and this process adopts what a killed child
+    leaves behind, so at the end "no child is left" is a fact the kernel confirms.
+    """
+
+    logs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    children: dict[str, ChildProcess] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.logs.mkdir(parents=True, exist_ok=True)
+        become_subreaper()
+
+    async def start(self, name: str, command: Sequence[str], *, inherit: Sequence[int] = ()) -> ChildProcess:
+        """Start a process under a name; its output is appended to ``<name>.log``.
+
+        :param inherit: file descriptors that it gets, under the same numbers.
+
+        :raises PeerError: a process of this name is running, or the program cannot be started.
+        """
+        if name in self.children and self.children[name].running:
+            # It may have been killed a moment ago, and its end not been noticed.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.children[name].process.wait(), _END_NOTICED_S)
+        if name in self.children and self.children[name].running:
+            raise PeerError(f"{name} is running already")
+        log = self.logs / f"{name}.log"
+        with log.open("ab") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(),
+                    pass_fds=tuple(inherit),
+                    env={**_inherited_environment(), **self.environment},
+                )
+            except OSError as error:
+                raise PeerError(f"cannot start {name} ({command[0]}): {error.strerror}") from error
+        child = ChildProcess(name=name, process=process, log=log, started_at=time.monotonic())
+        self.children[name] = child
+        return child
+
+    def running(self, name: str) -> bool:
+        return name in self.children and self.children[name].running
+
+    async def kill(self, name: str) -> None:
+        """SIGKILL the process group of ``name`` and wait for its leader's end."""
+        child = self.children[name]
+        signal_group(child.pid, signal.SIGKILL)
+        await child.process.wait()
+
+    async def terminate(self, names: Sequence[str], grace_s: float) -> None:
+        """Ask these to leave (SIGTERM); those that are still there after ``grace_s`` are killed."""
+        leaving = [self.children[name] for name in names if self.running(name)]
+        for child in leaving:
+            with contextlib.suppress(ProcessLookupError):
+                child.process.terminate()
+        if leaving:
+            await asyncio.wait([asyncio.ensure_future(c.process.wait()) for c in leaving], timeout=grace_s)
+        for child in leaving:
+            if child.running:
+                await self.kill(child.name)
+
+    def reap_adopted(self) -> None:
+        """Bury what killed nodes left behind: processes nobody else waits for."""
+        reap(child_pids() - {child.pid for child in self.children.values()})
+
+    async def end(self) -> None:
+        """SIGKILL everything below this process and wait until it is gone."""
+        own = {child.pid for child in self.children.values()}
+        below = {pid for root in child_pids() & own for pid in descendant_pids(root)} | (child_pids() & own)
+        for pid in below:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _GONE_TIMEOUT_S
+        for child in self.children.values():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.process.wait(), max(0.1, deadline - time.monotonic()))
+        while (left := {pid for pid in below if is_alive(pid)}) and time.monotonic() < deadline:
+            self.reap_adopted()
+            await asyncio.sleep(0.01)
+        if left:
+            raise PeerError(f"processes {sorted(left)} did not end within {_GONE_TIMEOUT_S:g} s of SIGKILL")
+
+    def tails(self, size_bytes: int = 3000) -> dict[str, str]:
+        """The end of every process's log that said anything."""
+        found = {name: read_tail(child.log, size_bytes) for name, child in self.children.items()}
+        return {name: text for name, text in found.items() if text}

@@ -1,0 +1,255 @@
+"""A cluster on this machine that scenarios are played on, one after another: each finds it in order."""
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+from ftd.config.job import load_job_data
+from ftd.errors import ConfigurationError, FtdError, PeerError
+from ftd.faults.chaos.inject import require_known_nodes
+from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
+from ftd.faults.chaos.targets import read_layout
+from ftd.faults.chaos.values import CentralService, ClusterSetup, SameLosses, Scenario
+from ftd.local.cluster import ClusterOptions
+from ftd.local.driver import ClusterResources, LocalDriver
+from ftd.local.inject import LocalInjector
+from ftd.local.mounts import mount_tmpfs
+from ftd.local.namespaces import unavailable_reason
+from ftd.observe.run_model import Fact, JobEnded, RecoveryCompleted
+from ftd.transport.wire.public import JobData
+
+START_S = 120.0
+"""From the submission to the first plan that trains."""
+LEAVE_S = 10.0
+STOP_S = 10.0
+_GAP_EVENTS = 200
+DISK = "{disk}"
+Tell = Callable[[str], None]
+
+
+def cluster_key(setup: ClusterSetup) -> ClusterSetup:
+    """Scenarios with the same one can share a cluster: their jobs need not be the same."""
+    return dataclasses.replace(setup, job=Path(), steps=None, override={})
+
+
+def require_setup(scenario: Scenario) -> ClusterSetup:
+    """:raises ConfigurationError: it names no cluster, or faults that this cluster cannot have."""
+    if scenario.cluster is None:
+        raise ConfigurationError(
+            f"{scenario.name} has no [cluster]",
+            field="--local",
+            remedy="add [cluster] with job and nodes, or run it against a cluster that runs",
+        )
+    setup = scenario.cluster
+    for fault in scenario.faults:
+        if fault.do == "cut" and not setup.network:
+            raise ConfigurationError(
+                f"{fault.id}: cut needs nodes with networks of their own",
+                field=scenario.name,
+                remedy="write network = true under [cluster]",
+            )
+        if fault.do == "fill_disk" and setup.disk_mib is None:
+            raise ConfigurationError(
+                f"{fault.id}: fill_disk needs a disk that may be filled",
+                field=scenario.name,
+                remedy='write disk_mib under [cluster], and url = "{disk}/…" as override.checkpoint of it',
+            )
+    return setup
+
+
+def missing_requirement(setup: ClusterSetup) -> str:
+    """Why this machine cannot have such a cluster; empty where it can."""
+    if setup.network and (reason := unavailable_reason()):
+        return reason
+    if setup.memory_mib is not None or setup.disk_mib is not None:
+        try:
+            with tempfile.TemporaryDirectory() as name, mount_tmpfs(Path(name), 1, "memory_mib"):
+                return ""
+        except ConfigurationError as error:
+            return str(error)
+    return ""
+
+
+class ScenarioCluster:
+    """``async with Stage(setup, tell=print) as stage``: the cluster; nothing of it is left afterwards."""
+
+    def __init__(self, setup: ClusterSetup, *, report: Tell, logs: Path | None = None) -> None:
+        """:param logs: where the logs of all processes are kept."""
+        self._setup = setup
+        self._tell = report
+        self._undo = contextlib.AsyncExitStack()
+        options = ClusterOptions(
+            devices_per_node=setup.devices_per_node,
+            broker=setup.broker,
+            timing=dict(setup.timing),
+            coordinators=setup.coordinators,
+        )
+        surroundings = ClusterResources(
+            memory_mib=setup.memory_mib, disk_mib=setup.disk_mib, network=setup.network
+        )
+        home = [f"node-{index}" for index in range(setup.nodes)]
+        self._driver = LocalDriver(options, home, surroundings=surroundings, logs=logs)
+        self._player: ScenarioPlayer | None = None
+        self._begun = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._undisturbed: dict[bytes, dict[int, float]] = {}
+
+    async def __aenter__(self) -> Self:
+        """:raises FtdError: it could not be brought up."""
+        if reason := missing_requirement(self._setup):
+            raise ConfigurationError(reason, field="cluster")
+        try:
+            await self._undo.enter_async_context(self._driver)
+            await self._undo.enter_async_context(
+                self._driver.connected(
+                    on_event=self._on_event, on_state=self._on_state, on_node=self._on_node
+                )
+            )
+        except BaseException:
+            await self._undo.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._undo.aclose()
+
+    # --- a scenario --------------------------------------------------------------------------------
+
+    async def play(self, scenario: Scenario) -> ScenarioResult:
+        """Put the cluster in order, train, play.
+
+        :raises ConfigurationError: the scenario does not fit this cluster, or its job is wrong.
+        :raises FtdError: the cluster could not be put in order, or a node would not do a fault.
+        """
+        setup = require_setup(scenario)
+        driver = self._driver
+        require_known_nodes(scenario, driver.nodes, scenario.name)
+        override = _replaced(setup.override, str(driver.disk))
+        job = load_job_data(setup.job, steps=setup.steps, override=override)
+        baseline = await self._baseline(scenario, job)
+        await self._tidy()
+        injector = LocalInjector(
+            driver.client,
+            driver.cluster,
+            driver.on_start,
+            layout=lambda: read_layout(driver.state),
+            seed=scenario.seed,
+        )
+        await injector.check(scenario)
+        player = ScenarioPlayer(scenario, inject=injector.inject, report=self._tell, baseline=baseline)
+        player.on_state(dict(driver.state))
+        try:
+            await self._train(job)
+            self._player = player
+            player.start()
+            played = asyncio.ensure_future(player.wait_for_result())
+            try:
+                while not played.done():
+                    await asyncio.wait([played], timeout=0.5)
+                    for name in driver.ended(injector.absent):
+                        raise driver.exit_error(name, f"{name} has ended")
+                    await self._fill_gaps(player)
+                return played.result()
+            finally:
+                played.cancel()
+        finally:
+            self._player = None
+
+    async def _fill_gaps(self, player: ScenarioPlayer) -> None:
+        """What was told while the broker was away, the coordinator's journal knows."""
+        if any(one.fault.target == CentralService(service="broker") for one in player.record.struck.values()):
+            with contextlib.suppress(FtdError):  # Nobody answers while it is away.
+                for event in await self._driver.client.history(newest=_GAP_EVENTS):
+                    player.on_missed(event)
+
+    async def _baseline(self, scenario: Scenario, job: JobData) -> dict[int, float]:
+        """The losses of the same job without any fault, where the scenario compares; made once."""
+        if not any(isinstance(one, SameLosses) for one in _expected(scenario)):
+            return {}
+        key = repr((job.training, job.policy)).encode()
+        if len(self._undisturbed.get(key, {})) < job.steps:
+            await self._tidy()
+            self._tell(f"          {job.steps} steps without faults, to compare with")
+            await self._train(job)
+            async with asyncio.timeout(scenario.limit_s):
+                await self._ended.wait()
+            losses = {
+                step.step: step.loss for step in self._driver.run.steps.values() if step.loss is not None
+            }
+            self._undisturbed[key] = losses
+            if len(losses) < job.steps:
+                raise PeerError(f"without any fault {len(losses)} of {job.steps} steps were committed")
+        return self._undisturbed[key]
+
+    async def _train(self, job: JobData) -> None:
+        """Submit; returns when training has begun.
+
+        :raises PeerError: it does not begin. :raises RequestRejected: the job cannot run.
+        """
+        self._begun.clear()
+        self._ended.clear()
+        await self._driver.submit(job)
+        try:
+            async with asyncio.timeout(START_S):
+                await self._begun.wait()
+        except TimeoutError:
+            waiting = self._driver.state.get("waiting_for")
+            raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
+
+    # --- order ---------------------------------------------------------------------------------------
+
+    async def _tidy(self) -> None:
+        """Whatever the last scenario left: no job, an empty disk, and the home nodes up, no others."""
+        driver, state = self._driver, self._driver.state
+        if state.get("job") and state.get("phase") not in ("FINISHED", "FAILED"):
+            with contextlib.suppress(FtdError):  # It may have ended at this moment.
+                await driver.stop(state["job"]["id"])
+                # Its end must not be taken for the next job's; a broker that was killed may have lost it.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ended.wait(), STOP_S)
+        for path in driver.disk.iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+        strangers = [name for name in driver.cluster.nodes if name not in driver.nodes]
+        await driver.cluster.processes.terminate(strangers, grace_s=LEAVE_S)
+        driver.cluster.processes.reap_adopted()
+        for name in driver.nodes:
+            if not driver.cluster.processes.running(name):
+                await driver.start_node(name)
+        await driver.ready()
+
+    # --- news ----------------------------------------------------------------------------------------
+
+    def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
+        if self._player is not None:
+            self._player.on_event(event)
+        if isinstance(fact, RecoveryCompleted):  # The first is the start's: a step is committed.
+            self._begun.set()
+        elif isinstance(fact, JobEnded):
+            self._ended.set()
+
+    def _on_state(self, state: dict[str, Any]) -> None:
+        if self._player is not None:
+            self._player.on_state(state)
+
+    def _on_node(self, node: str, state: str) -> None:
+        if self._player is not None:
+            self._player.on_node(node, state)
+
+
+def _expected(scenario: Scenario) -> tuple[Any, ...]:
+    return (*scenario.expect, *(one for fault in scenario.faults for one in fault.expect))
+
+
+def _replaced(value: Any, disk: str) -> Any:
+    match value:
+        case dict():
+            return {key: _replaced(inner, disk) for key, inner in value.items()}
+        case str():
+            return value.replace(DISK, disk)
+        case _:
+            return value

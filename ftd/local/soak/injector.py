@@ -1,0 +1,301 @@
+"""Does to a local cluster what a soak has drawn, and sees to it that whatever was taken away comes back."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ftd.errors import FtdError, PeerError
+from ftd.faults.chaos.inject import RemoteInjector
+from ftd.faults.chaos.targets import read_layout
+from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes, NodeFault, Process
+from ftd.local.cluster import BROKER, LocalCluster
+from ftd.local.soak.draw import CENTRAL, IMPAIRING, DrawnFault
+from ftd.local.soak.monitor import SoakMonitor
+from ftd.local.soak.report import FaultRecord
+from ftd.processes import child_pids, read_tail
+from ftd.transport.client import ClusterClient
+
+_GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
+_SETTLED_S = 1.0
+"""A node is well again when nothing has been wrong with it for so long."""
+_ORPHAN_S = 5.0
+"""A process whose parent was killed must be gone after this."""
+_LEAVE_S = 60.0
+"""A node that was asked to leave must have left by then."""
+_LATE_S = 2.0
+"""Of a lossy session that loses everything: so late comes the rest at most; of others in proportion."""
+_LEADER_SHARE = 0.75
+"""So often it is the leading coordinator that is struck, where others stand by."""
+_DO: dict[str, tuple[NodeFault, Process]] = {
+    "kill_trainer": ("kill", "trainer"),
+    "term": ("term", "node"),
+    "stop": ("stop", "node"),
+    "stop_trainer": ("stop", "trainer"),
+    "hang": ("hang", "trainer"),
+    "raise": ("raise", "trainer"),
+    "slow": ("slow", "trainer"),
+    "disconnect": ("disconnect", "node"),
+    "lossy": ("lossy", "node"),
+    "flip": ("flip", "trainer"),
+    "fill_memory": ("fill_memory", "node"),
+}
+"""What a node does to itself when it is asked over MQTT."""
+
+
+class SoakInjector:
+    """All that strikes, and what may be struck now.
+
+    :param tolerate: so many nodes at most are struck and not well again, unless ``beyond``.
+    :param seed: lossy sessions draw from it.
+    """
+
+    def __init__(
+        self,
+        client: ClusterClient,
+        cluster: LocalCluster,
+        watch: SoakMonitor,
+        *,
+        tolerate: int,
+        beyond: bool,
+        seed: int,
+    ) -> None:
+        self._client, self._cluster, self._watch = client, cluster, watch
+        self._tolerate, self._beyond = tolerate, beyond
+        self._remote = RemoteInjector(client, layout=lambda: read_layout(watch.state), seed=seed)
+        self.struck: list[FaultRecord] = []
+        self._away: set[str] = set()
+        """Processes that ended because we wanted it."""
+        self._impaired: dict[str, float] = {}
+        """Nodes that were struck, with the moment when the fault is over."""
+        self._well_since: dict[str, float] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._orphans: dict[int, float] = {}
+        self._own = child_pids()
+        """What this process had started before."""
+        self._looked_at_s = 0.0
+
+    # --- what may be struck ------------------------------------------------------------------------
+
+    def look(self, at_s: float) -> None:
+        """Who is well again, who has ended unasked, and who is left over."""
+        self._looked_at_s = at_s
+        state = self._watch.state
+        for name in list(self._impaired):
+            if at_s >= self._impaired[name] and self._is_well(name, state):
+                since = self._well_since.setdefault(name, at_s)
+                if at_s - since >= _SETTLED_S:
+                    del self._impaired[name], self._well_since[name]
+            else:
+                self._well_since.pop(name, None)
+        self._watch.excused |= len(self._impaired) > self._tolerate
+        for name in (*self._cluster.central_services, *self._cluster.nodes):
+            if name not in self._away and not self._cluster.processes.running(name):
+                self._away.add(name)
+                child = self._cluster.processes.children[name]
+                said = read_tail(child.log, 1500)
+                self._watch.broken(
+                    at_s, "process", f"{name} ended by itself with {child.process.returncode}: {said}"
+                )
+        self._look_for_orphans(at_s)
+
+    def _is_well(self, name: str, state: Mapping[str, Any]) -> bool:
+        node = (state.get("nodes") or {}).get(name) or {}
+        up = self._cluster.processes.running(name) and node.get("state") in _GOOD_STATES
+        idle_job = self._watch.job is None or bool(self._watch.ended)
+        return up and (idle_job or (state.get("phase") == "RUNNING" and bool(node.get("in_plan"))))
+
+    def _look_for_orphans(self, at_s: float) -> None:
+        """Processes that killed nodes left behind are adopted by this one; the kernel ends them at once."""
+        self._orphans = {pid: self._orphans.get(pid, at_s) for pid in self._adopted()}
+        for pid, since in self._orphans.items():
+            if at_s - since > _ORPHAN_S:
+                self._own.add(pid)
+                self._watch.broken(at_s, "left_over", f"process {pid} outlived its node: {_command(pid)}")
+
+    def may_strike(self, strike: DrawnFault) -> bool:
+        """Whether the losses tolerated leave room for it."""
+        free = len(self._impaired) < self._tolerate
+        return free or self._beyond or strike.do not in IMPAIRING
+
+    @property
+    def calm(self) -> bool:
+        """Nothing is on its way, nobody is away, all nodes are well."""
+        everybody = set(self._cluster.nodes)
+        states = self._watch.state.get("nodes") or {}
+        up = {name for name in everybody if (states.get(name) or {}).get("state") in _GOOD_STATES}
+        return not self._running and not self._impaired and up == everybody
+
+    # --- striking ----------------------------------------------------------------------------------
+
+    def strike(self, strike: DrawnFault, at_s: float) -> None:
+        """Begin it; the rest happens beside."""
+        able = [
+            name
+            for name in self._cluster.nodes
+            if self._cluster.processes.running(name) and name not in self._away and name not in self._impaired
+        ]
+        node = strike.node_of(able)
+        if node is None and strike.do not in CENTRAL:
+            self._record(strike, None, at_s, "there is no node to strike")
+            return
+        until_s = at_s + strike.for_s
+        if node is not None and strike.do in IMPAIRING:
+            self._impaired[node] = until_s
+        self._watch.struck(node, strike.do, until_s)
+        task = asyncio.get_running_loop().create_task(self._carry_out(strike, node, at_s))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+
+    async def _carry_out(self, strike: DrawnFault, node: str | None, at_s: float) -> None:
+        refused = ""
+        try:
+            match strike.do:
+                case "kill_broker":
+                    await self._outage(BROKER, strike.for_s)
+                case "kill_coordinator":
+                    await self._outage(self._coordinator(strike), strike.for_s)
+                case "stop_coordinator":
+                    await self._freeze(self._coordinator(strike), strike.for_s)
+                case "kill":
+                    await self._kill(str(node), strike.for_s)
+                case "term":
+                    await self._leave(strike, str(node))
+                case _:
+                    await self._ask(strike, str(node))
+        except FtdError as error:
+            refused = str(error)
+        except Exception as error:  # Nobody awaits this task: what is not told here is lost.
+            refused = f"{type(error).__name__}: {error}"
+            self._watch.broken(at_s, "strike", f"{strike.do} of {node or 'the middle'} broke off: {refused}")
+        self._record(strike, node, at_s, refused)
+
+    def _record(self, strike: DrawnFault, node: str | None, at_s: float, refused: str) -> None:
+        self.struck.append(
+            FaultRecord(
+                number=strike.number,
+                at_s=round(at_s, 3),
+                fault=strike.do,
+                node=node,
+                for_s=strike.for_s,
+                factor=strike.factor,
+                problem=refused,
+            )
+        )
+
+    def _coordinator(self, strike: DrawnFault) -> str:
+        """Of several mostly the one that leads."""
+        names = self._cluster.coordinators
+        leader = read_layout(self._watch.state).leader
+        return leader if leader in names and strike.place < _LEADER_SHARE else names[-1]
+
+    async def _outage(self, name: str, for_s: float) -> None:
+        if name in self._away:
+            raise PeerError(f"the {name} is away already")
+        await self._kill(name, for_s)
+
+    async def _freeze(self, name: str, for_s: float) -> None:
+        if name in self._away:
+            raise PeerError(f"the {name} is away")
+        await self._cluster.freeze(name, for_s)
+
+    async def _kill(self, name: str, for_s: float) -> None:
+        """SIGKILL of broker, coordinator or a node's daemon, whose zygote and trainers die with it."""
+        self._away.add(name)
+        try:
+            await self._cluster.kill(name)
+        except FtdError:  # It ended by itself just then, which ``look`` is to see.
+            self._away.discard(name)
+            raise
+        await asyncio.sleep(for_s)
+        await self._bring_back(name)
+
+    async def _leave(self, strike: DrawnFault, node: str) -> None:
+        """Once it has left by itself, it comes back later."""
+        self._away.add(node)
+        try:
+            await self._ask(strike, node)
+            await asyncio.wait_for(self._cluster.processes.children[node].process.wait(), _LEAVE_S)
+        except TimeoutError:
+            self._away.discard(node)
+            raise PeerError(f"{node} did not leave within {_LEAVE_S:g} s") from None
+        except FtdError:
+            self._away.discard(node)
+            raise
+        await asyncio.sleep(strike.for_s)
+        await self._bring_back(node)
+
+    async def _bring_back(self, name: str) -> None:
+        try:
+            await self._cluster.restart(name)
+        except FtdError as error:
+            self._watch.broken(self._looked_at_s, "process", f"{name} did not come back: {error}")
+        else:
+            self._away.discard(name)
+
+    async def _ask(self, strike: DrawnFault, node: str) -> None:
+        do, process = _DO[strike.do]
+        lost = strike.factor if do == "lossy" else 0.0
+        fault = Fault(
+            id=f"soak-{strike.number}",
+            trigger=AfterTime(delay_s=0.0),
+            do=do,
+            target=NamedNodes(names=(node,)),
+            process=process,
+            for_s=strike.for_s or None,
+            factor=strike.factor if do == "slow" else None,
+            drop=lost,
+            duplicate=lost,
+            late_s=round(_LATE_S * lost, 3),
+        )
+        await self._remote.inject(fault)
+
+    async def finish(self, within_s: float) -> None:
+        """Wait for what is under way."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=within_s)
+
+    async def cancel(self) -> None:
+        """Do nothing more."""
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    # --- the end -----------------------------------------------------------------------------------
+
+    async def end_nodes(self, at_s: float, grace_s: float) -> None:
+        """SIGTERM to all nodes: each must end by itself, and leave no process."""
+        fleet = self._cluster.processes
+        for name in self._cluster.nodes:
+            self._watch.struck(name, "end", at_s + grace_s)
+        names = [name for name in self._cluster.nodes if fleet.running(name)]
+        self._away.update(self._cluster.nodes)
+        await fleet.terminate(names, grace_s)
+        for name in names:
+            code = fleet.children[name].process.returncode
+            states = self._watch.state.get("nodes") or {}
+            joined = (states.get(name) or {}).get("state") in _GOOD_STATES
+            # One that has just been started may not listen to signals yet.
+            if code != 0 and (joined or code != -signal.SIGTERM):
+                said = "had to be killed" if code == -9 else f"ended with {code}"
+                self._watch.broken(at_s, "left_over", f"{name} {said}, {grace_s:g} s after SIGTERM")
+        deadline = asyncio.get_running_loop().time() + _ORPHAN_S
+        while left := self._adopted():
+            if asyncio.get_running_loop().time() > deadline:
+                what = "; ".join(f"{pid}: {_command(pid)}" for pid in sorted(left))
+                self._watch.broken(at_s, "left_over", f"processes outlived all nodes: {what}")
+                return
+            await asyncio.sleep(0.05)
+
+    def _adopted(self) -> set[int]:
+        self._cluster.processes.reap_adopted()
+        return child_pids() - {c.pid for c in self._cluster.processes.children.values()} - self._own
+
+
+def _command(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return said.decode(errors="replace").strip()[:200]
+    return "gone meanwhile"

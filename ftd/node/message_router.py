@@ -1,0 +1,77 @@
+"""What a node hears over MQTT: each payload checked, read, and handed to whom it is for."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ftd.errors import WireError
+from ftd.transport.wire.codec import check_not_retained, decode_to_node, decode_to_nodes
+from ftd.transport.wire.public import NodeStateMessage, decode_json
+from ftd.transport.wire.topics import Topics
+from statemachine.messages.cluster import ToNode
+
+
+class NodeMessageHandler(Protocol):
+    """Whom it is handed to; of the daemon."""
+
+    @property
+    def incarnation(self) -> int:
+        """The present one."""
+
+    def on_command(self, message: ToNode) -> None: ...
+
+    def on_chaos(self, payload: bytes) -> None: ...
+
+    def on_trace(self, payload: bytes) -> None: ...
+
+    def on_state(self, seen: NodeStateMessage | None) -> None:
+        """Somebody's word on this node's own topic; ``None``: what was retained there was deleted."""
+
+    def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None: ...
+
+
+class NodeMessageRouter:
+    """See the module."""
+
+    def __init__(self, topics: Topics, node: str, ears: NodeMessageHandler) -> None:
+        self._node, self._ears, self._all = node, ears, topics.command
+        take: dict[str, Callable[[bytes, bool], None]] = {
+            topics.node_command(node): self._command,
+            topics.command: self._command_to_several,
+            topics.chaos(node): self._chaos,
+            topics.trace(node): self._trace,
+            topics.node_state(node): self._state,
+        }
+        self._take = take
+
+    def on_message(self, topic: str, payload: bytes, retained: bool) -> None:
+        """What nobody can act on is refused. On the topic that all nodes hear, the coordinator says so for
+        all of them: a thousand nodes would say it at once."""
+        take = self._take.get(topic)
+        if take is None:
+            return
+        try:
+            take(payload, retained)
+        except WireError as error:
+            details = {"topic": topic, "why": str(error)}
+            self._ears.announce("MessageRejected", f"{topic}: {error}", details, aloud=topic != self._all)
+
+    def _command(self, payload: bytes, retained: bool) -> None:
+        check_not_retained(retained)
+        self._ears.on_command(decode_to_node(payload, self._node))
+
+    def _command_to_several(self, payload: bytes, retained: bool) -> None:
+        check_not_retained(retained)
+        message = decode_to_nodes(payload).addressed(self._node, self._ears.incarnation)
+        if message is not None:
+            self._ears.on_command(message)
+
+    def _chaos(self, payload: bytes, retained: bool) -> None:
+        if not retained:  # A fault that somebody left retained must not strike at every start.
+            self._ears.on_chaos(payload)
+
+    def _trace(self, payload: bytes, retained: bool) -> None:
+        if not retained:
+            self._ears.on_trace(payload)
+
+    def _state(self, payload: bytes, retained: bool) -> None:
+        self._ears.on_state(decode_json(payload, NodeStateMessage) if payload else None)

@@ -1,0 +1,331 @@
+"""The model of a run as one frame of the live view."""
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from ftd.observe.run_model import Evaluated, JobSubmitted, RolledBack, RunModel, StepCommitted
+from ftd.observe.view.blocks import PipelineBars, node_table
+from ftd.observe.view.lines import event_line
+from ftd.observe.view.live.chart import EVALUATION_MARK, EVALUATION_STYLE, LossHistory, loss_chart
+from ftd.observe.view.live.row_budget import rows_for
+from ftd.observe.view.text import (
+    PHASE_STYLES,
+    QUIET_EVENTS,
+    ROUTINE_EVENTS,
+    JsonMap,
+    NodeColours,
+    format_clock,
+    format_duration,
+    format_number,
+    ineligible_words,
+    leader_words,
+    learning_rate_words,
+    metrics_words,
+    planning_words,
+    plural,
+    throughput_words,
+    waiting_words,
+)
+
+QUIET_S = 5.0
+"""While it trains, the coordinator says something twice in a second."""
+MOST_WORRY = 4
+"""Lines of it."""
+MOST_DRAWN = 1000
+"""Changes and evaluations that are drawn, the newest ones."""
+_TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
+
+
+class LiveFrame:
+    """Collects states and events; ``draw`` makes a frame, ``progress_line`` a line for a log."""
+
+    def __init__(self, total_steps: int | None) -> None:
+        self._total_steps = total_steps
+        self._run = RunModel(most=MOST_DRAWN)
+        self._events: deque[JsonMap] = deque(maxlen=200)
+        self._losses = LossHistory()
+        self._colours = NodeColours()
+        self._loss: float | None = None
+        self._several = False
+        """There is, or was, more than one coordinator."""
+        self._away_since = ""
+        """The time of day at which the broker was lost; empty while it is there."""
+
+    @property
+    def step(self) -> int:
+        """The newest step that an event or a state told of."""
+        return max(self._run.step, int(self._state.get("step") or 0))
+
+    @property
+    def _state(self) -> JsonMap:
+        return self._run.state
+
+    @property
+    def total_steps(self) -> int | None:
+        job = self._state.get("job")
+        return int(job["steps"]) if job else self._total_steps
+
+    def see_state(self, state: JsonMap) -> None:
+        before = self._run.job.id
+        self._run.on_state(state)
+        if before not in (None, self._run.job.id):
+            self._forget_losses()
+        self._several = self._several or bool(state.get("standbys") or state.get("ineligible"))
+        for name in sorted(state.get("nodes") or ()):
+            self._colours.of(name)
+
+    def see_broker(self, *, there: bool) -> None:
+        """The connection to the broker was made, or broke."""
+        self._away_since = "" if there else format_clock(datetime.now(UTC).isoformat()).partition(".")[0]
+
+    def see_event(self, event: JsonMap) -> None:
+        """One event; steps go into the chart, everything else into the list."""
+        fact = self._run.on_event(event)
+        if fact is None:
+            return
+        match fact:
+            case JobSubmitted():
+                self._forget_losses()
+            case StepCommitted(fresh=True, loss=loss) if loss is not None:
+                self._losses.add(fact.step, loss)
+                self._loss = loss
+            case RolledBack():
+                self._losses.cut(fact.to_step)
+        self._several = self._several or fact.event == "LeaderElected"
+        if fact.event not in QUIET_EVENTS:
+            self._list(event)
+
+    def _list(self, event: JsonMap) -> None:
+        """Of what comes again and again, only the newest one behind what else has happened."""
+        if event.get("event") in ROUTINE_EVENTS:
+            for index in range(len(self._events) - 1, -1, -1):
+                listed = self._events[index].get("event")
+                if listed == event.get("event"):
+                    del self._events[index]
+                if listed not in ROUTINE_EVENTS or listed == event.get("event"):
+                    break
+        self._events.append(event)
+
+    def _forget_losses(self) -> None:
+        """Another job begins: what its predecessor's steps were is no part of it."""
+        self._losses, self._loss = LossHistory(), None
+
+    @property
+    def _evaluations(self) -> list[Evaluated]:
+        return self._run.exclude_undone(self._run.evaluations)
+
+    def progress_line(self) -> str:
+        """Where the run stands, for a log."""
+        total = self.total_steps
+        phase = self._state.get("phase", "WAITING")
+        nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
+        at_work = sum(1 for n in nodes.values() if n.get("in_plan"))
+        parts = [
+            format_clock(datetime.now(UTC).isoformat()),
+            f"{'progress':<10}",
+            f"step {self.step}" + (f"/{total}" if total else ""),
+            f"loss {format_number(self._current_loss())}",
+            self._throughput() or "– samples/s",
+            f"{phase}, {plural(at_work, 'node')} at work",
+        ]
+        waiting = waiting_words(self._state)
+        if self._state.get("phase") == "UNREACHABLE":
+            waiting = f"waiting for a coordinator: {self._state['reason']}"
+        planning = planning_words(self._state)
+        parts[-1] += (f", {waiting}" if waiting else "") + (f", {planning}" if planning else "")
+        return "  ".join(parts)
+
+    @property
+    def news(self) -> tuple[int, str]:
+        """What a progress line is worth printing for, when it has changed."""
+        before = waiting_words(self._state) if self._state.get("phase") == "WAITING" else ""
+        return self.step, planning_words(self._state) + before
+
+    def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
+        """One frame for a terminal of this size; a narrow one gets the boxes one below the other.
+
+        :param quiet_s: for so long nothing has been heard.
+        """
+        wide = width >= 96
+        pipelines = self._state.get("pipelines") or ()
+        known = len(self._state.get("nodes") or ())
+        worry = Text(self._worry(quiet_s), style="yellow")
+        most = max(1, min(MOST_WORRY, height - 9))
+        lines = list(worry.wrap(Console(width=width), width - 4))[:most] if worry else []
+        rows = rows_for(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
+        fewer = rows_for(height - len(lines) - 1, wide=wide, nodes=known, pipelines=len(pipelines))
+        learning: tuple[Text, ...] = ()
+        if fewer.chart and (learning := self._learning(wide=wide)):
+            rows = fewer
+        parts: list[RenderableType] = [self._headline(learning, lines, width)]
+        nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
+        if wide and nodes is not None and rows.chart:
+            left = min(max(44, width * 9 // 20), 60)
+            middle = Table.grid(expand=True)
+            middle.add_column(width=left)
+            middle.add_column(ratio=1)
+            chart = self._chart_box(width - left, rows.chart, rows.middle)
+            middle.add_row(_box(nodes, "nodes", rows.middle), chart)
+            parts.append(middle)
+        elif nodes is not None:
+            parts.append(_box(nodes, "nodes"))
+            if rows.chart:
+                parts.append(self._chart_box(width, rows.chart))
+        if rows.pipelines:
+            over = self._state.get("phase") in ("FINISHED", "FAILED")
+            bars: RenderableType = PipelineBars(pipelines, self._colours, most=rows.pipelines)
+            parts.append(_box(Text("none: the job is over", style="dim") if over else bars, "pipelines"))
+        parts.append(self._event_box(rows.events))
+        return Group(*parts)
+
+    def _headline(self, learning: Sequence[Text], worry: Sequence[Text], width: int) -> RenderableType:
+        phase = str(self._state.get("phase") or "WAITING")
+        style = PHASE_STYLES.get(phase, "white")
+        job: JsonMap = self._state.get("job") or {}
+        batch = f"global batch {job['global_batch']}" if "global_batch" in job else ""
+        total = self.total_steps
+        grid = Table.grid(expand=True, padding=(0, 1))
+        grid.add_column(width=13)
+        grid.add_column(width=17 if self.step else 21)
+        grid.add_column(ratio=1)
+        grid.add_column(justify="right")
+        share = self.step / total if total else 0.0
+        progress = Table.grid(expand=True)
+        progress.add_column(ratio=1)
+        what, done, of_all = f"step {self.step}" + (f"/{total}" if total else ""), self.step, total
+        planning: JsonMap | None = self._state.get("planning") if phase == "WAITING" else None
+        if planning:
+            what, done, of_all = planning_words(self._state), int(planning["done"]), int(planning["total"])
+            share = done / of_all
+        progress.add_row(
+            ProgressBar(total=of_all or 1, completed=done, complete_style=style, finished_style=style)
+        )
+        grid.add_row(
+            Text(phase, style=f"{style} reverse" if phase != "RUNNING" else f"bold {style}"),
+            Text(what, style="bold", no_wrap=True),
+            progress,
+            Text(f"{share:4.0%}  {self._left(total)}"),
+        )
+        grid.add_row(
+            Text(f"generation {self._state.get('generation', 0)}", style="dim"),
+            Text.assemble(("loss ", "dim"), (format_number(self._current_loss()), "bold")),
+            self._speed(),
+            Text(self._learning_rate() if not learning and self._learning_rate() else batch, style="dim"),
+        )
+        if learning:
+            grid.add_row("", *learning)
+        title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
+        return Panel(
+            Group(grid, *worry),
+            title=title,
+            title_align="left",
+            subtitle=leader_words(self._state, width - 6) if self._several else None,
+            border_style=style,
+        )
+
+    def _current_loss(self) -> float | None:
+        return self._loss if self._loss is not None else self._state.get("loss")
+
+    def _worry(self, quiet_s: float) -> str:
+        """Why it does not train, or is not heard; empty where all is well."""
+        phase = self._state.get("phase")
+        if self._away_since:
+            return f"the broker is away: this is as of {self._away_since}; training goes on without it"
+        if quiet_s > QUIET_S and phase in _TALKING:
+            return f"nothing heard for {_whole(quiet_s)}: is the broker away?"
+        if phase == "UNREACHABLE":
+            return f"no coordinator: {self._state.get('reason') or 'it is gone'}; training goes on without it"
+        if phase == "FAILED":
+            return str(self._state.get("outcome") or "")
+        return "\n".join(filter(None, [waiting_words(self._state), *ineligible_words(self._state)]))
+
+    def _throughput(self) -> str:
+        """Tokens per second where the loss has some; empty while nothing is computed."""
+        samples_per_s, newest = self._state.get("samples_per_s"), self._run.newest_step
+        return (
+            throughput_words(newest.tokens_per_s if newest else None, samples_per_s) if samples_per_s else ""
+        )
+
+    def _speed(self) -> Text:
+        throughput, step_s = self._throughput(), self._state.get("step_s")
+        if not throughput or not step_s:
+            return Text("")
+        value, unit = throughput.split()
+        return _one_line(Text.assemble((value, "bold"), (f" {unit}, ", "dim"), format_duration(step_s)))
+
+    def _learning_rate(self, name: str = "lr") -> str:
+        newest = self._run.newest_step
+        value = learning_rate_words(newest.learning_rate if newest else None)
+        return f"{name} {value}" if value else ""
+
+    def _learning(self, *, wide: bool) -> tuple[Text, ...]:
+        """The newest evaluation, and the learning rate; nothing while neither is known."""
+        rate = self._learning_rate("learning rate" if wide else "lr")
+        loss = where = Text("")
+        if evaluations := self._evaluations:
+            newest = evaluations[-1]
+            loss = Text.assemble(("held out ", "dim"), (format_number(newest.loss), "bold"))
+            where_said = f"{'after ' if wide else ''}step {newest.step}"
+            said = filter(None, [where_said, metrics_words(newest.metrics)])
+            where = _one_line(Text(", ".join(said), style="dim"))
+        return (loss, where, Text(rate, style="dim")) if rate or evaluations else ()
+
+    def _left(self, total: int | None) -> str:
+        step_s = self._state.get("step_s")
+        if not total or not step_s or self._state.get("phase") != "RUNNING":
+            return ""
+        return f"{format_duration((total - self.step) * step_s)} left"
+
+    def _chart_box(self, width: int, rows: int, height: int | None = None) -> RenderableType:
+        changes = [one.recovery for one in self._run.recoveries.values() if one.recovery.cause != "start"]
+        failed = [recovery.step for recovery in changes if recovery.failure]
+        others = [recovery.step for recovery in changes if not recovery.failure]
+        evaluations = self._evaluations
+        chart = loss_chart(
+            self._losses,
+            width=width - 4,
+            height=rows,
+            failures=failed,
+            changes=others,
+            evaluations=[(one.step, one.loss) for one in evaluations],
+        )
+        legend = Text(no_wrap=True, overflow="ellipsis")
+        values = self._losses.values
+        if values:
+            legend.append(f"{format_number(values[0], 2)} → {format_number(values[-1], 2)}", style="dim")
+            legend.append("   █", style="red").append(f" {plural(len(failed), 'failure')}", style="dim")
+            legend.append("   █", style="green").append(
+                f" {plural(len(others), 'other change')}", style="dim"
+            )
+            if evaluations:
+                held_out = f" held out {format_number(evaluations[-1].loss, 2)}"
+                legend.append(f"   {EVALUATION_MARK}", style=EVALUATION_STYLE).append(held_out, style="dim")
+        return _box(Group(chart, legend), "loss", height)
+
+    def _event_box(self, rows: int) -> RenderableType:
+        newest = list(self._events)[-rows:]
+        lines: list[RenderableType] = [event_line(e) for e in newest]
+        return _box(Group(*lines) if lines else Text("nothing has happened yet", style="dim"), "events")
+
+
+def _box(content: RenderableType, title: str, height: int | None = None) -> Panel:
+    return Panel(
+        content, title=f"[dim]{title}[/]", title_align="left", border_style="bright_black", height=height
+    )
+
+
+def _one_line(text: Text) -> Text:
+    """Cut off what a narrow terminal has no room for."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def _whole(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 60 else format_duration(seconds)

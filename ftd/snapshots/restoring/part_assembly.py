@@ -1,0 +1,159 @@
+"""Layers of a group whose owners had only parts of them, put together from parts that cover them.
+
+Owners may have cut a layer differently. Each part is with its owner, and with ``arc:1`` also with the owner
+before it, which kept a replica. Nothing is decoded: what cannot be read where it was looked for is read where
+else it is. What a layer shares with an earlier one (tied weights) comes from the parts of that one.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ftd.errors import PeerError
+from storage.errors import CorruptDataError
+from storage.manifest import SnapshotPart
+from storage.partimage import Bytes, LayerPart, PartImage, ShardedImage, WholeLayer, assemble_from_parts, lent
+
+Read = Callable[[int, int], Awaitable[Bytes]]
+"""Bytes of what was kept, from an offset, so many.
+
+:raises PeerError: they are not to be had (any more).
+"""
+Lose = Callable[[str, str, str], None]
+"""Takes a node, a part and what is wrong with it."""
+
+
+Span = tuple[Fraction, Fraction]
+"""A range of fractions of a layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PartCopy:
+    """A part of a group's layers in a node's memory: its own, or another owner's."""
+
+    node: str
+    part: SnapshotPart
+    image: PartImage
+    read: Read
+
+    @property
+    def span(self) -> Span:
+        return Fraction(self.image.start, self.image.of), Fraction(self.image.end, self.image.of)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldParts:
+    """What one device of a node has of a group: the small part, and for each kind of bytes the reader."""
+
+    node: str
+    small: SnapshotPart
+    image: ShardedImage
+    shard: tuple[SnapshotPart, Read] | None
+    replica: tuple[SnapshotPart, Read] | None
+
+    def copies(self, lose: Lose) -> list[PartCopy]:
+        """What of it is sound and of the right length."""
+        found: list[PartCopy] = []
+        for image in self.image.held:
+            kept = self.replica if image.replica else self.shard
+            if kept is None:
+                continue
+            part, read = kept
+            end = image.offset + image.size_bytes
+            if part.size_bytes < end:
+                lose(self.node, part.name, f"{part.size_bytes} bytes, and {end} are told of")
+            else:
+                found.append(PartCopy(node=self.node, part=part, image=image, read=read))
+        return found
+
+
+class LostPartsError(PeerError):
+    """Ranges of ``layer`` are nowhere."""
+
+    def __init__(self, layer: int, spans: Iterable[Span]) -> None:
+        self.layer = layer
+        ranges = ", ".join(f"from {start} to {end}" for start, end in spans)
+        super().__init__(f"nobody who is here has the part {ranges} of layer {layer}")
+
+
+def homes_of(kept: Sequence[HeldParts], layer: int) -> list[int]:
+    """The layers whose parts have what ``layer`` shares with them, ascending."""
+    return sorted(set(_told_of(kept, layer).homes.values()))
+
+
+async def put_together(
+    kept: Sequence[HeldParts],
+    layer: int,
+    homes: Mapping[int, Sequence[HeldParts]],
+    lose: Lose,
+    gone: set[tuple[str, SnapshotPart]],
+) -> tuple[bytes, Bytes]:
+    """Header and payload of a layer.
+
+    :param homes: who has parts of each of its ``homes_of``.
+    :param gone: node and part of copies that could not be read; those found on the way are added.
+    :raises LostPartsError: a part is nowhere.
+    :raises CorruptDataError: what is kept does not make up the layer.
+    """
+    whole = _told_of(kept, layer)
+    pieces = await _all_parts(kept, layer, lose, gone)
+    for home, some in homes.items():
+        pieces += [(lent(whole, part), data) for part, data in await _all_parts(some, home, lose, gone)]
+    return await asyncio.to_thread(assemble_from_parts, whole, pieces)
+
+
+def _told_of(kept: Sequence[HeldParts], layer: int) -> WholeLayer:
+    return next(one for some in kept for one in some.image.layers if one.layer == layer)
+
+
+async def _all_parts(
+    kept: Sequence[HeldParts], layer: int, lose: Lose, gone: set[tuple[str, SnapshotPart]]
+) -> list[tuple[LayerPart, Bytes]]:
+    """Return parts that cover the layer. Where one cannot be read, others are."""
+    here = [one for one in kept if any(whole.layer == layer for whole in one.image.layers)]
+    copies = [copy for one in here for copy in one.copies(lose)]
+    done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
+    while True:
+        there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in gone]
+        chosen, lacking = covering(there)
+        if lacking:
+            raise LostPartsError(layer, lacking)
+        new = [copy for copy in chosen if copy not in done]
+        if not new:
+            return [done[copy] for copy in chosen]
+        pieces = await asyncio.gather(*(_read(copy, layer, lose, gone) for copy in new))
+        done |= {copy: piece for copy, piece in zip(new, pieces, strict=True) if piece is not None}
+
+
+def covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
+    """Return copies that cover as much of a layer as all of them do, and the ranges that none has.
+
+    Where several have what comes next, the first of them is taken.
+    """
+    chosen: list[PartCopy] = []
+    lacking: list[Span] = []
+    reached = Fraction(0)
+    while reached < 1:
+        copy = next((one for one in copies if one.span[0] <= reached < one.span[1]), None)
+        if copy is not None:
+            chosen.append(copy)
+            reached = copy.span[1]
+        else:
+            begin = min((one.span[0] for one in copies if one.span[0] > reached), default=Fraction(1))
+            lacking.append((reached, begin))
+            reached = begin
+    return chosen, lacking
+
+
+async def _read(
+    copy: PartCopy, layer: int, lose: Lose, gone: set[tuple[str, SnapshotPart]]
+) -> tuple[LayerPart, Bytes] | None:
+    """Return what the copy has of the layer; ``None`` where it cannot be read."""
+    part = next(one for one in copy.image.layers if one.layer == layer)
+    try:
+        return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)
+    except (PeerError, CorruptDataError) as error:
+        gone.add((copy.node, copy.part))
+        lose(copy.node, copy.part.name, str(error))
+        return None

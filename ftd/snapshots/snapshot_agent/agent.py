@@ -1,0 +1,347 @@
+"""Scripts' snapshots on this host and their buddies' copies: protected among hosts, brought back (design §7).
+
+Ranks write into ``<root>/<job>/rank-<r>`` themselves; what is another host's rank's own is kept in
+``copy-<r>``. The keeper of rank 0 leads: it follows what rank 0 completes, has every host of the run keep
+the newest (``pin``), then its copies (``copy``), and when all have, says so to all (``settle``); only then
+may ranks let older ones go. So one and the same step is protected everywhere, however quickly snapshots
+follow each other. docs/tutorials/snapshotter.md has the states and messages.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import re
+import shutil
+import time
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import structlog
+
+from ftd.errors import PeerError
+from ftd.snapshots.shards.arenas import NodeArenas
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
+from ftd.snapshots.snapshot_agent.client import PeerAgentClient
+from runtime.wire.snapshot_agent_protocol import (
+    HeldRankSnapshot,
+    ProtectedRun,
+    ProtectRequest,
+    RankSnapshotLayout,
+    SnapshotKey,
+    read_retained,
+    write_retained,
+)
+from storage.arena import SLOTS, Arena
+from storage.errors import ArenaFullError, CorruptDataError
+from storage.manifest import SnapshotManifest, SnapshotPart, read_record, write_record
+
+log = structlog.get_logger("ftd.node")
+
+KEPT_NAMES = re.compile(r"(?:rank|copy)-(\d{1,6})()", re.ASCII)
+JOB_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
+RUN_FILE = "run.json"
+What = Literal["pin", "copy", "release"]
+SEQUENCE: tuple[What, ...] = ("pin", "copy", "release")
+PIN_S = 60.0
+"""So long a host may take until all its ranks have a step that rank 0 has."""
+COPY_S = 1800.0
+""":data:`PIN_S` and this: many gigabytes at a bounded rate."""
+_POLL_S = 0.02
+_RESTED_POLL_S = 0.5
+_PAUSE_S = 0.5
+"""After a failure to protect."""
+
+
+class SnapshotAgent:
+    """:param address: of this keeper. :param rate_bytes_s: of copies that it receives; ``None``: no bound."""
+
+    def __init__(
+        self,
+        root: Path,
+        arenas: NodeArenas,
+        client: PeerAgentClient,
+        *,
+        address: str,
+        peers: tuple[str, ...],
+        rate_bytes_s: float | None,
+    ) -> None:
+        self.root, self.address = root, address
+        self._arenas, self._client, self._peers = arenas, client, peers
+        self._rate_bytes_s = rate_bytes_s
+        self._leading: dict[str, asyncio.Task[None]] = {}
+        self._copies: dict[tuple[str, int], Arena] = {}
+        self._copying: dict[str, asyncio.Lock] = {}
+        self._newest: dict[str, int] = {}
+        """The newest generation of each job that was heard of."""
+        self._over: dict[str, int] = {}
+        """Of jobs that were removed: what is still under way for such a run comes too late."""
+
+    def resume(self) -> None:
+        """Runs that were led when this daemon ended."""
+        for path in self.root.glob(f"*/{RUN_FILE}"):
+            with contextlib.suppress(CorruptDataError, OSError):
+                self._lead(read_record(path, ProtectedRun))
+
+    async def close(self) -> None:
+        """What is kept stays."""
+        for task in self._leading.values():
+            task.cancel()
+        await asyncio.gather(*self._leading.values(), return_exceptions=True)
+        for arena in self._copies.values():
+            arena.close()
+
+    # --- what there is ---------------------------------------------------------------------------
+
+    def held(self, job: str) -> list[HeldRankSnapshot]:
+        """What is complete here, by its manifests; bytes are verified when they are read."""
+        found = []
+        for directory in sorted(self._job(job).glob("*-*")):
+            if not KEPT_NAMES.fullmatch(directory.name):
+                continue
+            for path in directory.glob("step-*.json"):
+                with contextlib.suppress(CorruptDataError, OSError, msgspec.ValidationError):
+                    manifest = read_record(path, SnapshotManifest)
+                    layout = msgspec.convert(manifest.layout, RankSnapshotLayout)
+                    if manifest.job_id == job:
+                        found.append(
+                            HeldRankSnapshot(
+                                address=self.address,
+                                generation=manifest.generation,
+                                step=manifest.step,
+                                layout=layout,
+                                is_copy=directory.name.startswith("copy-"),
+                            )
+                        )
+        return found
+
+    async def held_around(self, job: str) -> list[HeldRankSnapshot]:
+        """Here, and at the configured peers that answer."""
+        found = self.held(job)
+
+        async def ask(peer: str) -> None:
+            try:
+                found.extend(await self._client.held(peer, job))
+            except PeerError as error:
+                log.warning("held", job=job, reason=str(error))
+
+        await asyncio.gather(*map(ask, self._peers))
+        return found
+
+    # --- protecting ------------------------------------------------------------------------------
+
+    def begin(self, run: ProtectedRun) -> None:
+        """:raises OSError: there is no room for a note of it."""
+        self._job(run.job).mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_record(self._job(run.job) / RUN_FILE, run)
+        self._lead(run)
+
+    def _lead(self, run: ProtectedRun) -> None:
+        self._newest[run.job] = run.generation
+        if (old := self._leading.pop(run.job, None)) is not None:
+            old.cancel()
+        if 0 in run.ranks_of(self.address):
+            self._leading[run.job] = asyncio.ensure_future(self._follow(run))
+
+    async def _follow(self, run: ProtectedRun) -> None:
+        """Protect the newest of rank 0's snapshots, one after the other, until the job is gone."""
+        directory = self._job(run.job) / "rank-0"
+        done, told, rest_s = 0, "", _POLL_S
+        while directory.exists():
+            steps = [key[1] for key in _keys(directory) if key[0] == run.generation]
+            newest = max(steps, default=0)
+            if newest <= done:
+                await asyncio.sleep(rest_s)
+                rest_s = min(_RESTED_POLL_S, 1.2 * rest_s)
+                continue
+            message = ProtectRequest(run=run, step=newest)
+            try:
+                for what in SEQUENCE:
+                    await to_their_ends(self._everywhere(message, what))
+            except (PeerError, OSError) as error:
+                if str(error) != told:
+                    told = str(error)
+                    log.warning("unprotected", job=run.job, step=newest, reason=told)
+                await asyncio.sleep(_PAUSE_S)
+            else:
+                done, told, rest_s = newest, "", _POLL_S
+
+    def _everywhere(self, message: ProtectRequest, what: What) -> list[Awaitable[None]]:
+        here = {"pin": self.pin, "copy": self.copy, "release": self.settle}[what]
+        hosts = dict.fromkeys(message.run.hosts + message.run.spare_hosts)
+        return [
+            here(message) if host == self.address else self._client.send(host, what, message, PIN_S + COPY_S)
+            for host in hosts
+        ]
+
+    async def pin(self, message: ProtectRequest) -> None:
+        """Return when each rank of this host has the step complete, and knows that it must stay.
+
+        :raises PeerError: a rank went on without it, or has not got it in time.
+        """
+        run, job = message.run, self._job(message.run.job)
+        self._refuse_if_over(run)
+        self._newest[run.job] = max(self._newest.get(run.job, 0), run.generation)
+        try:
+            job.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_retained(job, msgspec.structs.replace(read_retained(job), pinned=message.key))
+            async with asyncio.timeout(PIN_S):
+                for rank in run.ranks_of(self.address):
+                    await self._completed(run, job / f"rank-{rank}", message.key)
+        except TimeoutError:
+            raise PeerError(f"{self.address} has not got step {message.step} after {PIN_S:g} s") from None
+        except OSError as error:
+            raise PeerError(f"{self.address} cannot keep step {message.step}: {error}") from None
+
+    async def copy(self, message: ProtectRequest) -> None:
+        """Return when the copies that this host is a buddy for are here.
+
+        :raises PeerError: one cannot be had, or there is no memory for it.
+        """
+        run = message.run
+        self._refuse_if_over(run)
+        async with self._copying.setdefault(run.job, asyncio.Lock()):
+            try:
+                for host in run.hosts_copied_by(self.address):
+                    for rank in run.ranks_of(run.hosts[host]):
+                        await self._copy(run, rank, run.hosts[host], message.key)
+            except (OSError, ArenaFullError) as error:
+                raise PeerError(
+                    f"{self.address} cannot keep copies of step {message.step}: {error}"
+                ) from None
+
+    def _refuse_if_over(self, run: ProtectedRun) -> None:
+        if run.generation <= self._over.get(run.job, 0):
+            raise PeerError("the job is over")
+
+    async def _completed(self, run: ProtectedRun, directory: Path, key: SnapshotKey) -> None:
+        while key not in (keys := _keys(directory)):
+            if self._newest[run.job] > run.generation:
+                raise PeerError("a newer run has begun")
+            if max(keys, default=key) > key:
+                raise PeerError(f"{self.address}: {directory.name} has let step {key[1]} go")
+            await asyncio.sleep(_POLL_S)
+
+    async def _copy(self, run: ProtectedRun, rank: int, host: str, key: SnapshotKey) -> None:
+        """What is the rank's own, from its host, as soon as it is complete there."""
+        arena = self._copies.get((run.job, rank))
+        if arena is None:
+            path = self._job(run.job) / f"copy-{rank}"
+            arena = self._copies[run.job, rank] = await asyncio.to_thread(Arena.open, path)
+        if any((m.generation, m.step) == key for m in arena.snapshots):
+            return
+        source = SnapshotSource(node=host, address=host)
+        found = await self._client.rank_manifest(source, run.job, rank, key)
+        if found is None:
+            raise PeerError(f"{source} has let step {key[1]} of rank {rank} go")
+        own = own_parts(found)
+        self._make_room(run, arena)
+        slot = await asyncio.to_thread(arena.begin, sum(part.size_bytes for part in own))
+        memory = slot.view.data
+        parts, end, began = [], 0, time.monotonic()
+        for part in own:
+            place = PartLocation(source=source, job_id=run.job, step=key[1], part=part)
+            into = memory[end : end + part.size_bytes]
+            await self._client.fetch([RangeRequest(places=(place,), first=0, into=into)])
+            parts.append(msgspec.structs.replace(part, offset=end))
+            end += part.size_bytes
+            if self._rate_bytes_s is not None:
+                await asyncio.sleep(began + end / self._rate_bytes_s - time.monotonic())
+        layout = msgspec.structs.replace(msgspec.convert(found.layout, RankSnapshotLayout), owner=-1)
+        arena.commit(
+            msgspec.structs.replace(
+                found, slot=slot.number, parts=tuple(parts), layout=msgspec.to_builtins(layout)
+            )
+        )
+
+    def _make_room(self, run: ProtectedRun, arena: Arena) -> None:
+        kept = (read_retained(self._job(run.job)).common, run.restored)
+        spare = sorted((m.generation, m.step) for m in arena.snapshots)
+        if len(spare) == SLOTS:
+            arena.release([step for key in spare if (step := key[1]) and key not in kept][:1])
+
+    async def settle(self, message: ProtectRequest) -> None:
+        """All hosts have it, protected: older copies go, and what is not of this run's hosts any more."""
+        run, job = message.run, self._job(message.run.job)
+        write_retained(job, msgspec.structs.replace(read_retained(job), common=message.key, pinned=None))
+        wanted = {f"rank-{rank}" for rank in run.ranks_of(self.address)}
+        for host in run.hosts_copied_by(self.address):
+            wanted |= {f"copy-{rank}" for rank in run.ranks_of(run.hosts[host])}
+        for directory in job.iterdir():
+            if directory.name.startswith("bring-"):
+                shutil.rmtree(directory, ignore_errors=True)
+            elif (
+                KEPT_NAMES.fullmatch(directory.name) and directory.name not in wanted and not _used(directory)
+            ):
+                self._forget(run.job, directory.name)
+                shutil.rmtree(directory, ignore_errors=True)
+        for (name, _), arena in self._copies.items():
+            if name == run.job:
+                older = [m.step for m in arena.snapshots if (m.generation, m.step) < message.key]
+                arena.release(older)
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    async def remove(self, job: str, *, everywhere: bool) -> None:
+        """The job is over: what no rank has open here goes, with ``everywhere`` on other hosts, too."""
+        path, others = self._job(job), dict.fromkeys(self._peers)
+        with contextlib.suppress(CorruptDataError, OSError):
+            run = read_record(path / RUN_FILE, ProtectedRun)
+            others |= dict.fromkeys(run.hosts + run.spare_hosts)
+        if not any(_used(directory) for directory in path.glob("rank-*")):
+            if (task := self._leading.pop(job, None)) is not None:
+                task.cancel()
+            self._over[job] = self._newest.get(job, 0)
+            for directory in path.glob("copy-*"):
+                self._forget(job, directory.name)
+            shutil.rmtree(path, ignore_errors=True)
+        if everywhere:
+            for other in others:
+                if other != self.address:
+                    with contextlib.suppress(PeerError):
+                        await self._client.remove(other, job)
+
+    def _forget(self, job: str, name: str) -> None:
+        if name.startswith("copy-") and (arena := self._copies.pop((job, int(name[5:])), None)) is not None:
+            arena.close()
+
+    def _job(self, job: str) -> Path:
+        """:raises PeerError: the name cannot be one."""
+        if not JOB_NAMES.fullmatch(job):
+            raise PeerError(f"{job[:80]!r} cannot be the name of a job")
+        return self.root / job
+
+
+def own_parts(manifest: SnapshotManifest) -> list[SnapshotPart]:
+    """Of a rank's snapshot: its own image, and behind it the header."""
+    own = (part for part in manifest.parts if not part.name.partition("/")[2].startswith("shared-"))
+    return sorted(own, key=lambda part: part.offset)
+
+
+def _keys(directory: Path) -> list[SnapshotKey]:
+    keys = []
+    for path in directory.glob("step-*.json"):
+        with contextlib.suppress(CorruptDataError, OSError):
+            manifest = read_record(path, SnapshotManifest)
+            keys.append((manifest.generation, manifest.step))
+    return keys
+
+
+def _used(directory: Path) -> bool:
+    """A script has it open: it holds the lock."""
+    try:
+        with (directory / "lock").open("r+b") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+async def to_their_ends(work: list[Awaitable[None]]) -> None:
+    """Do the work side by side, each piece to its end, and then raise the first error: nothing still writes then."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

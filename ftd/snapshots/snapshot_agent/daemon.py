@@ -1,0 +1,238 @@
+"""``ftd node --snapshots-only``: the keeper of scripts' snapshots on a host. Without broker or coordinator.
+
+Scripts of this user reach it through a unix socket, other keepers at the snapshot port with the token of
+the secret that all share (``runtime.wire.snapshot_agent_protocol``).
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from ftd import systemd
+from ftd.config.daemon import DaemonConfig
+from ftd.errors import ConfigurationError, PeerError
+from ftd.snapshots.shards.arenas import NodeArenas
+from ftd.snapshots.shards.protocol import bearer_token
+from ftd.snapshots.shards.server import ShardServer
+from ftd.snapshots.snapshot_agent.agent import KEPT_NAMES, SnapshotAgent
+from ftd.snapshots.snapshot_agent.client import PeerAgentClient
+from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
+from runtime.wire.snapshot_agent_protocol import (
+    SOCKET,
+    FetchRequest,
+    ProtectedRun,
+    ProtectRequest,
+    SnapshotAgentInfo,
+)
+
+log = structlog.get_logger("ftd.node")
+
+T = TypeVar("T")
+
+MOST_SOCKET_BYTES = 107
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class SnapshotAgentDaemon:
+    """``await SnapshotAgentDaemon(config).run()`` until SIGTERM or SIGINT."""
+
+    def __init__(self, config: DaemonConfig) -> None:
+        """:raises ConfigurationError: the configuration has no shared secret."""
+        self._config = config
+        self._token = bearer_token(config.require_secret())
+        self._root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}.scripts")
+        self._socket = config.snapshot_dir.parent / SOCKET
+        self._arenas = NodeArenas(
+            self._root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(KEPT_NAMES,)
+        )
+
+    async def run(self) -> int:
+        """:raises ConfigurationError: the directory, the port or the socket cannot be used."""
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, ended.set)
+        self._arenas.open()
+        if not self._arenas.own():
+            raise ConfigurationError(
+                f"another daemon of this name uses {self._root}",
+                field="node.name",
+                remedy="give each daemon of a host a name and a snapshot_dir of its own",
+            )
+        tls = self._config.snapshot_tls
+        server = ShardServer(
+            self._arenas,
+            self._token,
+            host=self._config.host if self._config.host in LOOPBACK else "0.0.0.0",
+            port=self._config.snapshot_port,
+            routes=self._routes(),
+            tls=tls.server_context() if tls is not None else None,
+        )
+        believed = tls.client_context() if tls is not None else None
+        async with PeerAgentClient(self._token, tls=believed) as client, contextlib.AsyncExitStack() as stack:
+            await _listening(server.start(), self._config.snapshot_port)
+            stack.push_async_callback(server.close)
+            self._facts = SnapshotAgentInfo(
+                node=self._config.node,
+                address=f"{self._config.host}:{server.port}",
+                directory=str(self._root),
+                peers=self._config.snapshot_peers,
+            )
+            self._keeping = SnapshotAgent(
+                self._root,
+                self._arenas,
+                client,
+                address=self._facts.address,
+                peers=self._config.snapshot_peers,
+                rate_bytes_s=self._config.snapshot_rate_bytes_s,
+            )
+            self._bringing = SnapshotFetcher(self._root, self._arenas, client, address=self._facts.address)
+            stack.push_async_callback(self._keeping.close)
+            await self._listen_to_scripts(stack)
+            self._keeping.resume()
+            log.info("keeper", address=self._facts.address, socket=str(self._socket))
+            if self._config.host in LOOPBACK:
+                log.warning("loopback", reason="other hosts cannot reach this one: set node.host")
+            systemd.notify("READY=1", f"STATUS=keeper {self._config.node}")
+            watchdog = asyncio.ensure_future(systemd.feed_watchdog())
+            await ended.wait()
+            watchdog.cancel()
+            systemd.notify("STOPPING=1")
+        self._arenas.close()
+        return 0
+
+    async def _listen_to_scripts(self, stack: contextlib.AsyncExitStack) -> None:
+        path = self._socket
+        if len(os.fsencode(path)) > MOST_SOCKET_BYTES:
+            raise ConfigurationError(
+                f"{path} is too long for a unix socket",
+                field="node.snapshot_dir",
+                remedy="choose a shorter one",
+            )
+        if _answers(path.as_posix()):
+            raise ConfigurationError(
+                f"another keeper answers at {path}",
+                field="node.snapshot_dir",
+                remedy="one keeper for each host and user, or another snapshot_dir",
+            )
+        path.unlink(missing_ok=True)
+        app = web.Application(client_max_size=4 * 1024 * 1024)
+        app.router.add_get("/v1/info", self._answer(self._say_facts))
+        app.router.add_get("/v1/held/{job}", self._answer(self._say_held_around))
+        app.router.add_post("/v1/protect", self._answer(self._begin))
+        app.router.add_post("/v1/fetch", self._answer(self._bring))
+        app.router.add_post("/v1/remove/{job}", self._answer(self._remove_everywhere))
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.0)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        before = os.umask(0o177)
+        try:
+            await web.UnixSite(runner, str(path)).start()
+        except OSError as error:
+            raise ConfigurationError(
+                f"{path}: {error.strerror}",
+                field="node.snapshot_dir",
+                remedy="choose one that can be written to",
+            ) from None
+        finally:
+            os.umask(before)
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/scripts/held/{job}", self._answer(self._say_held), allow_head=False),
+            web.post("/scripts/pin", self._answer(self._pin)),
+            web.post("/scripts/copy", self._answer(self._copy)),
+            web.post("/scripts/release", self._answer(self._settle)),
+            web.post("/scripts/remove/{job}", self._answer(self._remove)),
+        ]
+
+    @staticmethod
+    def _answer(
+        work: Callable[[web.Request], Awaitable[Any]],
+    ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """What ``work`` returns, as JSON; 409 with a sentence where it cannot."""
+
+        async def answered(request: web.Request) -> web.StreamResponse:
+            try:
+                said = await work(request)
+            except PeerError as error:
+                return web.Response(status=409, text=str(error))
+            except OSError as error:
+                return web.Response(status=409, text=f"the keeper's memory: {error.strerror or error}")
+            return web.Response(body=msgspec.json.encode(said), content_type="application/json")
+
+        return answered
+
+    # --- scripts of this host --------------------------------------------------------------------
+
+    async def _say_facts(self, request: web.Request) -> Any:
+        return self._facts
+
+    async def _say_held_around(self, request: web.Request) -> Any:
+        return await self._keeping.held_around(request.match_info["job"])
+
+    async def _begin(self, request: web.Request) -> Any:
+        self._keeping.begin(await _read(request, ProtectedRun))
+        return {}
+
+    async def _bring(self, request: web.Request) -> Any:
+        return await self._bringing.bring(await _read(request, FetchRequest))
+
+    async def _remove_everywhere(self, request: web.Request) -> Any:
+        await self._keeping.remove(request.match_info["job"], everywhere=True)
+        return {}
+
+    # --- other keepers ---------------------------------------------------------------------------
+
+    async def _say_held(self, request: web.Request) -> Any:
+        return self._keeping.held(request.match_info["job"])
+
+    async def _pin(self, request: web.Request) -> Any:
+        await self._keeping.pin(await _read(request, ProtectRequest))
+        return {}
+
+    async def _copy(self, request: web.Request) -> Any:
+        await self._keeping.copy(await _read(request, ProtectRequest))
+        return {}
+
+    async def _settle(self, request: web.Request) -> Any:
+        await self._keeping.settle(await _read(request, ProtectRequest))
+        return {}
+
+    async def _remove(self, request: web.Request) -> Any:
+        await self._keeping.remove(request.match_info["job"], everywhere=False)
+        return {}
+
+
+async def _read(request: web.Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise PeerError(f"the keeper does not understand this: {error}") from None
+
+
+async def _listening(start: Awaitable[None], port: int) -> None:
+    try:
+        await start
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on port {port}: {error.strerror}",
+            field="node.snapshot_port",
+            remedy="is another daemon using it? choose another port, or 0 for any free one",
+        ) from error
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        with contextlib.suppress(OSError):
+            probe.connect(path)
+            return True
+    return False

@@ -1,0 +1,251 @@
+"""A script's snapshot, brought from other hosts into files of this one's memory for its ranks.
+
+A rank's own image comes from its former host or a buddy, as it is. What all ranks have the same is put
+together out of the hosts' shards: from this host's alone where its parity suffices, else from all; what
+lost or damaged shards kept is decoded. Every byte that comes is checked against its digest.
+"""
+
+import asyncio
+import mmap
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import structlog
+
+from ftd.errors import PeerError
+from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
+from ftd.snapshots.shards.sources import PartLocation, SnapshotSource
+from ftd.snapshots.shards.sources import RangeRequest as Fetch
+from ftd.snapshots.snapshot_agent.agent import own_parts, to_their_ends
+from ftd.snapshots.snapshot_agent.client import PeerAgentClient
+from runtime.wire.snapshot_agent_protocol import FetchRequest, FetchResult, RankSnapshotLayout
+from storage.codes import make_code, solve_lost_cells
+from storage.manifest import SnapshotManifest, SnapshotPart
+from storage.shards import Bytes, ShardLayout, decode_bucket, needed
+
+log = structlog.get_logger("ftd.node")
+
+
+class SnapshotFetcher:
+    """Into ``<root>/<job>/bring-<generation>-<step>``, which goes when a newer step is common."""
+
+    def __init__(self, root: Path, arenas: NodeArenas, client: PeerAgentClient, *, address: str) -> None:
+        self._root, self._arenas, self._client, self._address = root, arenas, client, address
+        self._busy: dict[Path, asyncio.Lock] = {}
+
+    async def bring(self, wanted: FetchRequest) -> FetchResult:
+        """:raises PeerError: it cannot be had; says what is missing."""
+        job = self._root / wanted.job
+        place = job / f"bring-{wanted.generation}-{wanted.step}"
+        try:
+            job.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for older in job.glob("bring-*"):
+                if older != place:
+                    shutil.rmtree(older, ignore_errors=True)
+            place.mkdir(mode=0o700, exist_ok=True)
+            own = place / f"own-{wanted.rank}" if wanted.own else None
+            shared = place / "shared" if wanted.shards else None
+            if own is not None:
+                await self._once(own, lambda draft: self._bring_own(wanted, draft))
+            if shared is not None:
+                await self._once(shared, lambda draft: self._bring_shared(wanted, draft))
+        except OSError as error:
+            raise PeerError(f"{place} cannot be filled: {error.strerror or error}") from None
+        return FetchResult(own=str(own or ""), shared=str(shared or ""))
+
+    async def _once(self, path: Path, make: Callable[[Path], Awaitable[None]]) -> None:
+        """Ranks of one host share what is brought."""
+        async with self._busy.setdefault(path, asyncio.Lock()):
+            if not path.exists():
+                draft = path.with_name(f".{path.name}")
+                await make(draft)
+                draft.replace(path)
+
+    # --- a rank's own ----------------------------------------------------------------------------
+
+    async def _bring_own(self, wanted: FetchRequest, draft: Path) -> None:
+        problem = PeerError("nobody has it")
+        # Own memory first, though it is one's own rank's only where ranks changed their hosts.
+        for address in sorted(wanted.own, key=lambda a: a != self._address):
+            source = SnapshotSource(node=address, address=address)
+            try:
+                key = wanted.generation, wanted.step
+                found = await self._client.rank_manifest(source, wanted.job, wanted.rank, key)
+                if found is None:
+                    raise PeerError(f"{source} does not have step {wanted.step} any more")
+                parts = own_parts(found)
+                first = parts[0].offset
+                with _Filled(draft, parts[-1].offset + parts[-1].size_bytes - first) as data:
+                    memory = data.data
+                    await self._client.fetch(
+                        Fetch(
+                            places=(_located(source, wanted, part),),
+                            first=0,
+                            into=memory[part.offset - first : part.offset - first + part.size_bytes],
+                        )
+                        for part in parts
+                    )
+                return
+            except PeerError as error:
+                problem = error
+                log.warning("bring", job=wanted.job, step=wanted.step, reason=str(error))
+        raise problem
+
+    # --- what is shared --------------------------------------------------------------------------
+
+    async def _bring_shared(self, wanted: FetchRequest, draft: Path) -> None:
+        layout, code = _shards(wanted.layout), make_code(wanted.layout.scheme, wanted.layout.owners)
+        everybody = frozenset(range(code.owners))
+        here = frozenset(owner for owner, address in wanted.shards.items() if address == self._address)
+        lost: set[int] = set(everybody - set(wanted.shards))
+        if here and solve_lost_cells(code, everybody - here) is not None:
+            lost = set(everybody - here)
+        while True:
+            present = everybody - lost
+            if solve_lost_cells(code, frozenset(lost)) is None:
+                raise PeerError(
+                    f"shards of {len(lost)} of {code.owners} hosts are lost or damaged: too many for "
+                    f"{wanted.layout.scheme}"
+                )
+            try:
+                shards = {owner: await self._shard(wanted, owner) for owner in present}
+                with _Filled(draft, code.owners * code.cells * layout.cell_bytes) as data:
+                    await self._assemble(wanted, layout, present, shards, data)
+                return
+            except _Bad as error:
+                if lost == everybody - here:
+                    lost = set(everybody - set(wanted.shards))  # This host's memory was not enough.
+                lost.add(error.owner)
+                log.warning("bring", job=wanted.job, step=wanted.step, reason=str(error))
+
+    async def _shard(self, wanted: FetchRequest, owner: int) -> "_Shard":
+        """:raises _Bad: it is not there, or damaged."""
+        source = SnapshotSource(node=f"host {owner}", address=wanted.shards[owner])
+        try:
+            if source.address == self._address:
+                held = self._arenas.find(wanted.job, wanted.step)
+                manifests: tuple[SnapshotManifest, ...] = tuple(one.manifest for one in held)
+                damaged: tuple[str, ...] = ()
+            else:
+                found = await self._client.manifest(source, wanted.job, wanted.step)
+                held, manifests = (), found.manifests if found else ()
+                damaged = found.corrupt if found else ()
+        except PeerError as error:
+            raise _Bad(owner, str(error)) from None
+        for number, manifest in enumerate(manifests):
+            layout = manifest.layout
+            if (manifest.generation, layout.get("owner")) == (wanted.generation, owner):
+                parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
+                bad = [part.name for part in parts if part.name in damaged]
+                if bad:
+                    raise _Bad(owner, f"{source} has a damaged {bad[0]}")
+                return _Shard(owner, source, parts, held[number] if held else None)
+        raise _Bad(owner, f"{source} does not have its shard of step {wanted.step} any more")
+
+    async def _assemble(
+        self,
+        wanted: FetchRequest,
+        layout: ShardLayout,
+        present: frozenset[int],
+        shards: dict[int, "_Shard"],
+        image: Bytes,
+    ) -> None:
+        """Segments of those that are there straight to their places; of others what the code says."""
+        segment = layout.code.cells * layout.cell_bytes
+        rest = {owner: np.zeros(layout.shard_bytes(owner) - segment, dtype=np.uint8) for owner in present}
+        work: list[tuple[int, int, Bytes]] = []
+        for owner in present:
+            work.append((owner, 0, image[owner * segment : (owner + 1) * segment]))
+        lost = [owner for owner in range(layout.code.owners) if owner not in present]
+        for owner in lost:
+            end = min((owner + 1) * segment, layout.bucket_bytes)
+            for other, ranges in needed(layout, present, min(owner * segment, end), end).items():
+                for some in ranges:
+                    if some.stop > segment:
+                        first = max(some.start, segment)
+                        into = rest[other][first - segment : some.stop - segment]
+                        work.append((other, first, into))
+        await to_their_ends([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
+
+        def cell(owner: int, offset: int, size: int) -> Bytes:
+            if offset < segment:
+                return image[owner * segment + offset : owner * segment + offset + size]
+            return rest[owner][offset - segment : offset - segment + size]
+
+        for owner in lost:
+            first, end = owner * segment, min((owner + 1) * segment, layout.bucket_bytes)
+            if first < end:
+                await asyncio.to_thread(decode_bucket, layout, present, cell, image[first:end], first)
+
+    async def _read(self, wanted: FetchRequest, shard: "_Shard", first: int, into: Bytes) -> None:
+        """Bytes of a shard. :raises _Bad: they are damaged, or do not come."""
+        end, fetches = first + len(into), []
+        for part in shard.parts:
+            low, high = max(first, part.offset), min(end, part.offset + part.size_bytes)
+            if low >= high:
+                continue
+            target = into[low - first : high - first]
+            if shard.held is not None:
+                await asyncio.to_thread(self._read_here, shard, part, low - part.offset, target)
+            else:
+                place = _located(shard.source, wanted, part)
+                fetches.append(Fetch(places=(place,), first=low - part.offset, into=target.data))
+        try:
+            await self._client.fetch(fetches)
+        except PeerError as error:
+            raise _Bad(shard.owner, str(error)) from None
+
+    def _read_here(self, shard: "_Shard", part: SnapshotPart, first: int, target: Bytes) -> None:
+        assert shard.held is not None
+        memory = np.frombuffer(self._arenas.view(shard.held, part), dtype=np.uint8)
+        target[:] = memory[first : first + len(target)]
+        whole = target if len(target) == part.size_bytes else memory
+        if not part.is_intact(whole):
+            raise _Bad(shard.owner, f"{part.name} in this host's memory changed since it was written")
+
+
+class _Shard:
+    """An owner's shard, and who has it; ``held`` where it is here."""
+
+    def __init__(
+        self, owner: int, source: SnapshotSource, parts: list[SnapshotPart], held: ArenaSnapshot | None
+    ) -> None:
+        self.owner, self.source, self.parts, self.held = owner, source, parts, held
+
+
+class _Bad(Exception):
+    """An owner's shard is not to be had."""
+
+    def __init__(self, owner: int, detail: str) -> None:
+        super().__init__(detail)
+        self.owner = owner
+
+
+class _Filled:
+    """A new file of so many bytes, mapped; its pages are allocated, so that a full memory is an error."""
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._path, self._size_bytes = path, size_bytes
+
+    def __enter__(self) -> Bytes:
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, max(1, self._size_bytes))
+            self._memory = mmap.mmap(descriptor, max(1, self._size_bytes), flags=mmap.MAP_SHARED)
+        finally:
+            os.close(descriptor)
+        return np.frombuffer(self._memory, dtype=np.uint8)[: self._size_bytes]
+
+    def __exit__(self, *_: object) -> None:
+        del self._memory  # Unmapped with its last view.
+
+
+def _shards(layout: RankSnapshotLayout) -> ShardLayout:
+    return ShardLayout(code=make_code(layout.scheme, layout.owners), bucket_bytes=layout.shared_bytes)
+
+
+def _located(source: SnapshotSource, wanted: FetchRequest, part: SnapshotPart) -> PartLocation:
+    return PartLocation(source=source, job_id=wanted.job, step=wanted.step, part=part)

@@ -1,0 +1,210 @@
+"""A trainer's connection to its node, and the mailbox between its control thread and its main thread.
+
+The control thread reads instructions, sends beats, and aborts communication at the very moment a Quiesce
+arrives, whatever the main thread is doing. The main thread takes instructions one by one when it is idle.
+"""
+
+import os
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from runtime.groups.communicator import CommunicationAborted, Communicator
+from runtime.monitoring.progress import ProgressMonitor
+from runtime.wire.frames import Decoder, encode
+from statemachine.messages.common import Quiesce
+from statemachine.messages.trace import Trace
+from statemachine.messages.trainer import (
+    Attached,
+    Exit,
+    Instruction,
+    PrepareJob,
+    RaiseError,
+    RepairWrite,
+    Report,
+    ResumeRank,
+    RetainLocalSnapshot,
+    Sleep,
+    Slow,
+    StartSnapshot,
+    TrainerHeartbeat,
+)
+
+HEARTBEAT_S = 0.05
+
+
+class Mailbox:
+    """What the main thread has to do next. The newest generation supersedes all older ones."""
+
+    def __init__(self, monitor: ProgressMonitor) -> None:
+        self._monitor = monitor
+        self._condition = threading.Condition()
+        self._prepares: deque[PrepareJob] = deque()
+        self._quiesce: Quiesce | None = None
+        self._resume: ResumeRank | None = None
+        self._generation = 0
+        """Highest that was heard of."""
+        self._resumed = 0
+        """Highest that the main thread took a Resume of."""
+        self._abort = False
+        """An abort came that the main thread has not answered yet, even if a newer Quiesce replaced it."""
+        self._communicator: Communicator | None = None
+        self._snap = 0
+        """Generation that a snapshot was ordered in; 0: none is."""
+        self._last_snap: StartSnapshot | None = None
+        """The order of the snapshot behind the last step."""
+        self.on_keep_snapshot: Callable[[int, int], None] | None = None
+        """Given the two steps of each KeepSnapshot, on the control thread."""
+        self.on_repair_write: Callable[[RepairWrite], None] | None = None
+        """Given each Mend, there, too."""
+
+    # --- control thread --------------------------------------------------------------------------
+
+    def deliver(self, instruction: Instruction) -> None:
+        """What is for now is done now; the rest waits for the main thread."""
+        with self._condition:
+            match instruction:
+                case PrepareJob():
+                    self._prepares.append(instruction)
+                case Sleep(seconds=seconds):
+                    self._monitor.request_sleep(seconds)
+                case Slow(factor=factor):
+                    self._monitor.slowness = factor
+                case RaiseError(detail=detail):
+                    self._monitor.raises = detail
+                case ResumeRank(generation=generation):
+                    if generation >= self._generation:
+                        self._generation = generation
+                        self._resume = instruction
+                case Quiesce():
+                    self._deliver_quiesce(instruction)
+                case StartSnapshot(generation=generation, last=True):
+                    self._last_snap = instruction
+                case StartSnapshot(generation=generation):
+                    self._snap = generation
+                case RetainLocalSnapshot(step=step, pinned=pinned):
+                    if self.on_keep_snapshot is not None:
+                        self.on_keep_snapshot(step, pinned)
+                case RepairWrite():
+                    if self.on_repair_write is not None:
+                        self.on_repair_write(instruction)
+                case Trace():
+                    self._monitor.trace.request(instruction)
+                case Exit():
+                    os._exit(0)
+            self._condition.notify_all()
+
+    def _deliver_quiesce(self, quiesce: Quiesce) -> None:
+        if quiesce.generation < self._generation or quiesce.generation <= self._resumed:
+            return  # A newer one was heard, or this generation is already training.
+        self._generation = quiesce.generation
+        self._quiesce = quiesce
+        self._resume = None
+        if quiesce.mode == "abort":
+            self._abort = True
+            if self._communicator is not None:
+                self._communicator.abort()
+
+    # --- main thread -----------------------------------------------------------------------------
+
+    def next(self) -> PrepareJob | Quiesce | ResumeRank | StartSnapshot:
+        """Wait for something to do."""
+        while True:
+            with self._condition:
+                if self._prepares:
+                    return self._prepares.popleft()
+                if self._quiesce is not None:
+                    quiesce, self._quiesce, self._abort = self._quiesce, None, False
+                    return quiesce
+                if self._resume is not None:
+                    resume, self._resume = self._resume, None
+                    self._resumed = resume.generation
+                    return resume
+                if self._last_snap is not None:
+                    snap, self._last_snap = self._last_snap, None
+                    if snap.generation == self._resumed:
+                        return snap
+                with self._monitor.idle():
+                    self._condition.wait()
+            self._monitor.tick()  # Outside of the lock: chaos may make it sleep.
+
+    def attach(self, communicator: Communicator) -> None:
+        """From now on an abort reaches ``communicator``; one that has already come does so here."""
+        with self._condition:
+            self._communicator = communicator
+            if self._abort:
+                communicator.abort()
+                raise CommunicationAborted
+
+    @property
+    def stop_requested(self) -> bool:
+        """A Quiesce waits to be answered: in boundary mode the vote carries this to everybody."""
+        return self._quiesce is not None
+
+    def take_snapshot_order(self) -> bool:
+        """A snapshot was ordered in the generation that is training; asked once a step."""
+        with self._condition:
+            wanted = self._snap == self._resumed
+            if wanted:
+                self._snap = 0
+        return wanted
+
+
+class NodeConnection:
+    """The unix socket to the node daemon. Nothing keeps a trainer alive without it."""
+
+    def __init__(self, path: str, device: int, mailbox: Mailbox, monitor: ProgressMonitor) -> None:
+        """:raises OSError: nobody listens at ``path``."""
+        self._mailbox = mailbox
+        self._monitor = monitor
+        self._lock = threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self.send(Attached(device=device, pid=os.getpid()))
+        threading.Thread(target=self._control, name="control", daemon=True).start()
+
+    def send(self, report: Report) -> None:
+        """From any thread. Ends the process when the daemon is gone."""
+        try:
+            with self._lock:
+                self._socket.sendall(encode(report))
+        except OSError:
+            os._exit(0)
+
+    def _control(self) -> None:
+        try:
+            self._serve()
+        except OSError:
+            os._exit(0)
+        except BaseException as error:
+            # Without its control thread a trainer could not be stopped: better gone, with a reason.
+            os.write(2, f"control thread: {type(error).__name__}: {error}\n".encode())
+            os._exit(3)
+
+    def _serve(self) -> None:
+        decoder: Decoder[Instruction] = Decoder(Instruction)
+        beat_at = time.monotonic()
+        while True:
+            now = time.monotonic()
+            if now >= beat_at:
+                beat_at = now + HEARTBEAT_S
+                pace = self._monitor
+                self.send(
+                    TrainerHeartbeat(
+                        progress=pace.progress,
+                        waiting=pace.waiting,
+                        reading=pace.reading,
+                        build_progress=pace.build_progress,
+                    )
+                )
+            readable, _, _ = select.select([self._socket], [], [], max(0.0, beat_at - now))
+            if not readable:
+                continue
+            data = self._socket.recv(1024 * 1024)
+            if not data:
+                os._exit(0)
+            for instruction in decoder.feed(data):
+                self._mailbox.deliver(instruction)

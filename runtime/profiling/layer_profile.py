@@ -1,0 +1,575 @@
+"""Measures a model layer by layer on a microbatch: what the planner cuts stages by.
+
+Times are medians after a warm-up; layers that do the same work share theirs. Memory is what autograd really
+saves, not an estimate. Each layer is measured without recomputation and, where the job may use them, with the ways
+to recompute (``runtime.layers.recompute``). The devices of a stage split a microbatch by rows, so a stage of d
+devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
+
+``python -m runtime.profiling.layer_profile --parent PID [--devices-per-node M]`` reads a ``TrainingData`` (msgpack
+or JSON) on stdin and writes lines of ``runtime.wire.measurement`` on stdout; what the user has to change is
+said on stderr, with exit code 2.
+"""
+
+import argparse
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+from planner.values import (
+    ActivationCheckpointing,
+    LayerProfile,
+    ModelProfile,
+    Recomputation,
+    Recompute,
+    SplitTime,
+    TensorSplit,
+)
+from runtime.data.batches import slice_rows, to_device
+from runtime.layers.activations import Activation, flatten
+from runtime.layers.model import Model, first_batch
+from runtime.parent import die_with_parent
+from runtime.precision import PRECISIONS
+from runtime.profiling.utilisation import count_flops, peak_flops
+from runtime.training import Batch, Training, TrainingError, load_training, torch_device
+from runtime.wire.measurement import (
+    INVALID_EXIT,
+    LayerMeasurements,
+    Progress,
+    RowTimings,
+    claim_stdout,
+    spread_of,
+)
+from runtime.zero.sharded_optimizer import is_elementwise
+from statemachine.messages.trainer import TrainingData
+
+_WARM_UPS = 2
+_FEWEST_REPEATS, _MOST_REPEATS = 7, 31
+_SHORT_S = 0.03
+"""A layer is measured again, up to the most repeats, while it has taken less than this."""
+_ENOUGH_S = 0.1
+"""A layer that has taken this long is measured a few times only: noise is small against it."""
+_FEW_REPEATS = 3
+_LONG_S = 0.5
+"""A layer that has taken this long is not measured again: noise is small against it."""
+_EQUAL_WITHIN = 1.5
+"""A layer that looks like an earlier one is measured by itself when its time differs by more than this factor."""
+_WAYS: dict[ActivationCheckpointing, tuple[Recompute, ...]] = {
+    "none": (),
+    "full": ("full",),
+    "selective": ("full", "selective"),
+    "auto": ("full", "selective"),
+}
+"""Ways to recompute that are measured. What ``full`` keeps says how much is computed again under either."""
+_Case = tuple[int, Recompute]
+"""On how many rows a layer is measured, and how it recomputes."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds of the repeats of one layer on so many rows, or of several layers that do the same work."""
+
+    rows: int
+    forwards: list[float]
+    backwards: list[float]
+
+    def agrees(self, other: "_Times") -> bool:
+        """Return whether a repeat takes about as long as one of ``other``."""
+        own_s, other_s = (
+            statistics.median(map(sum, zip(times.forwards, times.backwards, strict=True)))
+            for times in (self, other)
+        )
+        return max(own_s, other_s) <= _EQUAL_WITHIN * min(own_s, other_s)
+
+    def add(self, other: "_Times") -> None:
+        self.forwards.extend(other.forwards)
+        self.backwards.extend(other.backwards)
+
+    def measured(self) -> RowTimings:
+        return RowTimings(
+            rows=self.rows, forward=spread_of(self.forwards), backward=spread_of(self.backwards)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Given:
+    """One layer and what it is run on."""
+
+    model: Model
+    layer: int
+    x: Activation | None
+    batch: Batch
+    rows: int
+
+    def first_rows(self, count: int) -> "_Given":
+        """Return the same with copies of the first rows: a view would keep the memory of all of them."""
+        part: Any = self.x
+        if part is not None:
+            part = tuple(t[:count] for t in part) if isinstance(part, tuple) else part[:count]
+        part, batch = tree.tree_map(
+            lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf,
+            (part, slice_rows(self.batch, 0, count, self.rows)),
+        )
+        return replace(self, x=part, batch=batch, rows=count)
+
+    def outputs(self, x: Activation | None) -> tuple[Tensor, ...]:
+        """Return what the layer passes on; the loss where it is the last one."""
+        output = self.model.forward(self.layer, self.layer + 1, x, step=1, row=0, batch=self.batch)
+        if self.layer < self.model.layer_count - 1:
+            return flatten(output)
+        return (self.model.compute_loss(output, self.batch, self.rows)[0],)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Measurements of one layer in one case."""
+
+    times: _Times
+    kept_bytes: int
+
+
+def profile_model(
+    model: Model,
+    data: TrainingData,
+    *,
+    devices_per_node: int = 1,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> LayerMeasurements:
+    """Profile the layers of a model, one after the other. Leaves parameters and buffers as they were.
+
+    :param progress: called with the number of layers that are done, and of all.
+    :raises TrainingError: the job recomputes selectively, and a layer cannot.
+    """
+    training, rows = model.training, data.microbatch_rows
+    batch = first_batch(training, rows, PRECISIONS[data.precision].parameters)
+    batch = to_device(batch, model.device)
+    activation: Activation | None = None
+    optimizer_bytes = _optimizer_bytes(training, model)
+    sizes: list[LayerProfile] = []
+    cases: list[dict[_Case, _Measured]] = []
+    looks: dict[Hashable, dict[_Case, _Times]] = {}
+    unmeasured: list[str] = []
+    unselectable: list[str] = []
+    splits: dict[Hashable, TensorSplit | None] = {}
+    flops: dict[Hashable, int] = {}
+    total_flops = 0
+    peak = peak_flops(data, model.device)
+    fullest = _rows_of_fullest(rows, devices_per_node, coupled=model.couples_rows)
+    counts = sorted({*fullest.values()} - {rows})
+    with model.preserve_buffers(), model.override_recompute("none"):
+        for layer in range(model.layer_count):
+            with model.temporarily_provided(layer):
+                given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
+                look = _look(given)
+                equal = looks.setdefault(look, {})
+                times = _time_layer(given, "none", equal)
+                if peak is not None:
+                    if look not in flops:
+                        flops[look] = count_flops(partial(given.outputs, _as_received(activation)))
+                    total_flops += flops[look]
+                parts, problem = _measure_parts(given, counts, equal)
+                unmeasured += [problem] if problem else []
+                kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
+                again, problem = _measure_recomputation(given, _WAYS[data.activation_checkpointing], equal)
+                if problem and data.activation_checkpointing == "selective":
+                    raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
+                unselectable += [problem] if problem else []
+                cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
+                for case, found in cases[-1].items():
+                    equal.setdefault(case, found.times)
+                if look not in splits:
+                    splits[look] = _tensor_split(given)
+                size = _sizes(model, layer, optimizer_bytes, output_bytes)
+                sizes.append(replace(size, tensor=splits[look]))
+            progress(layer + 1, model.layer_count)
+    for _, parameter in model.named_parameters(range(model.layer_count)):
+        parameter.grad = None
+    return LayerMeasurements(
+        profile=ModelProfile(
+            layers=tuple(
+                _with_measurements(size, found, rows, fullest)
+                for size, found in zip(sizes, cases, strict=True)
+            ),
+            microbatch_rows=rows,
+            device_memory_bytes=_device_memory_bytes(model.device),
+            flops=float(total_flops) if peak is not None and total_flops else None,
+            device_peak_flops=peak,
+            shard_problem=_shard_problem(training, model),
+            tensor_problem=model.tensor_problem,
+            tensor_counts=() if model.tensor_plan is None else model.tensor_plan.divisible_counts,
+        ),
+        names=tuple(model.layer_kind(layer) for layer in range(model.layer_count)),
+        rows=tuple(
+            tuple(found[case].times.measured() for case in sorted(found, reverse=True) if case[1] == "none")
+            for found in cases
+        ),
+        unmeasured=tuple(unmeasured),
+        unselectable=tuple(unselectable),
+        device=_device_name(model.device),
+        torch_version=str(torch.__version__),
+    )
+
+
+def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict[int, int]:
+    """For each number of devices that a stage can have, from 2: rows of the device that has most
+    (``runtime.groups.communicator.run_of``)."""
+    return {
+        devices: rows if coupled else -(-rows // devices)
+        for devices in range(2, min(devices_per_node, rows) + 1)
+    }
+
+
+def _look(given: _Given) -> Hashable:
+    """Return what layers have in common that probably do the same work: kind, tensors, and shapes of inputs."""
+    model, layer = given.model, given.layer
+    tensors = tuple((t.value.shape, t.value.dtype, t.trainable) for t in model.tensors_of(layer))
+    inputs = () if given.x is None else tuple((t.shape, t.dtype) for t in flatten(given.x))
+    ends = (layer == 0, layer == model.layer_count - 1)
+    return model.layer_kind(layer), tensors, inputs, ends
+
+
+def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfile:
+    """Return the layer's bytes that do not depend on the case; its times are not known yet."""
+    tensors = model.tensors_of(layer)
+    sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
+    return LayerProfile(
+        forward_ms=0.0,
+        backward_ms=0.0,
+        parameter_bytes=sum(sizes.values()),
+        gradient_bytes=sum(sizes[t.name] for t in tensors if t.trainable),
+        optimizer_bytes=sum(optimizer_bytes.get(t.name, 0) for t in tensors),
+        activation_bytes=0,
+        output_bytes=output_bytes,
+    )
+
+
+def _with_measurements(
+    sizes: LayerProfile, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
+) -> LayerProfile:
+    """Return the profile of a layer once all layers that share its times are measured."""
+    times = {case: measured.times.measured() for case, measured in found.items()}
+    whole = times[rows, "none"]
+    whole_ms = whole.forward.median_ms + whole.backward.median_ms
+
+    def recomputation(way: Recompute) -> Recomputation | None:
+        if (rows, way) not in found:
+            return None
+        again = times[rows, way]
+        longer_ms = again.forward.median_ms + again.backward.median_ms - whole_ms
+        return Recomputation(activation_bytes=found[rows, way].kept_bytes, recompute_ms=max(longer_ms, 0.0))
+
+    return replace(
+        sizes,
+        forward_ms=whole.forward.median_ms,
+        backward_ms=whole.backward.median_ms,
+        activation_bytes=found[rows, "none"].kept_bytes,
+        full=recomputation("full"),
+        selective=recomputation("selective"),
+        split=tuple(
+            SplitTime(
+                devices=devices,
+                forward_ms=times[count, "none"].forward.median_ms,
+                backward_ms=times[count, "none"].backward.median_ms,
+                activation_bytes=found[count, "none"].kept_bytes,
+            )
+            for devices, count in fullest.items()
+            if (count, "none") in found
+        ),
+    )
+
+
+def _measure_parts(
+    given: _Given, counts: list[int], equal: dict[_Case, _Times]
+) -> tuple[dict[_Case, _Measured], str | None]:
+    """Measure the layer on the first rows of the microbatch, for each count; return also what went wrong.
+
+    Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
+    """
+    parts: dict[_Case, _Measured] = {}
+    for count in reversed(counts):
+        part = given.first_rows(count)
+        try:
+            parts[count, "none"] = _Measured(_time_layer(part, "none", equal), _kept_bytes(part, "none")[0])
+        except (RuntimeError, ValueError) as error:
+            return parts, f"layer {given.layer} raised {type(error).__name__} on {count} rows: {error}"
+    return parts, None
+
+
+def _measure_recomputation(
+    given: _Given, ways: tuple[Recompute, ...], equal: dict[_Case, _Times]
+) -> tuple[dict[_Case, _Measured], str | None]:
+    """Measure the layer with each way to recompute; return also what went wrong.
+
+    A layer that changes the output of a matrix product in place cannot be recomputed selectively.
+    """
+    again: dict[_Case, _Measured] = {}
+    for way in ways:
+        try:
+            again[given.rows, way] = _Measured(_time_layer(given, way, equal), _kept_bytes(given, way)[0])
+        except RuntimeError as error:
+            if way != "selective":
+                raise
+            return again, f"layer {given.layer} cannot be recomputed selectively: {error}"
+    return again, None
+
+
+def _time_layer(given: _Given, way: Recompute, equal: dict[_Case, _Times]) -> _Times:
+    """Time the forward and the backward pass.
+
+    :param equal: times of earlier layers that look the same: a repeat that agrees with them is added to them.
+    """
+    known = equal.get((given.rows, way))
+    with given.model.override_recompute(way):
+        if known is not None:
+            few = _repeat(given, warm_ups=0, most=1)
+            if few.agrees(known):
+                known.add(few)
+                return known
+        return _repeat(given, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
+
+
+def _repeat(given: _Given, *, warm_ups: int, most: int) -> _Times:
+    forwards: list[float] = []
+    backwards: list[float] = []
+    device = given.model.device
+    began = time.perf_counter()
+    for repeat in range(warm_ups + most):
+        x = _as_received(given.x)
+        start = device_time_s(device)
+        outputs = given.outputs(x)
+        middle = device_time_s(device)
+        roots = [t for t in outputs if t.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        end = device_time_s(device)
+        spent_s = end - began
+        if repeat >= warm_ups or spent_s > _LONG_S:
+            forwards.append(middle - start)
+            backwards.append(end - middle)
+        enough = _FEW_REPEATS if spent_s > _ENOUGH_S else _FEWEST_REPEATS
+        if spent_s > _LONG_S or (len(forwards) >= enough and spent_s > _SHORT_S):
+            break
+    return _Times(given.rows, forwards, backwards)
+
+
+def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
+    """Return the bytes of the distinct memory that is kept for the backward pass, that of the loss included;
+    the layer's output, and its bytes."""
+    model, layer = given.model, given.layer
+    parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
+    saved: dict[int, int] = {}
+    selected: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return (
+            tensor.detach()
+        )  # An output that is saved for its own gradient would keep itself alive for ever.
+
+    def select(output: Tensor) -> None:
+        selected[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        model.override_recompute(way, select),
+    ):
+        output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+        if layer == model.layer_count - 1:
+            loss = model.compute_loss(output, given.batch, given.rows)[0]
+            # The output of a whole module need not be tensors.
+            output = loss if model.needs_batch else output
+    detached = tuple(t.detach() for t in flatten(output))
+    passed: Activation = detached if isinstance(output, tuple) else detached[0]
+    output_bytes = sum(t.numel() * t.element_size() for t in detached)
+    return sum(saved.values()) + sum(selected.values()), passed, output_bytes
+
+
+def _tensor_split(given: _Given) -> TensorSplit | None:
+    """Return what tensor parallelism divides of the layer; ``None``: nothing."""
+    model, layer = given.model, given.layer
+    plan, regions = model.tensor_plan, model.split_regions()
+    linears = [one for one in plan.linears if one.layer == layer] if plan is not None else []
+    if plan is None or regions is None or not linears:
+        return None
+    sizes = {t.name: t.value.numel() * t.value.element_size() for t in model.tensors_of(layer)}
+    parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved.setdefault(storage.data_ptr(), storage.nbytes() if regions.is_open else 0)
+        return tensor.detach()
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        model.override_recompute("none"),
+    ):
+        with regions.observe(layer):
+            output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
+        del output
+    return TensorSplit(
+        parameter_bytes=sum(sizes[name] for name in plan.split_parameters if name in sizes),
+        column_bytes=sum(sizes[one.weight] for one in linears if one.is_rowwise),
+        activation_bytes=sum(saved.values()),
+        forward_bytes=sum(regions.forward_bytes),
+        forward_exchanges=len(regions.forward_bytes),
+        backward_bytes=sum(regions.backward_bytes),
+        backward_exchanges=len(regions.backward_bytes),
+    )
+
+
+def _as_received(x: Activation | None) -> Activation | None:
+    """As a stage gets it from the stage before: a leaf that gradients flow to."""
+    if x is None:
+        return None
+    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
+    return tensors if isinstance(x, tuple) else tensors[0]
+
+
+def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
+    """Return what the user's optimizer keeps for each parameter: found by a step on the meta device, without memory.
+
+    An optimizer that cannot do that (fused ones) makes a step for one parameter at a time, which is of zeros.
+    """
+    named = model.named_parameters(range(model.layer_count))
+    if not named:
+        return {}
+    try:
+        return _state_bytes(training, named, {name for name, _ in named}, torch.device("meta"))
+    except Exception:
+        pass
+    nothing = _zeros_like(named, set(), model.device)
+    groups = {
+        id(parameter): number
+        for number, group in enumerate(training.optimizer(nothing).param_groups)
+        for parameter in group["params"]
+    }
+    known: dict[tuple[int | None, torch.Size, torch.dtype], int] = {}
+    found = {}
+    for name, parameter in nothing:
+        key = groups.get(id(parameter)), parameter.shape, parameter.dtype
+        if key not in known:
+            known[key] = _state_bytes(training, named, {name}, model.device)[name]
+        found[name] = known[key]
+    return found
+
+
+def _shard_problem(training: Training, model: Model) -> str | None:
+    """Return why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
+    named = model.named_parameters(range(model.layer_count))
+    if not named:
+        return None
+    optimizer = training.optimizer(_zeros_like(named, set(), model.device))
+    if is_elementwise(optimizer):
+        return None
+    return f"its optimizer {type(optimizer).__name__} is not known to update each element by itself"
+
+
+def _zeros_like(
+    like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
+) -> list[tuple[str, nn.Parameter]]:
+    """Return parameters of zeros: those in ``stepped`` on the device, others on the meta device."""
+    return [
+        (name, nn.Parameter(torch.zeros_like(value, device=device if name in stepped else "meta")))
+        for name, value in like
+    ]
+
+
+def _state_bytes(
+    training: Training, like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
+) -> dict[str, int]:
+    """Return the bytes of state that a step leaves for the parameters in ``stepped``."""
+    named = _zeros_like(like, stepped, device)
+    optimizer = training.optimizer(named)
+    for name, parameter in named:
+        if name in stepped:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return {
+        name: sum(
+            v.numel() * v.element_size() for v in optimizer.state[parameter].values() if isinstance(v, Tensor)
+        )
+        for name, parameter in named
+        if name in stepped
+    }
+
+
+def device_time_s(device: torch.device) -> float:
+    """Seconds on a monotonic clock at which the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _device_memory_bytes(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_processor()}, {threads} {'thread' if threads == 1 else 'threads'}"
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name" and value.strip():
+                return value.strip()
+    except OSError:
+        pass  # No such file everywhere.
+    return platform.processor() or platform.machine()
+
+
+def main() -> int:
+    """``ftd profile`` and ``ftd plan`` run this in a process of its own: they have no torch."""
+    parser = argparse.ArgumentParser(
+        prog="python -m runtime.profiling.layer_profile", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--devices-per-node", type=int, default=1)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
+    say = claim_stdout()
+
+    raw = sys.stdin.buffer.read()
+    try:
+        decode = msgspec.json.decode if raw.lstrip()[:1] == b"{" else msgspec.msgpack.decode
+        data = decode(raw, type=TrainingData)
+    except msgspec.DecodeError as error:
+        sys.stderr.write(f"no TrainingData on stdin: {error}\n")
+        return INVALID_EXIT
+    device = torch_device(data)
+    try:
+        found = profile_model(
+            Model(load_training(data), data, device),
+            data,
+            devices_per_node=arguments.devices_per_node,
+            progress=lambda done, total: say(Progress(done=done, total=total)),
+        )
+    except TrainingError as error:
+        sys.stderr.write(f"{error}\n")
+        return INVALID_EXIT
+    say(found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Hangs: a trainer that neither works nor waits.
+
+The beat comes from the trainer's control thread and says whether the main thread moved (a counter of
+operations) or has nothing to do but wait for others. While steps commit, a few median steps without either
+is a hang; without steps (model build, rendezvous, state transfer) patience is long.
+
+A busy host is none: while threads of the trainer wait for a processor, time stands still for it. For
+``idle_heartbeat_s`` at most: a group does not wait for longer for one whose host has no time for it.
+"""
+
+from statistics import median
+
+from statemachine.agent.events import TrainerStarved
+from statemachine.agent.state import WATCH, Agent, Trainer, TrainerPhase
+from statemachine.messages.trainer import TrainerHeartbeat
+
+
+def take_beat(a: Agent, trainer: Trainer, beat: TrainerHeartbeat) -> None:
+    trainer.beat_at = a.at
+    trainer.starved_s = 0.0
+    trainer.reading = beat.reading
+    trainer.build_progress = beat.build_progress
+    if beat.waiting or beat.progress != trainer.progress:
+        trainer.moved_at = a.at
+        trainer.progress = beat.progress
+
+
+def excuse(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
+    """Leave out of account the time in which the trainer could not run."""
+    excused_s = max(0.0, min(event.for_s, a.timing.idle_heartbeat_s - trainer.starved_s))
+    trainer.starved_s += excused_s
+    trainer.beat_at = min(a.at, trainer.beat_at + excused_s)
+    trainer.moved_at = min(a.at, trainer.moved_at + excused_s)
+
+
+def look(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
+    """At every watch: the first trainer found hanging, and how that showed."""
+    if all(trainer.phase is TrainerPhase.DOWN for trainer in a.trainers):
+        return None
+    a.set_timer(WATCH, a.timing.hang_check_s)
+    if late_s > 3 * a.timing.hang_check_s:
+        # It is we who were away: their beats are still queued.
+        for trainer in a.trainers:
+            trainer.beat_at = trainer.moved_at = a.at
+        return None
+    for trainer in a.trainers:
+        if trainer.phase is not TrainerPhase.DOWN and (how := _hangs(a, trainer)):
+            return trainer, how
+    return None
+
+
+def _hangs(a: Agent, trainer: Trainer) -> str | None:
+    """How it shows that it does, and which limit says so."""
+    timing = a.timing
+    silent_s, still_s = a.at - trainer.beat_at, a.at - trainer.moved_at
+    if trainer.phase is TrainerPhase.STARTING:
+        late = silent_s > timing.idle_progress_s
+        return f"it did not start within {timing.idle_progress_s:g} s (idle_progress_s)" if late else None
+    if a.stepping:
+        step_s = timing.hang_s(median(a.durations) if a.durations else 0.0)
+        beat_limit = progress_limit = (step_s, "hang_floor_s, hang_steps")
+    else:
+        beat_limit, progress_limit = (
+            (timing.idle_heartbeat_s, "idle_heartbeat_s"),
+            (timing.idle_progress_s, "idle_progress_s"),
+        )
+    if silent_s > beat_limit[0]:
+        starved = f" in which it could run (and {trainer.starved_s:.2f} s more)" if trainer.starved_s else ""
+        return f"no sign of life for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}"
+    if trainer.reading:
+        progress_limit = max(progress_limit, (timing.reading_s, "reading_s"))
+    if still_s <= progress_limit[0]:
+        return None
+    what = "reading samples" if trainer.reading else "no progress"
+    return f"{what} for {still_s:.2f} s, and it did not wait; limit {_limit(*progress_limit)}"
+
+
+def _limit(limit_s: float, keys: str) -> str:
+    return f"{limit_s:.3g} s (timing: {keys})"

@@ -1,0 +1,294 @@
+"""Committed steps: what is known, what the world has been told, and how gaps are filled.
+
+``StepCommitted`` goes out once per step and in order. A coordinator that was away, or a message that fell
+into an outage, leaves a gap; the votes are asked back from a node that trained on (``RequestSteps``), since
+every rank knows the vote of every step.
+"""
+
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
+from statemachine.cluster.node import NodeMachine
+from statemachine.cluster.phases import Paused, Planning, Running
+from statemachine.cluster.state import STEPS, Cluster
+from statemachine.effects import EmitEvent, RecordSteps
+from statemachine.events import StepsMissed
+from statemachine.messages.cluster import Heartbeat, RequestSteps, Stepped
+from statemachine.messages.values import CommittedStep, Evaluation, Job, Vote
+
+
+def _is_news(c: Cluster, generation: int) -> bool:
+    """May a commit reported under ``generation`` raise what is known?
+
+    Not when a later generation was resumed since, and not between a decision and its Resume: the step to
+    resume from is settled then, and what a dead rank did beyond it is being redone.
+    """
+    state = c.state
+    settled = isinstance(state, Planning) or (isinstance(state, Paused) and state.decided)
+    return generation >= c.resumed_generation > 0 and not settled
+
+
+def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
+    """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
+    progress = c.progress
+    if not c.active:
+        c.ignore("steps while no job is under way", node.name)
+        return
+    if signal.lineage != c.lineage:
+        c.ignore("steps of another lineage", node.name)
+        signal = replace(signal, steps=())
+    fresh = _is_news(c, signal.generation)
+    steps = [s for s in signal.steps if fresh or s.step <= progress.known_step]
+    if len(steps) < len(signal.steps):
+        c.ignore("steps of an older generation", node.name)
+    before, told = progress.known_step, progress.published_step
+    learn(c, steps)
+    if fresh and steps and signal.step_s > 0:
+        progress.step_s = signal.step_s
+    if steps and node.step < steps[-1].step:
+        node.step = steps[-1].step
+    if progress.known_step > before:
+        committed_again(c)
+        c.persist()
+        publish_steps(c)
+        c.publish()
+        c.dirty = True
+    else:
+        publish_steps(c)
+        c.dirty = True
+    _take_missed(c, node, signal)
+    if signal.requested_first == told + 1:
+        c.cancel_timer(STEPS)
+        if progress.published_step == told:
+            progress.lacking.add(node.name)
+        if progress.published_step < progress.known_step and progress.pending:
+            ask(c)
+
+
+def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+    """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
+    committed = signal.committed
+    if committed is None or signal.lineage != c.lineage or not c.active:
+        return
+    node.step = max(node.step, committed.step)
+    if committed.step > c.progress.known_step and _is_news(c, signal.generation):
+        c.progress.known = committed
+        committed_again(c)
+        c.persist()
+        c.dirty = True
+
+
+def committed_again(c: Cluster) -> None:
+    """There is progress: what was in its way is not."""
+    c.raised = 0
+    if c.raising is not None and c.progress.known_step >= c.raising.step:
+        c.raising = None
+    c.checkpoints.refused_at = None
+
+
+def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
+    progress = c.progress
+    for committed in steps:
+        if committed.step > progress.known_step:
+            progress.known = committed
+        if committed.step > progress.published_step:
+            progress.pending[committed.step] = committed.vote
+
+
+def learn_evaluation(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
+    """A group evaluated the state after ``step``. Where it was done twice, the first result that is heard counts."""
+    if evaluation is not None and step > c.progress.evaluated:
+        c.progress.evaluations.setdefault(step, evaluation)
+
+
+def publish_steps(c: Cluster) -> None:
+    """Emit every step that is next in order; ask for the gap before the others."""
+    progress, job = c.progress, c.job
+    if job is None:
+        return
+    _tell_evaluation(c)
+    while (vote := progress.pending.pop(progress.published_step + 1, None)) is not None:
+        learn_evaluation(c, progress.published_step, vote.evaluation)
+        _tell_evaluation(c)
+        progress.published_step += 1
+        c.dirty = True
+        progress.loss = vote.loss
+        progress.lacking.clear()
+        c.out.append(_committed(c, job, progress.published_step, vote, progress.step_s))
+        _warn_of_skipped(c, vote)
+        _tell_evaluation(c)
+    if progress.published_step >= progress.known_step:
+        progress.behind_since = None
+        progress.pending.clear()
+        c.cancel_timer(STEPS)
+    elif progress.pending:
+        ask(c)
+
+
+def _tell_evaluation(c: Cluster) -> None:
+    """Emit the evaluation of the step told last, once; an evaluation of a skipped step is nobody's any more."""
+    progress = c.progress
+    for step in [step for step in progress.evaluations if step < progress.published_step]:
+        del progress.evaluations[step]
+    evaluation = progress.evaluations.pop(progress.published_step, None)
+    if evaluation is None or progress.published_step <= progress.evaluated:
+        return
+    progress.evaluated = progress.published_step
+    c.dirty = True
+    c.out.append(_evaluated(c, progress.published_step, evaluation))
+
+
+def _evaluated(c: Cluster, step: int, evaluation: Evaluation) -> EmitEvent:
+    return EmitEvent(
+        cause=c.cause,
+        name="Evaluated",
+        reason=f"loss {evaluation.loss:.6g} on the held-out data after step {step}",
+        generation=c.resumed_generation,
+        step=step,
+        details={
+            "loss": evaluation.loss,
+            "weight": evaluation.weight,
+            "metrics": dict(evaluation.metrics),
+            "took_s": evaluation.took_s,
+        },
+    )
+
+
+def _committed(c: Cluster, job: Job, step: int, vote: Vote, step_s: float) -> EmitEvent:
+    """:param step_s: duration of the step; 0: unknown."""
+    rows = job.policy.global_batch
+    return EmitEvent(
+        cause=c.cause,
+        name="StepCommitted",
+        reason=f"step {step} of {job.steps}",
+        generation=c.resumed_generation,
+        step=step,
+        details={
+            "loss": vote.loss,
+            "gradient_norm": vote.gradient_norm,
+            "skipped": vote.skipped,
+            "step_s": step_s,
+            "samples_per_s": rows / step_s if step_s > 0 else None,
+            "learning_rate": vote.learning_rate,
+            "weight": vote.weight,
+            "tokens_per_s": vote.weight / step_s if step_s > 0 and vote.weight > rows else None,
+            "loss_scale": vote.loss_scale,
+            "metrics": dict(vote.metrics),
+            "mfu": _mfu(c, job, step_s),
+        },
+    )
+
+
+def _mfu(c: Cluster, job: Job, step_s: float) -> float | None:
+    """Return the model FLOPs utilisation of all planned devices, from 0 to 1; ``None`` where it is unknown."""
+    profile = c.profiled.profile if c.profiled is not None else None
+    devices = len(c.planned) * job.policy.devices_per_node
+    if profile is None or not profile.flops or not profile.device_peak_flops or not devices or step_s <= 0:
+        return None
+    microbatches = job.policy.global_batch / profile.microbatch_rows
+    return profile.flops * microbatches / (step_s * devices * profile.device_peak_flops)
+
+
+def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
+    """Of the first in a row, the tenth, the hundredth …: a job that learns nothing must not look well."""
+    progress = c.progress
+    progress.skipped = progress.skipped + 1 if vote.skipped else 0
+    if progress.skipped and str(progress.skipped).strip("0") == "1":
+        so_far = f", {progress.skipped} steps in a row" if progress.skipped > 1 else ""
+        c.emit(
+            "UpdateSkipped",
+            f"the gradients of step {progress.published_step} are not finite: no parameter was updated{so_far}",
+            step=progress.published_step,
+            loss=vote.loss,
+            steps=progress.skipped,
+        )
+
+
+def ask(c: Cluster) -> None:
+    """Ask one node after the other for the missing steps; when nobody has them, go on behind the gap."""
+    progress = c.progress
+    if STEPS in c.due:
+        return
+    names = [node.name for node in c.alive() if node.prepared and node.name not in progress.lacking]
+    last = min(progress.pending) - 1 if progress.pending else progress.known_step
+    if names:
+        after = [name for name in names if progress.asked is not None and name > progress.asked]
+        progress.asked = (after or names)[0]
+        c.send(c.nodes[progress.asked], RequestSteps(first=progress.published_step + 1, last=last))
+        c.set_timer(STEPS, c.timing.steps_request_s)
+    elif progress.pending and isinstance(c.state, Running):
+        c.ignore(f"nobody has the votes of steps {progress.published_step + 1} to {last}")
+        progress.published_step = last
+        publish_steps(c)
+
+
+# --- reported by another coordinator, and unknown to this one ------------------------------------------
+
+
+def missed(c: Cluster, event: StepsMissed) -> None:
+    """Ask a node for steps that another coordinator reported; if the one asked before did not answer, another one."""
+    progress = c.progress
+    wanted = event.first, min(event.last, progress.published_step)
+    if not c.active or wanted[0] > wanted[1]:
+        return
+    if progress.missed is not None and progress.missed[0] == wanted[0]:
+        progress.missed_lacking.add(progress.missed_asked)
+    else:
+        progress.missed_lacking.clear()
+    progress.missed = wanted
+    _ask_missed(c)
+
+
+def _ask_missed(c: Cluster) -> None:
+    progress = c.progress
+    names = [node.name for node in c.alive() if node.prepared and node.name not in progress.missed_lacking]
+    if progress.missed is None or not names:
+        progress.missed = None
+        return
+    progress.missed_asked = names[0]
+    c.send(c.nodes[names[0]], RequestSteps(first=progress.missed[0], last=progress.missed[1]))
+
+
+def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
+    """Put what a node remembers of them into the history; ask the others for the rest."""
+    progress, job = c.progress, c.job
+    if progress.missed is None or signal.requested_first != progress.missed[0] or job is None:
+        return
+    first, last = progress.missed
+    known = [(one.step, one.vote) for one in signal.steps if first <= one.step <= last]
+    if known:
+        recalled: list[EmitEvent] = []
+        for step, vote in known:
+            if vote.evaluation is not None:
+                recalled.append(_evaluated(c, step - 1, vote.evaluation))
+            recalled.append(_committed(c, job, step, vote, 0.0))
+        c.out.append(RecordSteps(cause=c.cause, steps=tuple(recalled)))
+        progress.missed_lacking.clear()
+        newest = known[-1][0]
+        progress.missed = (newest + 1, last) if newest < last else None
+    else:
+        progress.missed_lacking.add(node.name)
+    _ask_missed(c)
+
+
+# --- what is known, and was not told ---------------------------------------------------------------------
+
+
+def steps_overdue(c: Cluster) -> None:
+    """A node that was asked for missing steps did not answer: ask another one."""
+    if c.progress.published_step < c.progress.known_step and c.progress.known is not None:
+        c.progress.pending.setdefault(c.progress.known.step, c.progress.known.vote)
+        ask(c)
+
+
+def look(c: Cluster) -> None:
+    """At every tick: heartbeats know of steps that no Stepped told, for longer than one should take."""
+    progress = c.progress
+    if progress.published_step >= progress.known_step:
+        progress.behind_since = None
+    elif progress.behind_since is None:
+        progress.behind_since = c.at
+    elif c.at - progress.behind_since > c.timing.steps_request_s / 2 and progress.known is not None:
+        progress.pending.setdefault(progress.known.step, progress.known.vote)
+        publish_steps(c)

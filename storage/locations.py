@@ -1,0 +1,294 @@
+"""Where checkpoints are kept: a directory (a disk, NFS), or any URL that fsspec knows.
+
+Both offer the same few operations on ``directory/name``; names are plain, made and checked by
+``storage.checkpoint``. What differs is how a checkpoint becomes visible at once:
+
+* in a directory: written under a hidden name, fsynced, then renamed;
+* in an object store, which cannot rename: in its place from the beginning, its manifest last, and the
+  attempt in the names of its files, so that a late writer of an earlier attempt overwrites nothing.
+"""
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from storage.directfile import sync_directory, write_synced
+from storage.errors import LocationError, LocationFullError, StorageError
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_REFUSED = {errno.EROFS: "it is read-only", errno.EACCES: "permission denied", errno.EPERM: "not permitted"}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+
+
+class CheckpointLocation(Protocol):
+    """:raises LocationError: from every method, with words, where the place does not do it."""
+
+    url: str
+
+    def create(self) -> None:
+        """Make it if it is not there."""
+
+    def draft(self, final: str, attempt: str) -> str:
+        """Name of the directory in which ``final`` is written by this attempt."""
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        """Name of a file of data."""
+
+    def begin(self, draft: str) -> None:
+        """Files can be written to ``draft`` from now on; by several writers, each calls it."""
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        """A whole file, durable when this returns; none is left if it fails."""
+
+    def open(self, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
+        """To read it, from anywhere in it."""
+
+    def names(self) -> list[str]:
+        """Of the directories."""
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        """Name and bytes of each file; empty where there is no such directory."""
+
+    def publish(self, draft: str, final: str) -> None:
+        """All files are written, the manifest last: the checkpoint is ``final`` now, at once."""
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        """Remove what this attempt wrote to its draft."""
+
+    def remove(self, directory: str) -> None:
+        """No matter whether it is there."""
+
+
+def open_location(url: str) -> CheckpointLocation:
+    """:raises LocationError: no such kind of URL, or its package is not installed."""
+    if not url:
+        raise LocationError("an empty path; name a directory or a URL such as s3://bucket/checkpoints")
+    scheme, separator, path = url.partition("://")
+    if not separator:
+        return LocalLocation(Path(url))
+    if scheme in ("file", "local"):
+        return LocalLocation(Path(path))
+    return RemoteLocation(url)
+
+
+class LocalLocation:
+    """A directory of this host or of NFS."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = str(root)
+
+    def create(self) -> None:
+        with self._told("made"):
+            self.root.mkdir(parents=True, exist_ok=True)
+
+    def draft(self, final: str, attempt: str) -> str:
+        return f".{final}.{attempt}.partial"
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        return f"{stem}.bin"
+
+    def begin(self, draft: str) -> None:
+        with self._told("written"):
+            for path in list(self.root.iterdir()):
+                self._settle(path)
+            # Not its parents: where a file system is not mounted any more, another one would be filled.
+            (self.root / draft).mkdir(exist_ok=True)
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        path = self.root / directory / name
+        # Nobody meets a file with its final name and half of its bytes.
+        partial = path.with_name(f".{name}.{os.getpid()}")
+        try:
+            with self._told("written"):
+                write_synced(partial, pieces)
+                partial.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
+        with self._told("read"), (self.root / directory / name).open("rb", buffering=0) as file:
+            yield file
+
+    def names(self) -> list[str]:
+        with self._told("read"):
+            return sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        with self._told("read"):
+            try:
+                entries = list(os.scandir(self.root / directory))
+            except FileNotFoundError:
+                return {}
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+    def publish(self, draft: str, final: str) -> None:
+        target, old = self.root / final, self.root / f".{final}.replaced"
+        with self._told("written"):
+            sync_directory(self.root / draft)
+            if target.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                target.rename(old)
+            try:
+                (self.root / draft).rename(target)
+            except OSError:
+                self._settle(old)
+                raise
+            sync_directory(self.root)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        self.remove(draft)
+
+    def remove(self, directory: str) -> None:
+        path = self.root / directory
+        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+            # Renamed first: a half removed one must not look like a damaged one.
+            doomed = path.with_name(f".{directory.removeprefix('.')}.removed")
+            path.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def _settle(self, path: Path) -> None:
+        """Finish what a process did not that was killed while it replaced or removed a checkpoint."""
+        name = path.name
+        if name.endswith(".replaced"):
+            final = self.root / name.removeprefix(".").removesuffix(".replaced")
+            if not final.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    path.rename(final)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        elif name.startswith(".step-") and name.endswith(".removed"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise _place_error(self.url, done, error) from error
+
+
+def _place_error(url: str, done: str, error: OSError) -> LocationError:
+    what = f"{url} cannot be {done}"
+    path = f" ({error.filename})" if error.filename and str(error.filename) != url else ""
+    if error.errno in _FULL:
+        if error.errno == errno.EFBIG:
+            return LocationFullError(f"{what}: a file would become larger than this process may write{path}")
+        return LocationFullError(f"{what}: no space left{path}; remove something or keep fewer checkpoints")
+    if error.errno in _REFUSED:
+        return LocationError(f"{what}: {_REFUSED[error.errno]}{path}")
+    if error.errno in _GONE:
+        return LocationError(f"{what}: it is not there, or not there any more{path}")
+    return LocationError(f"{what}: {error.strerror or error}{path}")
+
+
+class RemoteLocation:
+    """A URL of fsspec; credentials and options come from its own configuration and the environment."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self.url = url.rstrip("/")
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        except (ImportError, ValueError) as error:
+            known = "a path, file://, or a URL whose fsspec package is installed (s3fs for s3://)"
+            raise LocationError(f"{url} cannot be used: {error}; what works is {known}") from None
+
+    def create(self) -> None:
+        with self._told("made"):
+            self._files.makedirs(self._root, exist_ok=True)
+
+    def draft(self, final: str, attempt: str) -> str:
+        return final
+
+    def data_name(self, stem: str, attempt: str) -> str:
+        return f"{stem}-{attempt}.bin"
+
+    def begin(self, draft: str) -> None:
+        with self._told("written"):
+            self._files.makedirs(f"{self._root}/{draft}", exist_ok=True)
+
+    def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
+        path = f"{self._root}/{directory}/{name}"
+        with self._told("written"):
+            file = self._files.open(path, "wb")
+        try:
+            # Outside of what is told: where the pieces come from may fail, too, and is not this place.
+            for piece in pieces:
+                with self._told("written"):
+                    file.write(piece)
+            with self._told("written"):
+                file.close()
+        except BaseException:
+            # Where the store can it forgets what it got; else the part is completed, and removed.
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(Exception):
+                file.close()
+            with contextlib.suppress(Exception):
+                self._files.rm_file(path)
+            raise
+
+    @contextlib.contextmanager
+    def open(self, directory: str, name: str) -> Iterator[BinaryIO]:
+        with self._told("read"), self._files.open(f"{self._root}/{directory}/{name}", "rb") as file:
+            yield file
+
+    def names(self) -> list[str]:
+        return sorted(name for name, entry in self._entries(self._root) if entry["type"] == "directory")
+
+    def sizes(self, directory: str) -> dict[str, int]:
+        entries = self._entries(f"{self._root}/{directory}")
+        return {name: int(entry["size"]) for name, entry in entries if entry["type"] == "file"}
+
+    def publish(self, draft: str, final: str) -> None:
+        """Its manifest was the commit."""
+
+    def abandon(self, draft: str, attempt: str) -> None:
+        names = set(self.sizes(draft))
+        written = {name for name in names if name.endswith(f"-{attempt}.bin")}
+        for name in written:
+            with self._told("removed"):
+                self._files.rm_file(f"{self._root}/{draft}/{name}")
+        if names == written:
+            self.remove(draft)
+
+    def remove(self, directory: str) -> None:
+        path = f"{self._root}/{directory}"
+        with self._told("removed"), contextlib.suppress(FileNotFoundError):
+            # The manifest first: without it nothing here counts.
+            for name in sorted(self.sizes(directory), key=lambda n: not n.startswith("manifest")):
+                self._files.rm_file(f"{path}/{name}")
+            if self._files.exists(path):
+                self._files.rm(path, recursive=True)
+
+    def _entries(self, path: str) -> list[tuple[str, dict[str, Any]]]:
+        with self._told("read"):
+            self._files.invalidate_cache()
+            try:
+                entries = self._files.ls(path, detail=True)
+            except FileNotFoundError:
+                # An object store has no empty directories.
+                return []
+            return [(entry["name"].rstrip("/").rpartition("/")[2], entry) for entry in entries]
+
+    @contextlib.contextmanager
+    def _told(self, done: str) -> Iterator[None]:
+        try:
+            yield
+        except StorageError:
+            raise
+        except FileNotFoundError as error:
+            raise LocationError(f"{self.url} cannot be {done}: not there, or not there any more") from error
+        except Exception as error:  # Every store raises its own; all of them mean that it was not done.
+            said = str(error) or type(error).__name__
+            raise LocationError(f"{self.url} cannot be {done}: {said}") from error

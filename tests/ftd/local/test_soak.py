@@ -1,0 +1,355 @@
+"""The pure parts of a soak: what is drawn, what is watched, what is reported."""
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.errors import ConfigurationError
+from ftd.local.soak.draw import CENTRAL, IMPAIRING, KINDS, draw
+from ftd.local.soak.monitor import ObservedRecovery, SoakMonitor, Violation
+from ftd.local.soak.plot import _ROWS, plot_soak, require_picture
+from ftd.local.soak.report import (
+    FaultRecord,
+    SoakGoodput,
+    SoakReport,
+    by_cause,
+    by_kind,
+    goodput,
+    render_lines,
+)
+
+
+def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
+    short, long = (draw(7, rate_per_min=10, until_s=s) for s in (120.0, 600.0))
+    assert short == draw(7, rate_per_min=10, until_s=120.0)
+    assert long[: len(short)] == short
+    assert draw(8, rate_per_min=10, until_s=120.0) != short
+    assert [strike.number for strike in long] == list(range(1, len(long) + 1))
+    assert all(a.at_s <= b.at_s < 600.0 for a, b in pairwise(long))
+
+
+def test_the_rate_is_kept_and_every_fault_comes_within_its_bounds() -> None:
+    strikes = draw(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
+    assert 800 < len(strikes) < 1200
+    assert {strike.do for strike in strikes} == {kind.do for kind in KINDS}
+    bounds = {kind.do: kind for kind in KINDS}
+    for strike in strikes:
+        kind = bounds[strike.do]
+        assert kind.for_s[0] <= strike.for_s <= kind.for_s[1]
+        assert kind.factor[0] <= strike.factor <= kind.factor[1]
+    close = sum(b.at_s - a.at_s < 0.6 for a, b in pairwise(strikes))
+    assert close > 200
+
+
+def test_the_machine_s_own_memory_is_not_filled() -> None:
+    drawn = {strike.do for strike in draw(1, rate_per_min=10, until_s=60.0 * 100)}
+    assert drawn == {kind.do for kind in KINDS} - {"fill_memory"}
+
+
+def test_whom_a_fault_strikes_depends_on_who_is_there_alone() -> None:
+    strikes = [s for s in draw(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL]
+    nodes = ["node-2", "node-0", "node-1"]
+    assert {strike.node_of(nodes) for strike in strikes} == set(nodes)
+    assert all(strike.node_of(nodes) == strike.node_of(sorted(nodes)) for strike in strikes)
+    assert all(strike.node_of([]) is None for strike in strikes)
+    assert {"slow", "flip", "fill_memory"}.isdisjoint(IMPAIRING)
+
+
+# --- the watch -------------------------------------------------------------------------------------
+
+
+def watch() -> SoakMonitor:
+    seen = SoakMonitor(limit_s=10.0, relative=1e-6)
+    seen.losses.update({step: 1.0 / step for step in range(1, 100)})
+    seen.begin_round("job-1", 0.0)
+    return seen
+
+
+def commit(step: int, loss: float | None = None, **more: Any) -> dict[str, Any]:
+    details = {"loss": 1.0 / step if loss is None else loss}
+    return {"event": "StepCommitted", "step": step, "details": details, **more}
+
+
+def event(name: str, generation: int = 1, node: str | None = None, **details: Any) -> dict[str, Any]:
+    return {"event": name, "generation": generation, "node": node, "reason": "why", "details": details}
+
+
+def state(step: int, generation: int = 1, phase: str = "RUNNING", job: str = "job-1") -> dict[str, Any]:
+    known = {"phase": phase, "generation": generation, "step": step, "job": {"id": job}}
+    return {**known, "coordinator": 1, "waiting_for": "", "outcome": ""}
+
+
+def rules(seen: SoakMonitor) -> list[str]:
+    return [violation.rule for violation in seen.violations]
+
+
+def test_an_orderly_run_breaks_no_rule() -> None:
+    seen = watch()
+    for step in range(1, 6):
+        seen.on_event(commit(step, id=f"e-{step}"), float(step))
+        seen.on_event(commit(step, id=f"e-{step}"), float(step))
+        seen.on_state(state(step), step + 0.1)
+        seen.on_time(step + 0.2)
+    seen.on_event(event("JobFinished"), 6.0)
+    seen.on_journal([commit(step) for step in range(1, 6)], 7.0)
+    assert not seen.on_time(100.0)
+    assert rules(seen) == []
+    assert sum(new for _, new in seen.commits) == 5
+
+
+def test_a_committed_step_goes_back_only_by_a_rollback_that_is_told() -> None:
+    seen = watch()
+    for step in (1, 2, 3):
+        seen.on_event(commit(step), 1.0)
+    seen.on_event(commit(2), 2.0)
+    assert rules(seen) == ["step"]
+    seen = watch()
+    for step in (1, 2, 3):
+        seen.on_event(commit(step), 1.0)
+    seen.on_event(event("RolledBack", from_step=3, to_step=1, undone=2), 2.0)
+    for step in (2, 3, 4):
+        seen.on_event(commit(step), 3.0)
+    assert rules(seen) == []
+    assert (sum(new for _, new in seen.commits), seen.done_again, seen.rollbacks) == (4, 2, 1)
+
+
+def test_a_state_that_goes_back_needs_a_rollback_near_it() -> None:
+    for told, expected in ((False, ["step"]), (True, [])):
+        seen = watch()
+        seen.on_state(state(9), 1.0)
+        seen.on_state(state(4), 2.0)
+        if told:
+            seen.on_event(event("RolledBack", from_step=9, to_step=4, undone=5), 2.5)
+        seen.on_time(3.0)
+        seen.on_time(6.0)
+        assert rules(seen) == expected
+
+
+def test_a_restarted_coordinator_may_tell_a_step_again_with_the_same_loss() -> None:
+    seen = watch()
+    seen.on_event(commit(3), 1.0)
+    seen.on_event(event("CoordinatorStarted"), 2.0)
+    seen.on_event(commit(3), 3.0)
+    assert rules(seen) == []
+    seen.on_event(commit(3, loss=0.5), 4.0)
+    assert rules(seen) == ["loss"]
+
+
+def test_losses_are_held_against_the_first_time() -> None:
+    seen = watch()
+    seen.on_event(commit(5, loss=0.2 * (1 + 1e-7)), 1.0)
+    assert rules(seen) == []
+    seen.on_event(commit(6, loss=0.2), 2.0)
+    seen.on_event(commit(150, loss=0.125), 3.0)
+    seen.on_event(event("JobStopped"), 3.5)
+    seen.begin_round("job-2", 4.0)
+    seen.on_event(commit(150, loss=0.25), 5.0)
+    seen.on_journal([commit(1, loss=3.0)], 6.0)
+    assert rules(seen) == ["loss", "loss", "gap", "loss"]
+
+
+def test_rounding_may_grow_and_a_jump_is_none() -> None:
+    seen = watch()
+    apart = 1e-16
+    for step in range(1, 90):
+        seen.on_event(commit(step, loss=(1 + apart) / step), float(step))
+        apart *= 1.3
+    assert apart > 1e-6
+    assert rules(seen) == []
+    seen.on_event(commit(90, loss=(1 + 1000 * apart) / 90), 90.0)
+    assert rules(seen) == ["loss"]
+    seen.begin_round("job-2", 91.0)
+    seen.on_event(commit(1, loss=1 + apart), 92.0)
+    assert rules(seen) == ["loss", "loss"]
+
+
+def test_a_standby_s_journal_lacks_what_was_told_while_it_was_away() -> None:
+    rows = [commit(1), commit(4)]
+    for standbys, wrong in ((True, []), (False, ["gap"])):
+        seen = watch()
+        seen.standbys = standbys
+        for step in (1, 2, 3, 4):
+            seen.on_event(commit(step), float(step))
+        seen.on_journal(rows, 5.0)
+        assert rules(seen) == wrong
+    seen.on_journal([*rows, commit(6)], 5.0)
+    assert rules(seen)[-1] == "gap"
+
+
+def test_generations_only_grow() -> None:
+    seen = watch()
+    seen.on_event(event("GenerationStarted", 4), 1.0)
+    seen.on_state(state(1, generation=3), 1.1)
+    seen.on_event(event("GenerationStarted", 5), 2.0)
+    assert rules(seen) == []
+    seen.on_event(event("GenerationStarted", 4), 3.0)
+    seen.on_state(state(1, generation=2), 3.1)
+    assert rules(seen) == ["generation", "generation"]
+
+
+def test_training_that_stands_still_is_told_once_and_a_fault_gives_it_time() -> None:
+    seen = watch()
+    seen.on_event(commit(1), 1.0)
+    seen.struck("node-1", "stop", 9.0)
+    assert not seen.on_time(18.9)
+    assert seen.on_time(19.1)
+    assert seen.on_time(30.0)
+    assert rules(seen) == ["stuck"]
+    seen.on_event(commit(2), 31.0)
+    assert not seen.on_time(32.0)
+
+
+def test_faults_may_not_starve_training_for_ever() -> None:
+    seen = watch()
+    seen.on_event(commit(1), 1.0)
+    for second in range(2, 41):
+        seen.struck("node-1", "slow", second + 5.0)
+        assert not seen.on_time(float(second))
+    seen.struck("node-1", "slow", 47.0)
+    assert seen.on_time(42.0)
+    assert rules(seen) == ["stuck"]
+
+
+def test_the_end_of_a_job_is_known_from_the_state_where_the_event_was_lost() -> None:
+    seen = watch()
+    seen.on_state(state(9, phase="FINISHED"), 1.0)
+    seen.on_time(1.5)
+    assert seen.ended is None
+    seen.on_time(4.0)
+    assert seen.ended == "JobFinished"
+
+
+def test_a_failed_job_is_a_violation_unless_more_was_lost_than_it_tolerates() -> None:
+    for excused, expected in ((False, ["failed"]), (True, [])):
+        seen = watch()
+        seen.excused = excused
+        seen.on_event(event("JobFailed"), 1.0)
+        assert rules(seen) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("MessageRejected", "refused"), ("ReplicasDiverged", "diverged"), ("ShardCorrupted", "damage")],
+)
+def test_what_no_fault_may_lead_to(name: str, rule: str) -> None:
+    seen = watch()
+    seen.on_event(event(name, node="node-1"), 1.0)
+    assert rules(seen) == [rule]
+
+
+def test_a_flipped_bit_may_be_found() -> None:
+    seen = watch()
+    seen.struck("node-1", "flip", 0.5)
+    seen.on_event(event("ShardCorrupted", node="node-2"), 1.0)
+    assert rules(seen) == []
+
+
+def test_a_trainer_that_fails_unstruck_is_a_violation_and_a_hung_one_is_noted() -> None:
+    seen = watch()
+    seen.struck("node-1", "kill_trainer", 1.0)
+    seen.on_event(event("TrainerLost", node="node-1", cause="exited"), 2.0)
+    assert rules(seen) == []
+    seen.on_event(event("TrainerLost", node="node-2", cause="hung"), 3.0)
+    seen.on_event(event("NodeLost", node="node-2", how="silence"), 3.0)
+    assert (rules(seen), len(seen.unprovoked)) == ([], 2)
+    seen.on_event(event("TrainerLost", node="node-2", cause="raised"), 4.0)
+    assert rules(seen) == ["unprovoked"]
+
+
+def test_a_journal_with_a_gap_is_a_violation_and_a_short_one_too() -> None:
+    seen = watch()
+    seen.on_event(commit(4), 1.0)
+    seen.on_journal([commit(1), commit(3)], 2.0)
+    assert rules(seen) == ["gap", "gap"]
+
+
+# --- the report ------------------------------------------------------------------------------------
+
+
+def found(held: bool = True) -> SoakReport:
+    recoveries = tuple(
+        ObservedRecovery(at_s=at, cause=cause, tier="none", total_ms=ms, generation=g, rolled_back_steps=0)
+        for g, (at, cause, ms) in enumerate(
+            [(1.0, "start", 9.0), (12.0, "node_lost", 300.0), (30.0, "node_lost", 500.0)]
+        )
+    )
+    faults = tuple(
+        FaultRecord(number=n, at_s=at, fault=fault, node="node-1", for_s=2.0, factor=1.0, problem=refused)
+        for n, (at, fault, refused) in enumerate(
+            [(11.0, "kill", ""), (20.0, "flip", "nothing is kept there"), (29.0, "kill_broker", "")], 1
+        )
+    )
+    commits = [(t / 10, 1) for t in range(600) if not 11.0 <= t / 10 < 12.0]
+    measured = goodput(commits, until_s=60.0, step_s=0.1, gaps=[(40.0, 50.0)], done_again=3)
+    broken = (Violation(at_s=13.0, rule="loss", detail="step 5"),)
+    return SoakReport(
+        job="tiny",
+        seed=4,
+        rate_per_min=8.0,
+        nodes=4,
+        steps=300,
+        rounds=2,
+        duration_s=60.0,
+        passed=held,
+        violations=() if held else broken,
+        faults=faults,
+        by_kind=by_kind(faults),
+        not_injected=2,
+        recoveries=recoveries,
+        by_cause=by_cause(recoveries),
+        rollbacks=0,
+        unprovoked=(),
+        goodput=measured,
+        repeat_command="ftd chaos soak --seed 4 job.toml",
+        logs=None if held else "/tmp/somewhere",
+    )
+
+
+def test_goodput_counts_new_steps_against_the_undisturbed_pace() -> None:
+    commits = [(-1.0, 5), (1.0, 30), (5.0, 10), (11.0, 4)]
+    measured = goodput(commits, until_s=10.0, step_s=0.1, gaps=[(6.0, 8.0)], done_again=0)
+    assert (measured.new_steps, measured.ratio, measured.between_jobs_s) == (40, 0.5, 2.0)
+    assert all(ratio is None for at_s, ratio in measured.series if 6.2 < at_s < 7.9)
+    assert sum(ratio or 0.0 for _, ratio in measured.series) * 10.0 / 60 == pytest.approx(4.0, rel=0.01)
+
+
+def test_the_report_says_what_struck_what_it_took_and_how_to_repeat_it() -> None:
+    said = "\n".join(render_lines(found()))
+    assert "faults: kill 1, kill_broker 1 (1 could not strike, 2 waited for a node to be well again)" in said
+    assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in said
+    assert "every rule held" in said
+    said = "\n".join(render_lines(found(held=False)))
+    assert "VIOLATION at 13.0 s (loss): step 5" in said
+    assert "ftd chaos soak --seed 4 job.toml" in said
+    assert "/tmp/somewhere" in said
+
+
+def test_goodput_is_a_part_of_the_written_report() -> None:
+    import msgspec
+
+    read = msgspec.json.decode(found().to_bytes())
+    assert read["schema"] == 1
+    assert msgspec.convert(read["goodput"], SoakGoodput).ratio == found().goodput.ratio
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
+    place = tmp_path / f"soak.{suffix}"
+    plot_soak(found(held=False), place)
+    assert place.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
+
+
+def test_every_fault_has_a_row_in_the_plot(tmp_path: Path) -> None:
+    faults = [replace(found().faults[0], fault=kind.do) for kind in KINDS]
+    plot_soak(replace(found(), faults=tuple(faults)), tmp_path / "soak.svg")
+    assert {fault for _, _, kinds in _ROWS for fault in kinds} == {kind.do for kind in KINDS}
+
+
+def test_a_plot_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+    require_picture(None)
+    for place in (tmp_path / "soak.gif", tmp_path / "nowhere" / "soak.png"):
+        with pytest.raises(ConfigurationError, match="--plot"):
+            require_picture(place)

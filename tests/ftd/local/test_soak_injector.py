@@ -1,0 +1,133 @@
+"""The hands of a soak on a cluster that does not do what it is told: nothing gets lost, and it is said."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import ftd.local.soak.soak as module
+from ftd.config.job import load_job_data
+from ftd.errors import FtdError, PeerError
+from ftd.local.cluster import LocalCluster
+from ftd.local.driver import LocalDriver
+from ftd.local.soak.draw import DrawnFault
+from ftd.local.soak.injector import SoakInjector
+from ftd.local.soak.monitor import SoakMonitor
+from ftd.local.soak.options import SoakOptions
+from ftd.local.soak.soak import Soak
+from ftd.transport.client import ClusterClient
+from tests.helpers.playground import write_job
+
+
+class Unwilling:
+    """Stands for a cluster of one node; ``kill`` and the start of the node raise what they are told to."""
+
+    central = ("broker", "coordinator")
+    coordinators = ("coordinator",)
+    nodes = ("node-0",)
+
+    def __init__(self, *, kill: Exception | None = None, start: Exception | None = None) -> None:
+        self._kill, self._start = kill, start
+        self.running = {*self.central, *self.nodes}
+        children = {
+            name: SimpleNamespace(pid=-1, log=Path("/dev/null"), process=SimpleNamespace(returncode=3))
+            for name in self.running
+        }
+        self.processes = SimpleNamespace(
+            children=children, running=self.running.__contains__, reap_adopted=lambda: None
+        )
+        self.directory = Path("/nowhere")
+
+    async def kill(self, name: str) -> None:
+        self.running.discard(name)
+        if self._kill is not None:
+            raise self._kill
+
+    async def restart(self, name: str) -> None:
+        if self._start is not None:
+            raise self._start
+        self.running.add(name)
+
+
+def struck(cluster: Unwilling, do: str) -> tuple[SoakInjector, SoakMonitor]:
+    """What is to be seen when a fault has struck and the hands have looked thereafter."""
+    watch = SoakMonitor(limit_s=10.0, relative=1e-6)
+
+    async def main() -> SoakInjector:
+        client = cast(ClusterClient, None)
+        hands = SoakInjector(client, cast(LocalCluster, cluster), watch, tolerate=1, beyond=False, seed=1)
+        hands.strike(DrawnFault(number=1, at_s=0.0, do=do, for_s=0.0, factor=1.0, place=0.5), 7.0)
+        await hands.finish(60.0)
+        hands.look(8.0)
+        return hands
+
+    return asyncio.run(main()), watch
+
+
+def told(watch: SoakMonitor) -> list[tuple[str, str]]:
+    return [(violation.rule, violation.detail) for violation in watch.violations]
+
+
+@pytest.mark.parametrize("do", ["kill", "kill_coordinator"])
+def test_who_is_killed_comes_back(do: str) -> None:
+    cluster = Unwilling()
+    hands, watch = struck(cluster, do)
+    assert [one.problem for one in hands.struck] == [""]
+    assert cluster.running == {"broker", "coordinator", "node-0"}
+    assert told(watch) == []
+
+
+@pytest.mark.parametrize(("do", "name"), [("kill", "node-0"), ("kill_coordinator", "coordinator")])
+def test_who_ended_by_itself_just_before_the_kill_is_noticed(do: str, name: str) -> None:
+    hands, watch = struck(Unwilling(kill=PeerError("it is not running")), do)
+    assert [one.problem for one in hands.struck] == ["it is not running"]
+    assert told(watch) == [("process", f"{name} ended by itself with 3: ")]
+
+
+def test_who_does_not_come_back_breaks_a_rule_once() -> None:
+    hands, watch = struck(Unwilling(start=PeerError("no such program")), "kill")
+    assert [one.problem for one in hands.struck] == [""]
+    assert told(watch) == [("process", "node-0 did not come back: no such program")]
+
+
+def test_an_error_of_whatever_kind_is_told() -> None:
+    hands, watch = struck(Unwilling(start=LookupError("no such thing")), "kill")
+    assert [one.problem for one in hands.struck] == ["LookupError: no such thing"]
+    assert told(watch) == [("strike", "kill of node-0 broke off: LookupError: no such thing")]
+
+
+# --- the undisturbed run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        ("PAUSED", "it pauses: 12 nodes are needed (it was given 2 nodes; give more with --nodes)"),
+        ("RUNNING", "its end (it is at step 0 of 9; give fewer --steps, or more --minutes)"),
+    ],
+)
+def test_an_undisturbed_run_that_does_not_end_says_why(
+    phase: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSED_S", 0.0)
+    monkeypatch.setattr(module, "_LEAST_UNDISTURBED_S", 0.3)
+    path = write_job(tmp_path, steps=9)
+    options = SoakOptions(
+        job=path, minutes=0.0, seed=1, rate_per_min=1.0, nodes=2, coordinators=1, steps=None, limit_s=1.0,
+        relative=None, beyond=False, memory_mib=None, broker="embedded", logs=None,
+    )  # fmt: skip
+
+    class Driver:
+        disk = tmp_path
+
+        async def submit(self, _: Any, timeout_s: float) -> str:
+            soak.watch.state = {"phase": phase, "waiting_for": "12 nodes are needed"}
+            return "tiny-1"
+
+    soak = Soak(options, load_job_data(path), cast(LocalDriver, Driver()), lambda _: None)
+
+    with pytest.raises(FtdError) as caught:
+        asyncio.run(soak._undisturbed())
+    assert said in str(caught.value)

@@ -1,0 +1,124 @@
+"""What a node says of itself: its retained state, told at once or a moment later, never an old one last."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from ftd.config.daemon import load_daemon_config
+from ftd.node import publisher
+from ftd.node.message_faults import MessageFaultInjector
+from ftd.transport.mqtt.session import MqttSession
+from ftd.transport.wire.public import NodeStateMessage, decode_json
+from ftd.transport.wire.topics import Topics
+from statemachine.effects import PublishNode
+from statemachine.messages.values import NodeState
+from tests.helpers.brokers import RunningBroker
+
+PATIENCE_S = 30.0
+
+
+def told(state: NodeState, reason: str) -> PublishNode:
+    return PublishNode(cause="c", state=state, generation=1, step=2, reason=reason)
+
+
+class Scene:
+    """One node's voice, and what another client hears of its state."""
+
+    def __init__(self, broker: RunningBroker, directory: Path) -> None:
+        config = directory / "ftd.toml"
+        config.write_text(f'[broker]\nurl = "mqtt://127.0.0.1:{broker.port}"\n[node]\nname = "n"\n')
+        self.heard: asyncio.Queue[NodeStateMessage] = asyncio.Queue()
+        self.ups = 0
+        loop = asyncio.get_running_loop()
+        self.voice = publisher.NodePublisher(
+            load_daemon_config(config),
+            7,
+            disturbance=MessageFaultInjector("n"),
+            clock=loop.time,
+            on_message=lambda *_: None,
+            on_connected=self._up,
+            on_lost=lambda: None,
+            on_acknowledged=lambda _: None,
+            watch=lambda _: None,
+        )
+        self.listener = MqttSession(
+            load_daemon_config(config).broker,
+            client_id="listener",
+            subscriptions=(Topics(cluster="ftd").node_state(),),
+            on_message=lambda _, payload, __: self.heard.put_nowait(decode_json(payload, NodeStateMessage)),
+        )
+
+    def _up(self) -> None:
+        self.ups += 1
+
+    async def reasons(self, count: int) -> list[str]:
+        """Of what is heard next."""
+        return [(await asyncio.wait_for(self.heard.get(), PATIENCE_S)).reason for _ in range(count)]
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        end = asyncio.get_running_loop().time() + PATIENCE_S
+        while not holds():
+            assert asyncio.get_running_loop().time() < end
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def scene(broker: RunningBroker, directory: Path) -> AsyncIterator[Scene]:
+    made = Scene(broker, directory)
+    listening = asyncio.ensure_future(made.listener.run())
+    await made.listener.wait_connected(PATIENCE_S)
+    await made.until(lambda: made.voice.connected)
+    try:
+        yield made
+    finally:
+        await made.voice.close(1.0)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+
+def test_a_state_is_told_at_once_and_its_reason_later(
+    mosquitto: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "STATE_PERIOD_S", 3600.0)
+
+    async def play() -> None:
+        async with scene(mosquitto, tmp_path) as the:
+            the.voice.state(told(NodeState.HEALTHY, "started"))
+            the.voice.state(told(NodeState.HEALTHY, "quiescing"))
+            the.voice.state(told(NodeState.HEALTHY, "resuming"))
+            the.voice.state(told(NodeState.SNAP, "a snapshot"))
+            the.voice.state(told(NodeState.SNAP, "of another step"))
+            the.voice.state(told(NodeState.HEALTHY, "given up"))
+            the.voice.state(told(NodeState.HEALTHY, "idle"))
+            assert await the.reasons(3) == ["started", "a snapshot", "given up"]
+            the.voice.say_state()  # Somebody else spoke in our place.
+            assert await the.reasons(1) == ["idle"]
+            the.voice.interrupt(0.0)
+            assert await the.reasons(1) == ["the connection to the broker broke"]
+            await the.until(lambda: the.ups == 2)
+            the.voice.state(told(NodeState.HEALTHY, "back"))
+            assert await the.reasons(1) == ["back"]
+            the.voice.state(told(NodeState.HEALTHY, "training"))
+        assert await the.reasons(1) == ["training"]  # Before it took leave.
+        assert the.heard.empty()
+
+    asyncio.run(play())
+
+
+def test_of_reasons_that_follow_each_other_the_last_is_told(mosquitto: RunningBroker, tmp_path: Path) -> None:
+    async def play() -> None:
+        async with scene(mosquitto, tmp_path) as the:
+            the.voice.state(told(NodeState.HEALTHY, "started"))
+            for number in range(50):
+                the.voice.state(told(NodeState.HEALTHY, str(number)))
+            assert await the.reasons(2) == ["started", "49"]
+            the.voice.state(told(NodeState.HEALTHY, "later"))
+            assert await the.reasons(1) == ["later"]
+            the.voice.state(told(NodeState.HEALTHY, "leaving"))
+            the.voice.state(told(NodeState.OFFLINE, "left"))
+            assert await the.reasons(1) == ["left"]
+
+    asyncio.run(play())

@@ -1,0 +1,92 @@
+"""Whether a silent process was let run: told from the kernel's counts, of real processes."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ftd.node import starvation
+from ftd.node.starvation import StarvationMonitor, waited_s
+
+pytestmark = pytest.mark.processes
+
+PATIENCE_S = 60.0
+SPIN = "print(flush=True)\nwhile True: pass"
+
+
+@contextlib.contextmanager
+def spinning(count: int, processor: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Processes that would all have one processor to themselves."""
+    command = [sys.executable, "-c", SPIN]
+    found = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    try:
+        for process in found:
+            assert process.stdout is not None and process.stdout.readline()
+            os.sched_setaffinity(process.pid, {processor})
+        yield found
+    finally:
+        for process in found:
+            process.kill()
+            process.communicate()
+
+
+def stamp() -> dict[str, Any]:
+    return {"at": time.monotonic(), "cause": "c"}
+
+
+async def told_of(pid: int, enough: float, patience_s: float) -> float:
+    """What is told of a process that does not beat, until it is enough, or for so long."""
+    told: list[float] = []
+    looking = StarvationMonitor(lambda device: [pid], lambda event: told.append(event.for_s), stamp)
+    looking.heard(0, time.monotonic())
+    task = asyncio.ensure_future(looking.run())
+    deadline = time.monotonic() + patience_s
+    while sum(told) < enough and time.monotonic() < deadline:  # noqa: ASYNC110  # it has no event
+        await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return sum(told)
+
+
+def test_a_process_that_others_keep_from_running_is_excused_and_a_stopped_one_is_not() -> None:
+    processor = min(os.sched_getaffinity(0))
+    with spinning(3, processor) as (first, *_):
+        if not any(waited_s(first.pid).values()):
+            pytest.skip("this kernel does not count it")
+        began = time.monotonic()
+        told_s = asyncio.run(told_of(first.pid, 0.5, PATIENCE_S))
+        assert 0.5 <= told_s <= time.monotonic() - began
+        first.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
+        assert asyncio.run(told_of(first.pid, 0.1, 1.0)) < 0.1
+
+
+def test_nothing_is_read_of_trainers_that_beat_and_nobody_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(starvation, "waited_s", lambda pid: read.append(pid) or {1: float(len(read))})
+    told: list[tuple[int, float]] = []
+
+    async def scene() -> None:
+        looking = StarvationMonitor(
+            lambda device: [device], lambda e: told.append((e.device, e.for_s)), stamp
+        )
+        looking.heard(7, time.monotonic() + 3600.0)
+        looking.heard(8, time.monotonic() - 3600.0)
+        task = asyncio.ensure_future(looking.run())
+        while len(told) < 2:  # noqa: ASYNC110  # it has no event
+            await asyncio.sleep(0.01)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scene())
+    assert set(read) == {8} and told[:2] == [(8, 1.0), (8, 1.0)]
+    assert waited_s(2**22 + 1) == {}

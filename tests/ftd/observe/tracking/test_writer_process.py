@@ -1,0 +1,226 @@
+"""The coordinator's end of the writer: started when it leads, again when it ends, gone at the end."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from ftd.observe.tracking.writer_process import COMMAND, TrackingWriterProcess
+from planner.values import Policy
+from statemachine.messages.values import Job, LoggingPolicy
+from tests.helpers.tracking_logs import JOB, Keeper, logged_steps, plotted, steps_of
+
+pytestmark = pytest.mark.processes
+
+
+def job_at(directory: Path) -> Job:
+    return Job(
+        job_id=JOB,
+        name="gpt",
+        steps=30,
+        policy=Policy(global_batch=8, microbatch_rows=4),
+        training={"seed": 3, "arguments": {"width": 8}},
+        logging=LoggingPolicy(directory=str(directory)),
+    )
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    for _ in range(3000):
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"not within a minute: {what}")
+
+
+class Led:
+    """A coordinator's journal and what it hears of its writers."""
+
+    def __init__(self, directory: Path, command: Sequence[str] = COMMAND) -> None:
+        self.keeper = Keeper(directory / "coordinator")
+        self.logs = directory / "logs"
+        self.failures: list[tuple[str, str]] = []
+        self.missed: list[tuple[int, int]] = []
+        self.tracking = TrackingWriterProcess(
+            self.keeper.journal.path,
+            on_failed=lambda sink, detail: self.failures.append((sink, detail)),
+            on_missing=lambda first, last: self.missed.append((first, last)),
+            command=command,
+        )
+
+    async def close(self) -> None:
+        await self.tracking.close()
+        self.keeper.journal.close()
+
+
+def upto(last: int) -> list[int]:
+    return list(range(1, last + 1))
+
+
+def test_a_job_is_logged_from_the_time_it_is_led_to_its_end(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.tracking.set_job(None, 0, None)
+        led.keeper.commit(1, 5)
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: logged_steps(led.logs) == upto(5), "steps are logged")
+        led.keeper.commit(6, 30)
+        led.tracking.set_job(job, 1, "FINISHED")
+        await until(lambda: logged_steps(led.logs) == upto(30), "all are")
+        led.tracking.set_job(job, 1, "FINISHED")
+        await led.close()
+        assert led.failures == []
+
+    asyncio.run(play())
+
+
+def test_the_end_comes_right_behind_the_beginning(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.keeper.commit(1, 30)
+        led.tracking.set_job(job, 1, "FINISHED")
+        await led.close()
+        assert logged_steps(led.logs) == upto(30)
+
+    asyncio.run(play())
+
+
+def test_who_does_not_lead_any_more_writes_no_more(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.keeper.commit(1, 5)
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: logged_steps(led.logs) == upto(5), "steps are logged")
+        led.tracking.set_job(None, 0, None)
+        await until(lambda: led.tracking.idle, "the writer is gone")
+        led.keeper.commit(6, 9)
+        await asyncio.sleep(1.0)
+        assert logged_steps(led.logs) == upto(5)
+        led.tracking.set_job(job, 3, None)
+        await until(lambda: logged_steps(led.logs) == upto(9), "it leads again")
+        await led.close()
+
+    asyncio.run(play())
+
+
+def test_another_job_is_logged_at_another_place(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.keeper.commit(1, 3)
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: logged_steps(led.logs) == upto(3), "steps are logged")
+        led.keeper.journal.set_job("gpt-2")
+        led.keeper.commit(1, 4)
+        led.tracking.set_job(replace(job, job_id="gpt-2"), 1, None)
+        record = tmp_path / "logs" / "gpt-2" / "steps.jsonl"
+        await until(lambda: record.exists() and record.read_text().count("\n") == 4, "the other's, too")
+        await led.close()
+        assert logged_steps(led.logs) == upto(3)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ([sys.executable, "-c", "raise SystemExit(4)"], "it ended with 4"),
+        (["/nowhere/python"], "it cannot be started"),
+    ],
+)
+def test_a_writer_that_cannot_run_is_reported_once_and_tried_again(
+    tmp_path: Path, command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftd.observe.tracking.writer_process._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("ftd.observe.tracking.writer_process._LAST_RETRY_S", 0.02)
+
+    async def play() -> None:
+        led, job = Led(tmp_path, command), job_at(tmp_path / "logs")
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: bool(led.failures), "it is reported")
+        await asyncio.sleep(0.3)
+        assert [(sink, says in detail) for sink, detail in led.failures] == [("writer", True)]
+        await led.close()
+
+    asyncio.run(play())
+
+
+def test_a_job_that_is_over_is_tried_some_times_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ftd.observe.tracking.writer_process._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("ftd.observe.tracking.writer_process._LAST_RETRY_S", 0.02)
+    count = tmp_path / "count"
+    script = f"open({str(count)!r}, 'a').write('x'); raise SystemExit(3)"
+
+    async def play() -> None:
+        led, job = Led(tmp_path, [sys.executable, "-c", script]), job_at(tmp_path / "logs")
+        led.tracking.set_job(job, 1, "FINISHED")
+        await until(lambda: led.tracking.idle, "it is given up")
+        led.tracking.set_job(job, 1, "FINISHED")
+        assert led.tracking.idle and count.read_text() == "xxxxx"
+        assert led.failures == [("writer", "it left before everything was logged")]
+        await led.close()
+
+    asyncio.run(play())
+
+
+def test_a_sink_that_fails_at_the_end_of_a_job_gets_the_rest_when_it_works_again(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        board = tmp_path / "boards"
+        board.write_text("a file where a directory should be")
+        policy = replace(job.logging, tensorboard=str(board))
+        led.keeper.commit(1, 9)
+        led.tracking.set_job(replace(job, logging=policy), 1, "FINISHED")
+        await until(lambda: len(led.failures) == 2, "both that it fails and that it left are reported")
+        board.unlink()
+        await until(lambda: led.tracking.idle, "all is logged")
+        assert steps_of(plotted(board)["train/loss"]) == upto(9)
+        await led.close()
+
+    asyncio.run(play())
+
+
+def test_steps_that_the_journal_lacks_are_asked_for(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.keeper.commit(1, 3)
+        led.keeper.commit(7, 9)
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: led.missed[:1] == [(4, 6)], "the coordinator is asked")
+        led.keeper.commit(4, 6)
+        await until(lambda: logged_steps(led.logs) == upto(9), "it goes on")
+        await led.close()
+        assert led.failures == []
+
+    asyncio.run(play())
+
+
+def test_a_writer_that_is_killed_is_replaced(tmp_path: Path) -> None:
+    async def play() -> None:
+        led, job = Led(tmp_path), job_at(tmp_path / "logs")
+        led.keeper.commit(1, 5)
+        led.tracking.set_job(job, 1, None)
+        await until(lambda: logged_steps(led.logs) == upto(5), "steps are logged")
+        assert led.tracking.pid is not None
+        os.kill(led.tracking.pid, signal.SIGKILL)
+        led.keeper.commit(6, 9)
+        await until(lambda: logged_steps(led.logs) == upto(9), "another one goes on")
+        await led.close()
+        assert led.failures == [("writer", "it ended with -9")]
+
+    asyncio.run(play())
+
+
+def test_a_job_that_wants_no_logs_costs_nothing(tmp_path: Path) -> None:
+    async def play() -> None:
+        led = Led(tmp_path)
+        led.tracking.set_job(replace(job_at(tmp_path), logging=LoggingPolicy()), 1, None)
+        assert led.tracking.idle
+        await led.close()
+
+    asyncio.run(play())

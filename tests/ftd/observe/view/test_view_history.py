@@ -1,0 +1,217 @@
+"""Reports out of a journal's history, as a page, a picture and sentences."""
+
+import io
+import re
+from datetime import datetime, timedelta
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from ftd.errors import ConfigurationError, FtdError
+from ftd.observe.run_model import RunModel
+from ftd.observe.view.document import Report, ReportedStep
+from ftd.observe.view.history import build_job_report, find_recovery
+from ftd.observe.view.pages.report_page import report_page
+from ftd.observe.view.plots.report_plot import plot_report
+from ftd.observe.view.rates import committed_at_s, goodput, throughput
+from ftd.observe.view.report import build_report
+from ftd.observe.view.sentences import describe_recovery
+from ftd.observe.view.summary import render_summary
+from tests.helpers.commands import ftd_here
+
+Json = dict[str, Any]
+JOB = "gpt-5c1f09aa"
+
+
+@pytest.fixture
+def history(run_events: list[Json]) -> tuple[list[Json], list[Json]]:
+    """The journal's two lists: events, and steps without a monotonic clock."""
+    first = run_events[0]
+    submitted = first | {
+        "event": "JobSubmitted",
+        "details": {"name": "gpt", "steps": 120, "job": JOB, "global_batch": 32},
+    }
+    events = [submitted, *(e for e in run_events if e["event"] not in ("StepCommitted", "JobSubmitted"))]
+    steps = [
+        {"job": JOB, **{k: e[k] for k in ("step", "generation", "at", "details")}}
+        for e in run_events
+        if e["event"] == "StepCommitted"
+    ]
+    return events, steps
+
+
+@pytest.fixture
+def live(run_events: list[Json]) -> Report:
+    run = RunModel()
+    for event in run_events:
+        run.on_event(event)
+    return build_report(run)
+
+
+@pytest.mark.parametrize("name", ["gpt", JOB])
+def test_the_journal_tells_what_a_listener_would_have_told(
+    history: tuple[list[Json], list[Json]], live: Report, name: str
+) -> None:
+    report = build_job_report(name, *history)
+    assert [s.at_s for s in report.steps] == pytest.approx([s.at_s for s in live.steps], abs=1e-3)
+    assert [s.loss for s in report.steps] == [s.loss for s in live.steps]
+    assert [(r.cause, r.at_s, r.total_ms, r.decision) for r in report.recoveries] == [
+        (r.cause, r.at_s, r.total_ms, r.decision) for r in live.recoveries
+    ]
+    assert (report.outcome, report.job.global_batch) == ("finished", 32)
+
+
+def test_the_newest_job_of_a_name_is_meant(history: tuple[list[Json], list[Json]]) -> None:
+    events, steps = history
+    later = events[0] | {"details": events[0]["details"] | {"job": "gpt-2"}}
+    later["at"] = (datetime.fromisoformat(events[-1]["at"]) + timedelta(seconds=9)).isoformat()
+    later["monotonic"] = events[-1]["monotonic"] + 9
+    report = build_job_report("gpt", [*events, later], steps)
+    assert (report.job.job_id, report.steps, report.outcome_reason) == ("gpt-2", (), "it is under way")
+    assert len(build_job_report(JOB, [*events, later], steps).steps) == 120
+    with pytest.raises(FtdError, match=rf"no.*job 'x' \(known: gpt-2, {JOB}\)"):
+        build_job_report("x", [*events, later], steps)
+
+
+def test_a_coordinator_that_went_to_another_host_has_another_monotonic_clock(
+    history: tuple[list[Json], list[Json]],
+) -> None:
+    events, steps = history
+    before = build_job_report("gpt", events, steps)
+    moved = [e if e["monotonic"] < 1006.0 else _on_clock(e, 50_000.0) for e in events]
+    assert moved != events
+    after = build_job_report("gpt", moved, steps)
+    assert [r.total_ms for r in after.recoveries] == [r.total_ms for r in before.recoveries]
+    assert [r.at_s for r in after.recoveries] == pytest.approx([r.at_s for r in before.recoveries])
+    assert after.duration_s == pytest.approx(before.duration_s)
+
+
+def _on_clock(event: Json, by: float) -> Json:
+    details = dict(event["details"])
+    if "recovery" in details:
+        details["recovery"] = details["recovery"] | {"detected_at": details["recovery"]["detected_at"] + by}
+    if "detected_at" in details:
+        details["detected_at"] += by
+    return event | {"monotonic": event["monotonic"] + by, "details": details}
+
+
+def test_a_recovery_is_told_in_sentences(history: tuple[list[Json], list[Json]]) -> None:
+    report, recovery = find_recovery(2, history[0])
+    text = "\n".join(describe_recovery(recovery, report))
+    assert "node-2 lost (kill) at step 40; noticed by: last will, 3 ms after the fault." in text
+    assert "All others had stopped and reported after 25 ms: no rank had passed the vote of step 41" in text
+    assert recovery.reason.rstrip(".") in text and "3.0 MiB of state came from replicas" in text
+    assert "in all 253 ms from the fault, 0 committed steps lost, 1 step in flight computed again." in text
+    with pytest.raises(FtdError, match=r"generation 9 is known \(known: 1, 2, 3\)"):
+        find_recovery(9, history[0])
+
+
+def test_goodput_is_the_part_of_time_that_lasting_steps_took(history: tuple[list[Json], list[Json]]) -> None:
+    report = build_job_report("gpt", *history)
+    useful_s = sum(s.step_s or 0 for s in report.steps)
+    elapsed_s = report.steps[-1].at_s - (report.steps[0].at_s - (report.steps[0].step_s or 0))
+    assert goodput(report)[-1] == (report.steps[-1].at_s, pytest.approx(useful_s / elapsed_s))
+
+
+def test_throughput_counts_every_sample(history: tuple[list[Json], list[Json]]) -> None:
+    report = build_job_report("gpt", *history)
+    series = throughput(report, bins=10)
+    width = series[1][0] - series[0][0]
+    assert sum(rate for _, rate in series) * width == pytest.approx(120 * 32)
+
+
+def test_steps_that_were_heard_of_at_once_are_spread_over_the_time_that_they_took() -> None:
+    def step(number: int, at_s: float) -> ReportedStep:
+        return ReportedStep(
+            step=number, loss=1.0, gradient_norm=None, skipped=False, step_s=1.0, generation=1, at_s=at_s
+        )
+
+    before, behind = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
+    assert committed_at_s([*before, *behind]) == pytest.approx([*range(1, 11)], abs=0.02)
+    twice = [*before, *(step(n, 7.0) for n in (4, 5)), *(step(n, 10.8) for n in range(6, 12))]
+    assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those heard of later.
+    crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # More than the time allows.
+    times = committed_at_s(crowded)
+    assert times == sorted(times) and times[:3] == [1.0, 2.0, 3.0] and times[-1] == 5.0
+
+
+class Elements(HTMLParser):
+    """Counts elements, and what they ask for from elsewhere."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+
+def test_the_page_needs_nothing_else_and_shows_every_recovery(history: tuple[list[Json], list[Json]]) -> None:
+    report = build_job_report("gpt", *history)
+    page = report_page(report)
+    elements = Elements(page)
+    assert elements.tags.count("article") == len(report.recoveries) == 2
+    assert {"svg", "table", "style"} <= set(elements.tags) and "script" not in elements.tags
+    assert all(link.startswith("#") for link in elements.links)
+    assert "120 of 120" in page and "node-2 lost (kill)" in page
+    assert re.search(r"<b>\d+\.\d%</b><span class=\"faint\">goodput", page)
+
+
+def test_a_job_that_goes_on_is_told_as_such(history: tuple[list[Json], list[Json]]) -> None:
+    events, steps = history
+    report = build_job_report("gpt", [e for e in events if e["event"] != "JobFinished"], steps)
+    out = io.StringIO()
+    Console(file=out, width=100).print(render_summary(report))
+    page, summary = report_page(report), out.getvalue()
+    assert "under way, begun 2" in page and "; as of 2" in page and "loss so far" in page
+    assert "unfinished" not in page + summary and "final" not in page
+    assert "under way for" in summary and "none: the job goes on" in summary
+
+
+def test_names_cannot_become_html(history: tuple[list[Json], list[Json]]) -> None:
+    events, steps = history
+    spoiled = [events[0] | {"details": events[0]["details"] | {"name": "<script>"}}, *events[1:]]
+    assert "script" not in Elements(report_page(build_job_report(JOB, spoiled, steps))).tags
+
+
+def test_a_job_without_steps_has_a_page_and_no_picture(
+    history: tuple[list[Json], list[Json]], tmp_path: Path
+) -> None:
+    report = build_job_report("gpt", history[0][:1], [])
+    assert "svg" not in Elements(report_page(report)).tags
+    with pytest.raises(ConfigurationError, match="no step was committed"):
+        plot_report(report, tmp_path / "r.png")
+
+
+def test_pictures_come_in_two_formats(history: tuple[list[Json], list[Json]], tmp_path: Path) -> None:
+    report = build_job_report("gpt", *history)
+    plot_report(report, tmp_path / "r.png")
+    plot_report(report, tmp_path / "r.svg")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    assert "goodput" in (tmp_path / "r.svg").read_text()
+    with pytest.raises(ConfigurationError, match="names no format"):
+        plot_report(report, tmp_path / "r.pdf")
+    with pytest.raises(ConfigurationError, match="cannot write"):
+        plot_report(report, tmp_path / "no" / "r.png")
+
+
+def test_every_picture_that_is_asked_for_is_written(
+    history: tuple[list[Json], list[Json]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "r.json").write_bytes(build_job_report("gpt", *history).to_bytes())
+    wanted = [tmp_path / name for name in ("a.png", "b.svg")]
+    plots = [word for path in wanted for word in ("--plot", str(path))]
+    command = ["report", str(tmp_path / "r.json"), *plots]
+    assert ftd_here(*command, patch=monkeypatch, said=capsys) == (0, "", "")
+    assert all(path.stat().st_size > 1000 for path in wanted)
+    code, _, err = ftd_here(*command, "--plot", "c.gif", patch=monkeypatch, said=capsys)
+    assert (code, "c.gif names no format" in err) == (2, True)

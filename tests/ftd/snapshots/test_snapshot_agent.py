@@ -1,0 +1,408 @@
+"""Scripts' snapshots among hosts: keepers are killed and their memory removed, and the state comes back.
+
+A host is a keeper with a directory of its own; its ranks are processes that know only its socket.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.wire.snapshot_agent_protocol import read_retained
+from tests.helpers.forks import Forked, Zygote
+
+ROOT = Path(__file__).parents[3]
+
+SCRIPT = """
+import logging, os, sys, time
+import torch, torch.distributed as dist, xxhash
+from ftd import Snapshotter
+logging.basicConfig(level=logging.WARNING, format="# %(message)s", stream=sys.stdout)
+kind, protection, last, pause_s = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+rank = int(os.environ.get("RANK", "0"))
+if kind != "single":
+    dist.init_process_group("gloo")
+torch.manual_seed(rank if kind == "single" else 3)
+width = 96
+model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.Linear(width, 3))
+if kind == "ddp":
+    net = torch.nn.parallel.DistributedDataParallel(model)
+elif kind == "fsdp":
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    net = fully_shard(torch.nn.Sequential(model[0], torch.nn.Tanh(), model[2]),
+                      mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+else:
+    net = model
+optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+torch.manual_seed(100 + rank)
+progress = {"rank": rank, "sum": 0.0}
+snapshots = Snapshotter("job", protection=protection, directory=os.environ["PLACE"],
+                        model=net, optimizer=optimizer, progress=progress)
+start = snapshots.restore() or 0
+def state():
+    kept = [*net.state_dict().values(), torch.get_rng_state()]
+    kept += [value for p in net.parameters() for _, value in sorted(optimizer.state[p].items())]
+    digest = xxhash.xxh3_64(repr(progress).encode())
+    for value in kept:
+        value = value.to_local() if hasattr(value, "to_local") else value
+        digest.update(value.detach().contiguous().numpy())
+    return digest.hexdigest()
+print(f"behind {rank} {start}", flush=True)
+print(f"state {rank} {start} {state()}", flush=True)
+assert progress["rank"] % int(os.environ.get("WORLD_SIZE", "1")) == rank
+for step in range(start + 1, last + 1):
+    optimizer.zero_grad()
+    loss = net(torch.randn(6, 8)).square().sum()
+    loss.backward()
+    optimizer.step()
+    progress["sum"] += loss.item()
+    print(f"state {rank} {step} {state()}", flush=True)
+    snapshots.snapshot(step)
+    if pause_s:
+        time.sleep(pause_s)
+        snapshots.wait()
+        print(f"protected {rank} {snapshots.protected_step or 0}", flush=True)
+if "remove" in sys.argv:
+    if dist.is_initialized():
+        dist.barrier()
+    snapshots.remove()
+snapshots.close()
+"""
+
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+KEEPER = """
+import asyncio, sys
+from pathlib import Path
+from ftd.config.daemon import load_daemon_config
+from ftd.snapshots.snapshot_agent.daemon import SnapshotAgentDaemon
+sys.exit(asyncio.run(SnapshotAgentDaemon(load_daemon_config(Path(sys.argv[1]))).run()))
+"""
+
+
+class Host:
+    """A keeper; its memory is a directory."""
+
+    def __init__(
+        self, zygote: Zygote, place: Path, name: str, *, secret: str = "sesame", peers: tuple[str, ...] = ()
+    ) -> None:
+        self._zygote, self.name, self.memory = zygote, name, place / name
+        self.memory.mkdir()
+        self.address = f"127.0.0.1:{free_port()}"
+        self.config = place / f"{name}.toml"
+        self.config.write_text(
+            f'secret = "{secret}"\n[node]\nname = "{name}"\nhost = "127.0.0.1"\n'
+            f'snapshot_dir = "{self.memory}"\nsnapshot_port = {self.address.rpartition(":")[2]}\n'
+            f"snapshot_peers = {json.dumps(peers)}\n"
+        )
+        self.config.chmod(0o600)
+        self.start()
+
+    @property
+    def socket(self) -> Path:
+        return self.memory / "snapshot-agent.sock"
+
+    def start(self) -> None:
+        self.process = self._zygote.start(KEEPER, self.config.with_suffix(".log"), str(self.config))
+        while True:
+            with socket.socket(socket.AF_UNIX) as probe:
+                try:
+                    probe.connect(str(self.socket))
+                    return
+                except OSError:
+                    assert self.process.alive, self.process.text
+                    time.sleep(0.02)
+
+    def lose(self) -> None:
+        """The host burns down."""
+        self.process.kill()
+        shutil.rmtree(self.memory)
+
+    @property
+    def protected_step(self) -> int:
+        kept = [read_retained(job).common for job in self.memory.glob("*/job")]
+        return max((key[1] for key in kept if key is not None), default=0)
+
+    def manifests(self) -> list[str]:
+        return sorted(f"{p.parent.name}/{p.name}" for p in self.memory.glob("*/job/*/step-*.json"))
+
+
+class Ranks:
+    """Processes, one for each host that is named, as torchrun starts them."""
+
+    def __init__(
+        self, zygote: Zygote, hosts: list[Host], kind: str, protection: str, last: int, *more: str
+    ) -> None:
+        port = str(free_port())
+        out = hosts[0].config.parent
+        self.processes: list[Forked] = []
+        for rank, host in enumerate(hosts):
+            self.processes.append(
+                zygote.start(
+                    SCRIPT,
+                    out / f"out-{port}-{rank}",
+                    kind,
+                    protection,
+                    str(last),
+                    *(more or ("0",)),
+                    RANK=str(rank),
+                    WORLD_SIZE=str(len(hosts)),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=port,
+                    FTD_SNAPSHOT_AGENT=str(host.socket),
+                    PLACE=str(out / "alone"),
+                )
+            )
+
+    def until_protected(self, step: int) -> None:
+        while not any(int(s) >= step for s in re.findall(r"^protected 0 (\d+)", self.text, re.MULTILINE)):
+            assert all(process.alive for process in self.processes), self.text
+            time.sleep(0.02)
+
+    def kill(self) -> "Ranks":
+        for process in self.processes:
+            process.kill()
+        return self
+
+    def finish(self) -> "Ranks":
+        while any(process.alive for process in self.processes):
+            codes = [process.wait() for process in self.processes if not process.alive]
+            if any(codes):
+                self.kill()
+            time.sleep(0.02)
+        assert not any(process.wait() for process in self.processes), self.text
+        return self
+
+    @property
+    def text(self) -> str:
+        return "".join(process.text for process in self.processes)
+
+    @property
+    def behind(self) -> set[int]:
+        return {int(step) for step in re.findall(r"^behind \d+ (\d+)", self.text, re.MULTILINE)}
+
+    @property
+    def states(self) -> dict[tuple[int, int], str]:
+        """(rank, step) → digest of all that it keeps, as it was after that step."""
+        found = re.findall(r"^state (\d+) (\d+) (\S+)$", self.text, re.MULTILINE)
+        return {(int(rank), int(step)): digest for rank, step, digest in found}
+
+    @property
+    def last_step(self) -> int:
+        return max(step for _, step in self.states)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="ftd-keep-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+class World:
+    """Hosts, and what runs on them; ends with the test."""
+
+    def __init__(self, zygote: Zygote, place: Path) -> None:
+        self._zygote, self._place = zygote, place
+        self._hosts: list[Host] = []
+        self._ranks: list[Ranks] = []
+
+    def host(self, name: str, **options: Any) -> Host:
+        self._hosts.append(Host(self._zygote, self._place, name, **options))
+        return self._hosts[-1]
+
+    def ranks(self, hosts: list[Host], kind: str, protection: str, last: int, *more: str) -> Ranks:
+        self._ranks.append(Ranks(self._zygote, hosts, kind, protection, last, *more))
+        return self._ranks[-1]
+
+    def close(self) -> None:
+        for ranks in self._ranks:
+            ranks.kill()
+        for host in self._hosts:
+            host.process.kill()
+
+
+@pytest.fixture
+def world(zygote: Zygote, place: Path) -> Iterator[World]:
+    made = World(zygote, place)
+    yield made
+    made.close()
+
+
+def went_on_exactly(first: Ranks, second: Ranks) -> None:
+    """The second run began with the bytes that the first had after that step, on every rank."""
+    (behind,) = second.behind
+    assert behind >= 3
+    ranks = range(len(second.processes))
+    assert [second.states[rank, behind] for rank in ranks] == [first.states[rank, behind] for rank in ranks]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("kind", "protection", "count", "lost"),
+    [
+        ("ddp", "aec", 3, [1]),
+        ("ddp", "aec2", 3, [0, 2]),
+        ("fsdp", "arc:1", 2, [0]),
+    ],
+)
+def test_hosts_that_are_lost_with_their_memory(
+    world: World, kind: str, protection: str, count: int, lost: list[int]
+) -> None:
+    hosts = [world.host(f"h{i}") for i in range(count)]
+    first = world.ranks(hosts, kind, protection, 100, "0.05")
+    first.until_protected(3)
+    first.kill()
+    for number in lost:
+        hosts[number].lose()
+        hosts[number] = world.host(f"n{number}")
+    second = world.ranks(hosts, kind, protection, first.last_step + 2, "0.05", "remove").finish()
+    assert not any(host.manifests() for host in hosts)
+    went_on_exactly(first, second)
+
+
+@pytest.mark.processes
+def test_a_single_process_has_a_buddy_that_its_keeper_knows(world: World) -> None:
+    buddy = world.host("buddy")
+    host = world.host("h0", peers=(buddy.address,))
+    first = world.ranks([host], "single", "buddy", 100, "0.05")
+    first.until_protected(2)
+    buddy.process.kill()
+    buddy.start()  # It finds its copies again, and takes new ones.
+    first.until_protected(max(map(int, re.findall(r"protected 0 (\d+)", first.text))) + 2)
+    first.kill()
+    host.lose()
+    host = world.host("n0", peers=(buddy.address,))
+    second = world.ranks([host], "single", "buddy", first.last_step + 2, "0.05", "remove").finish()
+    assert not buddy.manifests() and not host.manifests()
+    went_on_exactly(first, second)
+
+
+@pytest.mark.processes
+def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) -> None:
+    hosts = [world.host(f"h{i}") for i in range(2)]
+    for kind in ("ddp", "fsdp"):
+        first = world.ranks(hosts, kind, "arc:1", 100, "0.05")
+        first.until_protected(3)
+        first.kill()
+        second = world.ranks(hosts[:1], kind, "arc:1", 100, "0.05")
+        if kind == "ddp":
+            second.until_protected(first.last_step + 1)
+            second.kill()
+            assert min(second.behind) >= 3
+            world.ranks(hosts, kind, "arc:1", 1, "0", "remove").finish()
+        else:
+            while second.processes[0].alive:
+                time.sleep(0.02)
+            assert "SnapshotError" in second.text and "it is of 2 ranks, and there are 1" in second.text
+            assert "start with 2 ranks again" in second.text
+
+
+@pytest.mark.processes
+def test_without_the_others_token_or_a_keeper_training_goes_on(world: World) -> None:
+    hosts = [world.host("h0"), world.host("h1", secret="other")]
+    ranks = world.ranks(hosts, "fsdp", "buddy", 4, "0.05")
+    while "does not accept our token" not in hosts[0].process.text:
+        time.sleep(0.02)
+    assert ranks.finish().last_step == 4
+    hosts[1].lose()
+    alone = world.ranks([hosts[1]], "single", "aec", 3).finish()
+    assert alone.text.count("needs a keeper on each host") == 1
+    assert world.ranks([hosts[1]], "single", "aec", 4).finish().behind == {3}
+
+
+class Agent:
+    """torchrun on one host, in a process group of its own."""
+
+    def __init__(self, host: Host, port: int, *, first: bool) -> None:
+        self.log = host.config.with_suffix(".torchrun")
+        conf = (
+            f"is_host={str(first).lower()},keep_alive_interval=1,keep_alive_max_attempt=4,last_call_timeout=1"
+        )
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+        command += ["--rdzv-conf", conf, "--local-addr", "127.0.0.1", "--max-restarts", "9"]
+        command += ["--monitor-interval", "0.1", str(ROOT / "examples" / "scripts" / "ddp.py")]
+        command += ["--name", "job", "--steps", "40", "--pause-s", "0.1", "--protection", "aec"]
+        environment = {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "FTD_SNAPSHOT_AGENT": str(host.socket),
+        }
+        self.process = subprocess.Popen(
+            command,
+            env=os.environ | environment | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+            stdout=self.log.open("wb"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def kill(self) -> None:
+        """And with it its workers, which are sessions of their own."""
+        for pid in [*map(int, re.findall(r"is process (\d+)", self.text)), self.process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text()
+
+    @property
+    def losses(self) -> set[tuple[str, str, str]]:
+        """Rank, step and loss."""
+        return set(re.findall(r"^(\d+) (\d+) (\d+\.\d{9})$", self.text, re.MULTILINE))
+
+
+@pytest.mark.processes
+def test_torchrun_on_two_hosts_goes_on_when_one_is_lost_with_its_memory(world: World) -> None:
+    port = free_port()
+    hosts = [world.host("h0"), world.host("h1")]
+    agents = [Agent(host, port, first=host is hosts[0]) for host in hosts]
+    lost = agents[1]
+    try:
+        while hosts[0].protected_step < 5:
+            assert all(agent.process.poll() is None for agent in agents), agents[0].text + agents[1].text
+            time.sleep(0.02)
+        agents[1].kill()
+        hosts[1].lose()
+        agents[1] = Agent(world.host("n1"), port, first=False)
+        assert [agent.process.wait() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    finally:
+        for agent in agents:
+            agent.kill()
+    behind = set(re.findall(r"goes on behind step (\d+)", agents[1].text))
+    assert behind and all(int(step) >= 5 for step in behind)
+    # Steps that were done again have the losses that they had, and each rank has one loss of each step.
+    told = lost.losses | agents[0].losses | agents[1].losses
+    assert sorted((int(rank), int(step)) for rank, step, _ in told) == [
+        (rank, step) for rank in (0, 1) for step in range(1, 41)
+    ]

@@ -1,0 +1,133 @@
+"""The job's code raised: when that is the job's end, and when it is one node's own affair."""
+
+import pytest
+
+from planner.planner import Planner
+from planner.values import Policy
+from statemachine.events import BrokerConnected, SubmitRequested, TemplatesReady
+from statemachine.messages.cluster import TrainerLost
+from statemachine.messages.common import Prepared
+from statemachine.messages.values import ClusterPhase
+from tests.helpers.cluster_machine import events, restarted, running
+from tests.helpers.transcripts import PROFILE, Coordination, job, report
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "train.py", line 3, in loss\nValueError: 7 classes\n'
+
+
+def raises(s: Coordination, node: str, detail: str = TRACEBACK, generation: int | None = None) -> None:
+    number = s.machine._c.nodes[node].obeyed if generation is None else generation
+    s.say(node, TrainerLost(generation=number, device=0, cause="raised", detail=detail))
+
+
+def outcome(s: Coordination) -> str:
+    return str(s.machine.public_state()["outcome"])
+
+
+def go_on(s: Coordination, step: int, *names: str, fresh: str = "", committing: bool = False) -> None:
+    """These report and train on, all with all layers, but who is fresh; the others wait."""
+    generation = s.machine.generation
+    for name in names:
+        s.quiesced(name, generation, report(0, held=()) if name == fresh else report(step))
+    s.plan()
+    for name in names:
+        s.resumed(name, generation)
+    if committing:
+        s.stepped(names[0], generation, step + 1)
+
+
+def test_what_every_node_raises_fails_the_job_at_once_with_the_traceback() -> None:
+    s = running(2)
+    raises(s, "node-0")
+    assert s.machine.phase is not ClusterPhase.FAILED
+    raises(s, "node-1", generation=2)
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert outcome(s).startswith(
+        "the job's code raised in step 2 on all 2 nodes: ValueError: 7 classes; last: "
+    )
+    assert TRACEBACK in outcome(s)
+    assert "JobFailed" in events(s)
+
+
+def test_what_another_node_raises_when_the_step_is_done_again_fails_the_job() -> None:
+    s = running()
+    raises(s, "node-3")
+    go_on(s, 1, "node-0", "node-1", "node-2")
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "in step 2 on node-3, and when it was done again on node-0: ValueError: 7 classes" in outcome(s)
+
+
+def test_a_node_that_raises_by_itself_does_not_fail_a_job_that_goes_on_without_it() -> None:
+    """However often; and the same words of another one in another step are another matter."""
+    s = running()
+    names = ("node-0", "node-1", "node-2")
+    for step in range(1, 12, 2):
+        raises(s, "node-3")
+        go_on(s, step, *names, committing=True)
+        s.say("node-3", Prepared(job_id="job-1", profile=None))
+        s.fire("join", 10.0)
+        go_on(s, step + 1, *names, "node-3", fresh="node-3", committing=True)
+    assert s.machine.phase is ClusterPhase.RUNNING
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.QUIESCING
+
+
+@pytest.mark.parametrize("detail", ["", "RuntimeError: CUDA error: an illegal memory access", "OSError: 5"])
+def test_other_words_of_another_node_are_another_error(detail: str) -> None:
+    s = running()
+    raises(s, "node-3")
+    go_on(s, 1, "node-0", "node-1", "node-2")
+    raises(s, "node-0", detail)
+    assert s.machine.phase is not ClusterPhase.FAILED
+
+
+def alone() -> Coordination:
+    """One node trains, and keeps what it has when it is there again."""
+    s, policy = Coordination(), Policy(global_batch=24, microbatch_rows=2, tolerate=0)
+    s.planner = Planner(PROFILE, policy)
+    s.feed(BrokerConnected)
+    s.hello("node-0", 100)
+    s.feed(SubmitRequested, request="r", job=job(policy=policy, steps=40))
+    s.say("node-0", Prepared(job_id="job-1", profile=PROFILE))
+    s.feed(TemplatesReady, job_id="job-1")
+    go_on(s, 0, "node-0")
+    return s
+
+
+def retry(s: Coordination) -> None:
+    s.say("node-0", Prepared(job_id="job-1", profile=None))
+    s.fire("join", 10.0)
+    go_on(s, 0, "node-0")
+
+
+def test_a_job_on_one_node_is_tried_once_more() -> None:
+    s = alone()
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.PAUSED
+    retry(s)
+    raises(s, "node-0")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "raised in step 1 again on node-0: ValueError: 7 classes" in outcome(s)
+
+
+def test_a_step_that_cannot_be_done_is_tried_so_often_whatever_is_said() -> None:
+    """With all the state: without it the job would be lost at once."""
+    s = alone()
+    for number in range(2):
+        raises(s, "node-0", f"ValueError: {number}")
+        assert s.machine.phase is ClusterPhase.PAUSED
+        retry(s)
+    raises(s, "node-0", "ValueError: 2")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "raised 3 times in step 1 with no step between, on node-0: ValueError: 2" in outcome(s)
+
+
+def test_the_step_that_raised_is_known_after_a_crash_and_forgotten_with_the_job() -> None:
+    s = running()
+    raises(s, "node-3")
+    go_on(s, 1, "node-0", "node-1", "node-2")
+    s = restarted(s)
+    s.feed(BrokerConnected)
+    raises(s, "node-1")
+    assert s.machine.phase is ClusterPhase.FAILED
+    assert "on node-3, and when it was done again on node-1" in outcome(s)
