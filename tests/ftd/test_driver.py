@@ -1,4 +1,4 @@
-"""The driver: order of effects, timers, and that bugs do not end a daemon."""
+"""Tests of the driver: the order of effects, timers, and that bugs do not end a daemon."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ def emit(name: str) -> EmitEvent:
 
 
 class Scripted:
-    """A machine that answers each kind of event with the effects it was given."""
+    """State machine that answers each kind of event with the effects it was given."""
 
     def __init__(self, script: dict[type[Event], Callable[[Any], list[Effect]]]) -> None:
         self.script = script
@@ -31,7 +31,7 @@ class Scripted:
 
 
 def drive(machine: Scripted, perform: Callable[[Effect], Any], *events: type[Event]) -> Driver:
-    """Feed events and run until an ``EmitEvent`` named Done was performed."""
+    """Feed events and run until an ``EmitEvent`` named Done has been performed."""
 
     async def scene() -> Driver:
         done = asyncio.Event()
@@ -104,8 +104,8 @@ def test_timers_fire_once_and_a_new_one_replaces_the_old() -> None:
     assert fired == ["a", "b", "end"]
 
 
-def test_a_timer_that_rang_but_was_not_heard_yet_can_still_be_cancelled() -> None:
-    """The machine cancels it in the very step that keeps the loop from hearing it."""
+def test_an_expired_timer_can_be_cancelled_before_it_is_processed() -> None:
+    """The step that cancels the timer also blocks the loop until the timer has expired."""
 
     async def block() -> None:
         await asyncio.sleep(0.05)
@@ -136,7 +136,7 @@ def test_a_bug_in_a_step_or_an_effect_is_counted_and_the_daemon_goes_on() -> Non
     assert drive(machine, perform, BrokerConnected, BrokerDisconnected).bugs == 2
 
 
-def test_without_a_journal_there_is_no_going_on() -> None:
+def test_a_journal_error_ends_the_driver() -> None:
     published: list[Effect] = []
 
     def perform(effect: Effect) -> None:
@@ -160,57 +160,57 @@ def test_causes_are_unique_and_short() -> None:
     assert all(len(cause) == 12 for cause in causes)
 
 
-def test_the_gate_lets_one_of_a_kind_through_a_second() -> None:
-    gate = EventRateLimiter()
+def test_one_event_of_a_kind_passes_per_second() -> None:
+    limiter = EventRateLimiter()
 
     def ignored(why: str) -> EmitEvent:
         return EmitEvent(cause="c", name="MessageIgnored", reason=why)
 
-    assert gate.admit(ignored("old"), 10.0) == 0
-    assert gate.admit(ignored("old"), 10.1) is None
-    assert gate.admit(ignored("older"), 10.1) == 0
-    assert gate.admit(ignored("old"), 10.9) is None
-    assert gate.admit(ignored("old"), 11.0) == 2
-    assert gate.admit(ignored("old"), 12.0) == 0
+    assert limiter.admit(ignored("old"), 10.0) == 0
+    assert limiter.admit(ignored("old"), 10.1) is None
+    assert limiter.admit(ignored("older"), 10.1) == 0
+    assert limiter.admit(ignored("old"), 10.9) is None
+    assert limiter.admit(ignored("old"), 11.0) == 2
+    assert limiter.admit(ignored("old"), 12.0) == 0
     for moment in range(10):
-        assert gate.admit(emit("NodeLost"), float(moment) / 100) == 0
+        assert limiter.admit(emit("NodeLost"), float(moment) / 100) == 0
     for index in range(5000):
-        gate.admit(ignored(str(index)), 20.0)
+        limiter.admit(ignored(str(index)), 20.0)
     assert len(gate._kinds) <= EventRateLimiter.MAX_KINDS
 
 
-def test_what_waits_is_taken_together() -> None:
-    """One step for all of it, one call when its effects are carried out, and a bug costs its event alone."""
-    taken: list[list[str]] = []
+def test_queued_events_are_processed_in_one_batch() -> None:
+    """All queued events take one step and one call after its effects; a bug affects only its own event."""
+    batches: list[list[str]] = []
     done: list[str] = []
 
-    def together(events: Any, bug: Callable[[Any], None]) -> list[Effect]:
-        taken.append([type(event).__name__ for event in events])
+    def step_batch(events: Any, bug: Callable[[Any], None]) -> list[Effect]:
+        batches.append([type(event).__name__ for event in events])
         for event in events:
             if isinstance(event, BrokerDisconnected):
                 try:
                     raise RuntimeError("a bug")
                 except RuntimeError:
                     bug(event)
-        return [emit("Told")]
+        return [emit("Done")]
 
     async def scene() -> Driver:
-        carried_out = asyncio.Event()
+        effects_done = asyncio.Event()
         driver = Driver(
             Scripted({}),
             lambda effect: done.append("effect"),
-            step_batch=together,
-            on_effects_done=lambda: (done.append("carried out"), carried_out.set())[0],
+            step_batch=step_batch,
+            on_effects_done=lambda: (done.append("effects done"), effects_done.set())[0],
         )
         for kind in (BrokerConnected, BrokerDisconnected, BrokerConnected):
             driver.feed(kind(at=driver.now(), cause=driver.new_cause()))
         running = asyncio.create_task(driver.run())
-        await asyncio.wait_for(carried_out.wait(), PATIENCE_S)
+        await asyncio.wait_for(effects_done.wait(), PATIENCE_S)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         return driver
 
     driver = asyncio.run(scene())
-    assert taken == [["BrokerConnected", "BrokerLost", "BrokerConnected"]]
-    assert done == ["effect", "carried out"]
+    assert batches == [["BrokerConnected", "BrokerDisconnected", "BrokerConnected"]]
+    assert done == ["effect", "effects done"]
     assert driver.bugs == 1
