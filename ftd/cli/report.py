@@ -46,7 +46,7 @@ def report(
     Example: ftd report gpt --html gpt.html
     """
     from ftd.observe.view.files import require_format, write_file
-    from ftd.observe.view.pages.report_page import report_page
+    from ftd.observe.view.pages.report_page import render_report_page
     from ftd.observe.view.plots.report_plot import FORMATS, plot_report
     from ftd.observe.view.summary import render_summary
 
@@ -54,7 +54,7 @@ def report(
         require_format(path, FORMATS, "--plot")
     found = _from_file(Path(job)) if job.endswith(".json") else _from_cluster(job, broker, cluster, config)
     if html is not None:
-        write_file(html, report_page(found).encode(), "--html")
+        write_file(html, render_report_page(found).encode(), "--html")
     for path in plot or ():
         plot_report(found, path)
     if out is not None:

@@ -24,7 +24,7 @@ from ftd.faults.chaos.values import AfterTime, CentralService, Fault, Scenario
 from ftd.local.cluster import COORDINATOR, ClusterOptions
 from ftd.local.driver import LocalDriver
 from ftd.local.inject import LocalInjector
-from ftd.observe.run_model import Fact, JobEnded, RecoveryCompleted
+from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.observe.view.live.view import LiveView
 from ftd.observe.view.report import build_report
 from ftd.observe.view.summary import render_summary
@@ -182,10 +182,10 @@ class LocalRun:
             self._view.on_event(event)
         if self._begun and self._conductor is not None:
             self._conductor.on_event(event)
-        elif isinstance(fact, RecoveryCompleted) and self._conductor is not None:
+        elif isinstance(fact, RecoveryCompletedFact) and self._conductor is not None:
             self._begun = True  # It is the start's: the first step is committed.
             self._conductor.start()
-        if isinstance(fact, JobEnded):
+        if isinstance(fact, JobEndedFact):
             self._end(fact.event)
 
     async def _watch(self, injector: LocalInjector, conductor: FaultScheduler) -> None:

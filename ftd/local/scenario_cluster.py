@@ -20,7 +20,7 @@ from ftd.local.driver import ClusterResources, LocalDriver
 from ftd.local.inject import LocalInjector
 from ftd.local.mounts import mount_tmpfs
 from ftd.local.namespaces import unavailable_reason
-from ftd.observe.run_model import Fact, JobEnded, RecoveryCompleted
+from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.transport.wire.public import JobData
 
 START_S = 120.0
@@ -227,9 +227,9 @@ class ScenarioCluster:
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
         if self._player is not None:
             self._player.on_event(event)
-        if isinstance(fact, RecoveryCompleted):  # The first is the start's: a step is committed.
+        if isinstance(fact, RecoveryCompletedFact):  # The first is the start's: a step is committed.
             self._begun.set()
-        elif isinstance(fact, JobEnded):
+        elif isinstance(fact, JobEndedFact):
             self._ended.set()
 
     def _on_state(self, state: dict[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""What is observed of a cluster: its public events and states, folded into a model of the run."""
+"""Reports, live view, dashboard, metrics and tracking, all made from a cluster's public events and states."""

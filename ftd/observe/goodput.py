@@ -1,31 +1,31 @@
-"""How much of a job's time went into steps that count.
+"""Measures how much of a job's time went into steps that count.
 
-A step counts while nothing took it back. What is lost is all the rest: detecting, recovering, waiting for
-nodes, steps that a rollback undid, steps in flight that were computed twice.
+A step counts until a rollback undoes it. Everything else is lost time: detection, recovery, waiting for
+nodes, undone steps, and steps in flight that were computed twice.
 """
 
 from collections import deque
 
-MOST_STEPS = 100_000
-"""Remembered for a rollback; of one that goes back further only so many are taken off."""
+MAX_STEPS = 100_000
+"""Number of steps remembered for rollbacks; a rollback that goes back further subtracts only these."""
 
 
 class GoodputMeter:
-    """Times in seconds on one clock."""
+    """Time spent on committed steps, in seconds on one clock."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=MOST_STEPS)
+        self._steps: deque[tuple[int, float]] = deque(maxlen=MAX_STEPS)
         self._productive_s = 0.0
         self._began_at: float | None = None
         self._ended_at: float | None = None
 
     def end(self, at: float) -> None:
-        """The job is over."""
+        """Record the end of the job."""
         if self._began_at is not None and self._ended_at is None:
             self._ended_at = at
 
     def commit(self, step: int, step_s: float, at: float) -> None:
-        """A step was committed that took so long."""
+        """Record a committed step and its duration."""
         if self._began_at is None:
             self._began_at = at - step_s
         self._ended_at = None
@@ -33,7 +33,7 @@ class GoodputMeter:
         self._productive_s += step_s
 
     def roll_back(self, step: int) -> float:
-        """What was committed behind ``step`` is undone; the seconds that went into it."""
+        """Subtract all steps after ``step`` and return the seconds that went into them."""
         undone_s = 0.0
         while self._steps and self._steps[-1][0] > step:
             undone_s += self._steps.pop()[1]
@@ -41,7 +41,7 @@ class GoodputMeter:
         return undone_s
 
     def ratio(self, now: float) -> float | None:
-        """From 0 to 1; ``None`` before the first step."""
+        """Return the goodput from 0 to 1, or ``None`` before the first step."""
         if self._began_at is None:
             return None
         elapsed_s = (now if self._ended_at is None else self._ended_at) - self._began_at

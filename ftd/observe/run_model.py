@@ -1,11 +1,12 @@
-"""The model of a run: the one place where the event stream and the cluster's states are folded.
+"""The run model: the one place where the event stream and the cluster's states are folded.
 
-``Run.on_event`` takes each event, ``Run.on_state`` each state. ``on_event`` returns what the event says as a typed
-fact, or ``None`` for an event that was seen before. Report, live view, dashboard, metrics, chaos and the drivers of
-local clusters read the model and its facts.
+Pass each event to ``RunModel.on_event`` and each state to ``RunModel.on_state``. ``on_event`` returns the
+event as a typed fact, or ``None`` if the event was seen before. The report, live view, dashboard, metrics,
+chaos scenarios and the drivers of local clusters read the model and its facts.
 
-Events may come twice (MQTT with QoS 1; the journal after the stream) and in another order than they happened. So steps
-are compared by their generation, and what relates several events is related when it is read.
+Events may arrive twice (MQTT delivers at least once, and the journal repeats what the stream brought) and
+out of order. The model therefore compares steps by their generation, and relates events to each other when
+it is read, not when they arrive.
 """
 
 from collections import deque
@@ -18,21 +19,23 @@ from ftd.observe.goodput import GoodputMeter
 Json = Mapping[str, Any]
 
 FAILURE_CAUSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
-FAULT_COUNTS_S = 60.0
-"""A fault that was injected longer before a loss did not cause it."""
-MOST_IDENTITIES = 20_000
-"""Events that a bounded model remembers, so that a second delivery is recognised."""
-MOST_LOSSES = 32
-"""Losses of one recovery, and nodes whose fault no loss has followed yet; the newest ones count."""
+FAULT_ATTRIBUTION_S = 60.0
+"""Longest time between an injected fault and a loss that is attributed to it."""
+MAX_IDENTITIES = 20_000
+"""Number of events that a bounded model remembers in order to recognise a second delivery."""
+MAX_LOSSES = 32
+"""Largest number of losses kept for one recovery, and of nodes whose fault no loss has followed yet; the
+newest ones stay.
+"""
 
 
 def is_failure(cause: str, rolled_back_steps: int) -> bool:
-    """Return whether a recovery began with a failure: a loss, or state that had to be taken from a snapshot."""
+    """Return whether a recovery began with a failure: a loss, or state that had to come from a snapshot."""
     return cause in FAILURE_CAUSES or rolled_back_steps > 0
 
 
 def mark_unreachable(state: Json, reason: str) -> dict[str, Any]:
-    """Return the state of a cluster whose coordinator is away: the rest is as it was published last."""
+    """Return the last published state of a cluster, marked as having no coordinator."""
     return {**state, "phase": "UNREACHABLE", "reason": reason, "leader": "", "standbys": [], "ineligible": {}}
 
 
@@ -41,11 +44,11 @@ def mark_unreachable(state: Json, reason: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """An event; those that the model folds have a class of their own, with the details that are read."""
+    """An event. Events that the model folds have subclasses with the details that readers need."""
 
     event: str
     at: float
-    """Moment of the event in seconds, on the clock of the reader."""
+    """Time of the event in seconds, on the reader's clock."""
     node: str | None
     generation: int | None
     step: int | None
@@ -53,23 +56,23 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobSubmitted(Fact):
+class JobSubmittedFact(Fact):
     job: str | None = None
-    """Id of the job."""
+    """The job's id."""
     name: str | None = None
     steps: int | None = None
     global_batch: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobEnded(Fact):
-    """``JobFinished``, ``JobFailed`` or ``JobStopped``."""
+class JobEndedFact(Fact):
+    """The end of a job: ``JobFinished``, ``JobFailed`` or ``JobStopped``."""
 
     checksum: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepCommitted(Fact):
+class StepCommittedFact(Fact):
     step: int
     loss: float | None = None
     gradient_norm: float | None = None
@@ -80,11 +83,11 @@ class StepCommitted(Fact):
     samples_per_s: float | None = None
     tokens_per_s: float | None = None
     fresh: bool = True
-    """False where this step or a later one was committed before, and no rollback has undone it."""
+    """False if this step or a later one was committed before and no rollback has undone it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated(Fact):
+class EvaluatedFact(Fact):
     step: int
     loss: float | None = None
     weight: float | None = None
@@ -93,44 +96,44 @@ class Evaluated(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolledBack(Fact):
-    """The steps after ``to_step`` were undone."""
+class RolledBackFact(Fact):
+    """A rollback that undid all steps after ``to_step``."""
 
     to_step: int = 0
     undone_s: float = 0.0
-    """Time that had gone into the undone steps."""
+    """Time that had been spent on the undone steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detection(Fact):
-    """``NodeLost``, ``TrainerLost`` or ``NodeDraining``."""
+class DetectionFact(Fact):
+    """A loss or a drain that became known: ``NodeLost``, ``TrainerLost`` or ``NodeDraining``."""
 
     how: str
-    """How it was noticed: of a node ``last_will``, ``silence``, …, of a trainer the cause of its failure."""
+    """How it was noticed. For a node: ``last_will``, ``silence``, …; for a trainer: the cause of its failure."""
     detected_at: float
-    """Monotonic time at which the coordinator knew, which may be a moment before it published the event."""
+    """Monotonic time at which the coordinator knew, which may be shortly before it published the event."""
     fault_at: float | None = None
-    """Moment of the injected fault that caused it, where one is known."""
+    """Time of the injected fault that caused it, if one is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultInjected(Fact):
+class FaultInjectedFact(Fact):
     fault: str = "?"
     target: str | None = None
     device: int | None = None
-    strikes_at: float
-    """Monotonic time at which it strikes."""
+    effective_at: float
+    """Monotonic time at which the fault takes effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterPaused(Fact):
+class ClusterPausedFact(Fact):
     needed: int | None = None
     present: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEndedFact(Fact):
-    """A snapshot or a persistent checkpoint is complete, or was given up."""
+    """A snapshot or a persistent checkpoint that was completed or abandoned."""
 
     kind: Literal["snapshots", "checkpoints"]
     completed: bool
@@ -141,25 +144,25 @@ class SaveEndedFact(Fact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointStarted(Fact):
+class CheckpointStartedFact(Fact):
     url: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerStarted(Fact):
+class TrainerStartedFact(Fact):
     device: int
     pid: int | None = None
     daemon_pid: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationStarted(Fact):
+class GenerationStartedFact(Fact):
     mode: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEnded(Fact):
-    """``Quiesced``, ``PlanChosen`` or ``TrainingResumed``."""
+class PhaseEndedFact(Fact):
+    """The end of a recovery phase: ``Quiesced``, ``PlanChosen`` or ``TrainingResumed``."""
 
     decision: str | None = None
     pipelines: list[dict[str, Any]] = field(default_factory=list)
@@ -167,7 +170,7 @@ class PhaseEnded(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryDetails:
-    """The details of a completed recovery (``ftd.transport.wire.event_details.RecoveryData``)."""
+    """Details of a completed recovery, as in ``ftd.transport.wire.event_details.RecoveryData``."""
 
     generation: int = 0
     cause: str = ""
@@ -193,7 +196,7 @@ class RecoveryDetails:
 
     @property
     def failure(self) -> bool:
-        """Whether it began with a failure."""
+        """Whether the recovery began with a failure."""
         return is_failure(self.cause, self.rolled_back_steps)
 
     @property
@@ -204,85 +207,87 @@ class RecoveryDetails:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimeline:
-    """A recovery as events show it on its way. A phase ends with the event that begins the next one::
+    """The phases of a recovery, as far as its events have shown them.
 
-    detect    the fault (where it was injected, so that its moment is known) … NodeLost, TrainerLost
-    quiesce   … Quiesced          every survivor has stopped and reported
-    plan      … PlanChosen
-    state     … TrainingResumed   all have met and hold their layers
-    resume    … RecoveryCompleted the next step is committed
+    Each phase ends with the event that begins the next one::
+
+        detect    the fault … NodeLost, TrainerLost; known only for injected faults
+        quiesce   … Quiesced: every survivor has stopped and reported
+        plan      … PlanChosen
+        state     … TrainingResumed: all ranks have met and hold their layers
+        resume    … RecoveryCompleted: the next step is committed
     """
 
     generation: int | None
-    tries: int
-    """Generations so far: one more for each failure on the way."""
+    attempts: int
+    """Number of generations so far; each further failure before the first commit adds one."""
     step: int | None
     mode: str | None
-    why: str
-    losses: tuple[Detection, ...]
+    reason: str
+    losses: tuple[DetectionFact, ...]
     phases: tuple[tuple[str, float, float | None], ...]
-    """Name of each phase, when it began, and when it ended; ``None`` while it lasts."""
+    """For each phase its name, begin and end; the end is ``None`` while the phase lasts."""
     decision: str | None = None
     plan: str | None = None
-    paused: str | None = None
+    pause_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecoveryCompleted(Fact):
+class RecoveryCompletedFact(Fact):
     recovery: RecoveryDetails
-    course: RecoveryTimeline | None = None
-    """What was seen on the way; ``None`` where its beginning was not."""
+    timeline: RecoveryTimeline | None = None
+    """Timeline of the recovery; ``None`` if the model did not see its beginning."""
 
 
 _FACTS: dict[str, type[Fact]] = {
-    "JobSubmitted": JobSubmitted,
-    **dict.fromkeys(("JobFinished", "JobFailed", "JobStopped"), JobEnded),
-    "StepCommitted": StepCommitted,
-    "Evaluated": Evaluated,
-    "RolledBack": RolledBack,
-    **dict.fromkeys(("NodeLost", "TrainerLost", "NodeDraining"), Detection),
-    "ChaosInjected": FaultInjected,
-    "ClusterPaused": ClusterPaused,
+    "JobSubmitted": JobSubmittedFact,
+    **dict.fromkeys(("JobFinished", "JobFailed", "JobStopped"), JobEndedFact),
+    "StepCommitted": StepCommittedFact,
+    "Evaluated": EvaluatedFact,
+    "RolledBack": RolledBackFact,
+    **dict.fromkeys(("NodeLost", "TrainerLost", "NodeDraining"), DetectionFact),
+    "ChaosInjected": FaultInjectedFact,
+    "ClusterPaused": ClusterPausedFact,
     **dict.fromkeys(
         ("SnapshotCompleted", "SnapshotAbandoned", "CheckpointCompleted", "CheckpointAbandoned"),
         SaveEndedFact,
     ),
-    "CheckpointStarted": CheckpointStarted,
-    "TrainerStarted": TrainerStarted,
-    "GenerationStarted": GenerationStarted,
-    **dict.fromkeys(("Quiesced", "PlanChosen", "TrainingResumed"), PhaseEnded),
-    "RecoveryCompleted": RecoveryCompleted,
+    "CheckpointStarted": CheckpointStartedFact,
+    "TrainerStarted": TrainerStartedFact,
+    "GenerationStarted": GenerationStartedFact,
+    **dict.fromkeys(("Quiesced", "PlanChosen", "TrainingResumed"), PhaseEndedFact),
+    "RecoveryCompleted": RecoveryCompletedFact,
 }
 _ENVELOPE = {one.name for one in fields(Fact)}
 _DETAILS = {kind: [one.name for one in fields(kind) if one.name not in _ENVELOPE] for kind in _FACTS.values()}
-"""Details that are read of each kind of event, under the same name."""
+"""Details to copy from each kind of event; fact and event use the same names."""
 _RECOVERY = {one.name for one in fields(RecoveryDetails)}
 _NEXT_PHASE = {"Quiesced": "plan", "PlanChosen": "state", "TrainingResumed": "resume"}
 
 
 def _fact_of(event: Json, at: float) -> Fact:
-    """Return what an event envelope says."""
+    """Return the fact that an event envelope states."""
     name, details = str(event.get("event")), event.get("details") or {}
     kind = _FACTS.get(name)
-    said: dict[str, Any] = {key: event.get(key) for key in ("node", "generation", "step")}
-    said |= {"event": name, "at": at, "reason": str(event.get("reason") or "")}
+    content: dict[str, Any] = {key: event.get(key) for key in ("node", "generation", "step")}
+    content |= {"event": name, "at": at, "reason": str(event.get("reason") or "")}
     if kind is None:
-        return Fact(**said)
-    said |= {key: details[key] for key in _DETAILS[kind] if key in details}
-    if kind is Detection:
-        said["how"] = str(details.get("how") or details.get("cause") or "drain")
-        said["detected_at"] = float(details.get("detected_at") or event.get("monotonic") or at)
-    elif kind is FaultInjected:
-        said["strikes_at"] = float(details.get("at", at))
+        return Fact(**content)
+    content |= {key: details[key] for key in _DETAILS[kind] if key in details}
+    if kind is DetectionFact:
+        content["how"] = str(details.get("how") or details.get("cause") or "drain")
+        content["detected_at"] = float(details.get("detected_at") or event.get("monotonic") or at)
+    elif kind is FaultInjectedFact:
+        content["effective_at"] = float(details.get("at", at))
     elif kind is SaveEndedFact:
-        said["kind"] = "snapshots" if name.startswith("Snapshot") else "checkpoints"
-        said["completed"] = name.endswith("Completed")
-    elif kind is RecoveryCompleted:
+        content["kind"] = "snapshots" if name.startswith("Snapshot") else "checkpoints"
+        content["completed"] = name.endswith("Completed")
+    elif kind is RecoveryCompletedFact:
         recovery = details.get("recovery") or {}
-        said["recovery"] = RecoveryDetails(
+        content["recovery"] = RecoveryDetails(
             **{key: value for key, value in recovery.items() if key in _RECOVERY}
         )
-    return kind(**said)
+    return kind(**content)
 
 
 # --- the model ---------------------------------------------------------------------------------------
@@ -290,38 +295,38 @@ def _fact_of(event: Json, at: float) -> Fact:
 
 @dataclass(slots=True, kw_only=True)
 class JobFacts:
-    """The job of the run; ``None`` where nothing has said it."""
+    """The job of the run; fields that no event or state has given yet are ``None``."""
 
     id: str | None = None
     name: str | None = None
     steps: int | None = None
     global_batch: int | None = None
 
-    def learn(self, said: Json) -> None:
-        """Take what an event or a state says of the job."""
+    def update(self, content: Json) -> None:
+        """Copy the fields of the job that an event or a state contains."""
         for name in ("id", "name", "steps", "global_batch"):
-            if (value := said.get(name)) is not None:
+            if (value := content.get(name)) is not None:
                 setattr(self, name, value)
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeProcesses:
-    """Pids that a node's daemon had, and those of each device's trainers, in the order in which they became known."""
+    """Process ids of a node's daemon and of each device's trainers, oldest first."""
 
     daemon: list[int] = field(default_factory=list)
     trainers: dict[int, list[int]] = field(default_factory=dict)
 
 
-Numbered = TypeVar("Numbered", StepCommitted, Evaluated)
+Numbered = TypeVar("Numbered", StepCommittedFact, EvaluatedFact)
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class RunModel:
-    """What is known of the newest job of a cluster, and of the cluster since reading began.
+    """The newest job of a cluster, and the cluster since reading began.
 
-    :param most: how many steps, recoveries and so on are kept, the newest ones, and without the layouts of recoveries,
-        which are as large as the cluster; ``None``: all of them, whole.
+    :param most: largest number of steps, recoveries and so on to keep; the newest stay. A bounded model
+    also drops the pipelines of recoveries, whose size grows with the cluster. ``None`` keeps everything.
     """
 
     def __init__(self, *, most: int | None = None) -> None:
@@ -329,67 +334,69 @@ class RunModel:
         self._seen: dict[object, None] = {}
         self.state: Json = {}
         """The cluster's newest public state."""
-        self.began_at: float | None = None
-        """Moment of the first event; ``began`` as it is written in the event."""
-        self.began: str | None = None
+        self.first_at: float | None = None
+        """Time of the first event; ``first_event_time`` is its timestamp as the event has it."""
+        self.first_event_time: str | None = None
         self.last_at = 0.0
-        """Moment of the last event up to the end of the job."""
-        self.detections: deque[Detection] = deque(maxlen=most)
-        self.faults: dict[tuple[str | None, float], FaultInjected] = {}
-        """By node and moment of the strike."""
+        """Time of the last event before or at the end of the job."""
+        self.detections: deque[DetectionFact] = deque(maxlen=most)
+        self.faults: dict[tuple[str | None, float], FaultInjectedFact] = {}
+        """Injected faults by node and by the time at which they took effect."""
         self.processes: dict[str, NodeProcesses] = {}
         self.trainers: dict[str, set[int]] = {}
-        """Devices of each node whose trainer was up at some time since ``on_daemon``."""
+        """Devices of each node whose trainer has been up since the last ``on_daemon``."""
         self.current_recovery: RecoveryTimeline | None = None
-        """The recovery that is under way."""
+        """The recovery in progress."""
         self.started_generation = 0
-        """The highest generation that was started; ``completed_generation`` that committed a step."""
+        """The highest generation that was started; ``completed_generation`` is the highest that committed a
+        step.
+        """
         self.completed_generation = 0
-        self._losses: tuple[Detection, ...] = ()
-        """Losses after which no generation has been started yet."""
-        self._unanswered: dict[str, float] = {}
-        """Moment of the newest fault of each node that no loss has followed."""
+        self._losses: tuple[DetectionFact, ...] = ()
+        """Losses after which no generation has started yet."""
+        self._unmatched_faults: dict[str, float] = {}
+        """Time of each node's newest fault that no loss has followed."""
         self.begin_job()
 
     def begin_job(self) -> None:
-        """Forget the job and its steps: what comes is of another one."""
+        """Clear the job and its steps: all further events belong to another job."""
         self.job = JobFacts()
-        self.steps: dict[int, StepCommitted] = {}
-        """Each step as its newest generation computed it; see ``exclude_undone``."""
-        self.evaluations: dict[int, Evaluated] = {}
-        self.rollbacks: deque[RolledBack] = deque(maxlen=self._most)
-        self.newest_step: StepCommitted | None = None
-        """The step that was committed last, with the highest number since the last rollback."""
+        self.steps: dict[int, StepCommittedFact] = {}
+        """Each step as its newest generation computed it; ``exclude_undone`` filters them."""
+        self.evaluations: dict[int, EvaluatedFact] = {}
+        self.rollbacks: deque[RolledBackFact] = deque(maxlen=self._most)
+        self.newest_step: StepCommittedFact | None = None
+        """The newest committed step; after a rollback, the newest one since."""
         self.step = 0
-        """The last committed step, or the one that the last rollback went back to."""
+        """The last committed step, or the step that the last rollback returned to."""
         self.commits = 0
-        """How many commits were seen, those of steps that were done again included."""
-        self.recoveries: dict[int, RecoveryCompleted] = {}
-        """By generation."""
+        """Number of commits seen, including those of repeated steps."""
+        self.recoveries: dict[int, RecoveryCompletedFact] = {}
+        """Completed recoveries by generation."""
         self.decisions: dict[int, str] = {}
-        """``roll_forward``, ``redo``, …, by generation."""
-        self.pauses: deque[ClusterPaused] = deque(maxlen=self._most)
+        """Decision about the step in flight (``roll_forward``, ``redo``, …) by generation."""
+        self.pauses: deque[ClusterPausedFact] = deque(maxlen=self._most)
         self.saves: deque[SaveEndedFact] = deque(maxlen=self._most)
         self.checkpoint_url: str | None = None
-        self.ended: JobEnded | None = None
+        self.ended: JobEndedFact | None = None
         self.goodput = GoodputMeter()
 
     def on_state(self, state: Json) -> None:
-        """Take the cluster's public state. The last will of a coordinator changes only what it says."""
+        """Take the cluster's public state. A coordinator's last will changes only the fields that it contains."""
         if state.get("phase") == "UNREACHABLE":
             self.state = mark_unreachable(self.state, str(state.get("reason", "")))
             return
         self.state = state
         job = state.get("job") or {}
         if self.job.id is not None and job.get("id") not in (None, self.job.id):
-            self.begin_job()  # The event of its submission comes later, or was lost.
-        self.job.learn(job)
+            self.begin_job()  # The event of its submission comes later or was lost.
+        self.job.update(job)
 
     def on_process(self, node: str, pid: int, device: int | None = None) -> None:
-        """Note the pid of a node's daemon, or of the trainer of ``device``.
+        """Record the process id of a node's daemon, or of the trainer of ``device``.
 
-        After the last step none is noted: trainers are started for the next job, and the event of that may come before
-        the event of the job's end.
+        After the last step this does nothing: trainers are then started for the next job, and that event
+        may arrive before the event of the job's end.
         """
         if self.ended is not None or (self.job.steps is not None and self.job.steps in self.steps):
             return
@@ -399,13 +406,13 @@ class RunModel:
             known.append(pid)
 
     def on_daemon(self, node: str, pid: int) -> None:
-        """Note that the daemon of a node was started: none of its trainers is up yet."""
+        """Record that a node's daemon was started; none of its trainers is up yet."""
         self.trainers.pop(node, None)
         self.on_process(node, pid)
 
     def list_unready_nodes(self, nodes: Iterable[str], devices: int) -> list[str]:
-        """Return those nodes that cannot take a job yet: not healthy, or not with so many trainers."""
-        # Nothing is known of nodes while nobody coordinates.
+        """Return the nodes that cannot take a job yet: not HEALTHY, or with fewer than ``devices`` trainers."""
+        # Without a coordinator nothing is known about the nodes.
         states = {} if self.state.get("phase") == "UNREACHABLE" else self.state.get("nodes") or {}
         return [
             name
@@ -414,83 +421,85 @@ class RunModel:
         ]
 
     def on_event(self, event: Json, at: float | None = None) -> Fact | None:
-        """Fold one event envelope in and return what it says; ``None`` when it was seen before.
+        """Fold one event envelope into the model and return its fact; ``None`` if the event was seen before.
 
-        :param at: moment of the event on the reader's clock; ``None``: its ``monotonic``.
+        :param at: time of the event on the reader's clock; ``None`` uses the envelope's ``monotonic``.
         """
         if self._was_seen(event):
             return None
         fact = _fact_of(event, float(event.get("monotonic") or 0.0) if at is None else at)
-        if self.began_at is None or fact.at < self.began_at:
-            self.began_at, self.began = fact.at, event.get("at")
+        if self.first_at is None or fact.at < self.first_at:
+            self.first_at, self.first_event_time = fact.at, event.get("at")
         if self.ended is None:
             self.last_at = max(self.last_at, fact.at)
         match fact:
-            case StepCommitted():
+            case StepCommittedFact():
                 return self._commit(fact)
-            case Evaluated():
+            case EvaluatedFact():
                 self._keep_newest(self.evaluations, fact)
-            case RolledBack():
+            case RolledBackFact():
                 return self._roll_back(fact)
-            case JobSubmitted():
+            case JobSubmittedFact():
                 self._submit(fact)
-            case JobEnded():
+            case JobEndedFact():
                 self.ended, self.current_recovery, self._losses = fact, None, ()
                 self.goodput.end(fact.at)
-            case RecoveryCompleted():
+            case RecoveryCompletedFact():
                 return self._complete(fact)
-            case Detection():
+            case DetectionFact():
                 return self._detect(fact)
-            case FaultInjected():
-                self._put(self.faults, (fact.node, fact.strikes_at), fact)
-                self._put(self._unanswered, fact.node or "", fact.at, MOST_LOSSES)
-            case ClusterPaused():
+            case FaultInjectedFact():
+                self._put(self.faults, (fact.node, fact.effective_at), fact)
+                self._put(self._unmatched_faults, fact.node or "", fact.at, MAX_LOSSES)
+            case ClusterPausedFact():
                 self.pauses.append(fact)
                 if self.current_recovery is not None:
-                    self.current_recovery = replace(self.current_recovery, paused=fact.reason)
+                    self.current_recovery = replace(self.current_recovery, pause_reason=fact.reason)
             case SaveEndedFact():
                 self.saves.append(fact)
-            case CheckpointStarted():
+            case CheckpointStartedFact():
                 self.checkpoint_url = fact.url
-            case TrainerStarted():
+            case TrainerStartedFact():
                 self._start_trainer(fact)
-            case GenerationStarted():
+            case GenerationStartedFact():
                 self._begin_generation(fact)
-            case PhaseEnded():
+            case PhaseEndedFact():
                 self._end_phase(fact)
         return fact
 
     def exclude_undone(self, by_step: Mapping[int, Numbered]) -> list[Numbered]:
-        """Return those steps or evaluations that no rollback undid, in the order of the steps."""
+        """Return the steps or evaluations that no rollback has undone, ordered by step."""
         return [fact for _, fact in sorted(by_step.items()) if not self._is_undone(fact)]
 
-    def _is_undone(self, fact: StepCommitted | Evaluated) -> bool:
+    def _is_undone(self, fact: StepCommittedFact | EvaluatedFact) -> bool:
         return any(fact.step > one.to_step and _is_older(fact, one) for one in self.rollbacks)
 
-    # --- events, one kind each -----------------------------------------------------------------------
+    # --- one method for each kind of event ------------------------------------------------------------
 
     def _was_seen(self, event: Json) -> bool:
-        """Return whether an event came before, and remember it. One without id and time cannot be recognised."""
+        """Return whether an event was seen before, and remember it. An event without id and time is always
+        new.
+        """
         identity: object = event.get("id")
         if not identity:
             if event.get("monotonic") is None:
                 return False
-            of = ("event", "monotonic", "cause", "node", "generation", "step")
-            identity = (*(event.get(key) for key in of), repr(event.get("details")))
+            identity_keys = ("event", "monotonic", "cause", "node", "generation", "step")
+            identity = (*(event.get(key) for key in identity_keys), repr(event.get("details")))
         if identity in self._seen:
             return True
-        self._put(self._seen, identity, None, None if self._most is None else MOST_IDENTITIES)
+        self._put(self._seen, identity, None, None if self._most is None else MAX_IDENTITIES)
         return False
 
-    def _submit(self, fact: JobSubmitted) -> None:
-        another = fact.job != self.job.id if fact.job is not None else bool(self.steps)
-        if another:
+    def _submit(self, fact: JobSubmittedFact) -> None:
+        is_new_job = fact.job != self.job.id if fact.job is not None else bool(self.steps)
+        if is_new_job:
             self.begin_job()
-        self.job.learn(
+        self.job.update(
             {"id": fact.job, "name": fact.name, "steps": fact.steps, "global_batch": fact.global_batch}
         )
 
-    def _commit(self, fact: StepCommitted) -> StepCommitted:
+    def _commit(self, fact: StepCommittedFact) -> StepCommittedFact:
         self.commits += 1
         undone = self._is_undone(fact)
         if undone or fact.step <= self.step:
@@ -501,7 +510,7 @@ class RunModel:
             self.newest_step, self.step = fact, fact.step
         return fact
 
-    def _roll_back(self, fact: RolledBack) -> RolledBack:
+    def _roll_back(self, fact: RolledBackFact) -> RolledBackFact:
         fact = replace(fact, undone_s=self.goodput.roll_back(fact.to_step))
         self.rollbacks.append(fact)
         self.step = min(self.step, fact.to_step)
@@ -515,62 +524,62 @@ class RunModel:
                 del by_step[step]
         return fact
 
-    def _detect(self, fact: Detection) -> Detection:
+    def _detect(self, fact: DetectionFact) -> DetectionFact:
         if fact.event != "NodeDraining":
-            fault_at = self._unanswered.pop(fact.node or "", None)
-            if fault_at is not None and 0 <= fact.at - fault_at <= FAULT_COUNTS_S:
+            fault_at = self._unmatched_faults.pop(fact.node or "", None)
+            if fault_at is not None and 0 <= fact.at - fault_at <= FAULT_ATTRIBUTION_S:
                 fact = replace(fact, fault_at=fault_at)
-            self._losses = (*self._losses, fact)[-MOST_LOSSES:]
+            self._losses = (*self._losses, fact)[-MAX_LOSSES:]
         self.detections.append(fact)
         return fact
 
-    def _begin_generation(self, fact: GenerationStarted) -> None:
-        """Begin a recovery, or try once more because something failed on the way."""
+    def _begin_generation(self, fact: GenerationStartedFact) -> None:
+        """Begin a recovery, or a further attempt after something else failed on the way."""
         self.started_generation = max(self.started_generation, fact.generation or 0)
         before = self.current_recovery
-        losses = (*(before.losses if before is not None else ()), *self._losses)[-MOST_LOSSES:]
+        losses = (*(before.losses if before is not None else ()), *self._losses)[-MAX_LOSSES:]
         self._losses = ()
         detected = min((loss.at for loss in losses), default=fact.at)
         faults = [loss.fault_at for loss in losses if loss.fault_at is not None]
         self.current_recovery = RecoveryTimeline(
             generation=fact.generation,
-            tries=before.tries + 1 if before is not None else 1,
+            attempts=before.attempts + 1 if before is not None else 1,
             step=fact.step,
             mode=fact.mode,
-            why=fact.reason,
+            reason=fact.reason,
             losses=losses,
             phases=(*((("detect", min(faults), detected),) if faults else ()), ("quiesce", detected, None)),
         )
 
-    def _end_phase(self, fact: PhaseEnded) -> None:
+    def _end_phase(self, fact: PhaseEndedFact) -> None:
         if fact.event == "Quiesced" and fact.generation is not None:
             self._put(self.decisions, fact.generation, str(fact.decision))
-        course = self.current_recovery
-        if course is None or fact.generation != course.generation:
+        timeline = self.current_recovery
+        if timeline is None or fact.generation != timeline.generation:
             return
-        *before, (name, began, _) = course.phases
-        course = replace(
-            course, phases=(*before, (name, began, fact.at), (_NEXT_PHASE[fact.event], fact.at, None))
+        *before, (name, began, _) = timeline.phases
+        timeline = replace(
+            timeline, phases=(*before, (name, began, fact.at), (_NEXT_PHASE[fact.event], fact.at, None))
         )
         if fact.event == "Quiesced":
-            course = replace(course, decision=fact.reason)
+            timeline = replace(timeline, decision=fact.reason)
         elif fact.event == "PlanChosen":
-            course = replace(course, plan=fact.reason, paused=None)
-        self.current_recovery = course
+            timeline = replace(timeline, plan=fact.reason, pause_reason=None)
+        self.current_recovery = timeline
 
-    def _complete(self, fact: RecoveryCompleted) -> RecoveryCompleted | None:
+    def _complete(self, fact: RecoveryCompletedFact) -> RecoveryCompletedFact | None:
         generation = fact.recovery.generation
         self.completed_generation = max(self.completed_generation, generation)
         if generation in self.recoveries:
             return None
-        fact = replace(fact, course=self.current_recovery)
+        fact = replace(fact, timeline=self.current_recovery)
         self.current_recovery = None
         if self._most is not None:
             fact = replace(fact, recovery=replace(fact.recovery, pipelines_before=[], pipelines_after=[]))
         self._put(self.recoveries, generation, fact)
         return fact
 
-    def _start_trainer(self, fact: TrainerStarted) -> None:
+    def _start_trainer(self, fact: TrainerStartedFact) -> None:
         if fact.node is None:
             return
         self.trainers.setdefault(fact.node, set()).add(fact.device)
@@ -582,7 +591,7 @@ class RunModel:
     # --- bounds --------------------------------------------------------------------------------------
 
     def _keep_newest(self, by_step: dict[int, Numbered], fact: Numbered) -> bool:
-        """Keep what was computed by the newest generation; return whether this is it."""
+        """Store the fact if its generation is newer than the stored one's; return whether it was stored."""
         before = by_step.get(fact.step)
         if before is not None and (fact.generation or 0) <= (before.generation or 0):
             return False
@@ -591,12 +600,12 @@ class RunModel:
         return True
 
     def _put(self, mapping: dict[Key, Value], key: Key, value: Value, most: int | None = None) -> None:
-        """Add an entry, and remove the oldest one where there are too many. One that is there stays in its place."""
+        """Set an entry and drop the oldest one beyond the limit. An existing key keeps its position."""
         most = self._most if most is None else most
         mapping[key] = value
         if most is not None and len(mapping) > most:
             del mapping[next(iter(mapping))]
 
 
-def _is_older(fact: Fact, rollback: RolledBack) -> bool:
+def _is_older(fact: Fact, rollback: RolledBackFact) -> bool:
     return (fact.generation or 0) < (rollback.generation or 0)

@@ -168,7 +168,7 @@ def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(gr
         await asyncio.to_thread(ground.on_loop, ground.cluster.kill("coordinator"))
         await page.until("document.querySelector('#link').textContent.includes('lost')", "a lost connection")
         await page.until(
-            "document.querySelector('#banner').innerText.includes('as of then')", "how old it is"
+            "document.querySelector('#banner').innerText.includes('state of that time')", "how old it is"
         )
         assert await page.value(f"{PILL}.textContent") == "? was running"
         assert await page.value(f"{PILL}.dataset.phase") == "LOST"

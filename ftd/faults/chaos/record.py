@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftd.faults.chaos.values import Fault
-from ftd.observe.run_model import RecoveryDetails, RunModel, StepCommitted
+from ftd.observe.run_model import RecoveryDetails, RunModel, StepCommittedFact
 
 Json = dict[str, Any]
 
@@ -63,7 +63,7 @@ class ScenarioRecord:
     def on_event(self, event: Json, at_s: float) -> None:
         """Take an event, which may come twice: QoS 1 repeats it, and so does the journal."""
         fact = self._run.on_event(event, at_s)
-        if fact is not None and not isinstance(fact, StepCommitted):
+        if fact is not None and not isinstance(fact, StepCommittedFact):
             self.events.append((at_s, event))
 
     def on_struck(self, fault: Fault, at_s: float, nodes: tuple[str, ...] = ()) -> InjectedFault:

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftd.observe.run_model import (
-    Detection,
+    DetectionFact,
     Fact,
-    GenerationStarted,
-    JobEnded,
-    RecoveryCompleted,
+    GenerationStartedFact,
+    JobEndedFact,
+    RecoveryCompletedFact,
     RecoveryDetails,
-    RolledBack,
+    RolledBackFact,
     RunModel,
-    StepCommitted,
+    StepCommittedFact,
 )
 
 Json = Mapping[str, Any]
@@ -157,19 +157,19 @@ class SoakMonitor:
     def on_event(self, event: Json, at_s: float) -> None:
         """One event; a second delivery changes nothing."""
         match self.run.on_event(event, at_s):
-            case StepCommitted() as fact:
+            case StepCommittedFact() as fact:
                 self._committed(fact)
-            case RolledBack() as fact:
+            case RolledBackFact() as fact:
                 self.rollbacks += 1
                 self._rolled_back_s = at_s
                 self.step = fact.to_step
-            case GenerationStarted(generation=int(generation)):
+            case GenerationStartedFact(generation=int(generation)):
                 self._generation_is("events", generation, at_s)
-            case RecoveryCompleted() as fact:
+            case RecoveryCompletedFact() as fact:
                 self._recovery(fact.recovery, at_s)
-            case JobEnded() as fact:
+            case JobEndedFact() as fact:
                 self._end(fact.event, fact.reason, at_s)
-            case Detection(event="TrainerLost" | "NodeLost") as fact:
+            case DetectionFact(event="TrainerLost" | "NodeLost") as fact:
                 self._lost(fact)
             case Fact(event="CoordinatorStarted"):
                 self._repeats = True
@@ -252,7 +252,7 @@ class SoakMonitor:
 
     # --- rules -------------------------------------------------------------------------------------
 
-    def _committed(self, fact: StepCommitted) -> None:
+    def _committed(self, fact: StepCommittedFact) -> None:
         step, at_s = fact.step, fact.at
         if self.job is None or self.ended:
             return
@@ -305,7 +305,7 @@ class SoakMonitor:
         if name == "JobFailed" and not self.excused:
             self.broken(at_s, "failed", f"the job failed at step {self.step}: {reason}")
 
-    def _lost(self, fact: Detection) -> None:
+    def _lost(self, fact: DetectionFact) -> None:
         if fact.at <= self._struck.get(str(fact.node), -math.inf) + _AFTERMATH_S:
             return
         said = f"{fact.event} of {fact.node}, which nobody struck ({fact.how}): {fact.reason}"

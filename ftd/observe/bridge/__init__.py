@@ -1,1 +1,1 @@
-"""``ftd bridge``: events handed on to a webhook."""
+"""``ftd bridge``: sends events to a webhook."""

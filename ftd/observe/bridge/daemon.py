@@ -1,4 +1,4 @@
-"""Listens to a cluster's events and offers those that the filters let through to the courier."""
+"""The bridge daemon: receives a cluster's events and sends those that match a filter to the webhook."""
 
 import asyncio
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import structlog
 
 from ftd.errors import WireError
-from ftd.observe.bridge.alert import alert_body
+from ftd.observe.bridge.alert import build_alert
 from ftd.observe.bridge.filters import EventFilter
 from ftd.observe.bridge.webhook import WebhookOptions, WebhookSender
 from ftd.transport.address import ClusterAddress
@@ -23,7 +23,7 @@ CONNECT_S = 10.0
 
 
 class Bridge:
-    """See the module. SIGTERM and SIGINT end ``run``."""
+    """The daemon of ``ftd bridge``; SIGTERM and SIGINT end ``run``."""
 
     def __init__(
         self,
@@ -32,13 +32,12 @@ class Bridge:
         options: WebhookOptions,
         finish_s: float,
     ) -> None:
-        """``filters``: one that lets an event through is enough; without any, all are handed on.
-
-        :raises ConfigurationError: the dead-letter file cannot be written to.
+        """:param filters: an event is sent if any filter matches; without filters all events are sent. :raises
+        ConfigurationError: the dead-letter file cannot be written.
         """
         self._cluster = address.cluster
         self._filters = filters or [EventFilter()]
-        self._courier = WebhookSender(options)
+        self._sender = WebhookSender(options)
         self._finish_s = finish_s
         self._repeats = DuplicateFilter()
         self._lost_at: float | None = None
@@ -52,30 +51,30 @@ class Bridge:
         )
 
     async def run(self) -> int:
-        """Until a signal comes; how many alerts ended in the dead-letter file.
+        """Run until a signal arrives, and return how many alerts ended in the dead-letter file.
 
-        :raises Unreachable: the broker does not answer at the beginning.
+        :raises Unreachable: the broker does not answer at the start.
         """
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        listening = asyncio.create_task(self._session.run())
-        bringing = asyncio.create_task(self._courier.run())
+        receiving = asyncio.create_task(self._session.run())
+        delivering = asyncio.create_task(self._sender.run())
         try:
             await self._session.wait_connected(CONNECT_S)
             _log.info("bridging", cluster=self._cluster)
             stopped = asyncio.ensure_future(stop.wait())
-            await asyncio.wait([stopped, bringing], return_when=asyncio.FIRST_COMPLETED)
-            if bringing.done():
+            await asyncio.wait([stopped, delivering], return_when=asyncio.FIRST_COMPLETED)
+            if delivering.done():
                 await (
-                    bringing
-                )  # It ends by itself only with a bug of ours: said, and started anew by systemd.
+                    delivering
+                )  # It ends by itself only through a bug; raise it, so that systemd restarts the bridge.
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
-            await self._courier.finish(bringing, self._finish_s)
-        _log.info("ended", delivered=self._courier.delivered, dead_letters=self._courier.letters.count)
-        return self._courier.letters.count
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+            await self._sender.finish(delivering, self._finish_s)
+        _log.info("ended", delivered=self._sender.delivered, dead_letters=self._sender.dead_letter_file.count)
+        return self._sender.dead_letter_file.count
 
     def _on_message(self, _topic: str, payload: bytes, _retained: bool) -> None:
         try:
@@ -86,7 +85,7 @@ class Bridge:
         if not self._repeats.is_new(event.id):
             return
         if any(one.matches(event) for one in self._filters):
-            self._courier.offer(alert_body(event, self._cluster))
+            self._sender.enqueue(build_alert(event, self._cluster))
 
     def _on_lost(self) -> None:
         self._lost_at = time.monotonic()
@@ -97,5 +96,5 @@ class Bridge:
             _log.warning(
                 "gap",
                 away_s=round(away_s, 1),
-                remedy="what was told meanwhile is in the coordinator's journal (ftd events)",
+                remedy="read the events of that time from the coordinator's journal (ftd events)",
             )

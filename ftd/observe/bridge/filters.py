@@ -1,7 +1,8 @@
-"""Which events are handed on: ``severity>=warning and event=Node*,Trainer* and node!=node-9``.
+"""Filters of ``ftd bridge``: ``severity>=warning and event=Node*,Trainer* and node!=node-9``.
 
-Terms joined by ``and``. ``event`` and ``node`` are compared with patterns (``*`` and ``?``), any of those
-with commas between them; ``severity`` with one word, or by rank. An event without a node has the empty name.
+A filter consists of terms joined by ``and``. ``event`` and ``node`` are compared with shell patterns (``*``
+and ``?``), of which any may match if there are several, separated by commas. ``severity`` is compared with
+one name, by equality or by rank. An event without a node has an empty node name.
 """
 
 import re
@@ -33,7 +34,7 @@ class _Term:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventFilter:
-    """All of its terms must hold; one without terms lets everything through."""
+    """Terms that must all match; a filter without terms matches every event."""
 
     terms: tuple[_Term, ...] = ()
 
@@ -42,7 +43,10 @@ class EventFilter:
 
 
 def parse_filter(text: str) -> EventFilter:
-    """:raises ConfigurationError: names what is wrong, and what would do."""
+    """Parse a filter.
+
+    :raises ConfigurationError: the text is no filter; the message says what is wrong and gives an example.
+    """
     if not text.strip():
         return EventFilter()
     return EventFilter(terms=tuple(_term(part) for part in re.split(r"\s+and\s+", text.strip())))
@@ -51,7 +55,7 @@ def parse_filter(text: str) -> EventFilter:
 def _term(text: str) -> _Term:
     found = _TERM.fullmatch(text)
     if found is None:
-        raise ConfigurationError(f"{text!r} is no term of a filter", field=_OPTION, remedy=_REMEDY)
+        raise ConfigurationError(f"{text!r} is not a term of a filter", field=_OPTION, remedy=_REMEDY)
     field, operator, values = found[1], found[2], tuple(found[3].split(","))
     if field not in ("event", "node", "severity"):
         problem = f"{field!r} cannot be filtered by; event, node and severity can"

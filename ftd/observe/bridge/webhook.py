@@ -1,7 +1,7 @@
-"""Brings alerts to a webhook, one after the other, and loses none without a word.
+"""Sends alerts to a webhook, one after another, and loses none silently.
 
-What cannot be brought (refused; not within ``retry_for_s``; no room in the queue; the end came) goes into the
-dead-letter file, a JSON line each: ``{"at", "why", "body"}``.
+An alert goes into the dead-letter file, one JSON line ``{"at", "why", "body"}`` each, if the webhook
+rejects it, does not take it within ``retry_for_s``, the queue is full, or the bridge ends first.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ftd.transport.wire.public import encode_json, timestamp
 _log = structlog.get_logger("ftd.observe.bridge")
 
 RETRYABLE = frozenset({408, 425, 429})
-"""Beside all from 500 on: the receiver may take it later."""
+"""Statuses after which the receiver may take the alert later; so may all from 500 on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,18 +33,18 @@ class WebhookOptions:
     """Sent as a bearer token."""
     queue: int = 1000
     timeout_s: float = 10.0
-    """Of one attempt."""
+    """Timeout of one attempt."""
     retry_for_s: float = 300.0
-    """Of one alert, all its attempts together."""
+    """Timeout of one alert, with all its attempts."""
     first_retry_s: float = 0.5
     last_retry_s: float = 30.0
 
 
 class DeadLetterFile:
-    """The file; opened at once: a place that cannot be written to is known before anything is lost."""
+    """The dead-letter file. It is opened at once, so that an unwritable path is found before anything is lost."""
 
     def __init__(self, path: Path) -> None:
-        """:raises ConfigurationError: it cannot be written to."""
+        """:raises ConfigurationError: the file cannot be written."""
         self.count = 0
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -55,91 +55,93 @@ class DeadLetterFile:
                 remedy="name a file in a directory that this user may write to",
             ) from None
 
-    def bury(self, body: dict[str, Any], why: str) -> None:
-        """On the disk when this returns; where that fails, in the log."""
+    def append(self, body: dict[str, Any], why: str) -> None:
+        """Append an alert and sync it to disk; if that fails, log the whole alert."""
         self.count += 1
-        letter = encode_json({"at": timestamp(), "why": why, "body": body}) + b"\n"
+        line = encode_json({"at": timestamp(), "why": why, "body": body}) + b"\n"
         try:
-            os.write(self._file, letter)
+            os.write(self._file, line)
             os.fsync(self._file)
             _log.error("dead_letter", alert=body["groupKey"], why=why)
         except OSError as error:
-            _log.critical("dead_letter_lost", why=why, problem=str(error), letter=letter.decode())
+            _log.critical("dead_letter_lost", why=why, problem=str(error), line=line.decode())
 
     def close(self) -> None:
         os.close(self._file)
 
 
 class WebhookSender:
-    """See the module. ``offer`` what is to be brought, ``run`` until cancelled, then ``finish``."""
+    """Queue and sender of alerts: call ``enqueue`` for each, ``run`` until it is cancelled, then ``finish``."""
 
     def __init__(self, options: WebhookOptions, sleep: Callable[[float], Any] = asyncio.sleep) -> None:
-        """:raises ConfigurationError: the dead-letter file cannot be written to."""
-        self.letters = DeadLetterFile(options.dead_letters)
+        """:raises ConfigurationError: the dead-letter file cannot be written."""
+        self.dead_letter_file = DeadLetterFile(options.dead_letters)
         self.delivered = 0
         self._options = options
         self._sleep = sleep
         self._queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue(options.queue)
-        self._carried: dict[str, Any] | None = None
-        """Taken from the queue, neither delivered nor buried."""
+        self._current: dict[str, Any] | None = None
+        """The alert that was taken from the queue and is neither delivered nor in the dead-letter file."""
 
-    def offer(self, body: dict[str, Any]) -> None:
+    def enqueue(self, body: dict[str, Any]) -> None:
         try:
             self._queue.put_nowait(body)
         except asyncio.QueueFull:
-            self.letters.bury(body, f"the queue is full: {self._options.queue} alerts wait for the webhook")
+            self.dead_letter_file.append(
+                body, f"the queue is full: {self._options.queue} alerts wait for the webhook"
+            )
 
     async def run(self) -> None:
-        """Deliver until cancelled."""
+        """Deliver alerts until cancelled."""
         options = self._options
         headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
         timeout = aiohttp.ClientTimeout(total=options.timeout_s)
         async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
             while True:
-                self._carried = await self._queue.get()
-                await self._bring(session, self._carried)
-                self._carried = None
+                self._current = await self._queue.get()
+                await self._deliver(session, self._current)
+                self._current = None
                 self._queue.task_done()
 
     async def finish(self, running: "asyncio.Task[None]", within_s: float) -> None:
-        """Go on for so long, then bury what is left: every alert ends at the webhook or in the file."""
+        """Deliver for at most ``within_s`` more, then write all remaining alerts to the dead-letter file."""
         waiting = asyncio.ensure_future(self._queue.join())
         await asyncio.wait([waiting, running], timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
         for task in (waiting, running):
             task.cancel()
         await asyncio.gather(waiting, running, return_exceptions=True)
-        left = [] if self._carried is None else [self._carried]
+        remaining = [] if self._current is None else [self._current]
         with contextlib.suppress(asyncio.QueueEmpty):
             while True:
-                left.append(self._queue.get_nowait())
-        for body in left:
-            self.letters.bury(body, "the bridge was stopped before the webhook took it")
-        self.letters.close()
+                remaining.append(self._queue.get_nowait())
+        for body in remaining:
+            self.dead_letter_file.append(body, "the bridge was stopped before the webhook took it")
+        self.dead_letter_file.close()
 
-    async def _bring(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
+    async def _deliver(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._options.retry_for_s
         retry_s, attempts = self._options.first_retry_s, 0
         while True:
             attempts += 1
-            problem, again = await self._attempt(session, body)
+            problem, retryable = await self._attempt(session, body)
             if problem is None:
                 self.delivered += 1
                 if attempts > 1:
                     _log.info("delivered", alert=body["groupKey"], attempts=attempts)
                 return
             wait_s = retry_s * random.uniform(0.5, 1.0)
-            if not again or loop.time() + wait_s > deadline:
-                self.letters.bury(body, f"{problem}; attempts: {attempts}")
+            if not retryable or loop.time() + wait_s > deadline:
+                self.dead_letter_file.append(body, f"{problem}; attempts: {attempts}")
                 return
             _log.warning(
-                "not_delivered", alert=body["groupKey"], problem=problem, again_in_s=round(wait_s, 2)
+                "not_delivered", alert=body["groupKey"], problem=problem, retry_in_s=round(wait_s, 2)
             )
             await self._sleep(wait_s)
             retry_s = min(2 * retry_s, self._options.last_retry_s)
 
     async def _attempt(self, session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[str | None, bool]:
-        """What went wrong, if anything, and whether another attempt may help."""
+        """Return what went wrong, or ``None``, and whether another attempt may help."""
         kind = {"Content-Type": "application/json"}
         try:
             async with session.post(

@@ -1,1 +1,1 @@
-"""A page to watch: what the coordinator publishes, shown in a browser while it happens."""
+"""The dashboard: a web page that shows what the coordinator publishes, live."""

@@ -1,10 +1,9 @@
-"""Who may look at the dashboard: everybody of this host on loopback, else whoever shows the token.
+"""Access control of the dashboard: a token, or on loopback nothing for users of this host.
 
-A browser sends the token once, with the form of the page that asks for it, and gets a cookie that is
-derived from it: so the token is neither in an address nor in the browser's store, and the cookie
-outlives a restart of the coordinator. Tools send ``Authorization: Bearer``. On loopback, where no token
-is asked for, a request must be addressed to this host: a page elsewhere whose name was made to point
-here (DNS rebinding) is not.
+A browser sends the token once, in the login form, and gets a cookie that is derived from it. The token is
+therefore neither in a URL nor in the browser's storage, and the cookie outlives a restart of the
+coordinator. Tools send ``Authorization: Bearer``. On loopback, where no token is required, a request must
+name this host: this rejects foreign pages whose name was made to resolve to this host (DNS rebinding).
 """
 
 import hashlib
@@ -28,11 +27,13 @@ HEADERS: Mapping[str, str] = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
 }
-"""On every answer. Plotly writes style attributes; scripts come from here alone."""
+"""Headers of every response. Inline styles are allowed because plotly writes style attributes; scripts come
+only from this server.
+"""
 
 
-class Access:
-    """Of one dashboard."""
+class DashboardAccess:
+    """The access rules of one dashboard."""
 
     def __init__(self, place: DashboardAddress, cluster: str) -> None:
         self._token = None if place.token is None else place.token.encode()
@@ -40,15 +41,15 @@ class Access:
         digest = hashlib.sha256(f"ftd dashboard {cluster}".encode()).digest()
         self._pass = hmac.new(self._token or b"", digest, hashlib.sha256).hexdigest()
         self._cookie = f"ftd_{hashlib.sha256(cluster.encode()).hexdigest()[:12]}_{place.port}"
-        """Browsers keep cookies by host, not by port: several clusters must not share one."""
+        """Browsers keep cookies by host, not by port, so the name contains the cluster and the port."""
 
     @property
-    def asks(self) -> bool:
-        """A token is wanted."""
+    def requires_token(self) -> bool:
+        """Whether a token is required."""
         return self._token is not None
 
     def allows(self, request: web.Request) -> bool:
-        """In constant time, as far as the token is concerned."""
+        """Return whether a request may be served. Tokens are compared in constant time."""
         if self._token is None:
             return self._is_here(request.headers.get("Host", ""))
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
@@ -57,14 +58,14 @@ class Access:
         cookie = request.cookies.get(self._cookie, "")
         return hmac.compare_digest(cookie.encode("utf-8", "surrogateescape"), self._pass.encode())
 
-    def opens(self, token: str) -> bool:
-        """Is it the token?"""
+    def is_token(self, token: str) -> bool:
+        """Return whether this is the configured token."""
         if self._token is None:
             return False
         return hmac.compare_digest(token.strip().encode("utf-8", "surrogateescape"), self._token)
 
-    def admit(self, answer: web.StreamResponse, *, secure: bool) -> None:
-        """Give the browser its cookie. :param secure: the browser came by HTTPS, through a proxy."""
+    def set_cookie(self, answer: web.StreamResponse, *, secure: bool) -> None:
+        """Give the browser its cookie. :param secure: whether the browser came by HTTPS, through a proxy."""
         answer.set_cookie(
             self._cookie,
             self._pass,

@@ -1,4 +1,4 @@
-"""The files of the page, compressed once; and plotly's JavaScript, out of its wheel, when it is asked for."""
+"""The page's files, compressed once, and plotly's JavaScript from its wheel, compressed on first use."""
 
 import asyncio
 import gzip
@@ -12,35 +12,35 @@ from pathlib import Path
 
 PAGE = Path(__file__).parent / "page"
 PLOTLY = f"plotly-{version('plotly')}.js"
-"""Its name says the version, so that a browser may keep it for ever."""
+"""The name contains the version, so that browsers may cache the file for ever."""
 _TYPES = {".js": "text/javascript", ".html": "text/html", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asset:
-    """A file as it is sent."""
+    """A file with its response headers."""
 
     kind: str
     packed: bytes
-    """gzip."""
+    """Content, compressed by gzip."""
     tag: str
-    """Of its content: a browser that has this one need not get it again."""
+    """ETag of the content: a browser with the same tag need not fetch it again."""
 
 
 @cache
-def pages() -> dict[str, Asset]:
-    """Everything in ``page/`` by name."""
+def load_pages() -> dict[str, Asset]:
+    """Return all files in ``page/`` by name."""
     return {path.name: _asset(path.name, path.read_bytes()) for path in sorted(PAGE.iterdir())}
 
 
-class Plotly:
-    """1.5 MB compressed: made in a thread, once, for the first browser that has none."""
+class PlotlyAsset:
+    """Plotly's JavaScript, 1.5 MB compressed; a thread compresses it once, for the first browser that asks."""
 
     def __init__(self) -> None:
         self._making: asyncio.Future[Asset] | None = None
 
     async def get(self) -> Asset:
-        """:raises OSError: plotly is not installed as it should be."""
+        """Return the file. :raises OSError: plotly is not installed completely."""
         if self._making is None or (self._making.done() and self._making.exception() is not None):
             self._making = asyncio.ensure_future(asyncio.to_thread(_plotly))
         return await asyncio.shield(self._making)

@@ -1,7 +1,7 @@
-"""Buckets of the newest snapshot: which layers, which nodes keep them, and what that withstands.
+"""Buckets of the newest snapshot: their layers, the nodes that hold them, and which losses they survive.
 
-The state names the snapshot's generation. The pipelines of that generation (``PlanChosen``, or the
-state while it is the present one) say who owned which layers; from them follow the buckets, as in
+The state names the snapshot's generation. The pipelines of that generation (from ``PlanChosen``, or from
+the state if the generation is current) say who owned which layers. The buckets follow from them, as in
 ``statemachine.cluster.snapshots.snapshots.groups_of``.
 """
 
@@ -14,13 +14,13 @@ from storage.codes import parse_scheme
 
 Json = dict[str, Any]
 
-MOST_OWNERS = 64
-"""Of a bucket, named on the page; the rest is counted."""
-MOST_BUCKETS = 256
+MAX_OWNERS = 64
+"""Number of a bucket's owners that the page names; further ones are counted."""
+MAX_BUCKETS = 256
 
 
-def buckets(pipelines: Sequence[Json], protection: str, buddies: Mapping[str, str]) -> list[Json]:
-    """Maximal runs of layers with the same owners, one in each pipeline."""
+def list_buckets(pipelines: Sequence[Json], protection: str, replica_peers: Mapping[str, str]) -> list[Json]:
+    """Return the maximal runs of layers with the same owners, one owner in each pipeline."""
     cuts = sorted({0, *(stage["end_layer"] for p in pipelines for stage in p["stages"])})
     found: list[Json] = []
     for first, end in pairwise(cuts):
@@ -29,18 +29,20 @@ def buckets(pipelines: Sequence[Json], protection: str, buddies: Mapping[str, st
             {
                 "first_layer": first,
                 "end_layer": end,
-                "owners": owners[:MOST_OWNERS],
-                "more": max(0, len(owners) - MOST_OWNERS),
-                "keeps": what_each_keeps(protection, len(owners)),
-                "withstands": withstands(protection, len(owners), buddy=buddies.get(owners[0])),
-                "buddy": buddies.get(owners[0]) if len(owners) == 1 else None,
+                "owners": owners[:MAX_OWNERS],
+                "more": max(0, len(owners) - MAX_OWNERS),
+                "share": describe_share(protection, len(owners)),
+                "tolerance": describe_tolerance(
+                    protection, len(owners), replica_peer=replica_peers.get(owners[0])
+                ),
+                "replica_peer": replica_peers.get(owners[0]) if len(owners) == 1 else None,
             }
         )
-    return found[:MOST_BUCKETS]
+    return found[:MAX_BUCKETS]
 
 
-def what_each_keeps(protection: str, owners: int) -> str:
-    """In words, what an owner's memory holds of its bucket."""
+def describe_share(protection: str, owners: int) -> str:
+    """Return a text for what an owner holds of its bucket in memory."""
     parts = dict(_parts(protection))
     if owners == 1:
         return "all of it"
@@ -56,10 +58,10 @@ def what_each_keeps(protection: str, owners: int) -> str:
     return ", ".join(words)
 
 
-def withstands(protection: str, owners: int, *, buddy: str | None) -> str:
-    """In words, what may be lost with the snapshot still whole."""
-    if buddy is not None and owners == 1:
-        return f"its loss: {buddy} keeps a copy"
+def describe_tolerance(protection: str, owners: int, *, replica_peer: str | None) -> str:
+    """Return a text for what may be lost while the snapshot stays complete."""
+    if replica_peer is not None and owners == 1:
+        return f"its loss: {replica_peer} holds a copy"
     try:
         losses = stated_guarantee(protection, owners)
     except ValueError:

@@ -1,7 +1,7 @@
-"""The dashboard as the coordinator has it: told what is published, it never stands in the way.
+"""The dashboard's interface to the coordinator.
 
-Nothing here may cost the cluster anything: a bug is logged, a port that is taken means no page, and without a
-browser that watches, an event costs the memory of its line and a state costs nothing.
+The dashboard must never disturb the cluster: a bug is logged, a port in use means that there is no page,
+and while no page is open an event costs only the memory of its entry, and a state nothing.
 """
 
 import secrets
@@ -16,7 +16,7 @@ from ftd.config.dashboard import DashboardAddress
 from ftd.observe.dashboard.feed import DeltaFeed
 from ftd.observe.dashboard.model import DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
-from ftd.observe.dashboard.trend import MOST_POINTS
+from ftd.observe.dashboard.trend import MAX_POINTS
 from ftd.transport.wire.public import EventMessage
 
 _log = structlog.get_logger("ftd.observe.dashboard")
@@ -32,26 +32,28 @@ class EventHistory(Protocol):
 
 
 class Dashboard:
-    """``await start(journal, state)``, then ``on_event`` and ``on_state``; ``await close()``."""
+    """A coordinator's dashboard: ``await start(journal, state)``, then ``on_event`` and ``on_state``, then
+    ``await close()``.
+    """
 
     def __init__(self, place: DashboardAddress | None, *, cluster: str) -> None:
-        """:param place: ``None``: there is none."""
+        """:param place: address and token; ``None`` disables the dashboard."""
         self._server: DashboardServer | None = None
-        self._news_at = time.monotonic()
+        self._last_message_at = time.monotonic()
         if place is not None:
             self._model = DashboardModel()
             self._feed = DeltaFeed(self._model.take_delta, secrets.token_hex(4), quiet_s=self._quiet_s)
             self._server = DashboardServer(place, self._model, self._feed, cluster=cluster)
 
     async def start(self, journal: EventHistory, state: Mapping[str, Any]) -> None:
-        """Remember what the journal does, then serve.
+        """Load the journal's newest events and steps, then serve.
 
-        :raises ConfigurationError: not where the configuration says.
+        :raises ConfigurationError: the configured address cannot be bound.
         """
         if self._server is None:
             return
         rows, _ = journal.events(after=0, limit=_REMEMBERED_EVENTS, newest=True)
-        steps, stride = journal.sampled_steps(MOST_POINTS // 2)
+        steps, stride = journal.sampled_steps(MAX_POINTS // 2)
         try:
             self._model.restore([msgspec.convert(row, EventMessage) for row in rows], steps, stride)
         except Exception:
@@ -60,16 +62,16 @@ class Dashboard:
         await self._server.start()
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Close the server and its connections."""
         if self._server is not None:
             await self._server.close()
 
     def on_broker_message(self) -> None:
-        """The broker brought something, whatever it is: what is shown is of now."""
-        self._news_at = time.monotonic()
+        """Record that the broker delivered any message, so the state shown is current."""
+        self._last_message_at = time.monotonic()
 
     def on_event(self, message: EventMessage, own: bool) -> None:
-        """Something was published. :param own: by the coordinator."""
+        """Add a published event. :param own: whether the coordinator published it."""
         if self._server is None:
             return
         try:
@@ -79,7 +81,7 @@ class Dashboard:
             _log.exception("event", shown=message.event)
 
     def on_state(self, state: Mapping[str, Any]) -> None:
-        """The cluster's state was published."""
+        """Replace the cluster's public state."""
         if self._server is None:
             return
         try:
@@ -89,4 +91,4 @@ class Dashboard:
             _log.exception("state")
 
     def _quiet_s(self) -> float:
-        return time.monotonic() - self._news_at
+        return time.monotonic() - self._last_message_at

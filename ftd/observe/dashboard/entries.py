@@ -1,4 +1,4 @@
-"""An event as the page gets it: small, whoever sent it, with its words and the chapter of its story."""
+"""Renders an event for the page's list: bounded in size whoever sent it, with its text and its chapter."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -11,17 +11,17 @@ from ftd.transport.wire.public import EventMessage, encode_json
 Json = dict[str, Any]
 
 MAX_NAME = 64
-MOST_REASON = 1_000
-MOST_DETAILS_BYTES = 2_000
-MOST_NODES = 32
+MAX_REASON = 1_000
+MAX_DETAILS_BYTES = 2_000
+MAX_NODES = 32
 _BULKY = frozenset(
     {"pipelines", "pipelines_before", "pipelines_after", "considered", "layers", "replica_peers"}
 )
-"""As long as the cluster is large; the page knows them from the state, or does without."""
+"""Details whose size grows with the cluster; the page takes them from the state or does without."""
 
 
-def entry_of(message: EventMessage, number: int, index: ChapterIndex) -> Json:
-    """What the list of events shows of one. It may be a node's, and then say anything."""
+def build_entry(message: EventMessage, number: int, index: ChapterIndex) -> Json:
+    """Return the list entry of an event. A node's event may contain anything."""
     name = message.event[:MAX_NAME]
     plain = {
         "event": name,
@@ -43,38 +43,45 @@ def entry_of(message: EventMessage, number: int, index: ChapterIndex) -> Json:
         "step": message.step,
         "at": seconds(message.at),
         "chapter": index.of(plain),
-        "said": _said(plain)[:MOST_REASON],
-        "details": _small(message.details),
+        "text": _text(plain)[:MAX_REASON],
+        "details": _abridge(message.details),
         "source": message.source or message.node or "",
     }
 
 
 def seconds(at: str) -> float:
-    """An ISO-8601 stamp as seconds since 1970; now, where it is none."""
+    """Return an ISO-8601 timestamp as seconds since 1970; the present time if it is malformed."""
     try:
         return datetime.fromisoformat(at).timestamp()
     except ValueError:
         return datetime.now(UTC).timestamp()
 
 
-def _said(event: Json) -> str:
+def _text(event: Json) -> str:
     try:
         return event_text(event["event"], event)
-    except (KeyError, TypeError, ValueError, AttributeError):  # A node's event of the coordinator's name.
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ):  # A node's event under the name of a coordinator's event.
         return " ".join(event["reason"].split())
 
 
 def _nodes(details: Json) -> list[str]:
-    """Those of a recovery, beside the event's own."""
+    """Return the nodes of a recovery, which the event names in addition to its own node."""
     recovery = details.get("recovery")
     nodes = recovery.get("nodes") if isinstance(recovery, dict) else None
-    return [str(n)[:MAX_NAME] for n in nodes[:MOST_NODES]] if isinstance(nodes, list | tuple) else []
+    return [str(n)[:MAX_NAME] for n in nodes[:MAX_NODES]] if isinstance(nodes, list | tuple) else []
 
 
-def _small(details: Json) -> Json | None:
-    """Without what is as long as the cluster is large; ``None`` where that is not enough."""
-    kept = {key: value for key, value in details.items() if key not in _BULKY and key != "recovery"}
+def _abridge(details: Json) -> Json | None:
+    """Return the details without those whose size grows with the cluster; ``None`` if they are still too
+    large.
+    """
+    retained = {key: value for key, value in details.items() if key not in _BULKY and key != "recovery"}
     recovery = details.get("recovery")
     if isinstance(recovery, dict):
-        kept["recovery"] = {key: value for key, value in recovery.items() if key not in _BULKY}
-    return kept if len(encode_json(kept)) <= MOST_DETAILS_BYTES else None
+        retained["recovery"] = {key: value for key, value in recovery.items() if key not in _BULKY}
+    return retained if len(encode_json(retained)) <= MAX_DETAILS_BYTES else None

@@ -1,7 +1,7 @@
-"""Deltas for all pages at once: encoded once, kept in one ring that every page reads at its own pace.
+"""Deltas for all pages: encoded once, and kept in one ring buffer that every page reads at its own pace.
 
-A page is a position in the ring and nothing else, so a slow one costs no memory: when the ring has gone past
-it, it is dropped, and comes back for the whole document. Without a page nothing is encoded at all.
+A page is only a position in the ring, so a slow page costs no memory: if the ring has passed its position,
+the page is dropped and comes back for the whole document. While no page is open, nothing is encoded.
 """
 
 import asyncio
@@ -16,19 +16,21 @@ from ftd.transport.wire.public import encode_json
 _log = structlog.get_logger("ftd.observe.dashboard")
 
 PERIOD_S = 0.2
-"""Between two deltas."""
-MOST_FRAMES = 256
-MOST_BYTES = 4 * 1024 * 1024
-BEAT_S = 2.0
-"""A page that hears nothing for a few of these knows that the connection is dead."""
+"""Shortest time between two deltas."""
+MAX_FRAMES = 256
+MAX_BYTES = 4 * 1024 * 1024
+HEARTBEAT_S = 2.0
+"""Interval of heartbeats without deltas; a page that receives nothing for several intervals knows that its
+connection is dead.
+"""
 
 
 class PositionExpiredError(Exception):
-    """What comes behind this position is not in the ring: the page needs the document."""
+    """The ring no longer holds the deltas after this position: the page needs the document."""
 
 
 class DeltaFeed:
-    """``changed()`` whenever there may be something new; ``set_job`` for each page."""
+    """The ring of deltas. Call ``changed`` when there may be something new, and ``stream_from`` for each page."""
 
     def __init__(
         self,
@@ -38,8 +40,10 @@ class DeltaFeed:
         quiet_s: Callable[[], float] = lambda: 0.0,
         period_s: float = PERIOD_S,
     ) -> None:
-        """:param run: of this process alone, so that positions of an earlier one are not taken for ours.
-        :param quiet_s: for so long the broker has brought nothing; pages are told with every frame."""
+        """:param run: identifier of this process, so that positions of an earlier one are not valid here.
+        :param quiet_s: returns the seconds since the broker's last message; sent to the pages in every
+        frame.
+        """
         self._take = take
         self._run = run
         self._quiet_s = quiet_s
@@ -47,8 +51,8 @@ class DeltaFeed:
         self._ring: deque[bytes] = deque()
         self._ring_bytes = 0
         self._position = 0
-        """Of the newest frame."""
-        self._news = asyncio.Event()
+        """Position of the newest frame."""
+        self._new_frame = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._sent_at = -period_s
         self._closed = False
@@ -56,37 +60,37 @@ class DeltaFeed:
 
     @property
     def position(self) -> str:
-        """Of the newest frame, as a page names it."""
+        """Position of the newest frame in the form that pages send."""
         return f"{self._run}-{self._position}"
 
     def quiet_s(self) -> float:
-        """For so long the broker has brought nothing, to the tenth of a second."""
+        """Return the seconds since the broker's last message, to a tenth of a second."""
         return round(self._quiet_s(), 1)
 
     def changed(self) -> None:
-        """Send what is new: now, or ``PERIOD_S`` after the last time. Nothing without pages."""
+        """Send a delta now, or ``period_s`` after the previous one; without pages, do nothing."""
         if self.pages == 0 or self._timer is not None or self._closed:
             return
         loop = asyncio.get_running_loop()
         wait_s = self._sent_at + self._period_s - loop.time()
         self._timer = loop.call_later(max(0.0, wait_s), self._send)
 
-    def catch_up(self) -> str:
-        """Everything new is behind the position that is returned: what a document is of."""
+    def flush(self) -> str:
+        """Put all changes into the ring and return the position after them, which belongs to a new document."""
         self._send()
         return self.position
 
     def close(self) -> None:
-        """All pages are let go."""
+        """End the streams of all pages."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
         self._wake()
 
     async def stream_from(self, position: str) -> AsyncIterator[bytes]:
-        """Frames behind ``position``, and a beat where there are none; ends when the feed is closed.
+        """Yield the frames after ``position``, and heartbeats in between, until the feed is closed.
 
-        :raises Gone: at the beginning or, for a page that is too slow, later.
+        :raises PositionExpiredError: at the start, or later for a page that is too slow.
         """
         at = self._parse(position)
         self.pages += 1
@@ -100,11 +104,11 @@ class DeltaFeed:
                     at = self._position
                     yield b"".join(frames)
                     continue
-                news = self._news
+                new_frame = self._new_frame
                 try:
-                    await asyncio.wait_for(news.wait(), BEAT_S)
+                    await asyncio.wait_for(new_frame.wait(), HEARTBEAT_S)
                 except TimeoutError:
-                    yield b"event: beat\ndata: %s\n\n" % encode_json({"quiet_s": self.quiet_s()})
+                    yield b"event: heartbeat\ndata: %s\n\n" % encode_json({"quiet_s": self.quiet_s()})
         finally:
             self.pages -= 1
 
@@ -129,20 +133,20 @@ class DeltaFeed:
                 return
             self._position += 1
             if self.pages == 0:
-                self._ring.clear()  # Nobody is there to miss it.
+                self._ring.clear()  # No page is there to miss it.
                 self._ring_bytes = 0
                 return
-            told = encode_json({**delta, "quiet_s": self.quiet_s()})
-            frame = b"id: %s\ndata: %s\n\n" % (self.position.encode(), told)
+            data = encode_json({**delta, "quiet_s": self.quiet_s()})
+            frame = b"id: %s\ndata: %s\n\n" % (self.position.encode(), data)
         except Exception:
             _log.exception("delta")
             return
         self._ring.append(frame)
         self._ring_bytes += len(frame)
-        while len(self._ring) > MOST_FRAMES or (self._ring_bytes > MOST_BYTES and len(self._ring) > 1):
+        while len(self._ring) > MAX_FRAMES or (self._ring_bytes > MAX_BYTES and len(self._ring) > 1):
             self._ring_bytes -= len(self._ring.popleft())
         self._wake()
 
     def _wake(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        new_frame, self._new_frame = self._new_frame, asyncio.Event()
+        new_frame.set()

@@ -1,8 +1,8 @@
-"""What the dashboard knows: the newest state, the last events, the trend, the recoveries; all of it bounded.
+"""The dashboard's data: newest state, last events, trend and recoveries, all bounded.
 
-It is fed with what the coordinator publishes and tells nothing else. ``document`` is all of it, for a
-page that was just opened; ``take_delta`` is what is other since it was last asked, for all pages at once:
-whoever has the document and every delta behind it has the same as whoever asks for the document now.
+It contains only what the coordinator publishes. ``document`` returns all of it, for a page that was just
+opened. ``take_delta`` returns what changed since its previous call, for all pages at once. A document plus
+every later delta equals the document at that time.
 """
 
 from collections import deque
@@ -11,19 +11,19 @@ from typing import Any
 
 import msgspec
 
-from ftd.observe.dashboard.buckets import buckets
-from ftd.observe.dashboard.entries import MOST_REASON, entry_of, seconds
-from ftd.observe.dashboard.recovery import DoneRecoveries, course_json
+from ftd.observe.dashboard.buckets import list_buckets
+from ftd.observe.dashboard.entries import MAX_REASON, build_entry, seconds
+from ftd.observe.dashboard.recovery import CompletedRecoveries, encode_recovery
 from ftd.observe.dashboard.trend import Trend
 from ftd.observe.run_model import (
-    Evaluated,
+    EvaluatedFact,
     Fact,
-    JobSubmitted,
-    PhaseEnded,
-    RecoveryCompleted,
-    RolledBack,
+    JobSubmittedFact,
+    PhaseEndedFact,
+    RecoveryCompletedFact,
+    RolledBackFact,
     RunModel,
-    StepCommitted,
+    StepCommittedFact,
     mark_unreachable,
 )
 from ftd.observe.view.story import ChapterIndex
@@ -32,19 +32,19 @@ from ftd.transport.wire.public import EventMessage
 
 Json = dict[str, Any]
 
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 FIRST_EVENTS = 300
-"""Of these, in the document; older ones are asked for page by page."""
-MOST_IN_DELTA = 300
-"""Who misses more between two deltas is better off with the document."""
+"""Number of the newest events in the document; pages fetch older ones page by page."""
+MAX_IN_DELTA = 300
+"""Largest number of events in a delta; a page that misses more fetches the document."""
 PAGE = 500
-MOST_MARKS = 300
-MOST_EVALUATIONS = 100
-MOST_LAYOUTS = 4
-MOST_KEPT = 1000
-"""Of what the model of the run keeps."""
+MAX_MARKS = 300
+MAX_EVALUATIONS = 100
+MAX_LAYOUTS = 4
+MAX_ENTRIES = 1000
+"""Number of entries that the run model keeps."""
 _NODE_FIELDS = ("state", "devices", "host", "in_plan", "draining", "speed")
-"""Without what changes with every step of every node."""
+"""Fields of a node that are shown; fields that change with every step are left out."""
 _UNSHOWN = frozenset({"at", "nodes", "schema"})
 _MARKS = {
     "NodeLost": "failure",
@@ -58,67 +58,71 @@ _MARKS = {
 
 
 class DashboardModel:
-    """See the module. Not for several threads."""
+    """Data of one dashboard. Not thread-safe."""
 
     def __init__(self) -> None:
         self.trend = Trend()
-        self.recoveries = DoneRecoveries()
-        self._run = RunModel(most=MOST_KEPT)
+        self.recoveries = CompletedRecoveries()
+        self._run = RunModel(most=MAX_ENTRIES)
         self._state: Json = {}
         self._nodes: dict[str, Json] = {}
-        self._events: deque[Json] = deque(maxlen=MOST_EVENTS)
-        self._marks: deque[Json] = deque(maxlen=MOST_MARKS)
+        self._events: deque[Json] = deque(maxlen=MAX_EVENTS)
+        self._marks: deque[Json] = deque(maxlen=MAX_MARKS)
         self._evaluations: list[Json] = []
         self._index = ChapterIndex()
         self._number = 0
         self._mark_number = 0
         self._layouts: dict[int, list[Json]] = {}
-        self._buddies: dict[str, str] = {}
-        self._where: Json | None = None
-        self._where_of: Json | None = None
-        self._told = _Told()
+        self._replica_peers: dict[str, str] = {}
+        self._snapshot_layout: Json | None = None
+        self._snapshot_layout_source: Json | None = None
+        self._sent = _SentData()
 
-    # --- what is published ---------------------------------------------------------------------------
+    # --- input ---------------------------------------------------------------------------------------
 
     def on_state(self, state: Mapping[str, Any]) -> None:
-        """The cluster's public state, whole. It belongs to this model from now on.
+        """Replace the cluster's public state, which this model takes over from the caller.
 
-        That nobody leads says nothing of the rest, which stays as it was told last.
+        A state without a coordinator changes only phase, reason and leader; the rest stays as last
+        published.
         """
         if state.get("phase") == "UNREACHABLE":
             self._state = mark_unreachable(self._state, state["reason"])
             return
         before, snapshot = self._state.get("snapshot"), state["snapshot"]
         if before and snapshot and {**snapshot, "at": before["at"]} == before:
-            snapshot = before  # The moment is reckoned anew each time, to the millisecond.
+            snapshot = before  # The timestamp is recomputed each time and varies by milliseconds.
         self._nodes = state["nodes"]
         self._state = {key: value for key, value in state.items() if key not in _UNSHOWN}
         self._state["snapshot"] = snapshot
         if state["pipelines"]:
             self._keep_layout(state["generation"], state["pipelines"])
-        if snapshot is None or snapshot is not self._where_of:
-            self._where_of = snapshot
-            self._where = self._placed(snapshot)
+        if snapshot is None or snapshot is not self._snapshot_layout_source:
+            self._snapshot_layout_source = snapshot
+            self._snapshot_layout = self._locate(snapshot)
 
     def on_event(self, message: EventMessage, *, own: bool) -> None:
-        """:param own: the coordinator's; what a node says is listed, and believed of chaos alone."""
+        """Add an event. Events of nodes are listed, but only ``ChaosInjected`` also updates the model.
+
+        :param own: whether the coordinator published it.
+        """
         if own or message.event == "ChaosInjected":
             fact = self._run.on_event(msgspec.structs.asdict(message), seconds(message.at))
             if fact is not None and own:
-                self._follow(fact, message)
+                self._apply(fact, message)
         if message.event in QUIET_EVENTS:
             return
         self._number += 1
-        self._events.append(entry_of(message, self._number, self._index))
+        self._events.append(build_entry(message, self._number, self._index))
 
     def restore(self, events: Iterable[EventMessage], steps: Iterable[Json], stride: int) -> None:
-        """What the journal remembers, before anything else is told.
+        """Load the journal's events and steps before anything else arrives.
 
-        :param steps: rows of ``Journal.sampled_steps``, each for ``stride`` steps.
+        :param steps: rows of ``Journal.sampled_steps``, each of which stands for ``stride`` steps.
         """
         for message in events:
             self.on_event(message, own=message.source == "coordinator")
-        self._run.current_recovery = None  # Whatever was under way: the coordinator begins anew.
+        self._run.current_recovery = None  # No recovery continues: the coordinator has just started.
         for row in steps:
             details = row["details"]
             self.trend.commit(
@@ -132,9 +136,9 @@ class DashboardModel:
                 learning_rate=details.get("learning_rate"),
             )
 
-    def _follow(self, fact: Fact, message: EventMessage) -> None:
+    def _apply(self, fact: Fact, message: EventMessage) -> None:
         match fact:
-            case StepCommitted():
+            case StepCommittedFact():
                 self.trend.commit(
                     fact.step,
                     fact.at,
@@ -144,20 +148,20 @@ class DashboardModel:
                     tokens_per_s=fact.tokens_per_s,
                     learning_rate=fact.learning_rate,
                 )
-            case Evaluated():
+            case EvaluatedFact():
                 self._keep_evaluation(fact)
-            case RolledBack():
+            case RolledBackFact():
                 self.trend.roll_back(fact.to_step)
                 self._evaluations = [one for one in self._evaluations if one["step"] <= fact.to_step]
-            case JobSubmitted():
+            case JobSubmittedFact():
                 self.trend.clear()
                 self._evaluations = []
-            case PhaseEnded(event="PlanChosen", generation=int(generation)):
+            case PhaseEndedFact(event="PlanChosen", generation=int(generation)):
                 self._keep_layout(generation, fact.pipelines)
-            case RecoveryCompleted():
+            case RecoveryCompletedFact():
                 self.recoveries.add(fact, message.details["recovery"])
             case Fact(event="SnapshotCompleted"):
-                self._buddies, self._where_of = message.details["replica_peers"], None
+                self._replica_peers, self._snapshot_layout_source = message.details["replica_peers"], None
         if (kind := _MARKS.get(message.event)) is not None:
             self._mark_number += 1
             self._marks.append(
@@ -167,95 +171,97 @@ class DashboardModel:
                     "kind": kind,
                     "event": message.event,
                     "node": message.node,
-                    "said": message.reason[:MOST_REASON],
+                    "text": message.reason[:MAX_REASON],
                 }
             )
 
-    def _keep_evaluation(self, fact: Evaluated) -> None:
-        """A step's evaluation, in a new list, so that a change is noticed; when full, every other one goes."""
-        kept = [one for one in self._evaluations if one["step"] < fact.step]
-        if len(kept) >= MOST_EVALUATIONS:
-            kept = kept[1::2]
+    def _keep_evaluation(self, fact: EvaluatedFact) -> None:
+        """Add an evaluation to a new list, so that the change is noticed; a full list is thinned by half."""
+        retained = [one for one in self._evaluations if one["step"] < fact.step]
+        if len(retained) >= MAX_EVALUATIONS:
+            retained = retained[1::2]
         shown = {"step": fact.step, "at": fact.at, "loss": fact.loss, "metrics": fact.metrics}
-        self._evaluations = [*kept, shown]
+        self._evaluations = [*retained, shown]
 
     def _keep_layout(self, generation: int, pipelines: list[Json]) -> None:
         self._layouts[generation] = pipelines
-        kept = self._state.get("snapshot")
-        for old in sorted(self._layouts)[:-MOST_LAYOUTS]:
-            if kept is None or old != kept["generation"]:
+        retained = self._state.get("snapshot")
+        for old in sorted(self._layouts)[:-MAX_LAYOUTS]:
+            if retained is None or old != retained["generation"]:
                 del self._layouts[old]
 
-    def _placed(self, snapshot: Json | None) -> Json | None:
-        """Where the parts of the newest snapshot are; no buckets where its layout is not known any more."""
+    def _locate(self, snapshot: Json | None) -> Json | None:
+        """Return where the parts of the newest snapshot are; without buckets if its pipelines are no longer
+        known.
+        """
         if snapshot is None:
             return None
         layout = self._layouts.get(snapshot["generation"])
         return {
             "step": snapshot["step"],
             "missing": snapshot["missing"],
-            "buckets": buckets(layout, snapshot["protection"], self._buddies) if layout else None,
+            "buckets": list_buckets(layout, snapshot["protection"], self._replica_peers) if layout else None,
         }
 
     @property
-    def running(self) -> Json | None:
-        """The recovery that is under way, as the page shows it."""
-        return course_json(self._run.current_recovery)
+    def current_recovery(self) -> Json | None:
+        """The recovery in progress in the page's format."""
+        return encode_recovery(self._run.current_recovery)
 
-    # --- what pages are told ---------------------------------------------------------------------------
+    # --- output --------------------------------------------------------------------------------------
 
     def document(self) -> Json:
-        """All of it; the list of events is the end of what there is."""
+        """Return all data; of the events, only the newest ones."""
         return {
             "state": self._state,
             "nodes": {name: _node(node) for name, node in self._nodes.items()},
-            "where": self._where,
+            "snapshot_layout": self._snapshot_layout,
             "events": list(self._events)[-FIRST_EVENTS:],
             "oldest": self._events[0]["n"] if self._events else self._number + 1,
             "trend": [0, self.trend.points],
             "marks": list(self._marks),
             "evaluations": self._evaluations,
-            "recovery": self.running,
-            "recoveries": list(self.recoveries.done),
+            "recovery": self.current_recovery,
+            "recoveries": list(self.recoveries.newest),
         }
 
     def events_before(self, number: int) -> list[Json]:
-        """A page of older events, oldest first."""
+        """Return a page of events before ``number``, oldest first."""
         newest = self._number
         skipped = max(0, newest - number + 1)
         end = max(0, len(self._events) - skipped)
         return [self._events[index] for index in range(max(0, end - PAGE), end)]
 
     def take_delta(self) -> Json | None:
-        """What is new or other since the last call, and nothing else; ``None``: nothing."""
-        told = self._told
+        """Return what changed since the last call, or ``None`` if nothing did."""
+        sent = self._sent
         delta: Json = {}
-        changed = {k: v for k, v in self._state.items() if k not in told.state or told.state[k] != v}
+        changed = {k: v for k, v in self._state.items() if k not in sent.state or sent.state[k] != v}
         if changed:
             delta["state"] = changed
-        if nodes := self._nodes_since(told.nodes):
+        if nodes := self._nodes_since(sent.nodes):
             delta["nodes"] = nodes
-        if self._where != told.where:
-            delta["where"] = self._where
-        if self._evaluations is not told.evaluations:
+        if self._snapshot_layout != sent.snapshot_layout:
+            delta["snapshot_layout"] = self._snapshot_layout
+        if self._evaluations is not sent.evaluations:
             delta["evaluations"] = self._evaluations
-        if (count := self._number - told.events) > 0:
+        if (count := self._number - sent.events) > 0:
             delta["events"] = [
-                self._events[i] for i in range(-min(count, MOST_IN_DELTA, len(self._events)), 0)
+                self._events[i] for i in range(-min(count, MAX_IN_DELTA, len(self._events)), 0)
             ]
         if (fresh := self.trend.take()) is not None:
             delta["trend"] = fresh
-        if (count := self._mark_number - told.marks) > 0:
-            delta["marks"] = list(self._marks)[-min(count, MOST_MARKS) :]
-        running = self.running
-        if running != told.recovery:
+        if (count := self._mark_number - sent.marks) > 0:
+            delta["marks"] = list(self._marks)[-min(count, MAX_MARKS) :]
+        running = self.current_recovery
+        if running != sent.recovery:
             delta["recovery"] = running
-        if (count := self.recoveries.count - told.recoveries) > 0:
-            delta["recoveries"] = list(self.recoveries.done)[-min(count, len(self.recoveries.done)) :]
-        self._told = _Told(
+        if (count := self.recoveries.count - sent.recoveries) > 0:
+            delta["recoveries"] = list(self.recoveries.newest)[-min(count, len(self.recoveries.newest)) :]
+        self._sent = _SentData(
             state=self._state,
             nodes=self._nodes,
-            where=self._where,
+            snapshot_layout=self._snapshot_layout,
             evaluations=self._evaluations,
             events=self._number,
             marks=self._mark_number,
@@ -265,29 +271,29 @@ class DashboardModel:
         return delta or None
 
     def _nodes_since(self, before: Mapping[str, Json]) -> Json:
-        """Node → what is shown of it, or ``None`` where it is gone."""
+        """Return the shown fields of each changed node by name; ``None`` for a node that was removed."""
         if before is self._nodes:
             return {}
-        other: Json = {}
+        changed_nodes: Json = {}
         for name, node in self._nodes.items():
             old = before.get(name)
             if old is None or any(old[field] != node[field] for field in _NODE_FIELDS):
-                other[name] = _node(node)
-        return other | dict.fromkeys(before.keys() - self._nodes.keys())
+                changed_nodes[name] = _node(node)
+        return changed_nodes | dict.fromkeys(before.keys() - self._nodes.keys())
 
 
-class _Told:
-    """What the last delta went up to."""
+class _SentData:
+    """The data up to which deltas were taken."""
 
-    def __init__(self, **told: Any) -> None:
-        self.state: Json = told.get("state", {})
-        self.nodes: dict[str, Json] = told.get("nodes", {})
-        self.where: Json | None = told.get("where")
-        self.evaluations: list[Json] | None = told.get("evaluations")
-        self.events: int = told.get("events", 0)
-        self.marks: int = told.get("marks", 0)
-        self.recovery: Json | None = told.get("recovery")
-        self.recoveries: int = told.get("recoveries", 0)
+    def __init__(self, **sent: Any) -> None:
+        self.state: Json = sent.get("state", {})
+        self.nodes: dict[str, Json] = sent.get("nodes", {})
+        self.snapshot_layout: Json | None = sent.get("snapshot_layout")
+        self.evaluations: list[Json] | None = sent.get("evaluations")
+        self.events: int = sent.get("events", 0)
+        self.marks: int = sent.get("marks", 0)
+        self.recovery: Json | None = sent.get("recovery")
+        self.recoveries: int = sent.get("recoveries", 0)
 
 
 def _node(node: Mapping[str, Any]) -> Json:

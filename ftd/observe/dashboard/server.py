@@ -1,4 +1,4 @@
-"""The HTTP side of the dashboard: read-only, a token where one is configured, all of it bounded."""
+"""The HTTP server of the dashboard: read-only, with a token if one is configured, and all resources bounded."""
 
 import asyncio
 import gzip
@@ -10,8 +10,8 @@ from aiohttp import web
 
 from ftd.config.dashboard import DashboardAddress
 from ftd.errors import ConfigurationError
-from ftd.observe.dashboard.access import HEADERS, Access
-from ftd.observe.dashboard.assets import PLOTLY, Asset, Plotly, pages
+from ftd.observe.dashboard.access import HEADERS, DashboardAccess
+from ftd.observe.dashboard.assets import PLOTLY, Asset, PlotlyAsset, load_pages
 from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
 from ftd.observe.dashboard.model import DashboardModel
 from ftd.transport.http_server import BoundedHttpServer
@@ -20,16 +20,16 @@ from ftd.transport.wire.public import encode_json, timestamp
 
 _log = structlog.get_logger("ftd.observe.dashboard")
 
-MOST_PAGES = 64
-"""Streams at a time; more would be a mistake, or malice."""
-MOST_CONNECTIONS = 256
+MAX_PAGES = 64
+"""Largest number of open streams; more would be a mistake or an attack."""
+MAX_CONNECTIONS = 256
 SILENCE_S = 10.0
-"""A connection that was not let in by then is closed."""
+"""A connection that was not admitted within this time is closed."""
 WRITE_S = 10.0
-"""A page that takes no bytes for so long is dropped."""
+"""A page that does not accept bytes for this long is dropped."""
 WRONG_TOKEN_S = 1.0
 _FRESH_S = 0.5
-"""So long a document is given again: many pages that come back at once cost one."""
+"""A rendered document is reused for this long, so that many pages that return at once cost one."""
 _HEADER_BYTES = 8192
 _FORM_BYTES = 2048
 
@@ -37,7 +37,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class DashboardServer:
-    """``await start()``; ``await close()``, also where it was never started."""
+    """Server of one dashboard: ``await start()``, then ``await close()``, which is also valid without
+    ``start``.
+    """
 
     def __init__(
         self,
@@ -50,21 +52,22 @@ class DashboardServer:
     ) -> None:
         self._place, self._model, self._feed, self._cluster = place, model, feed, cluster
         self._silence_s = silence_s
-        self._access = Access(place, cluster)
-        self._plotly = Plotly()
+        self._access = DashboardAccess(place, cluster)
+        self._plotly = PlotlyAsset()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
-        self._making = asyncio.Lock()
+        self._encoding = asyncio.Lock()
         self._doorway: BoundedHttpServer | None = None
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: it does not."""
+        """Port on which it listens; 0 if it does not."""
         return self._doorway.port if self._doorway is not None else 0
 
     async def start(self) -> None:
-        """Without the port, and where nobody named it, there is no page: a page must not keep a cluster down.
+        """Start to serve. If the default port is in use, there is no page, because a page must not keep a
+        cluster down.
 
-        :raises ConfigurationError: the address that the configuration names cannot be had.
+        :raises ConfigurationError: the configured address cannot be bound.
         """
         app = web.Application(middlewares=[self._guard], client_max_size=_FORM_BYTES)
         for path, handler in {
@@ -80,7 +83,7 @@ class DashboardServer:
         self._doorway = BoundedHttpServer(
             app,
             RateLimitedLog(_log, "no_http"),
-            max_connections=MOST_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._silence_s,
             keepalive_timeout=15.0,
@@ -95,77 +98,81 @@ class DashboardServer:
                 raise ConfigurationError(
                     problem,
                     field="dashboard.listen",
-                    remedy='is something else there? choose another port, or "" for no dashboard',
+                    remedy='is another program using it? choose another port, or "" for no dashboard',
                 ) from error
             _log.warning("not_served", problem=problem, remedy="set dashboard.listen to another address")
             return
-        _log.info("serving", url=f"http://{_bracketed(place.host)}:{self.port}/", token=self._access.asks)
+        _log.info(
+            "serving", url=f"http://{_bracketed(place.host)}:{self.port}/", token=self._access.requires_token
+        )
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Close the server and its connections."""
         self._feed.close()
         if self._doorway is not None:
             await self._doorway.close()
         self._doorway = None
 
-    # --- who is let in ---------------------------------------------------------------------------------
+    # --- access --------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Nothing of a request is looked at before it was let in, but the form that asks to be."""
+        """Check a request's access before anything else of it is looked at; only the login form is exempt."""
         if handler != self._login and not self._access.allows(request):
-            answer: web.StreamResponse = self._refused(request)
+            answer: web.StreamResponse = self._reject(request)
         else:
             if handler != self._login:
                 assert self._doorway is not None, "it came through it"
                 self._doorway.admit(request.protocol)
             try:
                 answer = await handler(request)
-            except web.HTTPException as refusal:
-                answer = web.Response(status=refusal.status, text=refusal.reason)
+            except web.HTTPException as rejection:
+                answer = web.Response(status=rejection.status, text=rejection.reason)
             except ConnectionError:
                 raise
             except Exception:
                 _log.exception("request", path=request.path)
-                answer = web.Response(status=500, text="a bug; the coordinator's log says more")
+                answer = web.Response(status=500, text="internal error; see the coordinator's log")
         if not answer.prepared:
             answer.headers.update(HEADERS)
             answer.headers.setdefault("Cache-Control", "no-store")
         return answer
 
-    def _refused(self, request: web.Request) -> web.Response:
-        if not self._access.asks:
-            return web.Response(status=403, text="ask for this page under the name of this host\n")
+    def _reject(self, request: web.Request) -> web.Response:
+        if not self._access.requires_token:
+            return web.Response(status=403, text="open this page under the name of this host\n")
         answer = (
-            _packed(pages()["login.html"], status=401)
+            _packed(load_pages()["login.html"], status=401)
             if request.path == "/"
-            else web.Response(status=401, text="a token is wanted\n")
+            else web.Response(status=401, text="a token is required\n")
         )
         answer.headers["WWW-Authenticate"] = "Bearer"
         answer.force_close()
         return answer
 
     async def _login(self, request: web.Request) -> web.StreamResponse:
-        """The form's token for a cookie. A wrong one takes a second, so that trying does not pay."""
+        """Exchange the form's token for a cookie. A wrong token is answered after a second, to slow down
+        guessing.
+        """
         if request.content_type != "application/x-www-form-urlencoded":
             raise web.HTTPUnsupportedMediaType
         token = (await request.post()).get("token")
-        if isinstance(token, str) and self._access.opens(token):
+        if isinstance(token, str) and self._access.is_token(token):
             answer = web.Response(status=303, headers={"Location": "./"})
-            self._access.admit(answer, secure=request.headers.get("X-Forwarded-Proto") == "https")
+            self._access.set_cookie(answer, secure=request.headers.get("X-Forwarded-Proto") == "https")
             return answer
         await asyncio.sleep(WRONG_TOKEN_S)
         answer = web.Response(status=303, headers={"Location": "./#wrong"})
         answer.force_close()
         return answer
 
-    # --- what is served --------------------------------------------------------------------------------
+    # --- content -------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
-        return _cached(request, pages()["index.html"])
+        return _cached(request, load_pages()["index.html"])
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
-        asset = pages().get(request.match_info["name"])
+        asset = load_pages().get(request.match_info["name"])
         if asset is None:
             raise web.HTTPNotFound
         return _cached(request, asset)
@@ -180,11 +187,11 @@ class DashboardServer:
         return answer
 
     async def _now(self, request: web.Request) -> web.StreamResponse:
-        """Everything, and the position in the stream that it is of."""
-        async with self._making:
+        """Return the document and its position in the stream."""
+        async with self._encoding:
             at, body = self._document
             if time.monotonic() - at > _FRESH_S:
-                position = self._feed.catch_up()
+                position = self._feed.flush()
                 head = {
                     "position": position,
                     "run": position.rpartition("-")[0],
@@ -199,7 +206,7 @@ class DashboardServer:
         return _json(body)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Those before number ``before``."""
+        """Return a page of events before number ``before``."""
         before = request.query.get("before", "")
         if not before.isdecimal() or len(before) > 15:
             raise web.HTTPBadRequest
@@ -207,8 +214,8 @@ class DashboardServer:
         return _json(await asyncio.to_thread(gzip.compress, plain, 1))
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Deltas behind a position, as server-sent events; a ``beat`` now and then; or ``reload``."""
-        if self._feed.pages >= MOST_PAGES:
+        """Send the deltas after a position as server-sent events, with a ``heartbeat`` now and then; or ``reload``."""
+        if self._feed.pages >= MAX_PAGES:
             raise web.HTTPServiceUnavailable
         answer = web.StreamResponse(
             headers={**HEADERS, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -229,13 +236,13 @@ class DashboardServer:
 
 
 async def _sent(answer: web.StreamResponse, frame: bytes) -> None:
-    """:raises TimeoutError: the page does not take it."""
+    """Send a frame. :raises TimeoutError: the page does not accept it."""
     async with asyncio.timeout(WRITE_S):
         await answer.write(frame)
 
 
 def _cached(request: web.Request, asset: Asset) -> web.Response:
-    """The browser asks each time whether it still has the right one: a newer ftd is seen at once."""
+    """Return an asset that browsers must revalidate each time, so that a newer version of ftd shows at once."""
     headers = {"ETag": asset.tag, "Cache-Control": "private, no-cache"}
     if request.headers.get("If-None-Match") == asset.tag:
         return web.Response(status=304, headers=headers)

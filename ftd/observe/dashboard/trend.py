@@ -1,30 +1,33 @@
-"""Loss, throughput, goodput and learning rate over time in bounded memory: when full, neighbours are merged in pairs.
+"""Loss, throughput, goodput and learning rate over time in bounded memory: a full trend merges its points in
+pairs.
 
-A point stands for a run of committed steps, as a list that goes to the page as it is::
+A point stands for a run of committed steps. It is a list, which the page receives as it is::
 
     [step, at_s, loss, samples, productive_s, elapsed_s, steps, tokens, learning_rate]
 
-``step`` is its last, committed at ``at_s`` (seconds since 1970); ``loss`` the mean over those that were
-finite, else ``None``; ``samples``, ``steps`` and ``tokens`` (0 where the loss has none) what was committed in
-the ``elapsed_s`` since the point before; ``learning_rate`` that of ``step``, ``None`` where it is unknown. Of
-the time, ``productive_s`` went into steps that still count: a step that a rollback undid counts no more.
-Steps that were heard of all at once, since the broker or the coordinator had been away, are one point, for the
-time since the point before: training went on meanwhile.
+``step`` is the last step, committed at ``at_s`` (seconds since 1970). ``loss`` is the mean over the finite
+losses, or ``None``. ``samples``, ``steps`` and ``tokens`` (0 if the loss has none) were committed during
+the ``elapsed_s`` since the previous point. ``learning_rate`` is that of ``step``, or ``None`` if unknown.
+``productive_s`` is the part of the time that went into steps which still count; a step that a rollback
+undid no longer counts.
+
+Steps that arrived all at once, because the broker or the coordinator had been away, become one point for
+the time since the previous point, since training went on in the meantime.
 """
 
 import math
 
 Point = list[float | None]
 
-MOST_POINTS = 1000
+MAX_POINTS = 1000
 _STEP, _AT, _LOSS, _SAMPLES, _PRODUCTIVE, _ELAPSED, _STEPS, _TOKENS, _RATE = range(9)
 
 
 class Trend:
-    """``points``, oldest first; ``take_delta`` says which of them are new or other since it was last asked."""
+    """The points, oldest first; ``take`` returns those that changed since its previous call."""
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
-        """:param most: is even, so that all points have a partner."""
+    def __init__(self, most: int = MAX_POINTS) -> None:
+        """:param most: largest number of points; must be even, so that all points form pairs."""
         self.points: list[Point] = []
         self._most = most
         self._stride = 1
@@ -32,7 +35,7 @@ class Trend:
         self._cleared = False
 
     def clear(self) -> None:
-        """Another job."""
+        """Start over for another job."""
         self.points.clear()
         self._stride, self._fresh_from, self._cleared = 1, 0, True
 
@@ -48,7 +51,7 @@ class Trend:
         tokens_per_s: float | None = None,
         learning_rate: float | None = None,
     ) -> None:
-        """A step was committed that took so long; or it stands for the last ``steps``, which were like it."""
+        """Add a committed step and its duration; with ``steps`` > 1, it stands for that many equal steps."""
         took_s = max(0.0, step_s) * steps
         last = self.points[-1] if self.points else None
         elapsed_s = took_s if last is None else max(0.0, at_s - _number(last, _AT))
@@ -75,20 +78,22 @@ class Trend:
             self._halve()
 
     def roll_back(self, step: int) -> None:
-        """What was committed behind ``step`` is undone: the time that went into it was lost."""
+        """Undo the steps after ``step``: their time no longer counts as productive."""
         for index in range(len(self.points) - 1, -1, -1):
             point = self.points[index]
             last, steps = _number(point, _STEP), _number(point, _STEPS)
             if last <= step:
                 break
-            kept = max(0.0, steps - (last - step))
-            point[_PRODUCTIVE] = _number(point, _PRODUCTIVE) * kept / steps
-            if kept:  # A rollback into the middle of a point: its beginning stays.
-                point[_STEP], point[_STEPS] = step, kept
+            remaining = max(0.0, steps - (last - step))
+            point[_PRODUCTIVE] = _number(point, _PRODUCTIVE) * remaining / steps
+            if remaining:  # The rollback ends inside this point: its beginning stays.
+                point[_STEP], point[_STEPS] = step, remaining
             self._fresh_from = min(self._fresh_from, index)
 
     def take(self) -> tuple[int, list[Point]] | None:
-        """``(from, points)``: these replace what there was from that index on. ``None``: nothing is new."""
+        """Return ``(first, points)``, which replace all points from that index on; ``None`` if nothing
+        changed.
+        """
         first = self._fresh_from
         if first >= len(self.points) and not self._cleared:
             return None

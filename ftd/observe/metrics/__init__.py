@@ -1,1 +1,1 @@
-"""``/metrics`` for Prometheus: what coordinator and nodes count, out of what is there anyway."""
+"""Prometheus metrics of coordinator and nodes, served at ``/metrics``."""

@@ -1,7 +1,7 @@
-"""The coordinator's metrics: one observer of the events that it emits, and the public state when asked.
+"""The coordinator's metrics: counters of the events that it emits, and gauges read from the public state.
 
-Counters begin anew with each start of the coordinator, as Prometheus expects it; what the journal remembers
-(step, snapshot, nodes) is read off the state.
+Counters start at zero with each start of the coordinator, as Prometheus expects. Values that the journal
+remembers (step, snapshot, nodes) are read from the state.
 """
 
 from collections.abc import Callable
@@ -10,31 +10,31 @@ from typing import Any, get_args
 from prometheus_client.core import GaugeMetricFamily
 
 from ftd.observe.metrics.common import COPY_S, RECOVERY_S, STEP_S, WRITE_S, CommonMetrics, ScrapeCollector
-from ftd.observe.metrics.state import state_metrics
+from ftd.observe.metrics.state import collect_state_metrics
 from ftd.observe.run_model import (
-    JobSubmitted,
-    RecoveryCompleted,
+    JobSubmittedFact,
+    RecoveryCompletedFact,
     RecoveryDetails,
-    RolledBack,
+    RolledBackFact,
     RunModel,
-    StepCommitted,
+    StepCommittedFact,
 )
 from ftd.transport.wire.public import EventMessage
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import FailureCause
 
 PHASES = ("quiesce", "plan", "state", "resume")
-MOST_KEPT = 1000
-"""Of what the model of the run keeps."""
-_MOST_HELD_BACK = 1_000_000
-LEADING = "1: this coordinator leads the cluster. 0: it stands by, or waits for the broker."
+MAX_ENTRIES = 1000
+"""Number of entries that the run model keeps."""
+_MAX_SUPPRESSED = 1_000_000
+LEADING = "1 while this coordinator leads the cluster; 0 while it is a standby or has no broker."
 
 
 class ClusterMetrics:
-    """Hand ``on_event`` every event of the coordinator, and ``on_node_event`` those of the nodes.
+    """Metrics of a coordinator. Pass its events to ``on_event`` and those of the nodes to ``on_node_event``.
 
-    :param leading: whether this coordinator does.
-    :param state: the machine's ``public_state``. :param clock: that its times and the events' are on.
+    :param state: returns the machine's ``public_state``. :param clock: the clock of the events and of the
+    times in the state. :param leading: returns whether this coordinator leads.
     """
 
     def __init__(
@@ -48,17 +48,17 @@ class ClusterMetrics:
     ) -> None:
         self.common = CommonMetrics("coordinator", connected=connected, internal_errors=internal_errors)
         self._clock = clock
-        self._run = RunModel(most=MOST_KEPT)
+        self._run = RunModel(most=MAX_ENTRIES)
         self._checkpoint_at: float | None = None
         self.common.registry.register(
             ScrapeCollector(lambda: [GaugeMetricFamily("ftd_leading", LEADING, value=float(leading()))])
         )
         self._make_training()
-        self._make_keeping()
-        self._make_trouble()
+        self._make_snapshots()
+        self._make_failures()
         self.common.registry.register(
             ScrapeCollector(
-                lambda: state_metrics(
+                lambda: collect_state_metrics(
                     state(),
                     now=clock(),
                     goodput=self._run.goodput.ratio(clock()),
@@ -69,69 +69,71 @@ class ClusterMetrics:
 
     def _make_training(self) -> None:
         self._steps = self.common.counter(
-            "ftd_committed_steps", "Committed steps; one that was undone, twice."
+            "ftd_committed_steps", "Committed steps; a step that is repeated after a rollback counts again."
         )
         self._skipped = self.common.counter(
-            "ftd_skipped_updates", "Committed steps whose gradients were not finite: nothing was updated."
+            "ftd_skipped_updates", "Committed steps without an update, because gradients were not finite."
         )
-        self._step_s = self.common.histogram("ftd_step_seconds", "How long committed steps took.", STEP_S)
+        self._step_s = self.common.histogram("ftd_step_seconds", "Duration of committed steps.", STEP_S)
         self._undone_s = self.common.counter(
-            "ftd_rolled_back_seconds", "Time that had gone into steps that rollbacks undid."
+            "ftd_rolled_back_seconds", "Time that was spent on steps which rollbacks undid."
         )
         self._undone = self.common.counter("ftd_rolled_back_steps", "Committed steps that rollbacks undid.")
         self._recomputed = self.common.counter(
-            "ftd_recomputed_steps", "Steps in flight that a recovery dropped and did again."
+            "ftd_recomputed_steps", "Steps in flight that a recovery dropped and computed again."
         )
         self._recoveries = self.common.counter(
             "ftd_recoveries",
-            "Reconfigurations, to the first commit behind each: failures, joins, drains, the start.",
+            "Completed recoveries from failures, joins and drains, and the start.",
             "cause",
             "tier",
         )
         self._recovery_s = self.common.histogram(
             "ftd_recovery_seconds",
-            "From noticing to the next committed step.",
+            "Time from the detection to the next committed step.",
             RECOVERY_S,
             "cause",
         )
         self._phase_s = self.common.histogram(
-            "ftd_recovery_phase_seconds", "The same by its phases.", RECOVERY_S, "phase"
+            "ftd_recovery_phase_seconds", "Duration of each phase of a recovery.", RECOVERY_S, "phase"
         )
         self._moved = self.common.counter(
-            "ftd_recovery_moved_bytes", "State that trainers sent to each other."
+            "ftd_recovery_moved_bytes", "State that trainers sent to each other in recoveries."
         )
         for phase in PHASES:
             self._phase_s.labels(phase)
 
-    def _make_keeping(self) -> None:
+    def _make_snapshots(self) -> None:
         self._snapshots = self.common.counter(
-            "ftd_snapshots_completed", "Snapshots complete in every owner's memory."
+            "ftd_snapshots_completed", "Snapshots that were completed in the memory of all owners."
         )
-        self._snapshots_lost = self.common.counter(
-            "ftd_snapshots_abandoned", "Snapshots that were not completed."
+        self._snapshots_abandoned = self.common.counter(
+            "ftd_snapshots_abandoned", "Snapshots that were abandoned before completion."
         )
         self._snapshot_s = self.common.histogram(
-            "ftd_snapshot_seconds", "From the order of a snapshot to its completion everywhere.", RECOVERY_S
+            "ftd_snapshot_seconds",
+            "Time from the order of a snapshot to its completion on all nodes.",
+            RECOVERY_S,
         )
         self._copy_s = self.common.histogram(
-            "ftd_snapshot_copy_seconds", "Copying a snapshot, at the slowest device.", COPY_S
+            "ftd_snapshot_copy_seconds", "Time to copy a snapshot on the slowest device.", COPY_S
         )
         self._stall_s = self.common.histogram(
-            "ftd_snapshot_stall_seconds", "How long training waited for a snapshot, at most.", COPY_S
+            "ftd_snapshot_stall_seconds", "Longest time that a trainer waited for a snapshot.", COPY_S
         )
         self._checkpoints = self.common.counter(
             "ftd_checkpoints_written", "Persistent checkpoints completed."
         )
-        self._checkpoints_lost = self.common.counter(
-            "ftd_checkpoints_abandoned", "Persistent checkpoints given up."
+        self._checkpoints_abandoned = self.common.counter(
+            "ftd_checkpoints_abandoned", "Persistent checkpoints that were abandoned."
         )
         self._checkpoint_s = self.common.histogram(
-            "ftd_checkpoint_seconds", "From the order of a persistent checkpoint to its commit.", WRITE_S
+            "ftd_checkpoint_seconds", "Time from the order of a persistent checkpoint to its commit.", WRITE_S
         )
 
-    def _make_trouble(self) -> None:
+    def _make_failures(self) -> None:
         self._takeovers = self.common.counter(
-            "ftd_takeovers", "How often this coordinator took over from another one that led."
+            "ftd_takeovers", "Takeovers by this coordinator from another leader."
         )
         self._nodes_lost = self.common.counter(
             "ftd_nodes_lost", "Nodes that went OFFLINE, by how it was noticed.", "how"
@@ -144,17 +146,17 @@ class ClusterMetrics:
         for cause in get_args(FailureCause):
             self._trainers_lost.labels(cause)
 
-    # --- what happens ------------------------------------------------------------------------------
+    # --- events ------------------------------------------------------------------------------------
 
     def on_node_event(self, message: EventMessage) -> None:
-        """A node's own event. It may have been held back, and may come twice."""
+        """Count a node's event, and the suppressed events that it stands for. It may arrive twice."""
         suppressed = message.details.get("suppressed")
-        more = suppressed if isinstance(suppressed, int) and 0 <= suppressed <= _MOST_HELD_BACK else 0
-        self.common.heard(message.event, 1 + more)
+        more = suppressed if isinstance(suppressed, int) and 0 <= suppressed <= _MAX_SUPPRESSED else 0
+        self.common.count_event(message.event, 1 + more)
 
     def on_event(self, event: EmitEvent) -> None:
-        """One of our own, before any is held back."""
-        self.common.said(event.name)
+        """Count an event of this coordinator before its rate limit."""
+        self.common.count_own_event(event.name)
         details = event.details
         envelope = {
             "event": event.name,
@@ -163,13 +165,13 @@ class ClusterMetrics:
             "details": details,
         }
         match self._run.on_event(envelope, self._clock()):
-            case StepCommitted() as fact:
-                self._committed(fact)
-            case RecoveryCompleted() as fact:
-                self._recovered(fact.recovery)
-            case JobSubmitted():
+            case StepCommittedFact() as fact:
+                self._count_step(fact)
+            case RecoveryCompletedFact() as fact:
+                self._count_recovery(fact.recovery)
+            case JobSubmittedFact():
                 self._checkpoint_at = None
-            case RolledBack() as fact:
+            case RolledBackFact() as fact:
                 self._undone.inc(details["undone_steps"])
                 self._undone_s.inc(fact.undone_s)
         match event.name:
@@ -181,13 +183,13 @@ class ClusterMetrics:
                 self._stall_s.observe(details["stall_s"])
                 self._snapshot_s.observe(details["took_s"])
             case "SnapshotAbandoned":
-                self._snapshots_lost.inc()
+                self._snapshots_abandoned.inc()
             case "CheckpointCompleted":
                 self._checkpoints.inc()
                 self._checkpoint_s.observe(details["took_s"])
                 self._checkpoint_at = self._clock()
             case "CheckpointAbandoned":
-                self._checkpoints_lost.inc()
+                self._checkpoints_abandoned.inc()
             case "NodeLost":
                 self._nodes_lost.labels(details["how"]).inc()
             case "TrainerLost":
@@ -195,14 +197,14 @@ class ClusterMetrics:
             case "BrokerLost":
                 self.common.broker_losses.inc()
 
-    def _committed(self, fact: StepCommitted) -> None:
+    def _count_step(self, fact: StepCommittedFact) -> None:
         self._steps.inc()
         if fact.skipped:
             self._skipped.inc()
         if fact.step_s:
             self._step_s.observe(fact.step_s)
 
-    def _recovered(self, recovery: RecoveryDetails) -> None:
+    def _count_recovery(self, recovery: RecoveryDetails) -> None:
         self._recoveries.labels(recovery.cause, recovery.tier).inc()
         self._recovery_s.labels(recovery.cause).observe(recovery.total_ms / 1e3)
         phases_ms = (recovery.quiesce_ms, recovery.plan_ms, recovery.state_ms, recovery.resume_ms)

@@ -1,4 +1,4 @@
-"""What both daemons tell of themselves, and the buckets of histograms."""
+"""Metrics that coordinator and nodes have in common, and the buckets of all histograms."""
 
 import platform
 import re
@@ -16,15 +16,15 @@ COPY_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 3
 WRITE_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 600.0, 1800.0, 3600.0)
 ROUND_TRIP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-MOST_EVENT_NAMES = 128
-"""Nodes are heard, too, and one with a stolen credential may say what it likes."""
+MAX_EVENT_NAMES = 128
+"""Limit of event names: nodes send events too, and a node with stolen credentials may invent names."""
 _NAME = re.compile(r"[A-Z][A-Za-z]{1,63}", re.ASCII)
 
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 class CommonMetrics:
-    """A daemon's registry with what concerns itself: build, broker, bugs, process."""
+    """A daemon's registry with the metrics of every daemon: build, broker, bugs, process."""
 
     def __init__(
         self, component: str, *, connected: Callable[[], bool], internal_errors: Callable[[], int]
@@ -33,7 +33,7 @@ class CommonMetrics:
         self.registry = CollectorRegistry()
         build = Gauge(
             "ftd_build_info",
-            "Always 1; the labels say which daemon this is, and of which versions.",
+            "Always 1; the labels name the daemon and its versions.",
             ("component", "version", "python"),
             registry=self.registry,
         )
@@ -46,7 +46,7 @@ class CommonMetrics:
         )
         up.labels(component).set_function(connected)
         self.broker_losses = Counter(
-            "ftd_broker_disconnects", "How often that session broke.", registry=self.registry
+            "ftd_broker_disconnects", "Lost sessions with the MQTT broker.", registry=self.registry
         )
         self.broker_round_trip = Histogram(
             "ftd_broker_round_trip_seconds",
@@ -54,7 +54,7 @@ class CommonMetrics:
             registry=self.registry,
             buckets=ROUND_TRIP_S,
         )
-        errors = "Exceptions in steps of the machine and in effects since the daemon's start: bugs."
+        errors = "Internal exceptions since the daemon's start; each one is a bug."
         self.registry.register(
             ScrapeCollector(
                 lambda: [CounterMetricFamily("ftd_internal_errors", errors, value=internal_errors())]
@@ -64,26 +64,26 @@ class CommonMetrics:
         self._names: set[str] = set()
         self._ignored = Counter(
             "ftd_messages_ignored",
-            "Stale messages: of an older generation, incarnation or lineage.",
+            "Stale messages, from an older generation, incarnation or lineage.",
             registry=self.registry,
         )
-        self._refused = Counter(
-            "ftd_messages_rejected", "Malformed, oversized or misaddressed payloads.", registry=self.registry
+        self._rejected = Counter(
+            "ftd_messages_rejected", "Malformed, oversized or misaddressed messages.", registry=self.registry
         )
         ProcessCollector(registry=self.registry)
 
-    def said(self, name: str) -> None:
-        """An event of this daemon, whether or not it was held back."""
-        self.heard(name)
+    def count_own_event(self, name: str) -> None:
+        """Count an event of this daemon, even if the rate limit suppressed it."""
+        self.count_event(name)
         if name == "MessageIgnored":
             self._ignored.inc()
         elif name == "MessageRejected":
-            self._refused.inc()
+            self._rejected.inc()
 
-    def heard(self, name: str, times: int = 1) -> None:
-        """An event, of whomever; it stands for ``times``. Names beyond ``MOST_EVENT_NAMES`` are ``other``."""
+    def count_event(self, name: str, times: int = 1) -> None:
+        """Count an event of any sender ``times`` times. Names beyond ``MAX_EVENT_NAMES`` count as ``other``."""
         if name not in self._names:
-            if len(self._names) >= MOST_EVENT_NAMES or not _NAME.fullmatch(name):
+            if len(self._names) >= MAX_EVENT_NAMES or not _NAME.fullmatch(name):
                 name = "other"
             self._names.add(name)
         self._events.labels(name).inc(times)
@@ -98,7 +98,7 @@ class CommonMetrics:
 
 
 class ScrapeCollector(Collector):
-    """Metrics that are read off when they are asked for."""
+    """Metrics whose values are read at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read

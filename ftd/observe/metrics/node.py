@@ -1,4 +1,4 @@
-"""A node's metrics: one observer of what its machine is fed and answers, and what daemon and servers know."""
+"""A node's metrics: counted from the events and effects of its state machine, and read from its servers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,22 +18,24 @@ from statemachine.messages.values import FailureCause, NodeState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSample:
-    """What is true of a node at this moment."""
+    """Values of a node that are read at each scrape."""
 
     connected: bool
     internal_errors: int
     trainers: int
     sent_bytes: int
-    """Of snapshots to other nodes, since the daemon's start."""
+    """Bytes of snapshots sent to other nodes since the daemon's start."""
     unauthorised: int
-    """Requests to its snapshot server without the token."""
+    """Requests to the snapshot server without a valid token."""
     rendezvous_rejected: int
-    """Connections to its rendezvous that did not prove that they know the secret."""
+    """Rendezvous connections that did not prove knowledge of the secret."""
     snapshot_limit_bytes: int
 
 
 class NodeMetrics:
-    """Hand ``observe`` every event and effect of the agent machine, ``on_published`` what the node tells the world."""
+    """Metrics of a node. Pass every event and effect of its agent machine to ``observe``, and every event that
+    the node publishes to ``on_published``.
+    """
 
     def __init__(self, devices: int, now: Callable[[], NodeSample]) -> None:
         self.common = CommonMetrics(
@@ -49,27 +51,29 @@ class NodeMetrics:
         self.common.registry.register(ScrapeCollector(self._read))
 
     def _make_trainers(self) -> None:
-        self._restarts = self.common.counter("ftd_trainer_restarts", "Trainers started again.", "device")
+        self._restarts = self.common.counter("ftd_trainer_restarts", "Restarts of trainers.", "device")
         self._failures = self.common.counter(
             "ftd_trainer_failures", "Trainers that failed, by cause.", "cause"
         )
         self._step_s = self.common.histogram(
-            "ftd_trainer_step_seconds", "How long each trainer's steps took.", STEP_S, "device"
+            "ftd_trainer_step_seconds", "Duration of a trainer's steps.", STEP_S, "device"
         )
         self._microbatch_s = Gauge(
             "ftd_trainer_microbatch_seconds",
-            "Computing the last microbatch, waiting excluded.",
+            "Time to compute the last microbatch, without waiting.",
             ("device",),
             registry=self.common.registry,
         )
         self._rendezvous_s = self.common.histogram(
-            "ftd_trainer_rendezvous_seconds", "Until the group of a new generation had met.", RECOVERY_S
+            "ftd_trainer_rendezvous_seconds", "Time until all ranks of a new generation had met.", RECOVERY_S
         )
         self._state_s = self.common.histogram(
-            "ftd_trainer_state_seconds", "Until its state was moved or read.", RECOVERY_S
+            "ftd_trainer_state_seconds",
+            "Time until the state for a new generation was received or read.",
+            RECOVERY_S,
         )
         self._moved = self.common.counter(
-            "ftd_trainer_moved_bytes", "State that trainers got from each other."
+            "ftd_trainer_moved_bytes", "State that trainers received from each other in recoveries."
         )
         for device in range(self._devices):
             self._restarts.labels(str(device))
@@ -78,50 +82,52 @@ class NodeMetrics:
 
     def _make_snapshots(self) -> None:
         self._snapshot_bytes = self.common.counter(
-            "ftd_trainer_snapshot_bytes", "Written into this node's memory."
+            "ftd_trainer_snapshot_bytes", "Bytes of snapshots written into this node's memory."
         )
         self._idle_bytes = self.common.counter(
-            "ftd_trainer_snapshot_idle_bytes", "Of these, those copied while the stage had to wait anyway."
+            "ftd_trainer_snapshot_idle_bytes", "Bytes of snapshots copied while the stage had to wait anyway."
         )
         self._copy_s = self.common.histogram(
-            "ftd_trainer_snapshot_copy_seconds", "Copying one snapshot.", COPY_S
+            "ftd_trainer_snapshot_copy_seconds", "Time to copy one snapshot.", COPY_S
         )
         self._stall_s = self.common.histogram(
-            "ftd_trainer_snapshot_stall_seconds", "How long a trainer waited for its snapshot.", COPY_S
+            "ftd_trainer_snapshot_stall_seconds", "Time that a trainer waited for its snapshot.", COPY_S
         )
         self._copied = self.common.counter(
-            "ftd_node_snapshot_copy_bytes", "Snapshots copied to this node's buddy."
+            "ftd_node_snapshot_copy_bytes", "Bytes of snapshot copies at this node's replica peer."
         )
-        self._written = self.common.counter("ftd_node_checkpoint_bytes", "Written to persistent checkpoints.")
+        self._written = self.common.counter(
+            "ftd_node_checkpoint_bytes", "Bytes written to persistent checkpoints."
+        )
         self._writing_s = self.common.histogram(
-            "ftd_node_checkpoint_seconds", "Writing this node's share of a checkpoint.", WRITE_S
+            "ftd_node_checkpoint_seconds", "Time to write this node's share of a checkpoint.", WRITE_S
         )
 
     def on_published(self, event: effects.EmitEvent) -> None:
-        """Something that this node told the world, or would have, had it not been held back."""
-        self.common.said(event.name)
+        """Count an event that this node published, or would have published without the rate limit."""
+        self.common.count_own_event(event.name)
 
-    def observe(self, it: events.Event | effects.Effect) -> None:
-        """Whatever goes into the machine or comes out of it."""
-        match it:
+    def observe(self, item: events.Event | effects.Effect) -> None:
+        """Count an event or effect of the agent machine."""
+        match item:
             case agent_events.TrainerReported():
-                self._note_report(str(it.device), it.report)
+                self._note_report(str(item.device), item.report)
             case agent_events.TrainerConnected():
-                if it.device in self._started:
-                    self._restarts.labels(str(it.device)).inc()
-                self._started.add(it.device)
+                if item.device in self._started:
+                    self._restarts.labels(str(item.device)).inc()
+                self._started.add(item.device)
             case agent_events.SnapshotCopyCommitted():
-                self._copied.inc(it.size_bytes)
+                self._copied.inc(item.size_bytes)
             case agent_events.PersistEnded(answer=LayersPersisted() as written):
                 self._written.inc(sum(layer.size_bytes for layer in written.layers))
                 self._writing_s.observe(written.took_s)
             case events.BrokerDisconnected():
                 self.common.broker_losses.inc()
             case effects.SendSignal(signal=TrainerLost() as lost) if lost is not self._lost:
-                self._lost = lost  # Said again to a coordinator that was away.
+                self._lost = lost  # A repeated signal, for a coordinator that was away, counts once.
                 self._failures.labels(lost.cause).inc()
             case effects.PublishNode():
-                self._state, self._generation, self._step = it.state, it.generation, it.step
+                self._state, self._generation, self._step = item.state, item.generation, item.step
 
     def _note_report(self, device: str, report: MachineReport) -> None:
         match report:
@@ -144,30 +150,34 @@ class NodeMetrics:
     def _read(self) -> Iterator[Metric]:
         now = self._now()
         states = GaugeMetricFamily(
-            "ftd_node_state", "1 for the state that the node is in.", labels=("state",)
+            "ftd_node_state", "1 for the state that the node is in, 0 for the others.", labels=("state",)
         )
         for state in NodeState:
             states.add_metric((str(state),), float(self._state is state))
         yield states
-        yield GaugeMetricFamily("ftd_node_generation", "Generation that it is in.", value=self._generation)
         yield GaugeMetricFamily(
-            "ftd_node_step", "The last committed step, as of its last word.", value=self._step
+            "ftd_node_generation", "Generation of the plan that the node follows.", value=self._generation
+        )
+        yield GaugeMetricFamily(
+            "ftd_node_step", "The last committed step that the node has reported.", value=self._step
         )
         yield GaugeMetricFamily("ftd_node_devices", "Devices of this node.", value=self._devices)
-        yield GaugeMetricFamily("ftd_node_trainers", "Trainers that run.", value=now.trainers)
+        yield GaugeMetricFamily("ftd_node_trainers", "Running trainers.", value=now.trainers)
         yield GaugeMetricFamily(
-            "ftd_node_snapshot_limit_bytes", "Memory that snapshots may take.", value=now.snapshot_limit_bytes
+            "ftd_node_snapshot_limit_bytes",
+            "Limit of the memory for snapshots.",
+            value=now.snapshot_limit_bytes,
         )
         yield CounterMetricFamily(
-            "ftd_node_snapshot_sent_bytes", "Snapshots sent to other nodes.", value=now.sent_bytes
+            "ftd_node_snapshot_sent_bytes", "Bytes of snapshots sent to other nodes.", value=now.sent_bytes
         )
         yield CounterMetricFamily(
             "ftd_node_unauthorised",
-            "Requests to its snapshot server without the token.",
+            "Requests to the node's snapshot server without a valid token.",
             value=now.unauthorised,
         )
         yield CounterMetricFamily(
             "ftd_node_rendezvous_rejected",
-            "Connections to its rendezvous that did not prove that they know the secret.",
+            "Rendezvous connections that did not prove knowledge of the secret.",
             value=now.rendezvous_rejected,
         )

@@ -1,7 +1,8 @@
-"""The HTTP side of ``/metrics``: GET alone, a bearer token where one is configured, all of it bounded.
+"""The HTTP server of ``/metrics``: it accepts only GET, checks a bearer token if one is configured, and limits
+everything.
 
-A request is answered and its connection closed; one that takes longer than ``LIFETIME_S``, whatever it does
-with it, is cut off, and beyond ``MOST_CONNECTIONS`` at a time new ones are closed at once.
+Each connection serves one request. Connections that last longer than ``LIFETIME_S`` are cut off, and beyond
+``MAX_CONNECTIONS`` at a time new ones are closed at once.
 """
 
 import hmac
@@ -20,10 +21,10 @@ from ftd.transport.rate_limited_log import RateLimitedLog
 
 log = structlog.get_logger("ftd.observe.metrics")
 
-MOST_CONNECTIONS = 32
+MAX_CONNECTIONS = 32
 LIFETIME_S = 10.0
 FRESH_S = 0.1
-"""So long an answer is given again: reading the metrics often costs the daemon nothing."""
+"""A rendered answer is reused for this long, so that frequent scrapes cost the daemon nothing."""
 _HEADER_BYTES = 4096
 _PLAIN = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -31,16 +32,18 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class MetricsServer:
-    """``await start()``; ``await close()``, also where it was never started."""
+    """Server of one registry: ``await start()``, then ``await close()``, which is also valid without
+    ``start``.
+    """
 
     def __init__(
         self, place: MetricsAddress | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
     ) -> None:
-        """:param place: ``None``: nothing is served."""
+        """:param place: address and token; ``None`` serves nothing."""
         self._place, self._registry, self._lifetime_s = place, registry, lifetime_s
         token = place.token if place is not None else None
         self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._refused = Counter(
+        self._rejected = Counter(
             "ftd_metrics_unauthorised",
             "Requests for metrics without the token or with a wrong one.",
             registry=registry,
@@ -50,7 +53,10 @@ class MetricsServer:
         self._doorway: BoundedHttpServer | None = None
 
     async def start(self) -> None:
-        """:raises ConfigurationError: the address cannot be bound."""
+        """Start to serve.
+
+        :raises ConfigurationError: the address cannot be bound.
+        """
         if self._place is None:
             return
         app = web.Application(middlewares=[self._guard])
@@ -58,7 +64,7 @@ class MetricsServer:
         self._doorway = BoundedHttpServer(
             app,
             self._complaints,
-            max_connections=MOST_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._lifetime_s,
         )
@@ -74,24 +80,24 @@ class MetricsServer:
         log.info("serving", host=self._place.host, port=self._place.port, token=self._place.token is not None)
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Close the server and its connections."""
         if self._doorway is not None:
             await self._doorway.close()
         self._doorway = None
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Nothing of a request is looked at before its token was compared, in constant time."""
+        """Compare the token, in constant time, before anything else of a request is looked at."""
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
-            self._refused.inc()
+            self._rejected.inc()
             self._complaints.warn(peer=request.remote)
             answer: web.StreamResponse = web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
         else:
             try:
                 answer = await handler(request)
-            except web.HTTPException as refusal:
-                answer = web.Response(status=refusal.status, text=refusal.reason)
+            except web.HTTPException as rejection:
+                answer = web.Response(status=rejection.status, text=rejection.reason)
         answer.force_close()
         return answer
 

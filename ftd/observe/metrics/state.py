@@ -1,4 +1,4 @@
-"""The cluster's public state as metrics: what is true now, in place of what happened."""
+"""The cluster's public state as gauges."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from statemachine.messages.values import ClusterPhase, NodeState
 
 
 def _gauge(name: str, text: str, value: float | None) -> Iterator[Metric]:
-    """Left out where there is no value: an absent series says more than a zero."""
+    """Yield a gauge, or nothing without a value: an absent series is more truthful than a zero."""
     if value is not None:
         yield GaugeMetricFamily(name, text, value=value)
 
@@ -22,11 +22,13 @@ def _by(name: str, text: str, label: str, values: dict[str, float]) -> Metric:
     return family
 
 
-def state_metrics(
+def collect_state_metrics(
     state: dict[str, Any], *, now: float, goodput: float | None, checkpoint_at: float | None
 ) -> Iterator[Metric]:
-    """Of ``statemachine.cluster.public.public_state``; ``now`` and ``checkpoint_at`` are on the machine's
-    clock."""
+    """Yield the gauges of a state from ``statemachine.cluster.public.public_state``.
+
+    ``now`` and ``checkpoint_at`` are times on the machine's clock.
+    """
     job = state["job"]
     yield _by(
         "ftd_cluster_phase",
@@ -35,19 +37,21 @@ def state_metrics(
         {str(phase): float(state["phase"] == phase) for phase in ClusterPhase},
     )
     yield from _gauge(
-        "ftd_generation", "Generation of the plan: one more with each reconfiguration.", state["generation"]
+        "ftd_generation", "Generation of the plan; it rises with each reconfiguration.", state["generation"]
     )
     yield from _gauge("ftd_step", "The last committed step.", state["step"])
-    yield from _gauge("ftd_job_steps", "Steps that the job is to make.", job and job["steps"])
+    yield from _gauge("ftd_job_steps", "Number of steps of the job.", job and job["steps"])
     if job is not None:
         info = GaugeMetricFamily("ftd_job_info", "Always 1; the labels name the job.", labels=("id", "name"))
         info.add_metric((job["id"], job["name"]), 1)
         yield info
-    yield from _gauge("ftd_loss", "Of the last committed step.", state["loss"])
-    yield from _gauge("ftd_samples_per_second", "At the pace of the last step.", state["samples_per_s"])
+    yield from _gauge("ftd_loss", "Loss of the last committed step.", state["loss"])
+    yield from _gauge(
+        "ftd_samples_per_second", "Samples per second in the last step.", state["samples_per_s"]
+    )
     yield from _gauge(
         "ftd_goodput_ratio",
-        "Share of the job's time, from its first step on, that went into steps that count.",
+        "Share of the time since the job's first step that went into steps which still count.",
         goodput,
     )
     yield from _gauge("ftd_pipelines", "Pipelines of the plan.", len(state["pipelines"]))
@@ -64,10 +68,10 @@ def _nodes(nodes: dict[str, dict[str, Any]]) -> Iterator[Metric]:
     planned = sum(node["in_plan"] for node in nodes.values())
     yield from _gauge("ftd_nodes_in_plan", "Nodes that the plan uses.", planned)
     draining = sum(node["draining"] for node in nodes.values())
-    yield from _gauge("ftd_nodes_draining", "Nodes that are to leave.", draining)
+    yield from _gauge("ftd_nodes_draining", "Nodes that are draining.", draining)
     yield _by(
         "ftd_node_speed_ratio",
-        "Speed of a node over that of the others; below 1 while it is a straggler.",
+        "Speed of a node relative to the others; below 1 while it is a straggler.",
         "node",
         {name: node["speed"] for name, node in nodes.items()},
     )
@@ -77,33 +81,45 @@ def _snapshots(state: dict[str, Any], now: float) -> Iterator[Metric]:
     policy, newest = state["snapshot_policy"], state["snapshot"]
     yield from _gauge(
         "ftd_snapshot_interval_steps",
-        "Steps between snapshots; 0: none are taken.",
+        "Steps between snapshots; 0 if none are taken.",
         policy["every_steps"] if policy is not None else 0,
     )
     if newest is None:
         return
     yield from _gauge("ftd_snapshot_step", "Step of the newest complete snapshot.", newest["step"])
     yield from _gauge(
-        "ftd_snapshot_age_seconds", "Since the newest snapshot was complete.", max(0.0, now - newest["at"])
+        "ftd_snapshot_age_seconds",
+        "Time since the newest snapshot was completed.",
+        max(0.0, now - newest["at"]),
     )
     yield from _gauge(
-        "ftd_snapshot_size_bytes", "Of the newest one, all nodes, protection included.", newest["size_bytes"]
+        "ftd_snapshot_size_bytes",
+        "Size of the newest snapshot on all nodes, including its protection.",
+        newest["size_bytes"],
     )
-    yield from _gauge("ftd_snapshot_owners", "Nodes that kept a part of it.", newest["owners"])
-    yield from _gauge("ftd_snapshot_owners_present", "Those that still have theirs.", newest["present"])
+    yield from _gauge(
+        "ftd_snapshot_owners", "Nodes that stored a part of the newest snapshot.", newest["owners"]
+    )
+    yield from _gauge(
+        "ftd_snapshot_owners_present",
+        "Nodes that still hold their part of the newest snapshot.",
+        newest["present"],
+    )
 
 
 def _checkpoints(
     checkpoint: dict[str, Any] | None, now: float, checkpoint_at: float | None
 ) -> Iterator[Metric]:
     on = checkpoint is not None
-    yield from _gauge("ftd_checkpoints_enabled", "1 where the job writes persistent checkpoints.", float(on))
+    yield from _gauge("ftd_checkpoints_enabled", "1 if the job writes persistent checkpoints.", float(on))
     if checkpoint is None or checkpoint["step"] is None:
         return
-    yield from _gauge("ftd_checkpoint_step", "Step of the newest persistent one.", checkpoint["step"])
-    yield from _gauge("ftd_checkpoint_size_bytes", "Of the newest persistent one.", checkpoint["size_bytes"])
+    yield from _gauge("ftd_checkpoint_step", "Step of the newest persistent checkpoint.", checkpoint["step"])
+    yield from _gauge(
+        "ftd_checkpoint_size_bytes", "Size of the newest persistent checkpoint.", checkpoint["size_bytes"]
+    )
     yield from _gauge(
         "ftd_checkpoint_age_seconds",
-        "Since the newest persistent one was written, where this process of the coordinator saw it.",
+        "Time since the newest persistent checkpoint was written; absent if this process did not see it.",
         None if checkpoint_at is None else now - checkpoint_at,
     )

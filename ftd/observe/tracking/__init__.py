@@ -1,1 +1,1 @@
-"""Committed steps and evaluations, logged to files, TensorBoard, Weights & Biases and MLflow."""
+"""Logs committed steps and evaluations to a file, TensorBoard, Weights & Biases and MLflow."""

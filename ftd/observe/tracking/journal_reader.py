@@ -1,4 +1,4 @@
-"""Reading a job's steps from a coordinator's journal while the coordinator writes it."""
+"""Reads a job's steps from a coordinator's journal while the coordinator writes it."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -13,17 +13,20 @@ _TABLES: dict[Kind, str] = {"step": "steps", "evaluation": "evaluations"}
 
 
 class JournalReader:
-    """Short reads only: a long one would keep the journal's log from being moved into its file."""
+    """Read-only access to a journal. All reads are short: a long one would prevent SQLite from checkpointing
+    its write-ahead log.
+    """
 
     def __init__(self, path: Path, job: str) -> None:
-        """:raises OSError: it cannot be opened."""
+        """:raises OSError: the journal cannot be opened."""
         self._job = job
         self._seen: dict[Kind, int] = dict.fromkeys(_TABLES, 0)
         with _readable():
             self._db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
 
-    def news(self, limit: int) -> list[LoggedRow]:
-        """Return what was written since the last call, in the order of writing; at most ``limit`` of a kind.
+    def read_new(self, limit: int) -> list[LoggedRow]:
+        """Return the rows written since the last call, in the order of writing; at most ``limit`` of each
+        kind.
 
         :raises OSError: the journal cannot be read.
         """
@@ -39,23 +42,19 @@ class JournalReader:
                 self._seen[kind] = rows[-1][0]
         return found
 
-    def steps(self, after: int, limit: int) -> list[LoggedRow]:
+    def read_steps(self, after: int, limit: int) -> list[LoggedRow]:
         """Return committed steps after ``after``, oldest first.
 
-        :raises OSError: as ``news``.
+        :raises OSError: the journal cannot be read.
         """
         return self._range("step", after, None, limit)
 
-    def evaluations(self, after: int, last: int, limit: int) -> list[LoggedRow]:
-        """Return evaluations of steps after ``after`` up to ``last``, oldest first.
+    def read_evaluations(self, after: int, last: int, limit: int) -> list[LoggedRow]:
+        """Return evaluations of the steps after ``after`` up to ``last``, oldest first.
 
-        :raises OSError: as ``news``.
+        :raises OSError: the journal cannot be read.
         """
         return self._range("evaluation", after, last, limit)
-
-    def again(self) -> None:
-        """Let ``news`` begin from the start."""
-        self._seen = dict.fromkeys(_TABLES, 0)
 
     def close(self) -> None:
         self._db.close()

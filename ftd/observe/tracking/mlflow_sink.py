@@ -1,15 +1,15 @@
-"""A run in MLflow: a tracking server, or a directory.
+"""Logs to MLflow: a tracking server or a directory.
 
-MLflow keeps every value that it was given, so what was superseded cannot be taken back: a rollback ends the
-run, and another one with the whole history that is valid takes its place. The last step of each metric is
-asked of MLflow itself, so that nothing is logged twice, whatever a killed writer had sent.
+MLflow keeps every value that it received, so superseded values cannot be taken back. After a rollback, the
+run is ended and a new one with the whole valid history takes its place. The sink asks MLflow for the last
+step of each metric, so that nothing is logged twice, whatever a killed writer had sent.
 """
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # A directory is one of the places to log to.
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow logs to a directory only with it.
 
 from mlflow.entities import Metric, Param
 from mlflow.tracking import MlflowClient
@@ -18,28 +18,28 @@ from ftd.observe.tracking.record import Cursor
 from ftd.observe.tracking.rows import LoggedRow
 from statemachine.messages.values import MlflowPolicy
 
-_MOST_METRICS = 1000
-_MOST_PARAMETERS = 100
-_MOST_CHARACTERS = 500
-"""Limits of one request, and of a parameter's value."""
+_MAX_METRICS = 1000
+_MAX_PARAMETERS = 100
+_MAX_CHARACTERS = 500
+"""Limits of one request and of a parameter's value."""
 _TAG = "ftd.run"
 _IN_EVERY_STEP = ("train/loss", "train/learning_rate", "train/gradient_norm", "train/step_s")
 
 
 class MlflowSink:
-    """A run in MLflow as a ``TrackingSink``."""
+    """A run in MLflow."""
 
     name = "mlflow"
 
     def __init__(self, policy: MlflowPolicy, run: str, parameters: Mapping[str, Any]) -> None:
-        """:param run: the job's id. :param parameters: of the job, shown beside the run."""
+        """:param run: the job's id. :param parameters: the job's parameters, shown with the run."""
         self._policy, self._run, self._parameters = policy, run, parameters
         self._client: MlflowClient | None = None
         self._id = ""
         self._last: dict[str, int] = {}
         """Newest step of each metric."""
 
-    def follow(self, superseded: Sequence[int]) -> Cursor:
+    def reopen(self, superseded: Sequence[int]) -> Cursor:
         """See ``TrackingSink``."""
         client = self._client = MlflowClient(tracking_uri=self._policy.tracking_uri)
         found = client.get_experiment_by_name(self._policy.experiment)
@@ -70,7 +70,7 @@ class MlflowSink:
             for key, value in row.scalars().items()
             if row.step > self._last.get(key, 0)
         ]
-        for some in _chunks(metrics, _MOST_METRICS):
+        for some in _chunks(metrics, _MAX_METRICS):
             self._client.log_batch(self._id, metrics=some)
             for metric in some:
                 self._last[metric.key] = metric.step
@@ -91,8 +91,8 @@ class MlflowSink:
             experiment, run_name=name, tags={_TAG: tag, "ftd.job": self._run}
         ).info.run_id
         self._last = {}
-        given = [Param(key, str(value)[:_MOST_CHARACTERS]) for key, value in self._parameters.items()]
-        for some in _chunks(given, _MOST_PARAMETERS):
+        given = [Param(key, str(value)[:_MAX_CHARACTERS]) for key, value in self._parameters.items()]
+        for some in _chunks(given, _MAX_PARAMETERS):
             client.log_batch(self._id, params=some)
         return Cursor()
 

@@ -1,4 +1,4 @@
-"""Messages between a coordinator and its writer: JSON lines on stdin and stdout."""
+"""Messages between a coordinator and its tracking writer: JSON lines on stdin and stdout."""
 
 from typing import Any
 
@@ -8,27 +8,27 @@ from statemachine.messages.values import LoggingPolicy
 
 
 class WriterAssignment(msgspec.Struct, frozen=True, kw_only=True, tag="assignment"):
-    """First line to the writer, which writes until its stdin ends, then what is left, and exits."""
+    """First line to the writer. The writer writes until its stdin ends, then writes what is left, and exits."""
 
     journal: str
     job: str
     """The job's id."""
     term: int
-    """Term of the leader whose journal it is; a writer leaves when one of a higher term comes."""
+    """Term of the leader whose journal is read; a writer leaves when one with a higher term comes."""
     policy: LoggingPolicy
     parameters: dict[str, Any]
-    """Name, steps and training of the job, for sinks that show them."""
+    """Name, steps and training table of the job, for sinks that show them."""
 
 
 class LoggedJobEnded(msgspec.Struct, frozen=True, kw_only=True, tag="over"):
-    """The job ended, before stdin does."""
+    """Last line to the writer, sent before its stdin ends, if the job has ended."""
 
     outcome: str
     """``FINISHED`` or ``FAILED``."""
 
 
 class SinkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """Nothing is logged to ``sink`` for now; sent once until it works again. Nothing is lost."""
+    """A sink that cannot be written to for now. Reported once until it works again; nothing is lost."""
 
     sink: str
     """``record``, ``tensorboard``, ``mlflow`` or ``wandb``."""
@@ -36,20 +36,22 @@ class SinkFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 class SinkRestored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
-    """``sink`` has everything again."""
+    """A sink that works again and has all rows."""
 
     sink: str
 
 
 class StepsMissing(msgspec.Struct, frozen=True, kw_only=True, tag="missing"):
-    """The journal has later steps, but not these, which nodes may remember. Sent again while they are missing."""
+    """Steps that the journal lacks although it has later ones; nodes may remember them. Repeated while they
+    are missing.
+    """
 
     first: int
     last: int
 
 
 class StepsSkipped(msgspec.Struct, frozen=True, kw_only=True, tag="skipped"):
-    """Nobody knows these steps any more; the logs go on without them."""
+    """Missing steps that nobody remembers; the logs continue without them."""
 
     first: int
     last: int

@@ -1,9 +1,9 @@
-"""The record of a job's steps: one file of JSON lines beside the other logs, which every writer continues.
+"""The record of a job's steps: one file of JSON lines next to the other logs, continued by every writer.
 
-It is what makes the logs whole over a change of the leading coordinator: the next writer reads here which
-steps were logged, with which values, and goes on after them. The file is only appended to. Where a rollback
-made steps run again with other values, a line ``superseded`` takes the earlier ones back. A line that was cut
-off, by a kill or a full disk, is removed by whoever opens or writes the file next.
+The record keeps the logs complete when the leading coordinator changes: the next writer reads here which
+steps were logged, with which values, and continues after them. Lines are only appended. When steps ran
+again with other values after a rollback, a line ``superseded`` takes the earlier rows back. A line that was
+cut off by a kill or a full disk is removed by the next process that opens or writes the file.
 """
 
 import os
@@ -18,13 +18,13 @@ from ftd.observe.tracking.rows import LoggedRow, decode_row, encode_row, encode_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cursor:
-    """How far a sink has come; 0: it has none."""
+    """How far a sink has come: the newest step and evaluation that it has; 0 if it has none."""
 
     step: int = 0
     evaluation: int = 0
 
     def after(self, rows: Iterable[LoggedRow]) -> "Cursor":
-        """Return the cursor after these rows as well."""
+        """Return the cursor after the given rows."""
         step, evaluation = self.step, self.evaluation
         for row in rows:
             if row.kind == "step":
@@ -35,23 +35,23 @@ class Cursor:
 
 
 class JobRecord:
-    """The open file. One thread writes; others may call ``rows``."""
+    """The open record file. One thread writes; other threads may call ``read_rows``."""
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file and read what is there.
+        """Open or create the file and read it.
 
-        :raises OSError: it cannot be opened or mended.
-        :raises ValueError: a line in it is none of a record.
+        :raises OSError: the file cannot be opened or repaired. :raises ValueError: the file contains a line
+        that is not part of a record.
         """
         self.superseded: list[int] = []
-        """Steps from which on everything earlier was taken back, in order."""
+        """Steps from which on all earlier rows were taken back, in the order of the rollbacks."""
         self._lock = threading.Lock()
         self._first = 0
         self._fingerprints = array("Q")
-        """Fingerprint of each step from ``_first`` on; 0: that step is not there."""
+        """Fingerprint of each step from ``_first`` on; 0 for a step that is not in the record."""
         self._offsets = array("q")
         self._evaluations: dict[int, tuple[int, int]] = {}
-        """Step → fingerprint, offset; in the order of the steps."""
+        """Fingerprint and offset of each evaluation by step, ordered by step."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._size = 0
         try:
@@ -63,17 +63,17 @@ class JobRecord:
 
     @property
     def last_step(self) -> int:
-        """The newest step that is logged; 0: none is."""
+        """The newest logged step; 0 if there is none."""
         return self._first + len(self._offsets) - 1 if self._offsets else 0
 
     @property
     def first_step(self) -> int:
-        """The oldest step that is logged; 0: none is."""
+        """The oldest logged step; 0 if there is none."""
         return self._first
 
     @property
     def last_evaluation(self) -> int:
-        """The newest step whose evaluation is logged; 0: none is."""
+        """The newest step with a logged evaluation; 0 if there is none."""
         return max(self._evaluations, default=0)
 
     def contradicts(self, row: LoggedRow) -> bool:
@@ -92,21 +92,21 @@ class JobRecord:
         """
         self._append(encode_superseded(step))
         with self._lock:
-            self._forget(step)
+            self._drop(step)
 
     def append(self, rows: Sequence[LoggedRow]) -> None:
-        """Write rows, steps in order and each newer than the last; they are on the disk when this returns.
+        """Append rows and sync them to disk. The steps must be in order and newer than the last one.
 
-        :raises OSError: they cannot be written; none of them is.
+        :raises OSError: the rows cannot be written; none of them is.
         """
         lines = [encode_row(row) for row in rows]
         offset = self._append(b"".join(lines))
         with self._lock:
             for row, line in zip(rows, lines, strict=True):
-                self._note(row, offset)
+                self._index_row(row, offset)
                 offset += len(line)
 
-    def rows(self, after: Cursor, limit: int) -> list[LoggedRow]:
+    def read_rows(self, after: Cursor, limit: int) -> list[LoggedRow]:
         """Return the next rows after a cursor, at most ``limit`` of each kind, ordered by step."""
         with self._lock:
             begin = max(after.step + 1 - self._first, 0)
@@ -127,12 +127,12 @@ class JobRecord:
     # --- the file ------------------------------------------------------------------------------------
 
     def _append(self, data: bytes) -> int:
-        """Return the offset at which the bytes are."""
+        """Append bytes and return their offset."""
         begin = self._size
         try:
             os.pwrite(self._file, data, begin) if data else 0
             if os.fstat(self._file).st_size != begin + len(data):
-                raise OSError(28, os.strerror(28))  # A short write: the file system has no room for the rest.
+                raise OSError(28, os.strerror(28))  # A short write: the file system is full.
             os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, begin)
@@ -145,11 +145,11 @@ class JobRecord:
             for line in stream:
                 if not line.endswith(b"\n"):
                     return
-                said = decode_row(line)
-                if isinstance(said, int):
-                    self._forget(said)
+                entry = decode_row(line)
+                if isinstance(entry, int):
+                    self._drop(entry)
                 else:
-                    self._note(said, self._size)
+                    self._index_row(entry, self._size)
                 self._size += len(line)
 
     def _at(self, offset: int) -> LoggedRow:
@@ -161,7 +161,7 @@ class JobRecord:
         assert isinstance(row, LoggedRow), "an offset of a row"
         return row
 
-    def _note(self, row: LoggedRow, offset: int) -> None:
+    def _index_row(self, row: LoggedRow, offset: int) -> None:
         if row.kind == "evaluation":
             self._evaluations[row.step] = row.fingerprint, offset
             return
@@ -173,7 +173,7 @@ class JobRecord:
         self._fingerprints.extend([0] * missing + [row.fingerprint])
         self._offsets.extend([-1] * missing + [offset])
 
-    def _forget(self, step: int) -> None:
+    def _drop(self, step: int) -> None:
         self.superseded.append(step)
         keep = max(step - self._first, 0)
         while 0 < keep <= len(self._offsets) and self._offsets[keep - 1] < 0:

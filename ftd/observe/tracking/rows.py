@@ -1,4 +1,4 @@
-"""One committed step, or one evaluation, as it is logged."""
+"""Rows of the logs: one for each committed step and each evaluation."""
 
 import math
 from datetime import datetime
@@ -14,13 +14,13 @@ _COMPARED: dict[Kind, tuple[str, ...]] = {
     "evaluation": ("loss", "weight", "metrics"),
 }
 """Values that are equal in two reports of the same step; durations and generations may differ."""
-_OF_A_STEP = ("loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "step_s")
-_ALWAYS = frozenset({"loss", "gradient_norm"})
-"""Logged as NaN where the event has null, for no finite number; of the others null means: not known."""
+_STEP_VALUES = ("loss", "learning_rate", "gradient_norm", "samples_per_s", "tokens_per_s", "mfu", "step_s")
+_ALWAYS_LOGGED = frozenset({"loss", "gradient_norm"})
+"""Logged as NaN if the event has null, which means "not finite"; for other values null means "unknown"."""
 
 
 class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A ``StepCommitted`` or an ``Evaluated``, without what concerns ftd alone."""
+    """A ``StepCommitted`` or ``Evaluated`` event, reduced to what is logged."""
 
     kind: Kind
     step: int
@@ -28,13 +28,13 @@ class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
     """ISO-8601 in UTC."""
     generation: int | None
     details: dict[str, Any]
-    """As of the event."""
+    """The event's details."""
 
     @property
     def fingerprint(self) -> int:
-        """64 bits of what was computed; never 0."""
-        said = {name: self.details.get(name) for name in _COMPARED[self.kind]}
-        digest = blake2b(msgspec.json.encode(said, order="deterministic"), digest_size=8).digest()
+        """64-bit hash of the computed values; never 0."""
+        values = {name: self.details.get(name) for name in _COMPARED[self.kind]}
+        digest = blake2b(msgspec.json.encode(values, order="deterministic"), digest_size=8).digest()
         return int.from_bytes(digest, "big") | 1
 
     @property
@@ -43,15 +43,15 @@ class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
         return datetime.fromisoformat(self.at).timestamp()
 
     def scalars(self) -> dict[str, float]:
-        """Return the numbers to plot, by tag: ``train/loss``, ``evaluation/metrics/accuracy``."""
+        """Return the numbers to plot by tag, such as ``train/loss`` or ``evaluation/metrics/accuracy``."""
         prefix = "train" if self.kind == "step" else "evaluation"
-        names = _OF_A_STEP if self.kind == "step" else ("loss",)
+        names = _STEP_VALUES if self.kind == "step" else ("loss",)
         found: dict[str, float] = {}
         for name in names:
             value = self.details.get(name)
             if name == "step_s" and not value:
-                continue  # Of a step that was recalled nobody knows how long it took.
-            if value is not None or name in _ALWAYS:
+                continue  # The duration is unknown for a step that was recalled from a node.
+            if value is not None or name in _ALWAYS_LOGGED:
                 found[f"{prefix}/{name}"] = math.nan if value is None else float(value)
         if self.details.get("loss_scale", 1.0) != 1.0:
             found[f"{prefix}/loss_scale"] = float(self.details["loss_scale"])
@@ -61,7 +61,9 @@ class LoggedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_row(row: LoggedRow) -> bytes:
-    """Return the row as a line of the record: flat but for ``metrics``, so that pandas reads a table."""
+    """Return the row as a line of the record. Only ``metrics`` is nested, so that pandas reads the file as a
+    table.
+    """
     flat = {"kind": row.kind, "step": row.step, "at": row.at, "generation": row.generation}
     return msgspec.json.encode({**row.details, **flat}) + b"\n"
 
@@ -69,11 +71,11 @@ def encode_row(row: LoggedRow) -> bytes:
 def decode_row(line: bytes) -> LoggedRow | int:
     """Return the row of a line, or the step from which on earlier lines are superseded.
 
-    :raises ValueError: it is neither.
+    :raises ValueError: the line is neither.
     """
     data = msgspec.json.decode(line)
     if not isinstance(data, dict):
-        raise ValueError(f"a line of the record is no object: {line[:80]!r}")
+        raise ValueError(f"a line of the record is not an object: {line[:80]!r}")
     kind, step = data.pop("kind", None), data.pop("step", None)
     if kind == "superseded" and isinstance(step, int):
         return step
@@ -90,5 +92,5 @@ def decode_row(line: bytes) -> LoggedRow | int:
 
 
 def encode_superseded(step: int) -> bytes:
-    """Return the line that takes back all earlier ones of ``step`` and later."""
+    """Return the line that takes back all earlier rows of ``step`` and later steps."""
     return msgspec.json.encode({"kind": "superseded", "step": step}) + b"\n"

@@ -8,17 +8,20 @@ from ftd.observe.tracking.rows import LoggedRow
 
 
 class TrackingSink(Protocol):
-    """One place that steps are logged to. After any exception it is tried again later, from ``set_job`` on."""
+    """One place that steps are logged to. After an exception the writer tries again, beginning with
+    ``reopen``.
+    """
 
     name: str
-    """As in ``[logging]``."""
+    """Name as in the table ``[logging]``."""
 
-    def follow(self, superseded: Sequence[int]) -> Cursor:
-        """Open what is there, take back what was superseded, and return how far it has come.
+    def reopen(self, superseded: Sequence[int]) -> Cursor:
+        """Open the existing logs, take back superseded rows, and return how far the sink has come.
 
-        Called first, after every error, and whenever steps were superseded.
+        The writer calls this first, after each error, and after each supersession.
 
-        :param superseded: steps from which on all earlier rows were taken back, in order.
+        :param superseded: steps from which on all earlier rows were taken back, in the order of the
+        rollbacks.
         """
         ...
 
@@ -27,8 +30,8 @@ class TrackingSink(Protocol):
         ...
 
     def close(self, outcome: str | None) -> None:
-        """Leave everything where the next writer finds it.
+        """Close the logs so that the next writer can continue them.
 
-        :param outcome: ``FINISHED`` or ``FAILED`` where the job is over; ``None``: it goes on.
+        :param outcome: ``FINISHED`` or ``FAILED`` if the job has ended, else ``None``.
         """
         ...

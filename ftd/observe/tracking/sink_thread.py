@@ -1,4 +1,4 @@
-"""One sink on a thread of its own: a server that hangs delays no other sink."""
+"""Writes to one sink on a thread of its own, so that a server that hangs delays no other sink."""
 
 import threading
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 30.0
 
 
 class SinkThread:
-    """Brings everything that the record has to a sink, in order, again where that failed."""
+    """The thread that writes all rows of the job record to one sink, in order, and retries after errors."""
 
     def __init__(
         self,
@@ -25,30 +25,30 @@ class SinkThread:
         record: JobRecord,
         report: Callable[[FromWriter], None],
     ) -> None:
-        """:param make: called on the channel's thread, as some packages take seconds to be imported."""
+        """:param make: creates the sink, on this thread, because some packages take seconds to import."""
         self.name = name
         self._make, self._record, self._report = make, record, report
         self._sink: TrackingSink | None = None
         self._cursor: Cursor | None = None
         self._superseded = 0
-        self._news = threading.Event()
+        self._new_rows = threading.Event()
         self._ending = threading.Event()
         self._outcome: str | None = None
         self.complete = False
-        """The sink was closed with all that the record has."""
+        """Whether the sink was closed after it had received all rows of the record."""
         self._problem = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def wake(self) -> None:
-        """Look at the record again: it has something new."""
-        self._news.set()
+        """Announce new rows in the record."""
+        self._new_rows.set()
 
-    def end(self, outcome: str | None) -> None:
-        """Write what is left, once, and close the sink; ``join`` waits for that."""
+    def finish(self, outcome: str | None) -> None:
+        """Make one last attempt to write what is left and close the sink; ``join`` waits for it."""
         self._outcome = outcome
         self._ending.set()
-        self._news.set()
+        self._new_rows.set()
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(max(timeout_s, 0.0))
@@ -57,23 +57,23 @@ class SinkThread:
         retry_s = _FIRST_RETRY_S
         while True:
             ending = self._ending.is_set()
-            self._news.clear()
-            works = self._attempt()
+            self._new_rows.clear()
+            succeeded = self._attempt()
             if ending:
-                self.complete = self._close(self._outcome) and works
+                self.complete = self._close(self._outcome) and succeeded
                 return
-            if works:
+            if succeeded:
                 retry_s = _FIRST_RETRY_S
-                self._news.wait()
+                self._new_rows.wait()
             else:
                 self._ending.wait(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
 
     def _attempt(self) -> bool:
-        """Bring what is new; return whether that worked."""
+        """Write new rows; return whether that worked."""
         try:
-            self._bring()
-        except Exception as error:  # A sink's library may raise anything; training is none of its business.
+            self._write_new()
+        except Exception as error:  # A sink's library may raise anything, and must not disturb training.
             self._cursor = None
             self._close(None)
             problem = f"{type(error).__name__}: {error}"
@@ -86,17 +86,17 @@ class SinkThread:
             self._report(SinkRestored(sink=self.name))
         return True
 
-    def _bring(self) -> None:
+    def _write_new(self) -> None:
         while True:
             superseded = tuple(self._record.superseded)
             if self._sink is None:
                 self._sink = self._make()
             if self._cursor is None or len(superseded) != self._superseded:
-                self._cursor = self._sink.follow(superseded)
+                self._cursor = self._sink.reopen(superseded)
                 self._superseded = len(superseded)
-            rows = self._record.rows(self._cursor, BATCH)
+            rows = self._record.read_rows(self._cursor, BATCH)
             if len(self._record.superseded) != self._superseded:
-                continue  # These rows may be on the other side of it.
+                continue  # A supersession came in between: some of these rows may have been taken back.
             if not rows:
                 return
             self._sink.write(rows)

@@ -1,9 +1,8 @@
-"""Event files for TensorBoard: one file per job, which every writer continues.
+"""Writes event files for TensorBoard: one file for each job, which every writer continues.
 
-TensorBoard reads the newest file of a run to its end and goes on as it grows, so a file that is continued is
-followed while it is written, also after another coordinator took over. All numbers of a step are one record.
-A rollback writes a record ``SessionLog.START`` with the first step that runs again: TensorBoard drops what it
-had from there on.
+TensorBoard reads the newest file of a run and follows it as it grows, so a continued file is displayed live
+even after another coordinator took over. All numbers of a step are one record. After a rollback, a record
+``SessionLog.START`` with the first repeated step makes TensorBoard drop its values from that step on.
 """
 
 import os
@@ -24,21 +23,21 @@ _HEADER = struct.Struct("<QI")
 _FOOTER = struct.Struct("<I")
 _LARGEST_RECORD = 1 << 24
 _OURS = ".ftd"
-"""How our files' names end; others may write beside them."""
+"""Suffix of the files of this sink; other tools may write into the same directory."""
 
 
 class TensorBoardSink:
-    """Event files of one job as a ``TrackingSink``."""
+    """The event file of one job."""
 
     name = "tensorboard"
 
     def __init__(self, directory: Path) -> None:
-        """:param directory: of this job's run."""
+        """:param directory: directory of the job's run."""
         self._directory = directory
         self._file = -1
         self._size = 0
 
-    def follow(self, superseded: Sequence[int]) -> Cursor:
+    def reopen(self, superseded: Sequence[int]) -> Cursor:
         """See ``TrackingSink``. :raises OSError: the file cannot be read or written."""
         self.close(None)
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -57,7 +56,7 @@ class TensorBoardSink:
         return cursor
 
     def write(self, rows: Sequence[LoggedRow]) -> None:
-        """See ``TrackingSink``. :raises OSError: they cannot be written; none is."""
+        """See ``TrackingSink``. :raises OSError: the rows cannot be written; none of them is."""
         self._append([_event(row) for row in rows])
 
     def close(self, outcome: str | None) -> None:
@@ -71,7 +70,7 @@ class TensorBoardSink:
         try:
             os.pwrite(self._file, data, self._size)
             if os.fstat(self._file).st_size != self._size + len(data):
-                raise OSError(28, os.strerror(28))  # A short write: there is no room for the rest.
+                raise OSError(28, os.strerror(28))  # A short write: the file system is full.
             os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, self._size)
@@ -85,7 +84,7 @@ def _event(row: LoggedRow) -> Event:
 
 
 def _framed(data: bytes) -> bytes:
-    """Return a record of TensorFlow's format: length, its checksum, the bytes, their checksum."""
+    """Return a record in TensorFlow's format: length, its checksum, the bytes, their checksum."""
     length = struct.pack("<Q", len(data))
     return b"".join((length, _crc(length), data, _crc(data)))
 
@@ -99,7 +98,9 @@ def _before(cursor: Cursor, step: int) -> Cursor:
 
 
 def _scan(path: Path) -> tuple[Cursor, int, int]:
-    """Return how far the file has come, how many supersessions it knows, and where its last record ends."""
+    """Return the cursor at the end of the file, how many supersessions it contains, and where its last record
+    ends.
+    """
     cursor, marks, end = Cursor(), 0, 0
     with path.open("rb") as stream:
         while len(header := stream.read(_HEADER.size)) == _HEADER.size:

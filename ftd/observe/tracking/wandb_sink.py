@@ -1,9 +1,10 @@
-"""A run in Weights & Biases, online or as files for ``wandb sync``.
+"""Logs to Weights & Biases, online or as files for ``wandb sync``.
 
-W&B takes the steps of a run in rising order only, so what was superseded cannot be taken back: a rollback ends
-the run, and another one of the same group with the whole history that is valid takes its place. Offline every
-writer makes a directory of its own, under the same run id; which steps the earlier ones really hold is read
-from their files, as W&B keeps the newest in memory and a killed writer loses them.
+W&B accepts the steps of a run only in rising order, so superseded values cannot be taken back. After a
+rollback, the run is ended and a new run of the same group with the whole valid history takes its place.
+Offline, every writer makes a directory of its own under the same run id. The sink reads from the files of
+earlier writers which steps they contain, because W&B buffers the newest steps in memory and a killed writer
+loses them.
 """
 
 import struct
@@ -22,23 +23,24 @@ from statemachine.messages.values import WandbPolicy
 _BLOCK = 32768
 _MAGIC = 7
 _HEADER = struct.Struct("<IHB")
-"""Checksum, length and kind of a fragment: 1 whole, 2 first, 3 middle, 4 last."""
+"""Checksum, length and kind of a fragment (1 whole, 2 first, 3 middle, 4 last)."""
 
 
 class WandbSink:
-    """A run in Weights & Biases as a ``TrackingSink``."""
+    """A run in Weights & Biases."""
 
     name = "wandb"
 
     def __init__(self, policy: WandbPolicy, directory: Path, run: str, config: Mapping[str, Any]) -> None:
-        """:param directory: where W&B makes its own, ``wandb``. :param run: the job's id. :param config: of
-        the job, shown beside the run."""
+        """:param directory: parent of the directory ``wandb`` that W&B creates. :param run: the job's id.
+        :param config: the job's parameters, shown with the run.
+        """
         self._policy, self._directory, self._job, self._config = policy, directory, run, config
         self._run: Any = None
         self._step = 0
-        """Which W&B is at: it takes no earlier one."""
+        """The current step of the W&B run, which rejects earlier ones."""
 
-    def follow(self, superseded: Sequence[int]) -> Cursor:
+    def reopen(self, superseded: Sequence[int]) -> Cursor:
         """See ``TrackingSink``."""
         self.close(None)
         offline = self._policy.mode == "offline"
@@ -48,8 +50,8 @@ class WandbSink:
         if offline:
             files = sorted(self._directory.glob(f"wandb/offline-run-*-{identity}/*.wandb"))
             for path in files:
-                cursor = _held(path, cursor)
-            # W&B names directories by the second, and would lose what is written to one that is there.
+                cursor = _advance(path, cursor)
+            # W&B names directories by the second and would overwrite files in an existing one.
             taken = {path.parent.name.split("-")[2] for path in files}
             while time.strftime("%Y%m%d_%H%M%S") in taken:
                 time.sleep(0.05)
@@ -91,11 +93,11 @@ class WandbSink:
             try:
                 run.finish(exit_code=0 if outcome != "FAILED" else 1)
             finally:
-                wandb.teardown()  # Its process still holds the run's id, and the end of its file.
+                wandb.teardown()  # Ends W&B's service process, which still holds the run's id and the end of its file.
 
 
-def _held(path: Path, cursor: Cursor) -> Cursor:
-    """Return the cursor after what a file of W&B holds as well."""
+def _advance(path: Path, cursor: Cursor) -> Cursor:
+    """Return the cursor advanced by the steps that a W&B file contains."""
     for payload in payloads(path.read_bytes()):
         record = protocol.Record.FromString(payload)
         if record.WhichOneof("record_type") == "history":
@@ -109,7 +111,7 @@ def _held(path: Path, cursor: Cursor) -> Cursor:
 
 
 def payloads(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format, up to the first that is not whole."""
+    """Yield the records of a file in LevelDB's log format, up to the first incomplete one."""
     at, parts = _MAGIC, [b""]
     while at + _HEADER.size <= len(data):
         left = _BLOCK - at % _BLOCK

@@ -1,11 +1,12 @@
-"""The process that logs a job's steps: ``python -P -m ftd.observe.tracking.writer``.
+"""The tracking writer, a process that logs a job's steps: ``python -P -m ftd.observe.tracking.writer``.
 
-The leading coordinator starts one. It reads the coordinator's journal, continues the record that all
-coordinators share (``record``), and brings what the record has to each sink (``channel``). Nothing waits for
-it: however slow a sink is, the journal keeps what is not written yet.
+The leading coordinator starts it. It reads the coordinator's journal, continues the record that all
+coordinators share (``record``), and writes the rows of the record to each sink (``sink_thread``). Nothing
+waits for it: however slow a sink is, the journal keeps the steps that are not written yet.
 
-One writer writes at a time: it holds a lock beside the record. A coordinator that took over starts its own,
-which announces its term there; the older one finishes and leaves, and stays away should it come late.
+Only one writer writes at a time; it holds a lock file next to the record. A coordinator that takes over
+starts its own writer, which announces its term there. The older writer then finishes and leaves, and an
+older one that starts late leaves at once.
 """
 
 import fcntl
@@ -44,43 +45,43 @@ _log = structlog.get_logger("ftd.observe.tracking")
 PERIOD_S = 0.5
 BATCH = 2000
 ASK_S, GAP_S = 2.0, 15.0
-"""How often a writer reports that the journal lacks a step and has later ones, and how long it waits for it."""
+"""How often a writer reports missing steps while the journal has later ones, and how long it waits for them."""
 FINISH_S, OVER_S = 20.0, 300.0
-"""Time that all sinks together have to end: while the job goes on, and after its end."""
+"""Time that all sinks together have to finish: while the job goes on, and after its end."""
 INCOMPLETE = 3
-"""Exit status where a sink has not got all that it should."""
+"""Exit status if a sink did not receive all rows."""
 LEAVE_S = 30.0
-"""A writer waits for so long for an earlier one to leave before it reports that."""
+"""A writer that waits longer than this for an earlier one to leave reports it."""
 _LOCK_PERIOD_S = 0.1
 _RETRY_S = 5.0
 _NICENESS = 5
 
 
 class NewerWriterError(Exception):
-    """A writer of a later leader is there."""
+    """A writer of a later leader has announced its term."""
 
 
 class WriterLock:
-    """The directory of one job's logs: who may write there."""
+    """The lock on the directory of one job's logs."""
 
     def __init__(self, directory: Path, term: int) -> None:
-        """:raises OSError: it cannot be made."""
+        """:raises OSError: the directory cannot be created."""
         directory.mkdir(parents=True, exist_ok=True)
         self._term_file, self._term = directory / "writer.json", term
         self._lock = os.open(directory / "writer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def check(self) -> None:
+    def announce_term(self) -> None:
         """Announce our term, so that an older writer leaves.
 
-        :raises Superseded: a later leader's writer announced its own.
-        :raises OSError: the directory cannot be read or written.
+        :raises NewerWriterError: a later leader's writer has announced its term. :raises OSError: the
+        directory cannot be read or written.
         """
         try:
             newest = int(json.loads(self._term_file.read_bytes())["term"])
         except FileNotFoundError:
             newest = -1
         except (ValueError, KeyError, TypeError):
-            newest = -1  # Cut off by a power failure.
+            newest = -1  # A power failure cut the file off.
         if newest > self._term:
             raise NewerWriterError
         if newest < self._term:
@@ -88,8 +89,8 @@ class WriterLock:
             draft.write_text(json.dumps({"term": self._term, "pid": os.getpid()}) + "\n")
             draft.replace(self._term_file)
 
-    def taken(self) -> bool:
-        """Return whether we are the one that writes; asked until we are."""
+    def try_lock(self) -> bool:
+        """Take the lock without waiting; return whether we hold it."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,35 +102,37 @@ class WriterLock:
 
 
 class TrackingWriter:
-    """``run`` until stdin ends or a later leader's writer comes."""
+    """The writer of one job; ``run`` returns when stdin ends or a later leader's writer comes."""
 
     def __init__(
         self, assignment: WriterAssignment, report: Callable[[FromWriter], None], *, input_fd: int = 0
     ) -> None:
-        """:param input_fd: the coordinator's lines after the assignment; its end is the coordinator's."""
+        """:param input_fd: delivers the coordinator's lines after the assignment; its end means that the
+        coordinator ended.
+        """
         self._assignment, self._report, self._input_fd = assignment, report, input_fd
         self._directory = Path(assignment.policy.directory) / assignment.job
-        self._place: WriterLock | None = None
+        self._writer_lock: WriterLock | None = None
         self._record: JobRecord | None = None
         self._journal: JournalReader | None = None
-        self._channels: list[SinkThread] = []
+        self._sink_threads: list[SinkThread] = []
         self._retry_at = 0.0
         self._problem = ""
         self._waiting_since = 0.0
         self._asked_at = 0.0
         self._gap: tuple[int, float] | None = None
-        """The first step that is missing, and since when."""
+        """The first missing step, and since when it is missing."""
         self._input = b""
         self._outcome: str | None = None
 
     def run(self) -> bool:
-        """Write until it is time to leave; return whether everything is where it should be."""
+        """Write until it is time to leave; return whether all rows are in the record and in all sinks."""
         ended = waits = False
         while not ended or waits:
             if ended:
                 time.sleep(_LOCK_PERIOD_S)
             else:
-                ended = self._listen(PERIOD_S)
+                ended = self._read_messages(PERIOD_S)
             if not ended and time.monotonic() < self._retry_at:
                 continue
             try:
@@ -145,33 +148,33 @@ class TrackingWriter:
     # --- one pass ------------------------------------------------------------------------------------
 
     def _work(self) -> bool:
-        """Return False while another writer holds the lock.
+        """Write all new rows. Return False while another writer holds the lock.
 
-        :raises OSError: the record or the journal cannot be read or written.
-        :raises ValueError: the record is damaged. :raises Superseded: as ``Place.check``.
+        :raises OSError: the record or the journal cannot be read or written. :raises ValueError: the record
+        is corrupt. :raises NewerWriterError: see ``WriterLock.announce_term``.
         """
-        if self._place is None:
-            self._place = WriterLock(self._directory, self._assignment.term)
-        self._place.check()
+        if self._writer_lock is None:
+            self._writer_lock = WriterLock(self._directory, self._assignment.term)
+        self._writer_lock.announce_term()
         if self._record is None:
-            if not self._is_ours(self._place):
+            if not self._holds_lock(self._writer_lock):
                 return False
             self._record = JobRecord(self._directory / "steps.jsonl")
-            self._channels = self._new_channels(self._record)
+            self._sink_threads = self._start_sinks(self._record)
         if self._journal is None:
             self._journal = JournalReader(Path(self._assignment.journal), self._assignment.job)
         while self._continue(self._record, self._journal):
             self._wake()
-            self._place.check()
+            self._writer_lock.announce_term()
         self._wake()
         if self._problem:
             self._problem = ""
             self._report(SinkRestored(sink="record"))
         return True
 
-    def _is_ours(self, place: WriterLock) -> bool:
-        """:raises OSError: another writer has not left for long."""
-        if place.taken():
+    def _holds_lock(self, writer_lock: WriterLock) -> bool:
+        """Return whether we hold the lock. :raises OSError: another writer has held it for ``LEAVE_S``."""
+        if writer_lock.try_lock():
             return True
         self._waiting_since = self._waiting_since or time.monotonic()
         if time.monotonic() - self._waiting_since > LEAVE_S:
@@ -180,21 +183,21 @@ class TrackingWriter:
 
     def _continue(self, record: JobRecord, journal: JournalReader) -> bool:
         """Append one batch to the record; return whether there may be more."""
-        news = journal.news(BATCH)
-        wrong = [row.step for row in news if record.contradicts(row)]
-        if wrong:
-            record.supersede(min(wrong))
-        rows = journal.steps(record.last_step, BATCH)
-        whole = self._contiguous(record, rows)
-        newest = whole[-1].step if whole else record.last_step
-        whole += journal.evaluations(record.last_evaluation, newest, BATCH)
-        whole.sort(key=lambda row: (row.step, row.kind != "step"))
-        if whole:
-            record.append(whole)
-        return len(news) >= BATCH or len(whole) >= BATCH
+        new_rows = journal.read_new(BATCH)
+        contradicted = [row.step for row in new_rows if record.contradicts(row)]
+        if contradicted:
+            record.supersede(min(contradicted))
+        rows = journal.read_steps(record.last_step, BATCH)
+        batch = self._contiguous(record, rows)
+        newest = batch[-1].step if batch else record.last_step
+        batch += journal.read_evaluations(record.last_evaluation, newest, BATCH)
+        batch.sort(key=lambda row: (row.step, row.kind != "step"))
+        if batch:
+            record.append(batch)
+        return len(new_rows) >= BATCH or len(batch) >= BATCH
 
     def _contiguous(self, record: JobRecord, rows: list[LoggedRow]) -> list[LoggedRow]:
-        """Return the rows up to the first gap, or one after it if nobody filled it in time."""
+        """Return the rows up to the first gap, or the row after a gap that nobody filled in time."""
         due = record.last_step + 1 if record.last_step else rows[0].step if rows else 0
         for number, row in enumerate(rows):
             if row.step != due + number:
@@ -215,20 +218,22 @@ class TrackingWriter:
         self._report(StepsSkipped(first=due, last=rows[0].step - 1))
         return rows[:1]
 
-    def _new_channels(self, record: JobRecord) -> list[SinkThread]:
+    def _start_sinks(self, record: JobRecord) -> list[SinkThread]:
         names = sinks_of(self._assignment.policy)
         _log.info("logging", job=self._assignment.job, directory=str(self._directory), sinks=names)
         return [
-            SinkThread(name, partial(_made, name, self._assignment, self._directory), record, self._report)
+            SinkThread(
+                name, partial(_make_sink, name, self._assignment, self._directory), record, self._report
+            )
             for name in names
         ]
 
     def _wake(self) -> None:
-        for channel in self._channels:
-            channel.wake()
+        for thread in self._sink_threads:
+            thread.wake()
 
     def _failed(self, error: Exception) -> None:
-        """Report it once, and try again in a while."""
+        """Report the error once and schedule a retry."""
         self._retry_at = time.monotonic() + _RETRY_S
         if self._journal is not None:
             self._journal.close()
@@ -239,8 +244,8 @@ class TrackingWriter:
 
     # --- the coordinator -----------------------------------------------------------------------------
 
-    def _listen(self, for_s: float) -> bool:
-        """Wait, and take what the coordinator says; return whether it has gone."""
+    def _read_messages(self, for_s: float) -> bool:
+        """Read the coordinator's messages for ``for_s``; return whether the coordinator closed the pipe."""
         deadline = time.monotonic() + for_s
         while (left_s := deadline - time.monotonic()) > 0:
             if not select.select([self._input_fd], [], [], left_s)[0]:
@@ -250,29 +255,29 @@ class TrackingWriter:
                 return True
             *lines, self._input = (self._input + data).split(b"\n")
             for line in lines:
-                said = _TO_WRITER.decode(line)
-                if isinstance(said, LoggedJobEnded):
-                    self._outcome = said.outcome
+                message = _TO_WRITER.decode(line)
+                if isinstance(message, LoggedJobEnded):
+                    self._outcome = message.outcome
         return False
 
     def _end(self) -> bool:
-        for channel in self._channels:
-            channel.end(self._outcome)
+        for thread in self._sink_threads:
+            thread.finish(self._outcome)
         deadline = time.monotonic() + (FINISH_S if self._outcome is None else OVER_S)
-        for channel in self._channels:
-            channel.join(deadline - time.monotonic())
+        for thread in self._sink_threads:
+            thread.join(deadline - time.monotonic())
         if self._journal is not None:
             self._journal.close()
-        if self._place is not None:
-            self._place.close()
-        return not self._problem and all(channel.complete for channel in self._channels)
+        if self._writer_lock is not None:
+            self._writer_lock.close()
+        return not self._problem and all(thread.complete for thread in self._sink_threads)
 
 
 _TO_WRITER: msgspec.json.Decoder[ToWriter] = msgspec.json.Decoder(ToWriter)
 
 
-def _made(name: str, assignment: WriterAssignment, directory: Path) -> TrackingSink:
-    """:raises ImportError: its package is not there."""
+def _make_sink(name: str, assignment: WriterAssignment, directory: Path) -> TrackingSink:
+    """Create a sink. :raises ImportError: its package is not installed."""
     policy, job, parameters = assignment.policy, assignment.job, assignment.parameters
     if name == "tensorboard":
         from ftd.observe.tracking.tensorboard_sink import TensorBoardSink
@@ -291,29 +296,34 @@ def _made(name: str, assignment: WriterAssignment, directory: Path) -> TrackingS
 
 def main() -> None:
     """Read the assignment from stdin and carry it out."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # Sent to all of a group: the coordinator ends us.
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # Sent to the whole process group; the coordinator ends us.
         signal.signal(number, signal.SIG_IGN)
     os.nice(_NICENESS)
     out = os.dup(1)
-    os.dup2(2, 1)  # What a library prints must not get between the lines.
+    os.dup2(2, 1)  # Output of libraries must not mix with our messages.
     configure_logs(daemon="tracking")
 
-    def report(said: FromWriter) -> None:
+    def report(message: FromWriter) -> None:
         try:
-            os.write(out, msgspec.json.encode(said) + b"\n")  # One write, so that threads do not mix.
+            os.write(
+                out, msgspec.json.encode(message) + b"\n"
+            )  # A single write keeps the lines of several threads apart.
         except OSError:
-            _log.warning("unreported", said=msgspec.to_builtins(said))
+            _log.warning("unreported", message=msgspec.to_builtins(message))
 
     line = b""
     while not line.endswith(b"\n"):
-        some = os.read(0, 1)
-        if not some:
+        byte = os.read(0, 1)
+        if not byte:
             return
-        line += some
+        line += byte
     assignment = _TO_WRITER.decode(line)
     assert isinstance(assignment, WriterAssignment), "it comes first"
     complete = TrackingWriter(assignment, report).run()
-    os._exit(0 if complete else INCOMPLETE)  # A sink that hangs keeps nobody.
+    os._exit(0 if complete else INCOMPLETE)  # Do not wait for the thread of a sink that hangs.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The coordinator's end of the writer: starts it while the coordinator leads a job that is logged."""
+"""The coordinator's side of tracking: runs a writer process while the coordinator leads a job that is logged."""
 
 import asyncio
 import contextlib
@@ -28,24 +28,24 @@ _log = structlog.get_logger("ftd.observe.tracking")
 COMMAND = module_command("ftd.observe.tracking.writer")
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 30.0
 CLOSING_S = 60.0
-"""Time that a coordinator that ends gives its writer."""
-_MOST_TRIES = 5
-"""Writers for a job that is over."""
+"""Time that a coordinator gives its writer when it ends."""
+_MAX_TRIES = 5
+"""Number of writers that are started for a job that has ended."""
 _LINE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedJob:
-    """A job that is to be logged, as it is now."""
+    """A job to log."""
 
     job: Job
     term: int
     outcome: str | None
-    """``FINISHED`` or ``FAILED`` after the end of the job: the rest is logged, and the writer ends."""
+    """``FINISHED`` or ``FAILED`` once the job has ended; the writer then logs the rest and ends."""
 
 
 class TrackingWriterProcess:
-    """Keeps one writer running for as long as something is to be logged. All of it on the event loop."""
+    """Runs one writer process for as long as there is a job to log. All methods run on the event loop."""
 
     def __init__(
         self,
@@ -55,91 +55,96 @@ class TrackingWriterProcess:
         on_missing: Callable[[int, int], None],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """:param failed: called with the sink and what is wrong, once for each outage.
-        :param missed: called with the first and the last step that the journal lacks.
+        """:param on_failed: called with the sink and the problem, once for each outage. :param on_missing:
+        called with the first and last step that the journal lacks.
         """
-        self._journal, self._failed, self._missed, self._command = journal, on_failed, on_missing, command
-        self._wanted: LoggedJob | None = None
+        self._journal, self._on_failed, self._on_missing, self._command = (
+            journal,
+            on_failed,
+            on_missing,
+            command,
+        )
+        self._logged: LoggedJob | None = None
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._over: set[str] = set()
-        """Jobs that are over and written."""
+        self._logged_jobs: set[str] = set()
+        """Jobs that have ended and are completely logged."""
         self._closing = False
-        self._told: LoggedJob | None = None
-        """Whose outcome the present writer knows."""
+        self._finishing: LoggedJob | None = None
+        """The job whose outcome the current writer has received."""
         self._pid: int | None = None
-        self._refused = ""
+        self._reported_problem = ""
 
     @property
     def idle(self) -> bool:
-        """Nothing is logged, and no writer is left."""
+        """Whether no job is being logged and no writer is left."""
         return self._task is None
 
     @property
     def pid(self) -> int | None:
-        """The writer's process, while one runs."""
+        """Process id of the writer, while one runs."""
         return self._pid
 
     def set_job(self, job: Job | None, term: int, outcome: str | None) -> None:
-        """Log this job from now on; cheap to call again with the same.
+        """Log this job from now on. Repeated calls with the same arguments do nothing.
 
-        :param job: the job that this coordinator leads; ``None``: it leads none.
-        :param outcome: ``FINISHED`` or ``FAILED`` after the end of the job.
+        :param job: the job that this coordinator leads; ``None`` if it leads none. :param outcome:
+        ``FINISHED`` or ``FAILED`` once the job has ended.
         """
-        wanted = None
-        if job is not None and job.logging.directory and job.job_id not in self._over:
-            wanted = LoggedJob(job=job, term=term, outcome=outcome)
-        before = self._wanted
-        if wanted is None and before is None:
+        logged = None
+        if job is not None and job.logging.directory and job.job_id not in self._logged_jobs:
+            logged = LoggedJob(job=job, term=term, outcome=outcome)
+        before = self._logged
+        if logged is None and before is None:
             return
-        if wanted is not None and before is not None:
-            same = wanted.job.job_id == before.job.job_id and wanted.term == before.term
-            if same and wanted.outcome == before.outcome:
+        if logged is not None and before is not None:
+            same = logged.job.job_id == before.job.job_id and logged.term == before.term
+            if same and logged.outcome == before.outcome:
                 return
-        self._wanted = wanted
+        self._logged = logged
         self._changed.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
-        """Let the writer finish, and leave none behind."""
+        """Let the writer finish and wait for its end."""
         self._closing = True
         self._changed.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self) -> None:
-        """Start writers until nothing is to be logged any more."""
+        """Start writers until there is nothing to log any more."""
         retry_s, tries = _FIRST_RETRY_S, 0
-        while (wanted := self._wanted) is not None:
-            if self._closing and (tries or wanted.outcome is None):
+        while (logged := self._logged) is not None:
+            if self._closing and (tries or logged.outcome is None):
                 break
             self._changed.clear()
-            problem = await self._write(wanted)
-            last = self._wanted
+            problem = await self._write(logged)
+            last = self._logged
             tries = tries + 1 if last is not None and last.outcome is not None else 0
-            if last is not None and (tries >= _MOST_TRIES or (last is self._told and not problem)):
-                self._over.add(last.job.job_id)
-                self._wanted = None
+            if last is not None and (tries >= _MAX_TRIES or (last is self._finishing and not problem)):
+                self._logged_jobs.add(last.job.job_id)
+                self._logged = None
             if problem:
                 self._report(SinkFailed(sink="writer", detail=problem))
-                await self._rest(retry_s)
+                await self._wait_for_change(retry_s)
                 retry_s = min(2 * retry_s, _LAST_RETRY_S)
             else:
-                retry_s, self._refused = _FIRST_RETRY_S, ""
-                if self._wanted == wanted:  # It left by itself: a later leader's writer is there.
-                    await self._rest(_LAST_RETRY_S)
+                retry_s, self._reported_problem = _FIRST_RETRY_S, ""
+                if self._logged == logged:  # The writer left by itself: a later leader's writer took over.
+                    await self._wait_for_change(_LAST_RETRY_S)
         self._task = None
 
-    async def _rest(self, for_s: float) -> None:
-        """Wait until something changes, at most for so long."""
+    async def _wait_for_change(self, for_s: float) -> None:
+        """Wait for a change, for at most ``for_s``."""
         if self._closing:
             return
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._changed.wait(), for_s)
 
-    async def _write(self, wanted: LoggedJob) -> str:
-        """Have one process write for as long as this is wanted; return what went wrong, or an empty text."""
+    async def _write(self, logged: LoggedJob) -> str:
+        """Run one writer process while the job is to be logged. Return what went wrong, or an empty string."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command,
@@ -148,51 +153,51 @@ class TrackingWriterProcess:
                 limit=_LINE_BYTES,
             )
         except OSError as error:
-            return f"it cannot be started: {error}"
-        assert process.stdin and process.stdout, "both were asked for"
+            return f"the writer cannot be started: {error}"
+        assert process.stdin and process.stdout, "both are pipes"
         self._pid = process.pid
-        hearing = asyncio.ensure_future(self._hear(process.stdout))
+        reading = asyncio.ensure_future(self._read_messages(process.stdout))
         ended = asyncio.create_task(process.wait())
         try:
-            self._say(process.stdin, self._assignment(wanted))
-            await self._while_wanted(wanted, process.stdin, ended)
+            self._send(process.stdin, self._assignment(logged))
+            await self._until_changed(logged, process.stdin, ended)
         finally:
             process.stdin.close()
-            await self._ended(ended)
+            await self._await_end(ended)
             if not ended.done():
                 process.kill()
-            await asyncio.gather(ended, hearing, return_exceptions=True)
+            await asyncio.gather(ended, reading, return_exceptions=True)
             with contextlib.suppress(OSError):
                 await process.stdin.wait_closed()
             self._pid = None
         if process.returncode == INCOMPLETE:
-            return "it left before everything was logged"
+            return "the writer left before everything was logged"
         if process.returncode != 0:
-            return f"it ended with {process.returncode}"
+            return f"the writer exited with status {process.returncode}"
         return ""
 
-    async def _ended(self, ended: "asyncio.Task[int]") -> None:
-        """Wait for the writer's end: longer if the job is over and nothing else is to be logged."""
-        wanted = self._wanted
-        if wanted is not None and wanted is self._told:
+    async def _await_end(self, ended: "asyncio.Task[int]") -> None:
+        """Wait for the writer to end; wait longer if the job has ended and no other one is to be logged."""
+        logged = self._logged
+        if logged is not None and logged is self._finishing:
             self._changed.clear()
             changed = asyncio.create_task(self._changed.wait())
             await asyncio.wait({ended, changed}, timeout=OVER_S, return_when=asyncio.FIRST_COMPLETED)
             changed.cancel()
         await asyncio.wait([ended], timeout=CLOSING_S if self._closing else FINISH_S + 5.0)
 
-    async def _while_wanted(
-        self, wanted: LoggedJob, stdin: asyncio.StreamWriter, ended: "asyncio.Task[int]"
+    async def _until_changed(
+        self, logged: LoggedJob, stdin: asyncio.StreamWriter, ended: "asyncio.Task[int]"
     ) -> None:
-        """Return when it is to write no longer, or has ended."""
-        job = wanted.job.job_id
+        """Return when this job is no longer to be logged, or the writer has ended."""
+        job = logged.job.job_id
         while True:
-            now = self._wanted
-            if now is None or (now.job.job_id, now.term) != (job, wanted.term):
+            now = self._logged
+            if now is None or (now.job.job_id, now.term) != (job, logged.term):
                 return
             if now.outcome is not None:
-                self._told = now
-                self._say(stdin, LoggedJobEnded(outcome=now.outcome))
+                self._finishing = now
+                self._send(stdin, LoggedJobEnded(outcome=now.outcome))
                 return
             if self._closing:
                 return
@@ -203,44 +208,46 @@ class TrackingWriterProcess:
             if ended.done():
                 return
 
-    def _assignment(self, wanted: LoggedJob) -> WriterAssignment:
-        job = wanted.job
+    def _assignment(self, logged: LoggedJob) -> WriterAssignment:
+        job = logged.job
         return WriterAssignment(
             journal=str(self._journal),
             job=job.job_id,
-            term=wanted.term,
+            term=logged.term,
             policy=job.logging,
             parameters=_parameters(job),
         )
 
-    def _say(self, stdin: asyncio.StreamWriter, said: WriterAssignment | LoggedJobEnded) -> None:
-        with contextlib.suppress(OSError):  # It has ended; its exit status says why.
-            stdin.write(msgspec.json.encode(said) + b"\n")
+    def _send(self, stdin: asyncio.StreamWriter, message: WriterAssignment | LoggedJobEnded) -> None:
+        with contextlib.suppress(OSError):  # The writer has ended; its exit status says why.
+            stdin.write(msgspec.json.encode(message) + b"\n")
 
-    async def _hear(self, stdout: asyncio.StreamReader) -> None:
+    async def _read_messages(self, stdout: asyncio.StreamReader) -> None:
         while line := await stdout.readline():
             try:
                 self._report(_FROM_WRITER.decode(line))
             except msgspec.DecodeError:
-                _log.warning("not_understood", said=line[:200].decode("utf-8", errors="replace"))
+                _log.warning("not_understood", message=line[:200].decode("utf-8", errors="replace"))
 
-    def _report(self, said: FromWriter) -> None:
-        match said:
+    def _report(self, message: FromWriter) -> None:
+        match message:
             case SinkFailed():
-                if said.sink == "writer" and said.detail == self._refused:
+                if message.sink == "writer" and message.detail == self._reported_problem:
                     return
-                if said.sink == "writer":
-                    self._refused = said.detail
-                self._failed(said.sink, said.detail)
+                if message.sink == "writer":
+                    self._reported_problem = message.detail
+                self._on_failed(message.sink, message.detail)
             case SinkRestored():
-                _log.info("restored", sink=said.sink)
+                _log.info("restored", sink=message.sink)
             case StepsMissing():
-                self._missed(said.first, said.last)
+                self._on_missing(message.first, message.last)
             case StepsSkipped():
                 which = (
-                    f"step {said.first}" if said.first == said.last else f"steps {said.first} to {said.last}"
+                    f"step {message.first}"
+                    if message.first == message.last
+                    else f"steps {message.first} to {message.last}"
                 )
-                self._failed(
+                self._on_failed(
                     "record", f"{which} are in no journal and no node's memory: the logs leave them out"
                 )
 
@@ -249,7 +256,7 @@ _FROM_WRITER: msgspec.json.Decoder[FromWriter] = msgspec.json.Decoder(FromWriter
 
 
 def _parameters(job: Job) -> dict[str, Any]:
-    """Return the job as a flat table: ``training.seed``, ``training.arguments.width``."""
+    """Return the job as a flat table with keys such as ``training.seed`` and ``training.arguments.width``."""
     found: dict[str, Any] = {"name": job.name, "steps": job.steps}
 
     def gather(prefix: str, table: dict[str, Any]) -> None:

@@ -1,5 +1,5 @@
-"""What people see: the live view, the summary, the report, the status page, a node's story, a plan.
+"""Views for people: the live view, the summary, the report, the status page, a node's story, a plan.
 
-Everything here is fed with the same public JSON that any outside tool reads from the broker (the
-cluster's state and the stream of events), so that a view can show nothing that the contract hides.
+All views are made from the public JSON that any outside tool can read from the broker (the cluster's state
+and the stream of events), so no view can show more than the contract offers.
 """

@@ -1,6 +1,7 @@
-"""Parts of a picture of the cluster: its nodes as a table, its pipelines as coloured bars.
+"""Building blocks of the live view and ``ftd status``: a table of the nodes, and the pipelines as coloured
+bars.
 
-Fed with the public cluster state; the live view and ``ftd status`` are put together from these.
+They take the public cluster state.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from ftd.observe.view.text import (
 from planner.reasons import WITHIN_WORDS
 
 _NAME_WIDTH = 20
-"""Of a node, at least this much of the name is shown."""
+"""Least number of columns for a node's name."""
 
 
 def plain_table(gap: int = 2) -> Table:
@@ -33,15 +34,18 @@ def plain_table(gap: int = 2) -> Table:
 
 
 def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> RenderableType:
-    """One row a node: state, what it computes. At most ``most`` rows, the troubled nodes first."""
+    """Return a table with one row for each node: its state and what it computes.
+
+    :param most: largest number of rows; nodes in trouble come first, the rest is summed up in one line.
+    """
     table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim", pad_edge=False)
     nodes: dict[str, JsonMap] = state.get("nodes") or {}
     roles = _roles(state.get("pipelines") or ())
-    shown = sorted(nodes, key=natural)
+    shown = sorted(nodes, key=natural_key)
     if len(shown) > most:
-        shown = sorted(shown, key=lambda n: (nodes[n]["state"] == "HEALTHY", natural(n)))[: most - 1]
+        shown = sorted(shown, key=lambda n: (nodes[n]["state"] == "HEALTHY", natural_key(n)))[: most - 1]
     longest = max([len(n) for n in shown], default=4)
-    # rich takes room from columns that may wrap; their cells, which do not, end in an ellipsis then.
+    # rich shrinks columns that may wrap; the cells do not wrap, so they end in an ellipsis instead.
     table.add_column("node", min_width=min(longest, _NAME_WIDTH))
     table.add_column("state", no_wrap=True, width=max(map(len, NODE_MARKS)) + 2)
     table.add_column("computes")
@@ -60,8 +64,8 @@ def node_table(state: JsonMap, colours: NodeColours, *, most: int) -> Renderable
     return Group(table, Text(f"… and {counts}", style="dim"))
 
 
-def natural(name: str) -> tuple[tuple[int, int, str], ...]:
-    """A sort key under which node-10 follows node-9."""
+def natural_key(name: str) -> tuple[tuple[int, int, str], ...]:
+    """Return a sort key by which node-10 follows node-9."""
     parts: list[tuple[int, int, str]] = []
     digits = ""
     for character in f"{name}\0":
@@ -76,13 +80,13 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def _roles(pipelines: Sequence[JsonMap]) -> dict[str, str]:
-    """Node name → ``A 0–3``: its pipeline and layers; several stages joined by a comma."""
+    """Return each node's pipeline and layers, such as ``A  layers 0–3``; several stages are joined by commas."""
     roles: dict[str, list[str]] = {}
     for index, pipeline in enumerate(pipelines):
         for stage in pipeline["stages"]:
             layers = layer_range(stage["first_layer"], stage["end_layer"])
-            mine = roles.setdefault(stage_node(stage), [])
-            mine.append(layers if mine else f"{pipeline_name(index)}  layers {layers}")
+            roles_of_node = roles.setdefault(stage_node(stage), [])
+            roles_of_node.append(layers if roles_of_node else f"{pipeline_name(index)}  layers {layers}")
     return {node: ", ".join(parts) for node, parts in roles.items()}
 
 
@@ -102,7 +106,7 @@ def _role_text(node: JsonMap, role: str | None) -> Text:
 
 
 class PipelineBars:
-    """Pipelines as bars: each stage as wide as its share of the layers, in the colour of its node."""
+    """Pipelines as bars: each stage is as wide as its share of the layers and has the colour of its node."""
 
     def __init__(self, pipelines: Sequence[JsonMap], colours: NodeColours, *, most: int) -> None:
         self._pipelines = pipelines
@@ -144,7 +148,7 @@ class PipelineBars:
 
 
 def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_shares: bool = True) -> Text:
-    """Pipelines in words, one on a line: ``A  node-0 0–3 │ node-1 4–7  × 4``."""
+    """Return the pipelines as text, one on each line: ``A  node-0 0–3 │ node-1 4–7  × 4``."""
     short = single_device(pipelines)
     text = Text(no_wrap=True, overflow="ellipsis")
     for index, pipeline in enumerate(pipelines):
@@ -162,13 +166,13 @@ def pipeline_lines(pipelines: Sequence[JsonMap], colours: NodeColours, *, with_s
 
 
 def _divided(stage: JsonMap) -> str:
-    """Return how the devices of the stage divide its layers; empty where they do not."""
+    """Return how the devices of the stage divide its layers; empty if they do not."""
     within = stage.get("within", "replicate")
     return "" if within == "replicate" else WITHIN_WORDS[within]
 
 
 def _stage_label(stage: JsonMap, names: str, width: int) -> str:
-    """The longest of a few labels that fits, centred; the layers are told before the names."""
+    """Return the longest label that fits, centred; without room for all, the names go before the layers."""
     layers = layer_range(stage["first_layer"], stage["end_layer"])
     labels = [f"{names} · layers {layers}", f"{names} · {layers}", f"{names} {layers}", layers, ""]
     if divided := _divided(stage):

@@ -1,4 +1,4 @@
-"""``ftd checkpoint``: what is kept, and whether it is sound, as tables."""
+"""Renders the output of ``ftd checkpoint``: stored checkpoints, and whether they are intact."""
 
 from datetime import datetime
 from typing import Any
@@ -10,10 +10,10 @@ from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import JsonMap, format_size
 
 
-def render_checkpoints(told: JsonMap) -> RenderableType:
-    """:param told: what ``ftd checkpoint list --json`` prints."""
-    if not told["checkpoints"]:
-        return Group(Text(f"{told['url']} has no complete checkpoint"), *_passed_over(told))
+def render_checkpoints(document: JsonMap) -> RenderableType:
+    """Return the table of checkpoints. :param document: what ``ftd checkpoint list --json`` prints."""
+    if not document["checkpoints"]:
+        return Group(Text(f"{document['url']} has no complete checkpoint"), *_ignored_lines(document))
     table = plain_table()
     table.add_column("step", justify="right")
     table.add_column("written")
@@ -21,7 +21,7 @@ def render_checkpoints(told: JsonMap) -> RenderableType:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("job", "model", "ftd"):
         table.add_column(name, no_wrap=True)
-    for one in told["checkpoints"]:
+    for one in document["checkpoints"]:
         loss = (one["vote"] or {}).get("loss")
         table.add_row(
             str(one["step"]),
@@ -33,20 +33,20 @@ def render_checkpoints(told: JsonMap) -> RenderableType:
             one["fingerprint"][:8],
             one["ftd_version"],
         )
-    return Group(table, *_passed_over(told))
+    return Group(table, *_ignored_lines(document))
 
 
-def render_verified(told: JsonMap) -> RenderableType:
-    """:param told: what ``ftd checkpoint verify --json`` prints."""
+def render_verified(document: JsonMap) -> RenderableType:
+    """Return a line for each checkpoint. :param document: what ``ftd checkpoint verify --json`` prints."""
     lines: list[Any] = []
-    for one in told["checkpoints"]:
-        damage = one["problems"]
-        word = ("sound", "green") if not damage else ("DAMAGED", "bold red")
-        lines.append(Text.assemble(f"step {one['step']}  ", word, f"  {format_size(one['size_bytes'])}"))
-        lines += [Text(f"  {problem}") for problem in damage]
-    return Group(*lines, *_passed_over(told))
+    for one in document["checkpoints"]:
+        problems = one["problems"]
+        verdict = ("sound", "green") if not problems else ("DAMAGED", "bold red")
+        lines.append(Text.assemble(f"step {one['step']}  ", verdict, f"  {format_size(one['size_bytes'])}"))
+        lines += [Text(f"  {problem}") for problem in problems]
+    return Group(*lines, *_ignored_lines(document))
 
 
-def _passed_over(told: JsonMap) -> list[Text]:
-    damaged = [Text(problem, style="yellow") for problem in told["problems"]]
-    return damaged + [Text(one, style="dim") for one in told["unfinished"]]
+def _ignored_lines(document: JsonMap) -> list[Text]:
+    damaged = [Text(problem, style="yellow") for problem in document["problems"]]
+    return damaged + [Text(one, style="dim") for one in document["unfinished"]]

@@ -1,9 +1,9 @@
-"""The report of a run (``ftd local --report FILE.json``): what it contains.
+"""The document of a run's report (``ftd report JOB --json FILE``, ``ftd local JOB --report FILE``).
 
-``docs/reference/report.md`` explains every field; ``docs/reference/report.schema.json`` is generated from these classes
-(``python -m ftd.observe.view.schema report``) and a test keeps the two equal. Times ending in ``_ms`` are
-milliseconds, in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on the monotonic
-clock.
+``docs/reference/report.md`` explains every field. ``docs/reference/report.schema.json`` is generated from
+these classes (``python -m ftd.observe.view.schema report``), and a test keeps the two equal. Times that end
+in ``_ms`` are milliseconds, in ``_s`` seconds; ``at_s`` counts seconds from the first event of the run, on
+the monotonic clock.
 """
 
 from dataclasses import dataclass, field
@@ -14,17 +14,17 @@ import msgspec
 SCHEMA_VERSION = 1
 
 Outcome = Literal["finished", "failed", "stopped", "unfinished"]
-UNDER_WAY = "it is under way"
-"""Reason of what is unfinished while it goes on."""
+UNDER_WAY = "it is still running"
+"""``outcome_reason`` of a job that is still running."""
 
 
 class ReportError(ValueError):
-    """This JSON is no report of a version that this program knows; the message names the field."""
+    """The JSON is not a report of a version that this program knows; the message names the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedJob:
-    """What was run; ``None`` where no state or event told it."""
+    """The job of the run; ``None`` for what no state or event contained."""
 
     name: str | None
     job_id: str | None
@@ -38,7 +38,7 @@ class ReportedStep:
 
     step: int
     loss: float | None
-    """``None`` where the loss was not a finite number (JSON has no word for it)."""
+    """``None`` if the loss was not a finite number, which JSON cannot express."""
     gradient_norm: float | None
     skipped: bool
     """Committed without an update, because a gradient was not finite."""
@@ -46,22 +46,22 @@ class ReportedStep:
     generation: int | None
     at_s: float
     learning_rate: float | None = None
-    """Of the optimizer's first parameter group; ``None`` where it is unknown."""
+    """Learning rate of the optimizer's first parameter group; ``None`` if unknown."""
     weight: float | None = None
-    """Rows of the global batch, or its tokens that count; ``None`` where it is unknown."""
+    """Rows of the global batch, or its tokens that count; ``None`` if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedEvaluation:
-    """One evaluation on the held-out data set, of the state after ``step``."""
+    """One evaluation of the state after ``step`` on the held-out data set."""
 
     step: int
     loss: float | None
-    """``None`` where the loss was not a finite number."""
+    """``None`` if the loss was not a finite number."""
     weight: float | None
     """Rows, or the tokens that count."""
     metrics: dict[str, float | None]
-    """Own metrics of the training function."""
+    """The training function's own metrics."""
     took_s: float | None
     generation: int | None
     at_s: float
@@ -69,14 +69,17 @@ class ReportedEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedStage:
-    """Layers ``[first_layer, end_layer)`` on these devices (``node/index``)."""
+    """The layers ``[first_layer, end_layer)`` of a pipeline and the devices (``node/index``) that compute
+    them.
+    """
 
     first_layer: int
     end_layer: int
     devices: tuple[str, ...]
     within: Literal["replicate", "shard", "tensor"] = "replicate"
-    """How the devices share the stage's work: each holds all of its parameters and state, a shard of them, or the part
-    that it computes with."""
+    """How the devices share the stage's work: each holds all of its parameters and state, a shard of them, or
+    the part that it computes with.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,28 +90,30 @@ class ReportedPipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedFault:
-    """A fault that was injected on purpose, and what came of it."""
+    """A fault that was injected on purpose, and its consequences."""
 
     fault: str
     """``kill``, ``stop``, ``hang``, …"""
     target: str | None
     """``node`` (the daemon and its trainers), ``trainer``, ``coordinator`` or ``broker``."""
     device: int | None
-    """Of a trainer; ``None``: all of the node."""
+    """The device of a trainer; ``None`` for the whole node."""
     node: str | None
     at_s: float
     detected_how: str | None
     detected_ms: float | None
-    """From the fault until the coordinator knew of *this* node; ``None`` when it never had to."""
+    """Time from the fault until the coordinator knew about *this* node; ``None`` if it never had to."""
     total_ms: float | None
-    """From *this* fault to the next committed step."""
+    """Time from *this* fault to the next committed step."""
     generations: tuple[int, ...]
-    """Recoveries it led to: the first got over it, later ones brought the node back."""
+    """Generations of the recoveries that it led to: the first one dealt with the loss, later ones took the
+    node back.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedRecovery:
-    """One way from a failure, a join or a drain to the next committed step."""
+    """A recovery from a failure, a join or a drain, up to the next committed step."""
 
     cause: str
     """``start``, ``node_lost``, ``trainer_lost``, ``connection_lost``, ``node_joined``, ``node_returned``,
@@ -119,42 +124,43 @@ class ReportedRecovery:
     nodes: tuple[str, ...]
     detected_how: str | None
     measured_from: Literal["fault", "detection"]
-    """Where ``total_ms`` begins: the injected fault, or the coordinator's first knowledge."""
+    """Where ``total_ms`` begins: at the injected fault, or when the coordinator first knew."""
     at_s: float
-    """When it was detected."""
+    """Time of the detection."""
     detected_ms: float | None
-    """Fault to detection; ``None`` when measured from the detection."""
+    """Time from the fault to its detection; ``None`` if measured from the detection."""
     quiesce_ms: float
     plan_ms: float
     state_ms: float
     resume_ms: float
     total_ms: float
     commit_gap_ms: float | None
-    """Time between the last commit before and the first after, as the coordinator saw them."""
+    """Time between the last commit before and the first commit after, as the coordinator saw them."""
     rolled_back_steps: int
-    """Committed steps that were lost: always 0 while a live replica has the state."""
+    """Number of committed steps that were lost; always 0 while a live replica has the state."""
     recomputed_steps: int
-    """1 when the step in flight had to be done again."""
+    """1 if the step in flight had to be computed again."""
     tier: str
-    """Where state came from: ``live_replica``, or ``none`` when nothing had to move; ``replica`` where some
-    optimizer state's owner was lost; after a rollback ``memory``, ``decoded``, ``buddy``, ``persistent``."""
+    """Where state came from: ``live_replica``; ``none`` if nothing had to move; ``replica`` if the owner of
+    some optimizer state was lost; after a rollback ``memory``, ``decoded``, ``buddy`` or ``persistent``.
+    """
     bytes_moved: int
     method: str
     reason: str
     decision: str | None
-    """What became of the step in flight: ``roll_forward``, ``redo``, ``boundary``, ``start``."""
+    """What became of the step in flight: ``roll_forward``, ``redo``, ``boundary`` or ``start``."""
     generation: int
     generations_tried: int
-    """More than 1 when more changed before the first step was committed."""
+    """More than 1 if something else changed before the first step was committed."""
     step: int
-    """Training went on after this committed step."""
+    """The committed step from which training continued."""
     pipelines_before: tuple[ReportedPipeline, ...]
     pipelines_after: tuple[ReportedPipeline, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedPause:
-    """Too few nodes were left; ends with the next recovery."""
+    """A time with too few nodes; it ends with the next recovery."""
 
     at_s: float
     needed: int | None
@@ -164,11 +170,11 @@ class ReportedPause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportedProcesses:
-    """Process ids of one node, oldest first: a second entry is a restart."""
+    """Process ids of one node, oldest first; a second entry is a restart."""
 
     daemon: tuple[int, ...] = ()
     trainers: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Device index → process ids."""
+    """Process ids by device index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,34 +182,34 @@ class FinalState:
     step: int
     loss: float | None
     checksum: str | None
-    """sha256 over the digests of all layers' parameters; ``None`` when the job did not finish."""
+    """sha256 over the digests of all layers' parameters; ``None`` if the job did not finish."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSummary:
-    """Snapshots in the nodes' memory, or persistent checkpoints."""
+    """The snapshots in the nodes' memory, or the persistent checkpoints."""
 
     completed: int = 0
     abandoned: int = 0
     newest_step: int | None = None
-    """Of the last that was completed in this run."""
+    """Step of the last one that was completed in this run."""
     size_bytes: int | None = None
-    """Of that one."""
+    """Size of that one."""
     protection_or_location: str | None = None
-    """Of snapshots, the newest one's protection; of checkpoints, their directory or URL."""
+    """For snapshots, the protection of the newest one; for checkpoints, their directory or URL."""
     last_abandon_reason: str | None = None
-    """Why the last that was given up was."""
+    """Why the last abandoned one was abandoned."""
     median_s: float | None = None
-    """Median time from the order until it was complete."""
+    """Median time from the order to completion."""
     total_stall_s: float | None = None
-    """How long training waited for all of them together; ``None`` of checkpoints."""
+    """How long training waited for all of them together; ``None`` for checkpoints."""
     longest_stall_s: float | None = None
-    """For one of them."""
+    """How long training waited for one of them, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """The whole report."""
+    """The report of one run."""
 
     schema: int = SCHEMA_VERSION
     job: ReportedJob
@@ -214,7 +220,7 @@ class Report:
     duration_s: float
     steps: tuple[ReportedStep, ...]
     start: ReportedRecovery | None
-    """The first plan: the same path as a recovery, but no failure."""
+    """The first plan: it takes the same path as a recovery but is no failure."""
     recoveries: tuple[ReportedRecovery, ...]
     faults: tuple[ReportedFault, ...]
     pauses: tuple[ReportedPause, ...]
@@ -226,16 +232,16 @@ class Report:
 
     @property
     def under_way(self) -> bool:
-        """The job goes on."""
+        """Whether the job is still running."""
         return self.outcome == "unfinished" and self.outcome_reason == UNDER_WAY
 
     def to_bytes(self) -> bytes:
-        """An indented JSON document, newline at its end."""
+        """Return an indented JSON document with a newline at its end."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
     @classmethod
     def from_json(cls, document: object) -> "Report":
-        """Check a report read from a file.
+        """Convert and check a report that was read from a file.
 
         :raises ReportError: another schema version, or a field that is missing or of the wrong type.
         """

@@ -1,4 +1,4 @@
-"""One event on one line: for the live view, ``ftd events`` and ``ftd story``."""
+"""Renders one event on one line, for the live view, ``ftd events`` and ``ftd story``."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ftd.observe.view.text import (
 
 
 def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
-    """``12:00:01.123  ✖ node lost  node-2  last will after 3 ms`` with colours."""
+    """Return a coloured line such as ``12:00:01.123  ✖ node lost  node-2  last will after 3 ms``."""
     name = str(event.get("event", "?"))
     mark, style = EVENT_MARKS.get(name, ("·", "dim"))
     line = Text(no_wrap=True, overflow="ellipsis")
@@ -27,25 +27,25 @@ def event_line(event: JsonMap, *, with_clock: bool = True) -> Text:
     line.append(f"{mark} {event_words(name)}", style=style)
     if event.get("node"):
         line.append(f"  {event['node']}", style="bold")
-    if words_of := event_text(name, event):
-        line.append(f"  {words_of}")
+    if suffix := event_text(name, event):
+        line.append(f"  {suffix}")
     return line
 
 
 def plain_event(event: JsonMap) -> str:
-    """The same for a log or a pipe: no colours, no symbols, the step in a fixed column."""
+    """Return a line for a log or a pipe: without colours and symbols, and with the step in a fixed column."""
     name = str(event.get("event", "?"))
     step = event.get("step")
     where = f"step {step}" if step is not None else ""
     parts = [format_clock(event.get("at")), f"{where:<10}", name]
     if event.get("node"):
         parts.append(str(event["node"]))
-    words_of = event_text(name, event)
-    return " ".join(parts) + (f": {words_of}" if words_of else "")
+    suffix = event_text(name, event)
+    return " ".join(parts) + (f": {suffix}" if suffix else "")
 
 
 def event_text(name: str, event: JsonMap) -> str:
-    """The event's reason, in one line; of a step and of a recovery also the numbers, which are the news."""
+    """Return the event's reason on one line; for a step and a recovery, include the numbers."""
     details: dict[str, Any] = event.get("details") or {}
     if name == "StepCommitted":
         speed = throughput_words(details.get("tokens_per_s"), details.get("samples_per_s"))

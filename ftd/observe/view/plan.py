@@ -1,4 +1,6 @@
-"""``ftd plan``: the templates of a model and the pipelines chosen for a number of nodes, as tables."""
+"""Renders the output of ``ftd plan``: the templates of a model, and the pipelines chosen for a number of
+nodes.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -17,11 +19,11 @@ from planner.values import Within
 if TYPE_CHECKING:
     from planner.crosscheck import CrossCheck
 
-MOST_TEMPLATES = 30
-MOST_STAGES = 24
-"""Lines of one table; beyond, stages are told node by node, and the middle is left out."""
-MOST_PIPELINES = 3
-"""Kinds of pipelines that are told in full."""
+MAX_TEMPLATES = 30
+MAX_STAGES = 24
+"""Largest number of rows in a table of stages; a longer table has one row for each node and omits the middle."""
+MAX_PIPELINES = 3
+"""Number of kinds of pipelines that are shown in full."""
 _BAR_WIDTH = 10
 _SHARES_BY = {
     "exact": "shares of the batch by the exact method",
@@ -30,60 +32,62 @@ _SHARES_BY = {
 
 
 def render_plan(
-    told: Description,
+    description: Description,
     *,
     planning_s: float,
     other: Description | None = None,
     check: "CrossCheck | SolverError | None" = None,
 ) -> RenderableType:
-    """What could run and what would: made for 100 columns, and still readable in 80.
+    """Return the templates and the chosen pipelines; best at 100 columns, readable at 80.
 
-    ``other`` is the same question under the other objective.
+    :param other: the plan for the same question under the other objective.
     """
     parts: list[RenderableType] = [
-        Text.assemble(("Templates", "bold"), (f"  {shape_line(told)}", "dim")),
-        _template_table(told),
-        Text(f"planned in {planning_s:.3g} s; {_SHARES_BY[told.policy.batch_solver]}", style="dim"),
+        Text.assemble(("Templates", "bold"), (f"  {shape_line(description)}", "dim")),
+        _template_table(description),
+        Text(f"planned in {planning_s:.3g} s; {_SHARES_BY[description.policy.batch_solver]}", style="dim"),
         "",
-        Text.assemble(("Chosen", "bold"), (f"  {chosen_line(told)}", "dim")),
-        _pipeline_table(told),
+        Text.assemble(("Chosen", "bold"), (f"  {chosen_line(description)}", "dim")),
+        _pipeline_table(description),
     ]
-    for name, row in named_templates(told)[:MOST_PIPELINES]:
-        template = told.template(row.nodes)
+    for name, row in named_templates(description)[:MAX_PIPELINES]:
+        template = description.template(row.nodes)
         title = Text.assemble((f"Pipeline {name}", "bold"), (f"  {_template_line(template)}", "dim"))
-        parts += ["", title, _stages_table(template, told.memory_limit_bytes)]
-    parts += ["", *(_comparison(told, other) if other is not None else ()), closing_line(told)]
+        parts += ["", title, _stages_table(template, description.memory_limit_bytes)]
+    parts += ["", *(_comparison(description, other) if other is not None else ()), closing_line(description)]
     return Group(*parts, *([] if check is None else [_check_line(check)]))
 
 
-def shape_line(told: Description) -> str:
-    limit, policy = told.memory_limit_bytes, told.policy
+def shape_line(description: Description) -> str:
+    limit, policy = description.memory_limit_bytes, description.policy
     room = f"a device has {format_size(limit)}" if limit is not None else "no memory limit"
     split = ", aligned split" if policy.split == "aligned" else ""
-    shape = f"{plural(told.layers, 'layer')}, {plural(policy.devices_per_node, 'device')} a node, {room}"
+    shape = (
+        f"{plural(description.layers, 'layer')}, {plural(policy.devices_per_node, 'device')} a node, {room}"
+    )
     return f"{shape}, {policy.objective} objective{split}"
 
 
-def chosen_line(told: Description) -> str:
-    pipelines = sum(row.count for row in told.pipelines)
-    idle = f", {told.idle_nodes} of them idle" if told.idle_nodes else ""
-    return f"{plural(pipelines, 'pipeline')} for {plural(told.nodes, 'node')}{idle}"
+def chosen_line(description: Description) -> str:
+    pipelines = sum(row.count for row in description.pipelines)
+    idle = f", {description.idle_nodes} of them idle" if description.idle_nodes else ""
+    return f"{plural(pipelines, 'pipeline')} for {plural(description.nodes, 'node')}{idle}"
 
 
-MOST_DRAWN = 4
-"""Kinds of pipelines in a picture."""
+MAX_DRAWN = 4
+"""Number of kinds of pipelines in an image."""
 
 
-def named_templates(told: Description) -> list[tuple[str, PipelineRow]]:
-    """The chosen templates, each once, by the name of its first pipeline and with its largest share."""
+def named_templates(description: Description) -> list[tuple[str, PipelineRow]]:
+    """Return the chosen templates, each once, with the name and the largest share of its first pipeline."""
     named: dict[int, tuple[str, PipelineRow]] = {}
-    for index, row in enumerate(told.pipelines):
+    for index, row in enumerate(description.pipelines):
         named.setdefault(row.nodes, (pipeline_name(index), row))
     return list(named.values())
 
 
-def elapsed(value_ms: float) -> str:
-    """A time to four digits, in the unit that suits it."""
+def format_elapsed(value_ms: float) -> str:
+    """Return a time with four significant digits in a suitable unit."""
     for unit, factor in (("s", 1e3), ("ms", 1.0), ("µs", 1e-3)):
         if value_ms >= factor:
             digits = f"{value_ms / factor:#.4g}".rstrip(".")
@@ -91,20 +95,20 @@ def elapsed(value_ms: float) -> str:
     return "0 ms" if value_ms == 0 else f"{value_ms * 1e6:.3g} ns"
 
 
-def memory(size_bytes: int) -> str:
-    """``–`` for none at all: the profile has no sizes."""
+def format_memory(size_bytes: int) -> str:
+    """Return a size, or ``–`` if it is 0 because the profile has no sizes."""
     return format_size(size_bytes) if size_bytes else "–"
 
 
-def proof(row: TemplateRow) -> str:
-    """Within which part of the optimum the objective is."""
+def format_optimality_gap(row: TemplateRow) -> str:
+    """Return how close to the optimum the objective provably is."""
     if row.proved_optimal:
         return "proved"
     return "0.01%" if row.gap < 1e-4 else f"{row.gap:.2%}"
 
 
 def devices_of(stages: Sequence[StageRow]) -> str:
-    """``4×2 sharded + 8×1``: how many stages have how many devices, and how these share its work."""
+    """Return how many stages have how many devices, and how these share the work: ``4×2 sharded + 8×1``."""
     counts: dict[tuple[int, Within], int] = {}
     for stage in stages:
         kind = stage.devices, stage.within
@@ -116,22 +120,22 @@ def devices_of(stages: Sequence[StageRow]) -> str:
 
 
 def devices_words(stage: StageRow) -> str:
-    """``2, sharded``: the devices of one stage."""
+    """Return the devices of one stage: ``2, sharded``."""
     return str(stage.devices) + ("" if stage.within == "replicate" else f", {WITHIN_WORDS[stage.within]}")
 
 
-def comparison_line(told: Description, other: Description) -> str:
-    """What the other objective's plan would cost, in a sentence."""
+def comparison_line(description: Description, other: Description) -> str:
+    """Return a sentence about the cost of the other objective's plan."""
     name = "the paper's plan" if other.policy.objective == "paper" else "the iteration objective's plan"
-    if told.iteration_ms <= 0:
+    if description.iteration_ms <= 0:
         return f"{name} takes no time either"
-    change = other.iteration_ms / told.iteration_ms - 1
+    change = other.iteration_ms / description.iteration_ms - 1
     if abs(change) < 5e-6:
         return f"{name} would take the same time"
     return f"{name} would take {abs(change):.2%} {'longer' if change > 0 else 'less'}"
 
 
-def _template_table(told: Description) -> Table:
+def _template_table(description: Description) -> Table:
     table = plain_table()
     for column in ("nodes", "stages"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -139,8 +143,8 @@ def _template_table(told: Description) -> Table:
     for column in ("micro-\nbatches", "objective", "optimal\nwithin", "memory"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
-    chosen = {row.nodes for row in told.pipelines}
-    for row in _abridged(told.templates, chosen):
+    chosen = {row.nodes for row in description.pipelines}
+    for row in _abridged(description.templates, chosen):
         if row is None:
             table.add_row("⋮", style="dim")
             continue
@@ -149,9 +153,9 @@ def _template_table(told: Description) -> Table:
             str(len(row.stages)),
             devices_of(row.stages),
             str(row.microbatches),
-            elapsed(row.objective_ms),
-            Text(proof(row), style="green" if row.proved_optimal else ""),
-            memory(row.memory_bytes),
+            format_elapsed(row.objective_ms),
+            Text(format_optimality_gap(row), style="green" if row.proved_optimal else ""),
+            format_memory(row.memory_bytes),
             "◂" if row.nodes in chosen else "",
             style="bold" if row.nodes in chosen else "",
         )
@@ -159,12 +163,12 @@ def _template_table(told: Description) -> Table:
 
 
 def _abridged(rows: Sequence[TemplateRow], chosen: set[int]) -> Iterator[TemplateRow | None]:
-    """All rows, or the first, the last and the chosen ones; ``None`` where some are left out."""
-    ends = MOST_TEMPLATES // 3
+    """Yield all rows, or the first, the last and the chosen ones, with ``None`` in place of omitted rows."""
+    ends = MAX_TEMPLATES // 3
     skipping = False
     for index, row in enumerate(rows):
         shown = index < ends or index >= len(rows) - ends or row.nodes in chosen
-        if len(rows) <= MOST_TEMPLATES or shown:
+        if len(rows) <= MAX_TEMPLATES or shown:
             skipping = False
             yield row
         elif not skipping:
@@ -172,25 +176,25 @@ def _abridged(rows: Sequence[TemplateRow], chosen: set[int]) -> Iterator[Templat
             yield None
 
 
-def _pipeline_table(told: Description) -> RenderableType:
+def _pipeline_table(description: Description) -> RenderableType:
     table = plain_table()
     table.add_column("", no_wrap=True)
     columns = ("nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    shown = told.pipelines[:MOST_STAGES]
+    shown = description.pipelines[:MAX_STAGES]
     for index, row in enumerate(shown):
         table.add_row(
             Text.assemble((pipeline_name(index), "bold"), f" × {row.count}" if row.count > 1 else ""),
             str(row.nodes),
             str(row.microbatches),
-            elapsed(row.makespan_ms),
-            elapsed(row.sync_ms),
-            elapsed(row.step_ms),
+            format_elapsed(row.makespan_ms),
+            format_elapsed(row.sync_ms),
+            format_elapsed(row.step_ms),
             f"{row.bubble_ratio:.1%}",
-            memory(row.memory_bytes),
+            format_memory(row.memory_bytes),
         )
-    hidden = len(told.pipelines) - len(shown)
+    hidden = len(description.pipelines) - len(shown)
     if not hidden:
         return table
     return Group(table, Text(f"… and {plural(hidden, 'more kind', 'more kinds')}", style="dim"))
@@ -203,14 +207,18 @@ def recomputes(template: TemplateRow) -> bool:
 
 def _template_line(template: TemplateRow) -> str:
     nodes = plural(template.nodes, "node")
-    optimal = "proved optimal" if template.proved_optimal else f"within {proof(template)} of the optimum"
+    optimal = (
+        "proved optimal"
+        if template.proved_optimal
+        else f"within {format_optimality_gap(template)} of the optimum"
+    )
     return f"template of {nodes}, {plural(len(template.stages), 'stage')}, {optimal}"
 
 
 def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableType:
-    """A line for each stage; for deep pipelines a line for each node, and the middle left out."""
+    """Return a row for each stage; for deep pipelines a row for each node, without the middle ones."""
     groups: list[tuple[str, tuple[StageRow, ...]]]
-    deep = len(template.stages) > MOST_STAGES
+    deep = len(template.stages) > MAX_STAGES
     if deep:
         by_node: dict[int, list[StageRow]] = {}
         for stage in template.stages:
@@ -230,9 +238,9 @@ def _stages_table(template: TemplateRow, limit_bytes: int | None) -> RenderableT
     table.add_column("memory", justify="right", no_wrap=True)
     if limit_bytes is not None:
         table.add_column("of device", justify="right", no_wrap=True)
-    half = MOST_STAGES // 2
+    half = MAX_STAGES // 2
     for index, (devices, stages) in enumerate(groups):
-        if len(groups) > MOST_STAGES and half <= index < len(groups) - half:
+        if len(groups) > MAX_STAGES and half <= index < len(groups) - half:
             if index == half:
                 table.add_row("⋮", f"{plural(len(groups) - 2 * half, 'more node')}", style="dim")
             continue
@@ -258,10 +266,10 @@ def _add_stages(
         layer_range(stages[0].first_layer, stages[-1].end_layer),
         devices,
         *((", ".join(dict.fromkeys(stage.recompute for stage in stages)),) if recomputing else ()),
-        elapsed(slow.forward_ms),
-        elapsed(slow.backward_ms),
+        format_elapsed(slow.forward_ms),
+        format_elapsed(slow.backward_ms),
         Text.assemble((_bar(load), "#5fafff"), f" {load:4.0%}"),
-        memory(fullest),
+        format_memory(fullest),
     ]
     if limit_bytes is not None:
         cells.append(f"{fullest / limit_bytes:.0%}")
@@ -269,49 +277,49 @@ def _add_stages(
 
 
 def _bar(part: float) -> str:
-    """``part`` of a full bar, to an eighth of a character."""
+    """Return the share ``part`` of a full bar, to an eighth of a character."""
     eighths = round(part * _BAR_WIDTH * 8)
     full, rest = divmod(eighths, 8)
     return ("█" * full + (" ▏▎▍▌▋▊▉"[rest] if rest else "")).ljust(_BAR_WIDTH)
 
 
-def _comparison(told: Description, other: Description) -> list[RenderableType]:
+def _comparison(description: Description, other: Description) -> list[RenderableType]:
     table = plain_table()
     table.add_column("", no_wrap=True)
     for column in ("step", "bubbles"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("pipelines", overflow="fold")
-    for plan in sorted((told, other), key=lambda one: one.policy.objective):
+    for plan in sorted((description, other), key=lambda one: one.policy.objective):
         table.add_row(
             plan.policy.objective,
-            elapsed(plan.iteration_ms),
+            format_elapsed(plan.iteration_ms),
             f"{plan.bubble_ratio:.1%}",
             pipelines_line(plan),
-            "◂ chosen" if plan is told else "",
+            "◂ chosen" if plan is description else "",
         )
     title = Text.assemble(("Objectives", "bold"), ("  both under the true 1F1B, all-reduce included", "dim"))
-    return [title, table, Text(comparison_line(told, other)), ""]
+    return [title, table, Text(comparison_line(description, other)), ""]
 
 
-def pipelines_line(told: Description) -> str:
-    """``2 of 4 nodes (16 stages), 1 of 3 nodes (12 stages)``."""
+def pipelines_line(description: Description) -> str:
+    """Return a text such as ``2 of 4 nodes (16 stages), 1 of 3 nodes (12 stages)``."""
     counts: dict[int, int] = {}
-    for row in told.pipelines:
+    for row in description.pipelines:
         counts[row.nodes] = counts.get(row.nodes, 0) + row.count
     kinds = [
-        f"{count} of {plural(nodes, 'node')} ({plural(len(told.template(nodes).stages), 'stage')})"
+        f"{count} of {plural(nodes, 'node')} ({plural(len(description.template(nodes).stages), 'stage')})"
         for nodes, count in counts.items()
     ]
-    more = f" and {len(kinds) - MOST_PIPELINES} more kinds" if len(kinds) > MOST_PIPELINES else ""
-    return ", ".join(kinds[:MOST_PIPELINES]) + more
+    more = f" and {len(kinds) - MAX_PIPELINES} more kinds" if len(kinds) > MAX_PIPELINES else ""
+    return ", ".join(kinds[:MAX_PIPELINES]) + more
 
 
-def closing_line(told: Description) -> Text:
-    policy = told.policy
+def closing_line(description: Description) -> Text:
+    policy = description.policy
     return Text.assemble(
         ("expected step ", "dim"),
-        (elapsed(told.iteration_ms), "bold"),
-        (f", {format_number(told.samples_per_s, 0)} samples/s; ", "dim"),
+        (format_elapsed(description.iteration_ms), "bold"),
+        (f", {format_number(description.samples_per_s, 0)} samples/s; ", "dim"),
         (f"global batch {policy.global_batch} as ", "dim"),
         (f"{plural(policy.microbatches, 'microbatch', 'microbatches')} of {policy.microbatch_rows}", "dim"),
     )

@@ -1,4 +1,4 @@
-"""``ftd profile``: what was measured, as tables."""
+"""Renders the measurements of ``ftd profile`` as tables."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -9,12 +9,14 @@ from ftd.observe.view.blocks import plain_table
 from ftd.observe.view.text import format_size, plural
 from planner.values import Link
 
-_MOST_COUNTS = 6
-"""Columns of the table of stages; with more, only powers of two and the largest are shown."""
+_MAX_COUNTS = 6
+"""Largest number of columns in the table of stages; beyond it, only powers of two and the largest count are
+shown.
+"""
 
 
 def render_profile(document: ProfileDocument) -> RenderableType:
-    """Layers, network and provenance: readable at 80 columns."""
+    """Return the layers, the network and the provenance; readable at 80 columns."""
     count = plural(len(document.layers), "layer")
     room = document.device_memory_bytes
     memory = f", {format_size(room)} of memory" if room is not None else ""
@@ -52,7 +54,7 @@ def _shards(document: ProfileDocument) -> str:
 
 
 def format_spread(entry: SpreadEntry) -> str:
-    """``1.52 ± 0.04``: the median, and half of what the middle half spans."""
+    """Return the median and half of the interquartile range: ``1.52 ± 0.04``."""
     half_ms = (entry.upper_quartile_ms - entry.lower_quartile_ms) / 2
     digits = 3 if entry.median_ms < 1 else 2 if entry.median_ms < 100 else 1
     return f"{entry.median_ms:.{digits}f} ± {half_ms:.{digits}f}"
@@ -81,9 +83,9 @@ def _passes(layer: LayerEntry, rows: int) -> tuple[str, str]:
 
 
 def _stages(document: ProfileDocument) -> Table:
-    """Of each layer what both passes of a microbatch take on one device and on several."""
+    """Return how long both passes of a microbatch take for each layer, on one device and on several."""
     counts = sorted({split.devices for layer in document.layers for split in layer.split})
-    if len(counts) > _MOST_COUNTS:
+    if len(counts) > _MAX_COUNTS:
         counts = [count for count in counts if count & (count - 1) == 0 or count == counts[-1]]
     table = plain_table(gap=1)
     table.add_column("layer", no_wrap=True, max_width=16)
@@ -118,8 +120,8 @@ def _fits(document: ProfileDocument) -> Text:
     network = document.network
     assert network is not None, "asked only where there is one"
     lines = (("link", document.link, network.link_error), ("ring", document.ring, network.ring_error))
-    said = [f"{name} {_link(entry)}, off by {error:.0%}" for name, entry, error in lines if entry is not None]
-    return Text("fitted: " + "; ".join(said))
+    fits = [f"{name} {_link(entry)}, off by {error:.0%}" for name, entry, error in lines if entry is not None]
+    return Text("fitted: " + "; ".join(fits))
 
 
 def _link(entry: LinkEntry) -> str:

@@ -1,4 +1,4 @@
-"""What a report's steps say of speed: throughput and goodput over the time of the run."""
+"""Computes speed over the time of a run from a report's steps: throughput and goodput."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,36 +7,38 @@ from ftd.observe.view.document import Report, ReportedStep
 from ftd.observe.view.text import throughput_words
 
 Series = list[tuple[float, float]]
-"""(seconds since the first event, value), in order."""
+"""Pairs (seconds since the first event, value), in order of time."""
 
 
 def committed_at_s(steps: Sequence[ReportedStep]) -> list[float]:
-    """When each step was committed. Of those that were heard of all at once, since the broker or the
-    coordinator had been away, only the last one's time is known; the others came before it, as they took.
+    """Return when each step was committed.
+
+    When steps arrived all at once, because the broker or the coordinator had been away, only the time of
+    the last one is known. The others are placed before it by their durations.
     """
     times = [step.at_s for step in steps]
     together = [after.at_s - before.at_s < (after.step_s or 0.0) / 2 for before, after in pairwise(steps)]
     for index in range(len(steps) - 2, -1, -1):
         if together[index] or (index and together[index - 1]):
             times[index] = min(times[index], times[index + 1] - (steps[index + 1].step_s or 0.0))
-    for index in range(1, len(times)):  # They took less, if they would reach behind the one before.
+    for index in range(1, len(times)):  # Their durations must not reach back before the previous step.
         times[index] = max(times[index], times[index - 1])
     return times
 
 
-def begun_at_s(steps: Sequence[ReportedStep]) -> float:
-    """When the first step began; there must be one."""
+def started_at_s(steps: Sequence[ReportedStep]) -> float:
+    """Return when the first step began. There must be a step."""
     return steps[0].at_s - (steps[0].step_s or 0.0)
 
 
 def counts_tokens(report: Report) -> bool:
-    """Whether the loss has tokens, so that speed is better told in these than in samples."""
+    """Return whether the loss has tokens, in which case speed is given in tokens instead of samples."""
     batch = report.job.global_batch
     return batch is not None and any((step.weight or 0.0) > batch for step in report.steps)
 
 
-def amounts(report: Report) -> list[float]:
-    """What each step computed: tokens where the loss has some, else samples; empty without a global batch."""
+def amounts_per_step(report: Report) -> list[float]:
+    """Return the tokens or samples (see ``counts_tokens``) of each step; empty without a global batch."""
     batch = report.job.global_batch
     if not batch:
         return []
@@ -45,26 +47,28 @@ def amounts(report: Report) -> list[float]:
     return [float(batch)] * len(report.steps)
 
 
-def throughput(report: Report, *, bins: int = 240) -> Series:
-    """Tokens (see ``amounts``) per second, averaged over equal spans of time; empty without a global batch or
-    two steps."""
-    steps, computed = report.steps, amounts(report)
+def throughput_series(report: Report, *, bins: int = 240) -> Series:
+    """Return tokens or samples per second (see ``counts_tokens``), averaged over equal intervals.
+
+    Empty without a global batch or with fewer than two steps.
+    """
+    steps, computed = report.steps, amounts_per_step(report)
     if not computed or len(steps) < 2:
         return []
-    begin, end = begun_at_s(steps), steps[-1].at_s
+    begin, end = started_at_s(steps), steps[-1].at_s
     width = max(end - begin, 1e-9) / bins
     sums = [0.0] * bins
     for at_s, amount in zip(committed_at_s(steps), computed, strict=True):
         sums[min(bins - 1, max(0, int((at_s - begin) / width)))] += amount
-    # Where steps are few, a bin would count single ones: several bins together.
+    # With few steps an interval would hold single steps, so several intervals are averaged together.
     return _together(sums, begin, width, max(1, round(4 * bins / len(steps))))
 
 
 def median_throughput(report: Report) -> str:
-    """``51,200 tokens/s`` of a step of median duration; empty where that is unknown."""
+    """Return the throughput of a step of median duration, such as ``51,200 tokens/s``; empty if unknown."""
     speeds = sorted(
         amount / step.step_s
-        for step, amount in zip(report.steps, amounts(report), strict=False)
+        for step, amount in zip(report.steps, amounts_per_step(report), strict=False)
         if step.step_s and amount
     )
     if not speeds:
@@ -74,7 +78,7 @@ def median_throughput(report: Report) -> str:
 
 
 def learning_rates(report: Report) -> Series:
-    """The learning rate of each step; empty where it is unknown or never changes."""
+    """Return the learning rate of each step; empty if it is unknown or never changes."""
     times = committed_at_s(report.steps)
     series = [
         (at_s, step.learning_rate)
@@ -84,16 +88,18 @@ def learning_rates(report: Report) -> Series:
     return series if len({value for _, value in series}) > 1 else []
 
 
-def evaluated(report: Report) -> Series:
-    """The loss of each evaluation, where it was a finite number."""
+def evaluation_losses(report: Report) -> Series:
+    """Return the finite losses of the evaluations."""
     return [(one.at_s, one.loss) for one in report.evaluations if one.loss is not None]
 
 
-def goodput(report: Report) -> Series:
-    """Behind each step: the part of the time since the first began that went into steps that last, 0 to 1."""
+def goodput_series(report: Report) -> Series:
+    """Return after each step the share (0 to 1) of the time since the first step began that went into lasting
+    steps.
+    """
     if not report.steps:
         return []
-    begin, useful_s, series = begun_at_s(report.steps), 0.0, []
+    begin, useful_s, series = started_at_s(report.steps), 0.0, []
     for step, at_s in zip(report.steps, committed_at_s(report.steps), strict=True):
         useful_s += step.step_s or 0.0
         elapsed_s = at_s - begin

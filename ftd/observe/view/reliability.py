@@ -1,4 +1,4 @@
-"""``ftd reliability``: the answers as a table and three sentences."""
+"""Renders the answers of ``ftd reliability``: a table and three sentences."""
 
 from typing import Any
 
@@ -16,8 +16,8 @@ _ROWS = (
 )
 
 
-def render_reliability(question: ReliabilityInput, told: JsonMap) -> RenderableType:
-    """:param told: what ``ftd reliability --json`` prints."""
+def render_reliability(question: ReliabilityInput, answers: JsonMap) -> RenderableType:
+    """Return the table and the sentences. :param answers: what ``ftd reliability --json`` prints."""
     protection = question.protection
     table = plain_table()
     table.add_column("state in host memory")
@@ -29,7 +29,7 @@ def render_reliability(question: ReliabilityInput, told: JsonMap) -> RenderableT
     ):
         table.add_column(title, justify="right", no_wrap=True)
     for key, title in _ROWS:
-        curve = told[key]
+        curve = answers[key]
         table.add_row(
             title,
             f"{curve['survival_1_day']:.4g}",
@@ -42,23 +42,26 @@ def render_reliability(question: ReliabilityInput, told: JsonMap) -> RenderableT
         f"{protection.losses}"
     )
     return Group(
-        Text.assemble(("Reliability", "bold"), (f"  {shape}", "dim")), table, "", *_sentences(question, told)
+        Text.assemble(("Reliability", "bold"), (f"  {shape}", "dim")),
+        table,
+        "",
+        *_sentences(question, answers),
     )
 
 
-def _sentences(question: ReliabilityInput, told: JsonMap) -> list[Text]:
-    repaired = told["with_repair"]
+def _sentences(question: ReliabilityInput, answers: JsonMap) -> list[Text]:
+    repaired = answers["with_repair"]
     horizon = f"{question.horizon_days:g} days"
     rate = repaired["losses_per_day"]
     lost = f"once in {days(1 / rate)}" if rate else "never"
     lines = [
-        f"Persist snapshots from memory at least every {days(told['with_protection']['safe_days'])}: until "
+        f"Persist snapshots from memory at least every {days(answers['with_protection']['safe_days'])}: until "
         f"then they survive with probability {question.threshold:g} even if no lost node is replaced.",
         f"If a lost node is replaced within {question.repair_days * 24:g} h: "
         f"{repaired['node_failures_per_day']:.3g} node failures a day, and a group loses more than it can "
         f"decode {lost}; {horizon} without that: {repaired['horizon_survival']:.4g}.",
     ]
-    found: Any = told["smallest_f"]
+    found: Any = answers["smallest_f"]
     if found is None:
         lines.append(f"No sensible number of spare replicas gets a job through {horizon}: repair sooner.")
     else:
@@ -70,7 +73,7 @@ def _sentences(question: ReliabilityInput, told: JsonMap) -> list[Text]:
 
 
 def days(value: float | None) -> str:
-    """Days, or the unit below that reads well."""
+    """Return a number of days in years, days, hours or minutes, whichever reads best."""
     if value is None:
         return "for ever"
     if value >= 1000:

@@ -1,7 +1,7 @@
-"""Makes the report out of the public events and states of a run.
+"""Builds the report of a run from its public events and states.
 
-Everything is matched when the report is built, not as it arrives: MQTT may deliver twice, and the event of
-an injected fault may come after the recovery that it caused.
+Events are related to each other when the report is built, not as they arrive: MQTT may deliver an event
+twice, and the event of an injected fault may arrive after the recovery that it caused.
 """
 
 import math
@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from ftd.observe.run_model import FAILURE_CAUSES, Detection, Evaluated, RunModel, StepCommitted
+from ftd.observe.run_model import FAILURE_CAUSES, DetectionFact, EvaluatedFact, RunModel, StepCommittedFact
 from ftd.observe.run_model import RecoveryDetails as Completed
 from ftd.observe.view.document import (
     FinalState,
@@ -38,23 +38,23 @@ _CHANGE_HOW = {
     "protection_changed": "request",
     "resumed": "prepared",
 }
-"""What sets a change in motion that is no failure."""
+"""What starts a change that is not a failure."""
 _SAME_MOMENT_S = 0.05
 
 
 def build_report(run: RunModel) -> Report:
-    """Return the report of all that was seen of a run so far."""
+    """Return the report of everything that was seen of a run so far."""
     return _Builder(run).build()
 
 
 class _Builder:
-    """Renders a run as a report: its times count from the first event."""
+    """Renders a run; its times count from the first event."""
 
     def __init__(self, run: RunModel) -> None:
         self._run = run
 
     def build(self) -> Report:
-        """The report of all that was seen so far."""
+        """Return the report of everything that was seen so far."""
         run, job, end = self._run, self._run.job, self._run.ended
         owners = _attribute(run)
         recoveries = [
@@ -68,7 +68,7 @@ class _Builder:
             job=ReportedJob(name=job.name, job_id=job.id, steps=job.steps, global_batch=job.global_batch),
             outcome=_OUTCOMES[end.event] if end else "unfinished",
             outcome_reason=end.reason if end else "the run ended before the job did",
-            started_at=run.began,
+            started_at=run.first_event_time,
             duration_s=self._since(run.last_at),
             steps=steps,
             start=next((r for r in recoveries if r.cause == "start"), None),
@@ -92,15 +92,15 @@ class _Builder:
                 loss=steps[-1].loss if steps else None,
                 checksum=end.checksum if end else None,
             ),
-            snapshots=self._kept_of("snapshots"),
-            checkpoints=self._kept_of("checkpoints"),
+            snapshots=self._summarise_saves("snapshots"),
+            checkpoints=self._summarise_saves("checkpoints"),
             evaluations=tuple(self._evaluation(one) for one in run.exclude_undone(run.evaluations)),
         )
 
-    def _kept_of(self, kind: str) -> SaveSummary:
-        told = sorted((one for one in self._run.saves if one.kind == kind), key=lambda one: one.at)
-        completed = [one for one in told if one.completed]
-        given_up = [one for one in told if not one.completed]
+    def _summarise_saves(self, kind: str) -> SaveSummary:
+        details = sorted((one for one in self._run.saves if one.kind == kind), key=lambda one: one.at)
+        completed = [one for one in details if one.completed]
+        given_up = [one for one in details if not one.completed]
         newest = completed[-1] if completed else None
         took = sorted(one.took_s for one in completed if one.took_s is not None)
         stalls = [one.stall_s for one in completed if one.stall_s is not None]
@@ -118,85 +118,87 @@ class _Builder:
         )
 
     def _since(self, at: float) -> float:
-        began_at = self._run.began_at
+        began_at = self._run.first_at
         return round(at - began_at, 6) if began_at is not None else 0.0
 
-    def _evaluation(self, said: Evaluated) -> ReportedEvaluation:
+    def _evaluation(self, fact: EvaluatedFact) -> ReportedEvaluation:
         return ReportedEvaluation(
-            step=said.step,
-            loss=_finite(said.loss),
-            weight=_finite(said.weight),
-            metrics={name: _finite(value) for name, value in (said.metrics or {}).items()},
-            took_s=_finite(said.took_s),
-            generation=said.generation,
-            at_s=self._since(said.at),
+            step=fact.step,
+            loss=_finite(fact.loss),
+            weight=_finite(fact.weight),
+            metrics={name: _finite(value) for name, value in (fact.metrics or {}).items()},
+            took_s=_finite(fact.took_s),
+            generation=fact.generation,
+            at_s=self._since(fact.at),
         )
 
-    def _step(self, said: StepCommitted) -> ReportedStep:
+    def _step(self, fact: StepCommittedFact) -> ReportedStep:
         return ReportedStep(
-            step=said.step,
-            loss=_finite(said.loss),
-            gradient_norm=_finite(said.gradient_norm),
-            skipped=bool(said.skipped),
-            step_s=_finite(said.step_s),
-            generation=said.generation,
-            at_s=self._since(said.at),
-            learning_rate=_finite(said.learning_rate) or None,
-            weight=_finite(said.weight),
+            step=fact.step,
+            loss=_finite(fact.loss),
+            gradient_norm=_finite(fact.gradient_norm),
+            skipped=bool(fact.skipped),
+            step_s=_finite(fact.step_s),
+            generation=fact.generation,
+            at_s=self._since(fact.at),
+            learning_rate=_finite(fact.learning_rate) or None,
+            weight=_finite(fact.weight),
         )
 
-    def _recovery(self, told: Completed, faults: Sequence[tuple[str | None, float]]) -> ReportedRecovery:
-        detected_at = told.detected_at
+    def _recovery(self, details: Completed, faults: Sequence[tuple[str | None, float]]) -> ReportedRecovery:
+        detected_at = details.detected_at
         fault_at = min([at for _, at in faults], default=None)
         if fault_at is None:
-            fault_at = told.fault_at
-        if fault_at is not None and fault_at > detected_at:  # it struck when the recovery was under way
+            fault_at = details.fault_at
+        if (
+            fault_at is not None and fault_at > detected_at
+        ):  # It took effect while the recovery was in progress.
             fault_at = None
         waited_ms = detected_ms = None if fault_at is None else (detected_at - fault_at) * 1000
-        how = self._noticed_by(told)
-        if told.cause == "resumed" and fault_at is not None:
-            # It was noticed before the pause that this ended.
+        how = self._noticed_by(details)
+        if details.cause == "resumed" and fault_at is not None:
+            # It was noticed before the pause that this recovery ended.
             known = [d for node, at in faults if (d := self._detection(node, at, detected_at))]
             if known:
                 first = min(known, key=lambda one: one.detected_at)
                 how, detected_ms = first.how, (first.detected_at - fault_at) * 1000
         measured_from: Literal["fault", "detection"] = "detection" if fault_at is None else "fault"
         return ReportedRecovery(
-            cause=told.cause,
-            node=next(iter(told.nodes), None),
-            nodes=tuple(told.nodes),
+            cause=details.cause,
+            node=next(iter(details.nodes), None),
+            nodes=tuple(details.nodes),
             detected_how=how,
             measured_from=measured_from,
             at_s=self._since(detected_at),
             detected_ms=_rounded(detected_ms),
-            quiesce_ms=round(told.quiesce_ms, 3),
-            plan_ms=round(told.plan_ms, 3),
-            state_ms=round(told.state_ms, 3),
-            resume_ms=round(told.resume_ms, 3),
-            total_ms=round((waited_ms or 0.0) + told.total_ms, 3),
-            commit_gap_ms=self._gap_ms(told.step),
-            rolled_back_steps=told.rolled_back_steps,
-            recomputed_steps=told.recomputed_steps,
-            tier=told.tier,
-            bytes_moved=told.bytes_moved,
-            method=told.method or "",
-            reason=told.reason or "",
-            decision=self._run.decisions.get(told.generation),
-            generation=told.generation,
-            generations_tried=told.generations_tried,
-            step=told.step,
-            pipelines_before=_pipelines(told.pipelines_before),
-            pipelines_after=_pipelines(told.pipelines_after),
+            quiesce_ms=round(details.quiesce_ms, 3),
+            plan_ms=round(details.plan_ms, 3),
+            state_ms=round(details.state_ms, 3),
+            resume_ms=round(details.resume_ms, 3),
+            total_ms=round((waited_ms or 0.0) + details.total_ms, 3),
+            commit_gap_ms=self._gap_ms(details.step),
+            rolled_back_steps=details.rolled_back_steps,
+            recomputed_steps=details.recomputed_steps,
+            tier=details.tier,
+            bytes_moved=details.bytes_moved,
+            method=details.method or "",
+            reason=details.reason or "",
+            decision=self._run.decisions.get(details.generation),
+            generation=details.generation,
+            generations_tried=details.generations_tried,
+            step=details.step,
+            pipelines_before=_pipelines(details.pipelines_before),
+            pipelines_after=_pipelines(details.pipelines_after),
         )
 
-    def _noticed_by(self, told: Completed) -> str | None:
-        """Return how the node of a lost trainer noticed it, and otherwise what the coordinator says."""
-        if told.cause == "trainer_lost" and told.nodes:
-            begun_at = told.detected_at
-            first = self._detection(told.nodes[0], begun_at - _SAME_MOMENT_S, begun_at + _SAME_MOMENT_S)
+    def _noticed_by(self, details: Completed) -> str | None:
+        """Return how the node of a lost trainer noticed the loss, or else what the coordinator reports."""
+        if details.cause == "trainer_lost" and details.nodes:
+            begun_at = details.detected_at
+            first = self._detection(details.nodes[0], begun_at - _SAME_MOMENT_S, begun_at + _SAME_MOMENT_S)
             if first is not None:
                 return first.how
-        return told.detected_how or _CHANGE_HOW.get(told.cause)
+        return details.detected_how or _CHANGE_HOW.get(details.cause)
 
     def _gap_ms(self, step: int) -> float | None:
         before, after = self._run.steps.get(step), self._run.steps.get(step + 1)
@@ -209,8 +211,8 @@ class _Builder:
         detected_ms = None if detected is None else (detected.detected_at - at) * 1000
         total_ms = None
         if generations:
-            told = run.recoveries[generations[0]].recovery
-            total_ms = (told.detected_at - at) * 1000 + told.total_ms
+            details = run.recoveries[generations[0]].recovery
+            total_ms = (details.detected_at - at) * 1000 + details.total_ms
         return ReportedFault(
             fault=run.faults[key].fault,
             target=run.faults[key].target,
@@ -223,34 +225,34 @@ class _Builder:
             generations=tuple(generations),
         )
 
-    def _detection(self, node: str | None, after: float, before: float) -> Detection | None:
+    def _detection(self, node: str | None, after: float, before: float) -> DetectionFact | None:
         hits = [one for one in self._run.detections if one.node == node and after <= one.detected_at < before]
         return min(hits, key=lambda one: one.detected_at, default=None)
 
 
 def _attribute(run: RunModel) -> dict[tuple[str | None, float], list[int]]:
-    """Which recoveries each fault led to, oldest first.
+    """Return the generations of the recoveries that each fault led to, oldest first.
 
     A fault belongs to the first recovery from a failure (or, after ``term``, from a drain) of its node that
     was completed after it, and to all later ones of that node until the node's next fault. So one recovery
-    may have several faults (two nodes at once) and one fault several recoveries (lost, later returned). What
-    goes on after a pause got over all faults since the last one before, whichever nodes they struck.
+    may have several faults (two nodes at once), and one fault several recoveries (lost, later returned). A
+    recovery that ends a pause belongs to all faults since the previous recovery, whichever nodes they hit.
     """
     owners: dict[tuple[str | None, float], list[int]] = {}
     for node, at in run.faults:
         until = min((t for n, t in run.faults if n == node and t > at), default=math.inf)
-        mine = owners.setdefault((node, at), [])
+        owned = owners.setdefault((node, at), [])
         ended_at = -math.inf
         for generation, one in sorted(run.recoveries.items()):
-            told = one.recovery
-            before, ended_at = ended_at, told.completed_at
-            if told.cause == "resumed" and not mine and before <= at <= told.detected_at:
-                mine.append(generation)
+            details = one.recovery
+            before, ended_at = ended_at, details.completed_at
+            if details.cause == "resumed" and not owned and before <= at <= details.detected_at:
+                owned.append(generation)
                 continue
-            if node not in told.nodes or told.completed_at < at or told.detected_at >= until:
+            if node not in details.nodes or details.completed_at < at or details.detected_at >= until:
                 continue
-            if mine or told.cause in FAILURE_CAUSES or told.cause == "node_drained":
-                mine.append(generation)
+            if owned or details.cause in FAILURE_CAUSES or details.cause == "node_drained":
+                owned.append(generation)
     return owners
 
 

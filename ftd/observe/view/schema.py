@@ -1,4 +1,6 @@
-"""The JSON Schema of a profile or a report: ``python -m ftd.observe.view.schema profile``, or ``… report``."""
+"""Prints the JSON Schema of a profile or a report: ``python -m ftd.observe.view.schema profile`` or
+``report``.
+"""
 
 import sys
 
@@ -11,7 +13,7 @@ DOCUMENTS = {"profile": ProfileDocument, "report": Report}
 
 
 def schema_of(document: type[msgspec.Struct]) -> bytes:
-    """The schema as indented JSON with a newline at its end."""
+    """Return the schema as indented JSON with a newline at its end."""
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(document)), indent=2) + b"\n"
 
 

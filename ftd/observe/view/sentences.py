@@ -1,4 +1,4 @@
-"""What a recovery was, in sentences: for the summary, the report's page and ``ftd story``."""
+"""Describes recoveries in sentences, for the summary, the report's page and ``ftd story``."""
 
 from datetime import datetime, timedelta
 
@@ -6,14 +6,14 @@ from ftd.observe.view.document import Report, ReportedRecovery
 from ftd.observe.view.text import CAUSE_WORDS, TIER_WORDS, format_duration, format_size, how_words, plural
 
 _DECISIONS = {
-    "roll_forward": "every rank held complete gradients of step {next}: all applied it, nothing was redone",
-    "redo": "no rank had passed the vote of step {next}, so all did it again",
-    "boundary": "all stopped together behind step {step}",
+    "roll_forward": "every rank held complete gradients of step {next}: all applied it, and nothing was computed again",
+    "redo": "no rank had passed the vote of step {next}, so all computed it again",
+    "boundary": "all stopped together after step {step}",
 }
 
 
-def what_happened(recovery: ReportedRecovery, report: Report) -> tuple[str, str, str]:
-    """Who, what became of them, and the faults that were injected to that end, in brackets, or nothing."""
+def describe_change(recovery: ReportedRecovery, report: Report) -> tuple[str, str, str]:
+    """Return who was concerned, what happened to them, and the injected faults in parentheses, if any."""
     faults = [f for f in report.faults if f.generations[:1] == (recovery.generation,)]
     injected = f" ({', '.join(dict.fromkeys(f.fault for f in faults))})" if faults else ""
     words = CAUSE_WORDS.get(recovery.cause, recovery.cause)
@@ -25,38 +25,40 @@ def what_happened(recovery: ReportedRecovery, report: Report) -> tuple[str, str,
     return words, f" with {who}" if who else "", injected
 
 
-def uneventful(report: Report) -> str:
-    """Of a run without recoveries."""
+def describe_uneventful_run(report: Report) -> str:
+    """Return a sentence about a run without recoveries."""
     if not report.steps:
         return "No step was committed."
     if report.pauses:
-        return "No recovery came to its end: the cluster paused."
+        return "No recovery was completed: the cluster paused."
     return "No failure, no join, no drain: one plan from the first step on."
 
 
-def decided(recovery: ReportedRecovery) -> str | None:
-    """What became of the steps: those undone, or the one in flight."""
+def describe_decision(recovery: ReportedRecovery) -> str | None:
+    """Return what happened to the undone steps or to the step in flight."""
     if recovery.rolled_back_steps:
         source = TIER_WORDS.get(recovery.tier, recovery.tier)
         undone = plural(recovery.rolled_back_steps, "committed step")
         return (
-            f"no live replica was left: back to step {recovery.step} by {source}; {undone} undone, and "
-            "done again"
+            f"no live replica was left: back to step {recovery.step} with {source}; "
+            f"{undone} undone and computed again"
         )
     sentence = _DECISIONS.get(recovery.decision or "")
     return sentence.format(step=recovery.step, next=_in_flight(recovery)) if sentence else None
 
 
-def tries(recovery: ReportedRecovery) -> str | None:
-    """Said where one generation did not suffice."""
+def describe_attempts(recovery: ReportedRecovery) -> str | None:
+    """Return a sentence if the recovery took more than one generation."""
     if recovery.generations_tried < 2:
         return None
     return f"{recovery.generations_tried} generations: more changed before a step was committed"
 
 
 def describe_recovery(recovery: ReportedRecovery, report: Report) -> list[str]:
-    """The whole story of one recovery: what was noticed, stopped, decided, moved, and when it was over."""
-    who, became, injected = what_happened(recovery, report)
+    """Return the sentences of one recovery: what was noticed, stopped, decided and moved, and how long it
+    took.
+    """
+    who, became, injected = describe_change(recovery, report)
     noticed = how_words(recovery.detected_how)
     if recovery.detected_ms is not None:
         noticed += f", {_ms(recovery.detected_ms)} after the fault"
@@ -66,20 +68,20 @@ def describe_recovery(recovery: ReportedRecovery, report: Report) -> list[str]:
         f"noticed by: {noticed}.",
         _stopped(recovery),
         f"The plan took {_ms(recovery.plan_ms)} ({recovery.method or 'as before'}): "
-        f"{recovery.reason.rstrip('.') or 'no reason was told'}.",
+        f"{recovery.reason.rstrip('.') or 'no reason was given'}.",
         _moved(recovery),
         f"Step {recovery.step + 1} was committed {_ms(recovery.resume_ms)} later: in all "
         f"{_ms(recovery.total_ms)} from {begin}, "
         f"{plural(recovery.rolled_back_steps, 'committed step')} lost, "
         f"{plural(recovery.recomputed_steps, 'step')} in flight computed again.",
     ]
-    if (more := tries(recovery)) is not None:
+    if (more := describe_attempts(recovery)) is not None:
         parts.append(f"It took {more}.")
     return parts
 
 
 def _stopped(recovery: ReportedRecovery) -> str:
-    why = decided(recovery)
+    why = describe_decision(recovery)
     stopped = f"All others had stopped and reported after {_ms(recovery.quiesce_ms)}"
     return f"{stopped}: {why}." if why else f"{stopped}."
 
@@ -104,5 +106,5 @@ def _clock(report: Report, at_s: float) -> str:
 
 
 def _in_flight(recovery: ReportedRecovery) -> int:
-    """The step that was in flight: after a roll-forward it is the one that was resumed from."""
+    """Return the step that was in flight: after a roll-forward, the one from which training continued."""
     return recovery.step if recovery.decision == "roll_forward" else recovery.step + 1

@@ -1,4 +1,4 @@
-"""``ftd status``: the cluster as its retained public state tells it, on one page."""
+"""Renders ``ftd status``: the cluster's retained public state on one page."""
 
 from datetime import datetime
 
@@ -26,16 +26,16 @@ _MEANINGS = {
     "RECOVERING": "starting under a new plan",
     "PAUSED": "too few nodes; the survivors hold their state and wait",
     "FINISHED": "all steps are done",
-    "FAILED": "the job cannot go on",
-    "UNREACHABLE": "no coordinator; trainers go on by themselves",
+    "FAILED": "the job cannot continue",
+    "UNREACHABLE": "no coordinator; training continues without it",
 }
 _BAR_WIDTH = 24
 MOST = 10_000
-"""A status page leaves nothing out, unlike the live view, which must fit a screen."""
+"""A status page shows everything, unlike the live view, which must fit a screen."""
 
 
 def render_status(state: JsonMap) -> RenderableType:
-    """Phase, job, nodes and pipelines."""
+    """Return phase, job, nodes and pipelines."""
     phase = str(state.get("phase", "WAITING"))
     colours = NodeColours()
     table = node_table(state, colours, most=MOST)
@@ -47,7 +47,7 @@ def render_status(state: JsonMap) -> RenderableType:
         Text.assemble((phase, PHASE_STYLES.get(phase, "white")), f"  {_meaning(state, phase)}"),
     )
     if waiting := waiting_words(state):
-        head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("because", "", waiting)
+        head, _, why = waiting.partition(" ") if phase != "PAUSED" else ("reason", "", waiting)
         grid.add_row(head, Text(why, style="yellow"))
     if planning := state.get("planning"):
         done, total = int(planning["done"]), int(planning["total"])
@@ -79,29 +79,31 @@ def render_status(state: JsonMap) -> RenderableType:
 
 
 def _meaning(state: JsonMap, phase: str) -> str:
-    """Of a job that is over, how it ended; of a cluster that nobody leads, why."""
+    """Return what the phase means; for a finished or failed job and for a missing coordinator, also why."""
     meaning = _MEANINGS.get(phase, "")
-    if said := str(state.get("outcome") or state.get("reason") or ""):
-        return {"FINISHED": said, "FAILED": f"{meaning}: {said}", "UNREACHABLE": f"{said}; {meaning}"}.get(
-            phase, meaning
-        )
+    if reason := str(state.get("outcome") or state.get("reason") or ""):
+        return {
+            "FINISHED": reason,
+            "FAILED": f"{meaning}: {reason}",
+            "UNREACHABLE": f"{reason}; {meaning}",
+        }.get(phase, meaning)
     return meaning
 
 
 def _snapshot(state: JsonMap, snapshot: JsonMap) -> str:
-    """``step 40, 12 s old, aec, on 4 nodes``; and how many of its parts are gone."""
+    """Return a text such as ``step 40, 12 s old, aec, on 4 nodes``, and how many of its parts are lost."""
     age_s = (_time(state["at"]) - _time(snapshot["at"])).total_seconds()
     owners, present = int(snapshot["owners"]), int(snapshot["present"])
     words = f"step {snapshot['step']}, {format_duration(max(0.0, age_s))} old, {snapshot['protection']}, "
-    lost = f" ({owners - present} gone)" if present < owners else ""
+    lost = f" ({owners - present} lost)" if present < owners else ""
     return words + f"on {owners} node{'s' if owners != 1 else ''}{lost}"
 
 
 def _checkpoint(checkpoint: JsonMap) -> str:
-    """``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
+    """Return a text such as ``step 1000, 1.2 GiB, in /checkpoints/gpt; writing step 2000``."""
     step, writing = checkpoint["step"], checkpoint["writing_step"]
-    there = "none yet" if step is None else f"step {step}, {format_size(checkpoint['size_bytes'])}"
-    return f"{there}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
+    newest = "none yet" if step is None else f"step {step}, {format_size(checkpoint['size_bytes'])}"
+    return f"{newest}, in {checkpoint['url']}" + (f"; writing step {writing}" if writing is not None else "")
 
 
 def _time(stamp: str) -> datetime:

@@ -1,9 +1,9 @@
-"""``ftd story NODE``: what happened to a node, and why.
+"""Renders ``ftd story NODE``: what happened to a node, and why.
 
-Every event carries the id of what caused it (``cause``). A recovery spans several causes, since each
-answer of a node is a new fact, but its events carry its generation. So the events are put into chapters:
-same cause, same chapter; a step of a recovery goes to the chapter in which its generation began. A chapter
-belongs to a node's story when any of its events names the node.
+Every event carries the id of what caused it (``cause``). A recovery spans several causes, since each answer
+of a node is a new fact, but all its events carry its generation. Events are therefore grouped into
+chapters: events with the same cause form a chapter, and the events of a recovery join the chapter in which
+its generation began. A chapter belongs to a node's story if any of its events names the node.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,46 +20,48 @@ _OF_A_RECOVERY = frozenset(
     {"Quiesced", "PlanChosen", "ClusterPaused", "TrainingResumed", "RecoveryCompleted"}
 )
 
-MOST_GENERATIONS = 10_000
-"""Remembered with what they began for, the newest."""
+MAX_GENERATIONS = 10_000
+"""Number of newest generations whose cause is remembered."""
 
 
 def render_story(events: Iterable[JsonMap], node: str) -> RenderableType:
-    """The chapters of ``node``, oldest first; in each, how long after its beginning things happened."""
-    told = chapters(events, node)
-    if not told:
+    """Return the chapters of ``node``, oldest first, with times relative to the chapter's beginning."""
+    found = chapters(events, node)
+    if not found:
         return Text(f"Nothing is known of a node named {node}.", style="yellow")
-    count = sum(len(c) for c in told)
+    count = sum(len(c) for c in found)
     parts: list[RenderableType] = [
         Text.assemble((f"The story of {node}", "bold"), f": {plural(count, 'event')}")
     ]
-    for chapter in told:
+    for chapter in found:
         parts += ["", _title(chapter), _lines(chapter, node)]
     return Group(*parts)
 
 
 def chapters(events: Iterable[JsonMap], node: str) -> list[list[JsonMap]]:
-    """The events of ``node``'s story in chapters, each in order of time; repeated deliveries once."""
+    """Return the events of ``node``'s story in chapters, each in order of time and without repeated
+    deliveries.
+    """
     known = {_identity(e): e for e in events if e.get("event") not in QUIET_EVENTS}
     ordered = sorted(known.values(), key=lambda e: float(e["monotonic"]))
     index = ChapterIndex()
     by_cause: dict[str, list[JsonMap]] = {}
     for event in ordered:
         by_cause.setdefault(index.of(event), []).append(event)
-    return [chapter for chapter in by_cause.values() if any(names(e, node) for e in chapter)]
+    return [chapter for chapter in by_cause.values() if any(concerns(e, node) for e in chapter)]
 
 
 class ChapterIndex:
-    """Which chapter each event belongs to; it is shown them in order of time."""
+    """Assigns events to chapters; events must be passed in order of time."""
 
     def __init__(self) -> None:
         self._beginnings: dict[Any, str] = {}
 
     def of(self, event: JsonMap) -> str:
-        """The cause that the chapter goes by: of a step of a recovery, what its generation began for."""
+        """Return the cause that identifies the event's chapter; in a recovery, the cause of its generation."""
         cause, generation = str(event["cause"]), event.get("generation")
         if event["event"] == "GenerationStarted" and generation is not None:
-            while len(self._beginnings) >= MOST_GENERATIONS:
+            while len(self._beginnings) >= MAX_GENERATIONS:
                 del self._beginnings[next(iter(self._beginnings))]
             self._beginnings.setdefault(generation, cause)
         if event["event"] in _OF_A_RECOVERY:
@@ -67,8 +69,8 @@ class ChapterIndex:
         return cause
 
 
-def names(event: JsonMap, node: str) -> bool:
-    """True when the event is about this node: its own, or in the list of a recovery's nodes."""
+def concerns(event: JsonMap, node: str) -> bool:
+    """Return whether the event is about this node: as its own node, or among the nodes of a recovery."""
     recovery = (event.get("details") or {}).get("recovery") or {}
     return event.get("node") == node or node in recovery.get("nodes", ())
 
@@ -95,12 +97,12 @@ def _lines(chapter: Sequence[JsonMap], node: str) -> Table:
     grid.add_column(overflow="fold")
     for index, event in enumerate(chapter):
         after_s = float(event["monotonic"]) - begun_s
-        mine = names(event, node)
+        concerned = concerns(event, node)
         line = event_line(event, with_clock=False)
         line.no_wrap = False
         grid.add_row(
             "" if index == 0 else f"+{format_duration(after_s)}",
-            Text("▌" if mine else "│", style="bold" if mine else "dim"),
+            Text("▌" if concerned else "│", style="bold" if concerned else "dim"),
             line,
         )
     return grid

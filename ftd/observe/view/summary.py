@@ -1,4 +1,4 @@
-"""The summary of a run: what failed, what was decided and why, and what it cost."""
+"""Renders the summary of a run: what failed, what was decided and why, and what it cost."""
 
 from collections.abc import Sequence
 
@@ -10,11 +10,16 @@ from rich.table import Table
 from rich.text import Text
 
 from ftd.observe.run_model import is_failure
-from ftd.observe.view.blocks import natural, pipeline_lines, plain_table
+from ftd.observe.view.blocks import natural_key, pipeline_lines, plain_table
 from ftd.observe.view.document import Report, ReportedFault, ReportedPipeline, ReportedRecovery, SaveSummary
 from ftd.observe.view.live.chart import LossHistory, loss_chart
 from ftd.observe.view.rates import median_throughput
-from ftd.observe.view.sentences import decided, tries, uneventful, what_happened
+from ftd.observe.view.sentences import (
+    describe_attempts,
+    describe_change,
+    describe_decision,
+    describe_uneventful_run,
+)
 from ftd.observe.view.text import (
     NodeColours,
     format_duration,
@@ -35,11 +40,11 @@ _OUTCOME_STYLES = {
 }
 CHART_HEIGHT = 5
 _WIDE = 97
-"""Columns that the table needs with all of its columns."""
+"""Columns that the table needs to show all of its columns."""
 
 
 def render_summary(report: Report) -> RenderableType:
-    """Everything at a glance; readable from 80 columns on, better with 100 and more."""
+    """Return the whole summary; readable from 80 columns on, better with 100."""
     parts: list[RenderableType] = [_headline(report)]
     if report.recoveries:
         parts += [
@@ -47,15 +52,15 @@ def render_summary(report: Report) -> RenderableType:
             Text.assemble(("Failures and changes", "bold"), ("  times in milliseconds", "dim")),
             _RecoveryTable(report),
         ]
-        parts += ["", Text("What was decided, and why", style="bold"), _decisions(report)]
+        parts += ["", Text("Decisions and their reasons", style="bold"), _decisions(report)]
     else:
-        parts += ["", Text(uneventful(report))]
-    unanswered = [f for f in report.faults if not f.generations]
-    if unanswered:
+        parts += ["", Text(describe_uneventful_run(report))]
+    unmatched = [f for f in report.faults if not f.generations]
+    if unmatched:
         parts += [
             "",
-            Text("Injected faults that no recovery followed", style="bold"),
-            _unanswered(unanswered),
+            Text("Injected faults without a recovery", style="bold"),
+            _unmatched(unmatched),
         ]
     for pause in report.pauses:
         parts.append(Text(f"Paused after {format_duration(pause.at_s)}: {pause.reason}", style="yellow"))
@@ -74,7 +79,7 @@ def _headline(report: Report) -> RenderableType:
     why = report.outcome_reason if report.outcome != "finished" else ""
     if report.under_way:
         grid.add_row(
-            "outcome", Text.assemble(("under way", style), f" for {format_duration(report.duration_s)}")
+            "outcome", Text.assemble(("running", style), f" for {format_duration(report.duration_s)}")
         )
     else:
         took = f" after {format_duration(report.duration_s)}  "
@@ -90,9 +95,9 @@ def _headline(report: Report) -> RenderableType:
     _add_skipped(grid, report)
     others = plural(len(report.recoveries) - len(failures), "other change")
     grid.add_row("changes", f"{plural(len(failures), 'failure')}, {others}{_worst(failures)}")
-    _add_kept(grid, "snapshots", report.snapshots, "in the nodes' memory")
-    _add_kept(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.protection_or_location}")
-    none = "none: the job goes on" if report.under_way else "none: the job did not finish"
+    _add_saves(grid, "snapshots", report.snapshots, "in the nodes' memory")
+    _add_saves(grid, "checkpoints", report.checkpoints, f"in {report.checkpoints.protection_or_location}")
+    none = "none: the job is still running" if report.under_way else "none: the job did not finish"
     grid.add_row("checksum", Text(report.final.checksum or none, overflow="fold"))
     parts: list[RenderableType] = [grid]
     if report.steps:
@@ -102,7 +107,7 @@ def _headline(report: Report) -> RenderableType:
 
 
 def _add_evaluations(grid: Table, report: Report) -> None:
-    """A line where the job was evaluated on held-out data."""
+    """Add a row if the job was evaluated on held-out data."""
     if not report.evaluations:
         return
     first, last = report.evaluations[0], report.evaluations[-1]
@@ -112,31 +117,38 @@ def _add_evaluations(grid: Table, report: Report) -> None:
         else format_number(last.loss)
     )
     times = plural(len(report.evaluations), "evaluation")
-    said = ", ".join(filter(None, [f"{times}, the last after step {last.step}", metrics_words(last.metrics)]))
-    grid.add_row("held out", f"{trend}   ({said})")
+    text_of = ", ".join(
+        filter(None, [f"{times}, the last after step {last.step}", metrics_words(last.metrics)])
+    )
+    grid.add_row("held out", f"{trend}   ({text_of})")
 
 
 def _add_skipped(grid: Table, report: Report) -> None:
-    """A line where some step updated nothing."""
+    """Add a row if some step updated nothing."""
     skipped = [s.step for s in report.steps if s.skipped]
     if skipped:
         where = f"step {skipped[0]}" if len(skipped) == 1 else f"steps {skipped[0]} to {skipped[-1]}"
-        said = f"{len(skipped)} of {len(report.steps)} skipped: gradients were not finite ({where})"
-        grid.add_row("updates", Text(said, style="yellow"))
+        text_of = f"{len(skipped)} of {len(report.steps)} skipped: gradients were not finite ({where})"
+        grid.add_row("updates", Text(text_of, style="yellow"))
 
 
-def _add_kept(grid: Table, title: str, kept: SaveSummary, where: str) -> None:
-    """A line where there were any; why one failed, where one did."""
-    if not kept.completed and not kept.abandoned:
+def _add_saves(grid: Table, title: str, saves: SaveSummary, where: str) -> None:
+    """Add a row if there were any, with the reason if one was abandoned."""
+    if not saves.completed and not saves.abandoned:
         return
     text = Text("none")
-    if kept.completed:
-        said = f"{kept.completed} {where}, the newest of step {kept.newest_step}"
-        facts = [kept.protection_or_location] if title == "snapshots" and kept.protection_or_location else []
-        facts += [format_size(kept.size_bytes)] if kept.size_bytes else []
-        text = Text(f"{said} ({', '.join(facts)})" if facts else said)
-    if kept.abandoned:
-        text.append(f"; {kept.abandoned} given up, the last: {kept.last_abandon_reason}", style="yellow")
+    if saves.completed:
+        text_of = f"{saves.completed} {where}, the newest of step {saves.newest_step}"
+        facts = (
+            [saves.protection_or_location] if title == "snapshots" and saves.protection_or_location else []
+        )
+        facts += [format_size(saves.size_bytes)] if saves.size_bytes else []
+        text = Text(f"{text_of} ({', '.join(facts)})" if facts else text_of)
+    if saves.abandoned:
+        text.append(
+            f"; {saves.abandoned} abandoned, the last one because: {saves.last_abandon_reason}",
+            style="yellow",
+        )
     grid.add_row(title, text)
 
 
@@ -144,21 +156,21 @@ def _speed(report: Report) -> str:
     times = sorted(s.step_s for s in report.steps if s.step_s)
     if not times:
         return ""
-    said = [f"median step {format_duration(times[len(times) // 2])}", median_throughput(report)]
+    text_of = [f"median step {format_duration(times[len(times) // 2])}", median_throughput(report)]
     if learning_rate := learning_rate_words(report.steps[-1].learning_rate):
-        said.append(f"learning rate {learning_rate}")
-    return f"   ({', '.join(filter(None, said))})"
+        text_of.append(f"learning rate {learning_rate}")
+    return f"   ({', '.join(filter(None, text_of))})"
 
 
 def _worst(failures: Sequence[ReportedRecovery]) -> str:
     if not failures:
         return ""
     worst = max(failures, key=lambda r: r.total_ms)
-    return f"; at worst {format_duration(worst.total_ms / 1000)} from a failure to the next committed step"
+    return f"; at most {format_duration(worst.total_ms / 1000)} from a failure to the next committed step"
 
 
 class _Chart:
-    """The loss over the whole width, marked where the plan changed."""
+    """The loss over the whole width, with marks where the plan changed."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -179,7 +191,7 @@ class _Chart:
 
 
 class _RecoveryTable:
-    """One row a change. Where it is narrow, who and how are left to the part below."""
+    """One row for each change. A narrow table leaves node and detection to the part below it."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
@@ -229,14 +241,14 @@ def _cells(recovery: ReportedRecovery) -> list[RenderableType]:
 
 
 def _what(recovery: ReportedRecovery, report: Report) -> Text:
-    who, became, injected = what_happened(recovery, report)
+    who, became, injected = describe_change(recovery, report)
     return Text.assemble((who, "bold"), became, (injected, "dim"))
 
 
 def _decisions(report: Report) -> RenderableType:
     parts: list[RenderableType] = []
     colours = NodeColours()
-    for node in sorted(report.processes, key=natural):
+    for node in sorted(report.processes, key=natural_key):
         colours.of(node)
     for index, recovery in enumerate(report.recoveries, start=1):
         grid = Table.grid(padding=(0, 1), expand=True)
@@ -250,9 +262,9 @@ def _decisions(report: Report) -> RenderableType:
         )
         grid.add_row(_number(index, recovery), "what", happened)
         grid.add_row("", "plan", Text(f"{method}{recovery.reason}"))
-        if (sentence := decided(recovery)) is not None:
+        if (sentence := describe_decision(recovery)) is not None:
             grid.add_row("", "state" if recovery.rolled_back_steps else "step", sentence)
-        if (more := tries(recovery)) is not None:
+        if (more := describe_attempts(recovery)) is not None:
             grid.add_row("", "tries", more)
         before = _pipelines(recovery.pipelines_before, colours)
         grid.add_row("", "layout", _Change(before, _pipelines(recovery.pipelines_after, colours)))
@@ -261,7 +273,7 @@ def _decisions(report: Report) -> RenderableType:
 
 
 class _Change:
-    """Pipelines before and after, side by side where there is room, else one below the other."""
+    """Pipelines before and after: next to each other if there is room, else one below the other."""
 
     def __init__(self, before: Text, after: Text) -> None:
         self._before = before
@@ -285,5 +297,5 @@ def _pipelines(pipelines: Sequence[ReportedPipeline], colours: NodeColours) -> T
     return pipeline_lines(msgspec.to_builtins(pipelines), colours)
 
 
-def _unanswered(faults: Sequence[ReportedFault]) -> Text:
+def _unmatched(faults: Sequence[ReportedFault]) -> Text:
     return Text("\n".join(f"{f.fault} {f.node or ''} after {format_duration(f.at_s)}" for f in faults))

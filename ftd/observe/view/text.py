@@ -1,7 +1,7 @@
-"""The words, numbers, symbols and colours that all views share.
+"""Texts, number formats, symbols and colours that all views share.
 
-Pipelines come as the public JSON has them: ``{"stages": [{"first_layer", "end_layer", "devices"}],
-"microbatches"}`` with devices named ``node/index``.
+Pipelines have the form of the public JSON: ``{"stages": [{"first_layer", "end_layer", "devices"}],
+"microbatches"}``, with devices named ``node/index``.
 """
 
 import math
@@ -58,10 +58,10 @@ EVENT_MARKS = {
     "BrokerRestored": ("✔", "green"),
     "LeaderElected": ("✔", "green"),
 }
-"""Every other event gets a dim dot."""
+"""Symbol and style of an event; all others have a dim dot."""
 
 QUIET_EVENTS = frozenset({"StepCommitted", "MessageIgnored"})
-"""Too many to list one by one where people look."""
+"""Events that are too frequent to be listed."""
 
 ROUTINE_EVENTS = frozenset(
     {
@@ -73,16 +73,16 @@ ROUTINE_EVENTS = frozenset(
         "CheckpointExported",
     }
 )
-"""What comes again and again while all is well."""
+"""Events that recur while all is well."""
 
 TIER_WORDS = {
-    "replica": "live replicas, of optimizer state also from those of lost owners",
+    "replica": "live replicas, and AOR replicas of the optimizer state of lost owners",
     "memory": "a snapshot in the nodes' memory",
-    "decoded": "a snapshot in the nodes' memory, parts of it decoded",
-    "buddy": "a snapshot in the nodes' memory, parts of it from copies at buddies",
+    "decoded": "a snapshot in the nodes' memory, with lost parts decoded",
+    "buddy": "a snapshot in the nodes' memory, with lost parts from replica peers",
     "persistent": "a persistent checkpoint",
 }
-"""Where state came from, if not from live replicas alone."""
+"""Where state came from, if not only from live replicas."""
 
 CAUSE_WORDS = {
     "start": "started",
@@ -93,18 +93,18 @@ CAUSE_WORDS = {
     "node_returned": "came back",
     "node_drained": "drained",
     "speed_changed": "changed speed",
-    "protection_changed": "another protection",
+    "protection_changed": "changed its protection",
     "resumed": "enough nodes again",
 }
 
 HOW_WORDS = {
     "last_will": "last will",
     "no_answer": "no answer",
-    "goodbye": "said goodbye",
+    "goodbye": "left",
     "exited": "process exit",
     "raised": "exception",
     "hung": "no progress",
-    "peer": "a peer's word",
+    "peer": "a peer's report",
 }
 
 _NODE_COLOURS = (
@@ -124,7 +124,7 @@ _NODE_COLOURS = (
 
 
 class NodeColours:
-    """A colour for each node that stays its own for the whole run, also after the node is gone."""
+    """A colour for each node that stays the same for the whole run, even after the node is lost."""
 
     def __init__(self) -> None:
         self._given: dict[str, str] = {}
@@ -134,12 +134,12 @@ class NodeColours:
 
 
 def event_words(name: str) -> str:
-    """``NodeLost`` → ``node lost``."""
+    """Return an event's name as words: ``NodeLost`` → ``node lost``."""
     return re.sub(r"(?<!^)(?=[A-Z])", " ", name).lower()
 
 
 def how_words(how: str | None) -> str:
-    """How a failure was noticed, for people; ``–`` where nobody said."""
+    """Return how a failure was noticed; ``–`` if unknown."""
     return HOW_WORDS.get(how, how.replace("_", " ")) if how else "–"
 
 
@@ -148,47 +148,47 @@ def plural(count: int, noun: str, nouns: str | None = None) -> str:
 
 
 def waiting_words(state: JsonMap) -> str:
-    """What has to happen next: of a pause, why there is one; empty while nothing is waited for."""
+    """Return what the cluster waits for, or the reason of a pause; empty if it does not wait."""
     waiting = str(state.get("waiting_for") or "")
     return waiting if state.get("phase") == "PAUSED" or not waiting else f"waiting for {waiting}"
 
 
 def planning_words(state: JsonMap) -> str:
-    """How far the coordinator is with the plans for all numbers of nodes; empty when it is done."""
+    """Return how many of the plans for all numbers of nodes are ready; empty when all are."""
     planning: JsonMap | None = state.get("planning")
     return f"planning {planning['done']} of {planning['total']}" if planning else ""
 
 
 def leader_words(state: JsonMap, most: int = 10_000) -> str:
-    """Which coordinator leads, and who would next; empty where nobody does.
+    """Return which coordinator leads and which would follow; empty if none leads.
 
-    :param most: characters; where names do not fit, numbers stand for them.
+    :param most: largest number of characters; if names do not fit, their number replaces them.
     """
     if not (leader := state.get("leader")):
         return ""
     standbys = [str(name) for name in state.get("standbys") or ()]
-    behind = f"standing by: {', '.join(standbys)}" if standbys else "nobody stands by"
+    followers = f"standing by: {', '.join(standbys)}" if standbys else "no standby"
     ineligible = state.get("ineligible") or {}
-    beside = f"; not able to take over: {', '.join(map(str, ineligible))}" if ineligible else ""
-    told = f"{leader} leads, {behind}{beside}"
-    if len(told) > most:
-        told = f"{leader} leads, standing by: {len(standbys)}"
-        told += f"; not able to take over: {len(ineligible)}" if ineligible else ""
-    return told if len(told) <= most else f"{told[: most - 1]}…"
+    others = f"; ineligible: {', '.join(map(str, ineligible))}" if ineligible else ""
+    text = f"{leader} leads, {followers}{others}"
+    if len(text) > most:
+        text = f"{leader} leads, standing by: {len(standbys)}"
+        text += f"; ineligible: {len(ineligible)}" if ineligible else ""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def ineligible_words(state: JsonMap) -> list[str]:
-    """A sentence for each coordinator that is there and would not take over."""
-    return [f"{name} will not take over: {why}" for name, why in (state.get("ineligible") or {}).items()]
+    """Return a sentence for each coordinator that is present but ineligible to lead."""
+    return [f"{name} cannot take over: {why}" for name, why in (state.get("ineligible") or {}).items()]
 
 
 def layer_range(first_layer: int, end_layer: int) -> str:
-    """The half-open range as people read it, both ends included: ``0–3``."""
+    """Return the half-open range with both ends included: ``0–3``."""
     return str(first_layer) if end_layer - first_layer == 1 else f"{first_layer}–{end_layer - 1}"
 
 
 def format_size(size_bytes: float) -> str:
-    """``0 B``, ``640 KiB``, ``3.2 MiB``."""
+    """Return a size such as ``0 B``, ``640 KiB``, ``3.2 MiB``."""
     value = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -198,14 +198,14 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_milliseconds(value_ms: float | None) -> str:
-    """For a column headed ``ms``: whole from 10 on, one decimal below, ``–`` where unknown."""
+    """Return a time for a column headed ``ms``: whole from 10 on, else one decimal; ``–`` if unknown."""
     if value_ms is None:
         return "–"
     return f"{value_ms:.0f}" if value_ms >= 9.95 else f"{value_ms:.1f}"
 
 
 def format_duration(value_s: float) -> str:
-    """``98 ms``, ``1.24 s``, ``12.4 s``, ``2:05``, ``3:04:05``."""
+    """Return a duration such as ``98 ms``, ``1.24 s``, ``12.4 s``, ``2:05``, ``3:04:05``."""
     if value_s < 1:
         return f"{value_s * 1000:.0f} ms"
     if value_s < 60:
@@ -216,36 +216,38 @@ def format_duration(value_s: float) -> str:
 
 
 def format_number(value: float | None, digits: int = 4) -> str:
-    """A loss or a rate; ``–`` where there is none (yet) and the word itself where it is not finite."""
+    """Return a loss or a rate; ``–`` for ``None``, and ``nan`` or ``inf`` if it is not finite."""
     if value is None:
         return "–"
     return f"{value:.{digits}f}" if math.isfinite(value) else str(value)
 
 
 def format_rate(value: float) -> str:
-    """Something per second: ``0.52``, ``7.3``, ``320``, ``51,200``."""
+    """Return a rate per second such as ``0.52``, ``7.3``, ``320``, ``51,200``."""
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def throughput_words(tokens_per_s: float | None, samples_per_s: float | None) -> str:
-    """``51,200 tokens/s``; samples where the loss has no tokens, and nothing where neither is known."""
+    """Return the throughput, such as ``51,200 tokens/s``; in samples if the loss has no tokens; empty if
+    unknown.
+    """
     if tokens_per_s:
         return f"{format_rate(tokens_per_s)} tokens/s"
     return f"{format_rate(samples_per_s)} samples/s" if samples_per_s else ""
 
 
 def learning_rate_words(value: float | None) -> str:
-    """``0.003``, ``3e-05``; empty where it is unknown, which events call 0."""
+    """Return a learning rate such as ``0.003``, ``3e-05``; empty if it is unknown, which events encode as 0."""
     return f"{value:.3g}" if value else ""
 
 
 def metrics_words(metrics: Mapping[str, float | None] | None) -> str:
-    """``accuracy 0.2500, f1 0.3000``; empty where there are none."""
+    """Return metrics such as ``accuracy 0.2500, f1 0.3000``; empty if there are none."""
     return ", ".join(f"{name} {format_number(value)}" for name, value in (metrics or {}).items())
 
 
 def format_clock(at: str | None) -> str:
-    """The local wall-clock time of an ISO-8601 stamp, to the millisecond."""
+    """Return the local wall-clock time of an ISO-8601 timestamp, to the millisecond."""
     if not at:
         return "--:--:--.---"
     moment = datetime.fromisoformat(at).astimezone()
@@ -253,12 +255,12 @@ def format_clock(at: str | None) -> str:
 
 
 def single_device(pipelines: Iterable[JsonMap]) -> bool:
-    """True where every node in use shows one device: then ``/0`` says nothing and is left out."""
+    """Return whether every node in use has one device; names then omit ``/0``."""
     return all(d.endswith("/0") for p in pipelines for s in p["stages"] for d in s["devices"])
 
 
 def device_names(devices: Sequence[str], *, short: bool) -> str:
-    """``node-0`` (short), ``node-0/1``, ``node-0/0,1``."""
+    """Return the names of devices by node: ``node-0`` (short), ``node-0/1``, ``node-0/0,1``."""
     by_node: dict[str, list[str]] = {}
     for device in devices:
         node, _, index = device.rpartition("/")
@@ -269,11 +271,11 @@ def device_names(devices: Sequence[str], *, short: bool) -> str:
 
 
 def stage_node(stage: JsonMap) -> str:
-    """The node whose devices run this stage (a stage never spans nodes)."""
+    """Return the node whose devices run this stage; a stage never spans nodes."""
     return str(stage["devices"][0]).rpartition("/")[0]
 
 
 def pipeline_name(index: int) -> str:
-    """A, B, …, Z, then A1, B1, …: short enough for a column."""
+    """Return the pipeline's letter: A, B, …, Z, then A1, B1, …."""
     letter = chr(ord("A") + index % 26)
     return letter if index < 26 else f"{letter}{index // 26}"

@@ -1,4 +1,5 @@
-"""A run's own trace as data: the clocks of the hosts put on one scale, Chrome's event format, and sums.
+"""Converts the trace of a run: aligns the clocks of the hosts, writes Chrome's event format, and sums up
+copies.
 
 The format (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU, "Trace Event
 Format") opens in Perfetto (https://ui.perfetto.dev) and in chrome://tracing.
@@ -20,7 +21,7 @@ COPIES = ("copy", "help")
 class TraceSpan:
     kind: str
     began_us: float
-    """From the beginning of the trace."""
+    """Time since the beginning of the trace."""
     took_us: float
     number: int
     size_bytes: int
@@ -32,22 +33,22 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """What one trainer did."""
+    """The spans of one trainer."""
 
     name: str
-    """``node/device``."""
+    """The trainer's device, ``node/device``."""
     rank: int
-    place: str
-    """``pipeline A, stage 2``; empty where it is not known."""
+    position: str
+    """The trainer's position in the plan, such as ``pipeline A, stage 2``; empty if unknown."""
     spans: tuple[TraceSpan, ...]
     dropped: int = 0
 
-    def of(self, *kinds: str) -> list[TraceSpan]:
+    def spans_of(self, *kinds: str) -> list[TraceSpan]:
         return [span for span in self.spans if span.kind in kinds]
 
     @property
     def steps(self) -> set[int]:
-        return {span.number for span in self.of("step")}
+        return {span.number for span in self.spans_of("step")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,37 +56,37 @@ class CopiedBytes:
     """Bytes of snapshots by when they were copied."""
 
     waiting_bytes: int = 0
-    """While the main thread waited for others."""
-    beside_bytes: int = 0
-    """Beside computing."""
+    """Copied while the main thread waited for other ranks."""
+    overlapped_bytes: int = 0
+    """Copied while the main thread computed."""
     stalled_bytes: int = 0
-    """While it waited for this."""
+    """Copied while training waited for the snapshot."""
 
     @property
     def total_bytes(self) -> int:
-        return self.waiting_bytes + self.beside_bytes + self.stalled_bytes
+        return self.waiting_bytes + self.overlapped_bytes + self.stalled_bytes
 
 
-def align_traces(found: Sequence[TraceData], places: dict[str, str]) -> list[RankTrace]:
-    """By rank; times count from the earliest beginning.
+def align_traces(traces: Sequence[TraceData], positions: dict[str, str]) -> list[RankTrace]:
+    """Return the traces ordered by rank, with times since the earliest beginning.
 
-    No rank passes a vote before the last one has come to it, so the ends of a step's vote are one moment on
-    all hosts: the clocks are put right by them.
+    No rank passes a vote before all ranks have reached it, so a step's vote ends at the same moment on all
+    hosts. The clocks are aligned by these moments.
 
-    :param places: ``node/device`` → where in the plan.
+    :param positions: position in the plan by ``node/device``.
     """
     rows = [
         RankTrace(
             name=f"{data.node}/{data.device}",
             rank=data.rank,
-            place=places.get(f"{data.node}/{data.device}", ""),
+            position=positions.get(f"{data.node}/{data.device}", ""),
             spans=tuple(
                 TraceSpan(kind=kind, began_us=began, took_us=took, number=number, size_bytes=size)
                 for kind, began, took, number, size in sorted(data.spans, key=lambda s: (s[1], -s[2]))
             ),
             dropped=data.dropped,
         )
-        for data in sorted(found, key=lambda data: data.rank)
+        for data in sorted(traces, key=lambda data: data.rank)
     ]
     votes = [_votes(row) for row in rows]
     shifts = [_shift(votes[0], theirs) for theirs in votes] if rows else []
@@ -98,26 +99,26 @@ def align_traces(found: Sequence[TraceData], places: dict[str, str]) -> list[Ran
     ]
 
 
-def copied(row: RankTrace) -> CopiedBytes:
-    """A slice that is partly within a wait counts partly."""
-    waits = row.of(*WAITS)
+def sum_copied_bytes(row: RankTrace) -> CopiedBytes:
+    """Sum the copied bytes of a trace. A copy that overlaps a wait in part counts in part."""
+    waits = row.spans_of(*WAITS)
     waiting = total = 0.0
-    for span in row.of("copy"):
+    for span in row.spans_of("copy"):
         inside = sum(max(0.0, min(span.ended_us, w.ended_us) - max(span.began_us, w.began_us)) for w in waits)
         waiting += span.size_bytes * (min(1.0, inside / span.took_us) if span.took_us else 0.0)
         total += span.size_bytes
     return CopiedBytes(
         waiting_bytes=round(waiting),
-        beside_bytes=round(total - waiting),
-        stalled_bytes=sum(span.size_bytes for span in row.of("help")),
+        overlapped_bytes=round(total - waiting),
+        stalled_bytes=sum(span.size_bytes for span in row.spans_of("help")),
     )
 
 
 def chrome_trace(rows: Sequence[RankTrace], *, name: str) -> str:
-    """The whole as JSON text: a process for each rank, with the threads ``main`` and ``copier``."""
+    """Return the traces as JSON text: one process for each rank, with the threads ``main`` and ``copier``."""
     events: list[dict[str, Any]] = []
     for row in rows:
-        label = " · ".join(filter(None, (f"rank {row.rank}", row.name, row.place)))
+        label = " · ".join(filter(None, (f"rank {row.rank}", row.name, row.position)))
         events += [
             _named("process_name", row.rank, 0, label),
             _named("thread_name", row.rank, 0, "main"),
@@ -162,15 +163,17 @@ def _named(what: str, process: int, thread: int, name: str) -> dict[str, Any]:
 
 
 def _votes(row: RankTrace) -> dict[int, float]:
-    """The end of each step's vote."""
+    """Return the end of each step's vote."""
     return {
         step.number: max(ends)
-        for step in row.of("step")
-        if (ends := [v.ended_us for v in row.of("vote") if step.began_us <= v.began_us <= step.ended_us])
+        for step in row.spans_of("step")
+        if (
+            ends := [v.ended_us for v in row.spans_of("vote") if step.began_us <= v.began_us <= step.ended_us]
+        )
     }
 
 
 def _shift(ours: dict[int, float], theirs: dict[int, float]) -> float:
-    """To be added to their times; nothing where there is no vote in common."""
+    """Return the offset to add to their times; 0 without a common vote."""
     both = ours.keys() & theirs.keys()
     return statistics.median(ours[step] - theirs[step] for step in both) if both else 0.0

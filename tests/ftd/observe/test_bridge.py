@@ -1,4 +1,4 @@
-"""The bridge between events and a webhook: real broker, process and HTTP server, which misbehaves."""
+"""The bridge from events to a webhook: a real broker, a real process, and an HTTP server that misbehaves."""
 
 import json
 import os
@@ -19,7 +19,7 @@ import paho.mqtt.publish
 import pytest
 
 from ftd.errors import ConfigurationError
-from ftd.observe.bridge.alert import alert_body
+from ftd.observe.bridge.alert import build_alert
 from ftd.observe.bridge.filters import parse_filter
 from ftd.transport.wire.catalogue import SEVERITIES
 from ftd.transport.wire.contract_examples import DETAILS, envelope
@@ -65,8 +65,8 @@ def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("severity", "'severity' is no term"),
-        ("severity>=warning or x=y", "no term of a filter"),
+        ("severity", "'severity' is not a term"),
+        ("severity>=warning or x=y", "not a term of a filter"),
         ("colour=red", "'colour' cannot be filtered by; event, node and severity can"),
         ("severity=loud", "there is no severity 'loud'; there are info, warning, error, critical"),
         ("event>=NodeLost", ">= goes with severity"),
@@ -74,13 +74,13 @@ def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
         ("event=NodeLots", "no event is named 'NodeLots'"),
     ],
 )
-def test_a_filter_that_is_none_is_refused(text: str, says: str) -> None:
+def test_a_malformed_filter_is_rejected(text: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         parse_filter(text)
 
 
-def test_an_alert_has_what_alertmanagers_has() -> None:
-    body = alert_body(message("NodeLost", "node-2"), "lab")
+def test_an_alert_has_all_fields_of_alertmanager() -> None:
+    body = build_alert(message("NodeLost", "node-2"), "lab")
     [alert] = body["alerts"]
     assert alert["labels"] == {
         "alertname": "NodeLost", "severity": "warning", "cluster": "lab", "job": "ftd", "node": "node-2",
@@ -92,7 +92,7 @@ def test_an_alert_has_what_alertmanagers_has() -> None:
     assert (body["version"], alert["startsAt"]) == ("4", "2026-05-04T12:00:05.003Z")
     assert SEVERITIES.index("warning") == 1
     without = msgspec.structs.replace(message("LeaderLost"), generation=None, step=None)
-    [alert] = alert_body(without, "lab")["alerts"]
+    [alert] = build_alert(without, "lab")["alerts"]
     assert not {"generation", "step"} & alert["annotations"].keys(), "what is not known is left out"
 
 
@@ -100,12 +100,12 @@ def test_an_alert_has_what_alertmanagers_has() -> None:
 
 
 class Webhook:
-    """Answers as it is told: a status, or ``stall``."""
+    """Answers with the given status, or stalls if it is ``stall``."""
 
     def __init__(self) -> None:
         self.answer: int | str = 200
         self.taken: list[str] = []
-        """Fingerprints of what it said yes to."""
+        """Fingerprints of the alerts that it accepted."""
         self.attempts = 0
         self.headers: list[dict[str, str]] = []
         self.woken = threading.Event()
@@ -176,7 +176,7 @@ class BridgeProcess:
         )
 
     def buried(self) -> list[tuple[str, str]]:
-        """Fingerprint and why."""
+        """Return fingerprint and reason of each dead letter."""
         lines = [json.loads(line) for line in self.letters.read_text().splitlines()]
         return [(line["body"]["alerts"][0]["fingerprint"], line["why"]) for line in lines]
 
@@ -210,10 +210,10 @@ def start(tmp_path: Path, mosquitto: RunningBroker, webhook: Webhook) -> Iterato
         one.process.wait()
 
 
-def test_what_the_filter_lets_through_comes_once_and_in_order_however_the_webhook_fails(
+def test_matching_events_arrive_once_and_in_order_despite_a_failing_webhook(
     start: Start, webhook: Webhook, tmp_path: Path
 ) -> None:
-    """It is away with 503, it stalls, it comes back: everything arrives."""
+    """The webhook answers 503, stalls, and comes back: all events arrive."""
     (tmp_path / "token").write_text("s3cret\n")
     (tmp_path / "token").chmod(0o600)
     token = ("--token-file", str(tmp_path / "token"))
@@ -233,7 +233,7 @@ def test_what_the_filter_lets_through_comes_once_and_in_order_however_the_webhoo
     assert bridge.buried() == []
 
 
-def test_what_is_refused_or_finds_no_room_is_in_the_file(start: Start, webhook: Webhook) -> None:
+def test_rejected_and_overflowing_alerts_are_in_the_dead_letter_file(start: Start, webhook: Webhook) -> None:
     bridge = start("--queue", "1", "--finish-s", "0.2")
     webhook.answer = 400
     bridge.tell(event("NodeLost", 1))
@@ -250,7 +250,7 @@ def test_what_is_refused_or_finds_no_room_is_in_the_file(start: Start, webhook: 
     assert bridge.buried()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
 
 
-def test_sigterm_lets_the_webhook_take_what_waits(start: Start, webhook: Webhook) -> None:
+def test_sigterm_delivers_queued_alerts_first(start: Start, webhook: Webhook) -> None:
     bridge = start("--finish-s", "30", "--retry-for-s", "60")
     webhook.answer = 503
     bridge.tell(event("NodeLost", 1), event("NodeLost", 2))
@@ -261,7 +261,7 @@ def test_sigterm_lets_the_webhook_take_what_waits(start: Start, webhook: Webhook
     assert webhook.taken == ["e-NodeLost-1", "e-NodeLost-2"]
 
 
-def test_what_is_given_up_is_in_the_file_and_a_broker_that_was_away_is_said(
+def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     start: Start, webhook: Webhook, mosquitto: RunningBroker
 ) -> None:
     bridge = start("--retry-for-s", "0")
@@ -288,7 +288,7 @@ def test_what_is_given_up_is_in_the_file_and_a_broker_that_was_away_is_said(
         (["--webhook", "http://x", "--dead-letters", "/dev/null"], "does not answer"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(
+def test_bad_input_is_rejected_in_a_sentence(
     arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ftd.observe.bridge.daemon.CONNECT_S", 0.5)
@@ -299,8 +299,8 @@ def test_bad_input_is_refused_in_a_sentence(
     assert err.startswith("ftd: ") and says in err
 
 
-def test_the_recipe_is_one(start: Start, webhook: Webhook) -> None:
-    """Its filters, as they are written, with this webhook and this broker."""
+def test_the_recipe_in_the_documentation_works(start: Start, webhook: Webhook) -> None:
+    """The recipe's filters as they are written, with this webhook and this broker."""
     [command] = re.findall(r"^ftd bridge (.*)$", PAGE, re.MULTILINE)
     filters = re.findall(r"--filter '([^']+)'", command)
     assert re.sub(r"--filter '[^']+'", "", command).split() == ["--webhook", "http://127.0.0.1:9095/alerts"]
@@ -316,7 +316,7 @@ def test_dead_letters_are_posted_later(webhook: Webhook, tmp_path: Path) -> None
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed (tools/install-mosquitto brings jq by apt)")
     letters = tmp_path / "ftd-dead-letters.jsonl"
-    bodies = [alert_body(message(name), "lab") for name in ("NodeLost", "RolledBack")]
+    bodies = [build_alert(message(name), "lab") for name in ("NodeLost", "RolledBack")]
     letters.write_text("".join(json.dumps({"at": "", "why": "", "body": body}) + "\n" for body in bodies))
     [command] = LATER
     command = command.replace("http://127.0.0.1:9095/alerts", webhook.url)

@@ -1,4 +1,4 @@
-"""The dashboard without a browser: what it knows, what it sends, whom it lets in."""
+"""The dashboard without a browser: its data, its stream, and its access control."""
 
 import asyncio
 import contextlib
@@ -19,10 +19,10 @@ from ftd.coordinator.journal import Journal
 from ftd.errors import ConfigurationError
 from ftd.observe.dashboard import feed as feeds
 from ftd.observe.dashboard.assets import PLOTLY
-from ftd.observe.dashboard.buckets import buckets, what_each_keeps, withstands
+from ftd.observe.dashboard.buckets import describe_share, describe_tolerance, list_buckets
 from ftd.observe.dashboard.dashboard import Dashboard
 from ftd.observe.dashboard.feed import DeltaFeed, PositionExpiredError
-from ftd.observe.dashboard.model import FIRST_EVENTS, MOST_EVALUATIONS, MOST_EVENTS, PAGE, DashboardModel
+from ftd.observe.dashboard.model import FIRST_EVENTS, MAX_EVALUATIONS, MAX_EVENTS, PAGE, DashboardModel
 from ftd.observe.dashboard.server import DashboardServer
 from ftd.observe.dashboard.trend import Point, Trend
 from ftd.transport.wire.public import EventMessage
@@ -32,11 +32,11 @@ NAMES = ["node-0", "node-1", "node-2", "node-3"]
 TOKEN = "a-token-of-some-length"
 
 
-# --- what it knows ---------------------------------------------------------------------------------
+# --- data ----------------------------------------------------------------------------------------
 
 
 def patched(document: Json, delta: Json) -> Json:
-    """What the page does with a delta (``store.js``)."""
+    """Apply a delta as the page does (``store.js``)."""
     made = {**document, "nodes": dict(document["nodes"]), "state": document["state"] | delta.get("state", {})}
     for name, node in delta.get("nodes", {}).items():
         made["nodes"].pop(name, None)
@@ -46,7 +46,7 @@ def patched(document: Json, delta: Json) -> Json:
     made["trend"] = [0, [*document["trend"][1][:first], *points]]
     for part in ("events", "marks", "recoveries"):
         made[part] = [*document[part], *delta.get(part, [])]
-    for part in ("recovery", "where", "evaluations"):
+    for part in ("recovery", "snapshot_layout", "evaluations"):
         made[part] = delta.get(part, document[part])
     return made
 
@@ -70,7 +70,7 @@ STEPS = st.lists(
 
 
 @given(happened=STEPS)
-def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
+def test_a_document_plus_all_deltas_equals_the_current_document(
     happened: list[tuple[str, Any]],
 ) -> None:
     model = DashboardModel()
@@ -110,7 +110,7 @@ def test_a_page_that_has_the_document_and_every_delta_has_the_document_of_now(
     assert model.take_delta() is None
 
 
-def test_evaluations_are_kept_until_they_are_undone_or_another_job_begins() -> None:
+def test_evaluations_stay_until_a_rollback_or_another_job() -> None:
     model = DashboardModel()
 
     def evaluate(step: int) -> None:
@@ -128,7 +128,7 @@ def test_evaluations_are_kept_until_they_are_undone_or_another_job_begins() -> N
     assert steps() == [10, 20]
     for step in range(30, 3000, 10):
         evaluate(step)
-    assert len(steps()) <= MOST_EVALUATIONS and steps()[-1] == 2990 and steps() == sorted(steps())
+    assert len(steps()) <= MAX_EVALUATIONS and steps()[-1] == 2990 and steps() == sorted(steps())
     assert steps()[0] < 500, "thinned out, and not cut off"
     model.on_event(event("JobSubmitted", 3000.0), own=True)
     assert steps() == []
@@ -150,7 +150,7 @@ def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
     shown = []
     for message in told:
         model.on_event(message, own=True)
-        running = model.running
+        running = model.current_recovery
         shown.append(None if running is None else [name for name, _, _ in running["phases"]])
     quiesced = ["detect", "quiesce", "plan"]
     assert shown == [
@@ -161,21 +161,21 @@ def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
         [*quiesced, "state", "resume"],
         None,
     ]
-    (over,) = model.recoveries.done
+    (over,) = model.recoveries.newest
     assert over["detect_ms"] == pytest.approx(100)
-    assert over["losses"][0]["said"] == "the broker lost the session of node-2"
+    assert over["losses"][0]["reason"] == "the broker lost the session of node-2"
     assert over["decision"] == "because of Quiesced"
-    assert over["failure"] and over["what"] == "lost"
+    assert over["failure"] and over["change"] == "lost"
 
 
-def test_a_failure_on_the_way_keeps_the_beginning_and_counts_the_tries() -> None:
+def test_a_failure_during_a_recovery_keeps_its_begin_and_counts_attempts() -> None:
     model = DashboardModel()
     for message in recovery(2, ["node-1"], 10.0)[:3]:
         model.on_event(message, own=True)
     for message in recovery(3, ["node-2"], 11.0)[:2]:
         model.on_event(message, own=True)
-    running = model.running
-    assert running is not None and running["tries"] == 2
+    running = model.current_recovery
+    assert running is not None and running["attempts"] == 2
     assert [loss["node"] for loss in running["losses"]] == ["node-1", "node-2"]
     assert running["phases"][0][1] == model.document()["events"][0]["at"]
     stale = recovery(2, ["node-1"], 12.0)[3]
@@ -195,7 +195,7 @@ def test_the_events_of_a_recovery_are_one_chapter() -> None:
     assert {e["chapter"] for e in model.document()["events"]} == {"c-2"}
 
 
-def test_what_a_node_says_is_listed_small_and_believed_of_nothing_else() -> None:
+def test_events_of_nodes_are_listed_in_brief_and_change_nothing_else() -> None:
     model = DashboardModel()
     model.on_state(state_of(NAMES))
     lie = recovery(2, ["node-2"], 1.0)[-1]
@@ -209,14 +209,14 @@ def test_what_a_node_says_is_listed_small_and_believed_of_nothing_else() -> None
     assert len(json.dumps(document["events"])) < 10_000
 
 
-def test_memory_is_bounded_and_older_events_come_in_pages() -> None:
+def test_memory_is_bounded_and_older_events_are_paged() -> None:
     model = DashboardModel()
-    for number in range(MOST_EVENTS + 50):
+    for number in range(MAX_EVENTS + 50):
         model.on_event(event("NodeDraining", number, node="node-1", cause=f"c-{number}"), own=True)
     document = model.document()
     assert document["oldest"] == 51
     numbers = [e["n"] for e in document["events"]]
-    assert numbers == list(range(MOST_EVENTS + 51 - FIRST_EVENTS, MOST_EVENTS + 51))
+    assert numbers == list(range(MAX_EVENTS + 51 - FIRST_EVENTS, MAX_EVENTS + 51))
     page = model.events_before(numbers[0])
     assert [e["n"] for e in page] == list(range(numbers[0] - PAGE, numbers[0]))
     assert model.events_before(51) == [] and model.events_before(0) == []
@@ -245,11 +245,11 @@ def test_merging_and_rollbacks_keep_sums(steps: list[tuple[float, float]], back:
     assert 0 <= goodput(trend.points) <= 1 + 1e-9
 
 
-def test_steps_that_were_heard_of_all_at_once_took_the_time_since_the_one_before() -> None:
+def test_steps_that_arrive_all_at_once_share_the_time_since_the_previous_one() -> None:
     trend = Trend()
     for number in range(1, 11):
         trend.commit(number, 1000.0 + number, 1.0, 1.0, 32.0)
-    for number in range(11, 31):  # The broker was away for 20 s.
+    for number in range(11, 31):  # The broker was unreachable for 20 s.
         trend.commit(number, 1030.5 + number / 1000, 1.0, 1.0, 32.0)
     trend.commit(31, 1031.5, 1.0, 1.0, 32.0)
     assert len(trend.points) == 12
@@ -260,7 +260,7 @@ def test_steps_that_were_heard_of_all_at_once_took_the_time_since_the_one_before
 
 
 def goodput(points: list[Point]) -> float:
-    """What the page says of these points (``figures.js``)."""
+    """Return the goodput that the page computes from these points (``figures.js``)."""
     return sum(p[4] or 0.0 for p in points) / sum(p[5] or 0.0 for p in points)
 
 
@@ -271,37 +271,37 @@ def test_a_loss_that_is_not_finite_is_a_gap() -> None:
     assert [p[2] for p in trend.points] == [None, None]
 
 
-def test_buckets_say_who_keeps_what_and_what_that_withstands() -> None:
+def test_buckets_name_their_owners_shares_and_tolerance() -> None:
     pipelines = [*pipelines_of(["a", "b"], 2, 8), *pipelines_of(["c", "d", "e", "f"], 4, 8)]
-    found = buckets(pipelines, "aec", {})
+    found = list_buckets(pipelines, "aec", {})
     assert [(b["first_layer"], b["end_layer"], b["owners"]) for b in found] == [
         (0, 2, ["a", "c"]),
         (2, 4, ["a", "d"]),
         (4, 6, ["b", "e"]),
         (6, 8, ["b", "f"]),
     ]
-    assert found[0]["withstands"] == "the loss of any one owner"
-    assert what_each_keeps("arc:2", 4) == "1/4 of it, copies of the next 2 owners'"
+    assert found[0]["tolerance"] == "the loss of any one owner"
+    assert describe_share("arc:2", 4) == "1/4 of it, copies of the next 2 owners'"
     assert (
-        what_each_keeps("aec2+arc:1", 4)
+        describe_share("aec2+arc:1", 4)
         == "1/4 of it, a copy of the next owner's, two parities of the others'"
     )
-    assert withstands("none", 4, buddy=None) == "no loss"
-    assert withstands("aec+buddy", 1, buddy="b") == "its loss: b keeps a copy"
-    assert withstands("no such thing", 4, buddy=None) == "no loss"
+    assert describe_tolerance("none", 4, replica_peer=None) == "no loss"
+    assert describe_tolerance("aec+buddy", 1, replica_peer="b") == "its loss: b holds a copy"
+    assert describe_tolerance("no such thing", 4, replica_peer=None) == "no loss"
 
 
-def test_where_a_snapshot_is_outlives_the_plan_that_it_was_taken_under() -> None:
+def test_the_owners_of_a_snapshot_stay_known_after_its_plan_ended() -> None:
     model = DashboardModel()
     model.on_state({**state_of(NAMES), "snapshot": snapshot_of(4)})
-    before = model.document()["where"]["buckets"]
+    before = model.document()["snapshot_layout"]["buckets"]
     model.on_state({**state_of(NAMES, lost=("node-3",)), "snapshot": snapshot_of(4, ("node-3",))})
-    where = model.document()["where"]
+    where = model.document()["snapshot_layout"]
     assert where["missing"] == ["node-3"] and where["buckets"] == before
     assert any("node-3" in b["owners"] for b in where["buckets"])
 
 
-def test_a_restarted_coordinator_begins_with_what_its_journal_knows(tmp_path: Path) -> None:
+def test_a_restarted_coordinator_loads_its_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.record(event("JobSubmitted", 0.0, name="gpt", steps=9, job="gpt-1"))
     for step in range(1, 1201):
@@ -328,13 +328,13 @@ def test_a_restarted_coordinator_begins_with_what_its_journal_knows(tmp_path: Pa
     assert goodput(points) == pytest.approx(1.0)
 
 
-# --- what it sends ---------------------------------------------------------------------------------
+# --- stream --------------------------------------------------------------------------------------
 
 
-def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
+def test_all_pages_read_one_ring_and_a_slow_page_must_reload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(feeds, "MOST_FRAMES", 4)
+    monkeypatch.setattr(feeds, "MAX_FRAMES", 4)
     told: list[int] = []
 
     def take() -> Json | None:
@@ -342,7 +342,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
 
     async def scene() -> None:
         feed = DeltaFeed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
-        assert feed.catch_up() == "run-0"
+        assert feed.flush() == "run-0"
         quick, slow = feed.stream_from("run-0"), feed.stream_from("run-0")
 
         async def begin(page: AsyncIterator[bytes]) -> bytes:
@@ -355,7 +355,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
         assert await first[0] == await first[1] == b'id: run-1\ndata: {"n":1,"quiet_s":0.0}\n\n'
         for _ in range(6):
             told.append(1)
-            feed.catch_up()
+            feed.flush()
             assert b"data:" in await anext(quick)
         with pytest.raises(PositionExpiredError):
             await anext(slow)
@@ -371,7 +371,7 @@ def test_all_pages_read_one_ring_and_a_slow_one_is_told_to_begin_anew(
     asyncio.run(scene())
 
 
-# --- whom it lets in -------------------------------------------------------------------------------
+# --- access --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:9650", "10.0.0.1:1", "[::]:9650", "host.example:9650"])
@@ -403,7 +403,7 @@ def test_a_configuration_that_cannot_work_names_the_field(tmp_path: Path, table:
     assert str(error.value.field).startswith("ftd.toml: dashboard.")
 
 
-def test_it_is_on_on_loopback_and_can_be_turned_off(tmp_path: Path) -> None:
+def test_it_is_enabled_on_loopback_and_can_be_disabled(tmp_path: Path) -> None:
     place = parse_daemon_config({}, directory=tmp_path).dashboard
     assert place is not None and (place.host, place.port, place.configured) == ("127.0.0.1", 9650, False)
     assert parse_daemon_config({"dashboard": {"listen": ""}}, directory=tmp_path).dashboard is None
@@ -415,7 +415,7 @@ def served(
     token: str | None = TOKEN,
     silence_s: float = 10.0,
 ) -> None:
-    """``work`` with a client and the address of a page that has something to show."""
+    """Run ``work`` with a client and the address of a dashboard that has data to show."""
 
     async def scene() -> None:
         model = DashboardModel()
@@ -501,7 +501,7 @@ def test_on_loopback_only_requests_to_this_host_are_answered() -> None:
     served(work, token=None)
 
 
-def test_files_are_compressed_and_kept_by_browsers() -> None:
+def test_files_are_compressed_and_cached_by_browsers() -> None:
     async def work(client: aiohttp.ClientSession, url: str) -> None:
         async with client.get(url + "/page/main.js") as answer:
             assert answer.headers["Content-Encoding"] == "gzip"
@@ -526,9 +526,9 @@ def test_files_are_compressed_and_kept_by_browsers() -> None:
     served(work, token=None)
 
 
-def test_silent_strangers_are_cut_off_and_too_many_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    most = 16  # Which are there before the first is cut off.
-    monkeypatch.setattr("ftd.observe.dashboard.server.MOST_CONNECTIONS", most)
+def test_silent_connections_are_closed_and_surplus_ones_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 16  # The clients that wait before the first one is cut off.
+    monkeypatch.setattr("ftd.observe.dashboard.server.MAX_CONNECTIONS", most)
 
     async def work(client: aiohttp.ClientSession, url: str) -> None:
         port = int(url.rpartition(":")[2])
@@ -545,7 +545,7 @@ def test_silent_strangers_are_cut_off_and_too_many_turned_away(monkeypatch: pyte
     served(work, silence_s=2.0)
 
 
-def test_a_port_that_is_taken_stops_nobody_but_where_it_was_named(tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_only_if_it_was_configured(tmp_path: Path) -> None:
     async def scene(named: bool) -> int:
         blocker = await asyncio.start_server(lambda r, w: None, "127.0.0.1", 0)
         port = blocker.sockets[0].getsockname()[1]

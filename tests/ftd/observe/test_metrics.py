@@ -1,4 +1,4 @@
-"""/metrics: what is counted, who may read it, and that dashboard and alerts use what exists."""
+"""Metrics: what is counted, who may read it, and that dashboard and alerts use existing metrics."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ from ftd.config.metrics import MetricsAddress
 from ftd.errors import ConfigurationError
 from ftd.observe.goodput import GoodputMeter
 from ftd.observe.metrics.cluster import ClusterMetrics
-from ftd.observe.metrics.common import MOST_EVENT_NAMES
+from ftd.observe.metrics.common import MAX_EVENT_NAMES
 from ftd.observe.metrics.node import NodeMetrics, NodeSample
-from ftd.observe.metrics.server import MOST_CONNECTIONS, MetricsServer
+from ftd.observe.metrics.server import MAX_CONNECTIONS, MetricsServer
 from ftd.transport.mqtt.mosquitto import free_port
 from ftd.transport.wire.public import EventMessage
 from statemachine.agent.events import TrainerConnected, TrainerReported
@@ -55,7 +55,7 @@ RECOVERY = {
 }
 
 
-# --- what is counted -----------------------------------------------------------------------------
+# --- counting ------------------------------------------------------------------------------------
 
 
 class Clock:
@@ -72,7 +72,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def cluster(clock: Clock) -> ClusterMetrics:
-    """Of a coordinator that has just started."""
+    """Metrics of a coordinator that has just started."""
     machine = ClusterMachine(Timing())
     return ClusterMetrics(
         state=machine.public_state,
@@ -95,7 +95,7 @@ def value(metrics: ClusterMetrics | NodeMetrics, name: str, **labels: str) -> fl
     return metrics.common.registry.get_sample_value(name, labels)
 
 
-def test_a_coordinator_that_has_just_started_tells_what_is_so(cluster: ClusterMetrics) -> None:
+def test_the_metrics_of_a_coordinator_that_has_just_started(cluster: ClusterMetrics) -> None:
     assert value(cluster, "ftd_cluster_phase", phase="WAITING") == 1
     assert value(cluster, "ftd_cluster_phase", phase="RUNNING") == 0
     assert value(cluster, "ftd_nodes", state="HEALTHY") == 0
@@ -109,7 +109,7 @@ def test_a_coordinator_that_has_just_started_tells_what_is_so(cluster: ClusterMe
         assert value(cluster, absent) is None
 
 
-def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMetrics, clock: Clock) -> None:
+def test_steps_recoveries_and_rollbacks_are_counted(cluster: ClusterMetrics, clock: Clock) -> None:
     for step in range(1, 11):
         clock.now = 100.0 + step
         commit(cluster, step)
@@ -117,7 +117,7 @@ def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMe
     assert value(cluster, "ftd_step_seconds_sum") == pytest.approx(10.0)
     clock.now = 120.0
     emit(cluster, "NodeLost", how="last_will", detected_at=1.0, incarnation=1)
-    emit(cluster, "RolledBack", 6, from_step=10, to_step=6, undone=4, tier="decoded", sources=[])
+    emit(cluster, "RolledBack", 6, from_step=10, to_step=6, undone_steps=4, tier="decoded", sources=[])
     emit(cluster, "RecoveryCompleted", recovery={**RECOVERY, "tier": "decoded"})
     assert value(cluster, "ftd_goodput_ratio") == pytest.approx(6 / 20)
     assert value(cluster, "ftd_rolled_back_steps_total") == 4
@@ -134,7 +134,7 @@ def test_steps_recoveries_and_rollbacks_move_what_they_should(cluster: ClusterMe
     assert value(cluster, "ftd_recovery_moved_bytes_total") == 300
 
 
-def test_snapshots_checkpoints_and_trouble_are_counted(cluster: ClusterMetrics, clock: Clock) -> None:
+def test_snapshots_checkpoints_and_failures_are_counted(cluster: ClusterMetrics, clock: Clock) -> None:
     emit(cluster, "SnapshotCompleted", 5, copy_s=0.2, stall_s=0.003, took_s=0.5)
     emit(cluster, "SnapshotAbandoned", 6, last_complete_step=5)
     emit(cluster, "CheckpointCompleted", 5, took_s=2.0, size_bytes=1, pruned=[])
@@ -160,7 +160,7 @@ def test_snapshots_checkpoints_and_trouble_are_counted(cluster: ClusterMetrics, 
     assert value(cluster, "ftd_events_total", event="BrokerLost") == 1
 
 
-def test_a_job_that_is_over_keeps_its_goodput_and_the_next_has_its_own(
+def test_a_finished_job_keeps_its_goodput_and_the_next_starts_over(
     cluster: ClusterMetrics, clock: Clock
 ) -> None:
     for step in (1, 2):
@@ -191,20 +191,20 @@ def heard(name: str, **details: Any) -> EventMessage:
     )
 
 
-def test_what_nodes_say_cannot_fill_the_coordinator(cluster: ClusterMetrics) -> None:
+def test_events_of_nodes_cannot_exhaust_the_coordinators_memory(cluster: ClusterMetrics) -> None:
     cluster.on_node_event(heard("TrainerStarted"))
     cluster.on_node_event(heard("MessageRejected", suppressed=4))
     for nonsense in (10**30, -1, "7", None, [1]):
         cluster.on_node_event(heard("ChaosInjected", suppressed=nonsense))
     cluster.on_node_event(heard('Evil"} 1\nftd_step 7'))
-    for number in range(3 * MOST_EVENT_NAMES):
+    for number in range(3 * MAX_EVENT_NAMES):
         cluster.on_node_event(heard("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
     assert value(cluster, "ftd_events_total", event="TrainerStarted") == 1
     assert value(cluster, "ftd_events_total", event="MessageRejected") == 5
     assert value(cluster, "ftd_events_total", event="ChaosInjected") == 5
     (family,) = (f for f in cluster.common.registry.collect() if f.name == "ftd_events")
-    assert len(family.samples) <= MOST_EVENT_NAMES + 1
-    assert (value(cluster, "ftd_events_total", event="other") or 0) > MOST_EVENT_NAMES
+    assert len(family.samples) <= MAX_EVENT_NAMES + 1
+    assert (value(cluster, "ftd_events_total", event="other") or 0) > MAX_EVENT_NAMES
     assert value(cluster, "ftd_messages_rejected_total") == 0, "that is for the node to tell"
 
 
@@ -217,8 +217,10 @@ def test_what_nodes_say_cannot_fill_the_coordinator(cluster: ClusterMetrics) -> 
         max_size=40,
     )
 )
-def test_goodput_is_the_time_of_the_steps_that_are_left(happened: list[tuple[str, Any, float]]) -> None:
-    """Against a list of the steps that count."""
+def test_goodput_counts_the_time_of_steps_that_were_not_undone(
+    happened: list[tuple[str, Any, float]],
+) -> None:
+    """Compare with a list of the steps that count."""
     goodput, left, now, began = GoodputMeter(), [], 0.0, None
     for what, number, passed_s in happened:
         now += passed_s
@@ -239,7 +241,7 @@ def test_goodput_is_the_time_of_the_steps_that_are_left(happened: list[tuple[str
             assert ratio == pytest.approx(sum(left) / (now - began), abs=1e-6)
 
 
-def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
+def test_a_node_counts_the_events_and_effects_of_its_machine() -> None:
     now = NodeSample(
         connected=False,
         internal_errors=1,
@@ -272,7 +274,7 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
             report=ShardWritten(generation=1, step=3, size_bytes=10, copy_s=0.1, stall_s=0.01, idle_bytes=4),
         ),
         SendSignal(cause="c", signal=lost),
-        SendSignal(cause="c", signal=lost),  # Said again to a coordinator that was away.
+        SendSignal(cause="c", signal=lost),  # Repeated for a coordinator that was away.
         TrainerConnected(**STAMP, device=1, pid=3),
         BrokerDisconnected(**STAMP),
         PublishNode(cause="c", state=NodeState.UNHEALTHY, generation=4, step=3, reason=""),
@@ -294,11 +296,11 @@ def test_a_node_counts_what_its_machine_is_fed_and_says() -> None:
     assert value(node, "ftd_messages_rejected_total") == 1
 
 
-# --- who may read it -----------------------------------------------------------------------------
+# --- access --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("table", ["node", "coordinator"])
-def test_nothing_is_served_unless_a_port_is_named(tmp_path: Path, table: str) -> None:
+def test_nothing_is_served_without_a_configured_port(tmp_path: Path, table: str) -> None:
     config = parse_daemon_config({table: {"metrics_host": "0.0.0.0"}}, directory=tmp_path)
     assert config.node_metrics is None and config.coordinator_metrics is None
     config = parse_daemon_config({table: {"metrics_port": 9640, "metrics_host": "::1"}}, directory=tmp_path)
@@ -348,7 +350,7 @@ def served(
     token: str | None = "sesame",
     **options: float,
 ) -> None:
-    """``work`` with a client, the address and a server that has one metric."""
+    """Run ``work`` with a client, the address, and a server that has one metric."""
     registry = CollectorRegistry()
     Gauge("ftd_one", "One.", registry=registry).set(1)
     place = MetricsAddress(host="127.0.0.1", port=free_port(), token=token, field="node.metrics_port")
@@ -365,7 +367,7 @@ def served(
     asyncio.run(scene())
 
 
-def test_only_the_token_opens_and_only_get_is_answered() -> None:
+def test_a_request_needs_the_token_and_must_be_get() -> None:
     async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
         right = {"Authorization": "Bearer sesame"}
         for headers in ({}, {"Authorization": "sesame"}, {"Authorization": "Bearer sesam"}, {"X": "y"}):
@@ -383,7 +385,7 @@ def test_only_the_token_opens_and_only_get_is_answered() -> None:
             async with client.request(method, url + path, headers=right) as answer:
                 assert answer.status == status, (method, path)
                 assert answer.headers["Connection"] == "close"
-        await asyncio.sleep(0.11)  # What was rendered before is given for so long.
+        await asyncio.sleep(0.11)  # An answer is reused for this long.
         async with client.get(url + "/metrics", headers=right) as answer:
             told = {s.name: s.value for f in parse_text(await answer.text()) for s in f.samples}
         assert told["ftd_one"] == 1 and told["ftd_metrics_unauthorised_total"] == 12
@@ -391,7 +393,7 @@ def test_only_the_token_opens_and_only_get_is_answered() -> None:
     served(work)
 
 
-def test_both_formats_are_what_they_say() -> None:
+def test_both_formats_have_their_content_types() -> None:
     async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
         for accept, parse, kind in (
             ("*/*", parse_text, "text/plain"),
@@ -406,12 +408,14 @@ def test_both_formats_are_what_they_say() -> None:
     served(work, token=None)
 
 
-def test_strangers_cannot_keep_it_from_answering() -> None:
-    """They take all connections and say nothing, or too much: they are cut off, and it answers again."""
+def test_bad_clients_cannot_block_the_server() -> None:
+    """Bad clients take all connections and send nothing, or too much: they are cut off, and the server answers
+    again.
+    """
 
     async def work(client: aiohttp.ClientSession, url: str, _: MetricsServer) -> None:
         port = int(url.rpartition(":")[2])
-        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MOST_CONNECTIONS)]
+        idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
         with pytest.raises(aiohttp.ClientError):
             await client.get(url + "/metrics")
         for reader, writer in idle:
@@ -427,7 +431,7 @@ def test_strangers_cannot_keep_it_from_answering() -> None:
     served(work, lifetime_s=2.5)
 
 
-def test_a_port_that_is_taken_is_a_clear_error() -> None:
+def test_a_port_in_use_is_a_clear_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -450,7 +454,7 @@ def test_the_configuration_in_the_documentation_is_accepted(tmp_path: Path) -> N
 
 
 def documented() -> dict[str, tuple[str, str]]:
-    """Name → type and labels, as docs/reference/metrics.md has them."""
+    """Return type and labels of each metric as documented in docs/reference/metrics.md."""
     rows = re.findall(
         r"^\| `(ftd_\w+)` \| (\w+) \| ([^|]*) \|",
         (ROOT / "docs/reference/metrics.md").read_text(),
@@ -466,7 +470,7 @@ def expressions(of: Any) -> list[str]:
     return [e for inner in of for e in expressions(inner)] if isinstance(of, list) else []
 
 
-def test_dashboard_and_alerts_use_what_exists() -> None:
+def test_dashboard_and_alerts_use_existing_metrics() -> None:
     known = documented()
     series = set(known)
     for name, (kind, _) in known.items():
@@ -500,11 +504,11 @@ def promtool(*arguments: str) -> None:
 
 
 @pytest.mark.processes
-def test_promtool_finds_the_rules_sound() -> None:
+def test_promtool_accepts_the_rules() -> None:
     promtool("check", "rules", str(MONITORING / "alerts.yml"))
     promtool("check", "config", "--syntax-only", str(MONITORING / "prometheus.yml"))
 
 
 @pytest.mark.processes
-def test_the_alerts_fire_when_they_should_and_only_then() -> None:
+def test_the_alerts_fire_exactly_when_they_should() -> None:
     promtool("test", "rules", str(Path(__file__).with_name("alerts_test.yml")))

@@ -1,11 +1,18 @@
-"""The model of a run: what is folded of its events, whatever comes twice or late."""
+"""The run model: how it folds events, including repeated and late ones."""
 
 from itertools import count
 from typing import Any
 
 import pytest
 
-from ftd.observe.run_model import Detection, Fact, RecoveryCompleted, RolledBack, RunModel, StepCommitted
+from ftd.observe.run_model import (
+    DetectionFact,
+    Fact,
+    RecoveryCompletedFact,
+    RolledBackFact,
+    RunModel,
+    StepCommittedFact,
+)
 
 Json = dict[str, Any]
 _NUMBERS = count()
@@ -28,9 +35,9 @@ def commit(step: int, at: float, *, generation: int = 1, loss: float | None = 1.
     return {**event("StepCommitted", at, generation=generation, loss=loss, step_s=0.5), "step": step}
 
 
-def test_an_event_that_comes_twice_is_folded_once() -> None:
+def test_a_repeated_event_is_folded_once() -> None:
     run, told = RunModel(), commit(1, 10.0)
-    assert isinstance(run.on_event(told), StepCommitted)
+    assert isinstance(run.on_event(told), StepCommittedFact)
     assert run.on_event(told) is None
     without_id = {**commit(2, 11.0), "id": ""}
     assert run.on_event(without_id) is not None
@@ -38,7 +45,7 @@ def test_an_event_that_comes_twice_is_folded_once() -> None:
     assert (run.commits, run.step) == (2, 2)
 
 
-def test_a_row_of_the_journal_adds_nothing_to_a_step_that_is_known() -> None:
+def test_a_journal_row_of_a_known_step_changes_nothing() -> None:
     run = RunModel()
     run.on_event(commit(1, 10.0))
     before = run.goodput.ratio(20.0)
@@ -50,23 +57,23 @@ def test_a_row_of_the_journal_adds_nothing_to_a_step_that_is_known() -> None:
         "details": {"loss": 1.0},
     }
     fact = run.on_event(row)
-    assert isinstance(fact, StepCommitted) and not fact.fresh
+    assert isinstance(fact, StepCommittedFact) and not fact.fresh
     assert run.steps[1].at == 10.0
     assert run.goodput.ratio(20.0) == before
 
 
-def test_a_rollback_takes_later_steps_back_and_those_done_again_last() -> None:
+def test_a_rollback_undoes_later_steps_and_repeated_steps_count() -> None:
     run = RunModel()
     run.on_state({"phase": "RUNNING", "step": 5, "job": {"id": "gpt-1", "steps": 9}})
     for step in range(1, 6):
         run.on_event(commit(step, 10.0 + step))
     fact = run.on_event(event("RolledBack", 16.0, generation=2, to_step=3))
-    assert isinstance(fact, RolledBack) and fact.undone_s == pytest.approx(1.0)
+    assert isinstance(fact, RolledBackFact) and fact.undone_s == pytest.approx(1.0)
     assert (run.step, run.state["step"]) == (3, 3)
     again = run.on_event(commit(4, 17.0, generation=2, loss=0.5))
-    assert isinstance(again, StepCommitted) and again.fresh
-    late = run.on_event(commit(5, 15.1))  # The old generation's step, by another way.
-    assert isinstance(late, StepCommitted) and not late.fresh and run.step == 4
+    assert isinstance(again, StepCommittedFact) and again.fresh
+    late = run.on_event(commit(5, 15.1))  # The step of the old generation, from another source.
+    assert isinstance(late, StepCommittedFact) and not late.fresh and run.step == 4
     assert [(one.step, one.generation) for one in run.exclude_undone(run.steps)] == [
         (1, 1),
         (2, 1),
@@ -75,20 +82,20 @@ def test_a_rollback_takes_later_steps_back_and_those_done_again_last() -> None:
     ]
 
 
-def test_a_recovery_has_its_course_phase_by_phase_over_two_tries() -> None:
+def test_the_timeline_of_a_recovery_with_two_attempts() -> None:
     run = RunModel()
     run.on_event(event("ChaosInjected", 9.9, node="b", fault="kill", at=9.9))
     lost = run.on_event(event("NodeLost", 10.0, node="b", how="last_will", detected_at=9.95))
-    assert isinstance(lost, Detection) and (lost.fault_at, lost.detected_at) == (9.9, 9.95)
+    assert isinstance(lost, DetectionFact) and (lost.fault_at, lost.detected_at) == (9.9, 9.95)
     run.on_event(event("GenerationStarted", 10.1, generation=2, mode="abort"))
     run.on_event(event("Quiesced", 10.2, generation=2, decision="redo"))
     run.on_event(event("NodeLost", 10.3, node="c", how="silence"))
     run.on_event(event("GenerationStarted", 10.4, generation=3, mode="abort"))
-    run.on_event(event("PlanChosen", 10.5, generation=2))  # It is of the try that was given up.
+    run.on_event(event("PlanChosen", 10.5, generation=2))  # It belongs to the abandoned attempt.
     for name, at in (("Quiesced", 10.6), ("PlanChosen", 10.7), ("TrainingResumed", 10.8)):
         run.on_event(event(name, at, generation=3, decision="roll_forward"))
     course = run.current_recovery
-    assert course is not None and course.tries == 2
+    assert course is not None and course.attempts == 2
     assert [loss.node for loss in course.losses] == ["b", "c"]
     assert course.phases == (
         ("detect", 9.9, 10.0), ("quiesce", 10.0, 10.6), ("plan", 10.6, 10.7), ("state", 10.7, 10.8),
@@ -96,12 +103,12 @@ def test_a_recovery_has_its_course_phase_by_phase_over_two_tries() -> None:
     )  # fmt: skip
     told = {"generation": 3, "cause": "node_lost", "detected_at": 9.95, "total_ms": 1000.0, "a_new_field": 1}
     done = run.on_event(event("RecoveryCompleted", 10.95, generation=3, recovery=told))
-    assert isinstance(done, RecoveryCompleted) and done.course == course and done.recovery.failure
+    assert isinstance(done, RecoveryCompletedFact) and done.timeline == course and done.recovery.failure
     assert run.current_recovery is None and run.decisions == {2: "redo", 3: "roll_forward"}
     assert run.started_generation == run.completed_generation == 3
 
 
-def test_another_job_begins_anew_and_the_same_one_does_not() -> None:
+def test_another_job_resets_the_model_and_the_same_job_does_not() -> None:
     run = RunModel()
     run.on_event(event("JobSubmitted", 1.0, job="gpt-1", name="gpt", steps=9))
     run.on_event(commit(1, 2.0))
@@ -113,7 +120,7 @@ def test_another_job_begins_anew_and_the_same_one_does_not() -> None:
     assert (run.step, run.steps, run.ended, run.job.id, run.job.steps) == (0, {}, None, "gpt-2", 5)
 
 
-def test_a_job_that_the_state_shows_before_its_event_comes_begins_anew_once() -> None:
+def test_a_job_that_the_state_shows_before_its_event_resets_the_model_once() -> None:
     run = RunModel()
     run.on_event(event("JobSubmitted", 1.0, job="gpt-1", name="gpt", steps=9))
     run.on_event(commit(9, 2.0))
@@ -123,11 +130,11 @@ def test_a_job_that_the_state_shows_before_its_event_comes_begins_anew_once() ->
     run.on_event(event("RecoveryCompleted", 3.5, generation=2, recovery={"generation": 2, "cause": "start"}))
     run.on_event(event("JobSubmitted", 2.9, job="gpt-2", name="gpt", steps=5))
     first = run.on_event(commit(1, 4.0, generation=2))
-    assert isinstance(first, StepCommitted) and first.fresh
+    assert isinstance(first, StepCommittedFact) and first.fresh
     assert list(run.recoveries) == [2]
 
 
-def test_what_is_kept_is_bounded() -> None:
+def test_a_bounded_model_drops_old_entries() -> None:
     run = RunModel(most=10)
     for number in range(1, 101):
         run.on_event(commit(number, float(number)))
@@ -142,7 +149,7 @@ def test_what_is_kept_is_bounded() -> None:
     assert (run.step, run.commits) == (100, 100)
 
 
-def test_a_coordinator_s_last_will_leaves_what_is_known() -> None:
+def test_a_coordinators_last_will_keeps_the_known_state() -> None:
     run = RunModel()
     run.on_state({"phase": "RUNNING", "step": 5, "leader": "a", "nodes": {"n": {"state": "HEALTHY"}}})
     run.on_state({"phase": "UNREACHABLE", "reason": "it is gone"})

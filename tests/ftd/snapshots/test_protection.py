@@ -242,7 +242,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     assert "chosen: aec: any 1 of 3" in ftd(*alone, "--protection", "auto")
     page = ftd(*alone, "--protection", "aec")
     assert "aec, 1 group of 3 owners" in page and "any 1 node of a group may be lost" in page
-    assert "3.0 KiB a snapshot on the fullest node; its arenas take 6.0 KiB, and 9.0 KiB while" in page
+    assert "3.0 KiB for each snapshot on the fullest node; its arenas take 6.0 KiB, and 9.0 KiB while" in page
     assert "50.0% more than unprotected" in page
     assert "no node of a group may be lost" in ftd(*alone, "--protection", "none")
     single = ("--profile", tmp_path / "p.json", "--nodes", 1, "--protection", "arc:2")
@@ -251,7 +251,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     assert "there is no other node: unprotected" in ftd(*single)
     two = ("--profile", tmp_path / "p.json", "--nodes", 2, "--template-nodes", 2, "--protection", "buddy")
     page = ftd(*two)
-    assert "its buddy, the next node, has a copy" in page and "owner or buddy" in page
+    assert "its buddy, the next node, has a copy" in page and "owner or its peer" in page
 
 
 def test_without_bytes_there_is_only_the_guarantee(tmp_path: Path) -> None:

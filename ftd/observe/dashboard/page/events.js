@@ -1,9 +1,9 @@
-// Events, newest first; each opens to its story: all that came of the same cause, and how long after its beginning.
+// Events, newest first; each one opens to its story: all events of its chapter, with times relative to the first.
 
 import { SEVERITIES, clock, duration, eventLook, make, moment, say, show } from "./words.js";
 
 const PAGE = 60;
-const MOST_IN_STORY = 200;
+const MAX_IN_STORY = 200;
 const $ = (id) => document.getElementById(id);
 let shown = PAGE;
 let open = null;
@@ -12,13 +12,13 @@ let last = null;
 let filterKey = "";
 
 export function setUpEvents(store, view) {
-  const again = () => { shown = PAGE; drawEvents(store, view, new Set(["filter"])); };
+  const refilter = () => { shown = PAGE; drawEvents(store, view, new Set(["filter"])); };
   $("filters").addEventListener("submit", (event) => event.preventDefault());
-  $("filter-severity").addEventListener("change", again);
-  $("filter-text").addEventListener("input", again);
+  $("filter-severity").addEventListener("change", refilter);
+  $("filter-text").addEventListener("input", refilter);
   $("filter-node").addEventListener("click", () => view.choose(null));
   $("event-older").addEventListener("click", async () => {
-    if (!(await more(store, view))) await store.older();
+    if (!(await more(store, view))) await store.loadOlder();
     shown += PAGE;
     drawEvents(store, view, new Set(["filter"]));
   });
@@ -50,7 +50,7 @@ export function drawEvents(store, view, parts) {
   older(store, events, wanted.keep);
 }
 
-/** New ones on top, as many less below: the list never grows by itself. */
+/** Adds new events at the top and removes as many at the bottom, so that the list does not grow by itself. */
 function prepend(events, keep) {
   if (first === null) return false;
   const fresh = [];
@@ -83,7 +83,7 @@ function filter(view) {
     key: `${least} ${text} ${node}`,
     keep: (event) => (least <= 0 || SEVERITIES.indexOf(event.severity) >= least)
       && (!node || event.node === node || event.nodes.includes(node))
-      && (!text || `${event.words} ${event.node ?? ""} ${event.said}`.toLowerCase().includes(text)),
+      && (!text || `${event.words} ${event.node ?? ""} ${event.text}`.toLowerCase().includes(text)),
   };
 }
 
@@ -95,19 +95,19 @@ function line(event, events) {
       make("time", { title: moment(event.at), datetime: new Date(event.at * 1000).toISOString() }, clock(event.at)),
       make("span", { class: "mark", "aria-label": event.severity }, mark),
       make("span", { class: "body" }, make("b", {}, event.words), event.node ? make("span", { class: "node" }, ` ${event.node}`) : null,
-        event.said ? make("span", { class: "said" }, ` ${event.said}`) : null)),
+        event.text ? make("span", { class: "reason" }, ` ${event.text}`) : null)),
     opened ? story(event, events) : null);
 }
 
 function story(event, events) {
-  const chapter = events.filter((e) => e.chapter === event.chapter).slice(-MOST_IN_STORY);
+  const chapter = events.filter((e) => e.chapter === event.chapter).slice(-MAX_IN_STORY);
   const began = chapter[0].at;
   const rows = chapter.map((e) => {
     const [kind, mark] = eventLook(e);
     return make("li", { "data-kind": kind, "data-own": e.n === event.n ? "yes" : null },
       make("span", { class: "after" }, e === chapter[0] ? clock(e.at) : `+${duration(e.at - began)}`),
       make("span", { class: "mark", "aria-label": e.severity }, mark),
-      make("span", {}, make("b", {}, e.words), e.node ? ` ${e.node}` : "", e.said ? ` ${e.said}` : ""));
+      make("span", {}, make("b", {}, e.words), e.node ? ` ${e.node}` : "", e.text ? ` ${e.text}` : ""));
   });
   const step = event.step != null ? `step ${event.step} · ` : "";
   return make("div", { class: "story" },

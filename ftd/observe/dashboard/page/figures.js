@@ -6,12 +6,12 @@ const AT = 1, PRODUCTIVE = 4, ELAPSED = 5, STEPS = 6, TOKENS = 7, RATE = 8;
 const $ = (id) => document.getElementById(id);
 const tiles = new Map();
 
-/** Time that went into steps that count, over all time, from the first step to now or to the job's end. */
+/** Share of the time from the first step to now, or to the job's end, that went into steps which still count. */
 export function goodput(points, until) {
   if (!points.length) return null;
   let productive = 0, elapsed = 0;
   for (const point of points) { productive += point[PRODUCTIVE]; elapsed += point[ELAPSED]; }
-  // What began after the newest commit counts as lost once it takes longer than a step does.
+  // The time since the newest commit counts as lost once it is longer than a step.
   const last = points[points.length - 1];
   const open = until === null ? 0 : Math.max(0, until - last[AT] - last[ELAPSED]);
   return elapsed + open > 0 ? productive / (elapsed + open) : null;
@@ -34,9 +34,9 @@ export function drawFigures(store) {
   tile("learning-rate", "learning rate", learningRate(last?.[RATE]), last ? `at step ${last[0].toLocaleString("en")}` : "");
   show(tiles.get("learning-rate").box, !!last?.[RATE]);
   const share = goodput(trend[1], over(state) ? null : store.now());
-  tile("goodput", "goodput", percent(share), "time in steps that count");
+  tile("goodput", "goodput", percent(share), "time spent on lasting steps");
   tile("nodes", "nodes", `${healthy.toLocaleString("en")}`,
-    healthy === all.length ? "all of them well" : `of ${all.length.toLocaleString("en")} well ${NODE_MARKS.UNHEALTHY}`,
+    healthy === all.length ? "all healthy" : `of ${all.length.toLocaleString("en")} healthy ${NODE_MARKS.UNHEALTHY}`,
     healthy < all.length ? "warning" : "");
   snapshotTile(store, state);
   const checkpoint = state.checkpoint;
@@ -44,7 +44,7 @@ export function drawFigures(store) {
     checkpoint?.writing_step != null ? `writing step ${checkpoint.writing_step}` : checkpoint?.step != null ? size(checkpoint.size_bytes) : "on a disk");
 }
 
-/** Of the newest steps, computed as fast as the newest one was; null where the loss has no tokens, or nothing is computed. */
+/** Tokens per second of the newest step; null if the loss has no tokens or nothing is being computed. */
 function tokensPerSecond(state, point) {
   return state.step_s && point?.[TOKENS] ? point[TOKENS] / point[STEPS] / state.step_s : null;
 }
@@ -57,7 +57,7 @@ function snapshotTile(store, state) {
   }
   const gone = snapshot.owners - snapshot.present;
   tile("snapshot", "snapshot age", age(store.now() - Date.parse(snapshot.at) / 1000),
-    `step ${snapshot.step.toLocaleString("en")}${gone ? ` · ${plural(gone, "part")} gone ▲` : ` · ${size(snapshot.size_bytes)}`}`,
+    `step ${snapshot.step.toLocaleString("en")}${gone ? ` · ${plural(gone, "part")} lost ▲` : ` · ${size(snapshot.size_bytes)}`}`,
     gone ? "warning" : "");
 }
 
@@ -68,7 +68,7 @@ export function every(policy) {
   return policy.auto_interval ? `${often}, chosen` : often;
 }
 
-/** What ticks without news. */
+/** Updates what changes with time alone. */
 export function tick(store) {
   snapshotTile(store, store.document.state);
 }

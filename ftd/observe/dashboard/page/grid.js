@@ -1,9 +1,9 @@
-// Pipelines as a grid: a row for each, as wide as the model; a stage is as wide as its layers.
-// A new plan is written into the rows that are there: most of a large cluster stays as it was.
+// Pipelines as a grid: one row each, as wide as the model; a stage is as wide as its share of the layers.
+// A new plan updates existing rows, because most of a large cluster stays the same.
 
 import { NODE_MARKS, NODE_WORDS, hue, layers, make, nodeOf, pipelineName, plural, say, show } from "./words.js";
 
-const MOST_ROWS = 20;
+const MAX_ROWS = 20;
 const MANY = 8;
 const $ = (id) => document.getElementById(id);
 let drawn = null;
@@ -41,20 +41,20 @@ function lay(pipelines, view) {
   const total = pipelines[0]?.stages.at(-1).end_layer ?? 0;
   short = pipelines.every((p) => p.stages.every((s) => s.devices.every((d) => d.endsWith("/0"))));
   prefix = pipelines.length > MANY ? common(pipelines.flatMap((p) => p.stages.map((s) => nodeOf(s.devices[0])))) : 0;
-  say(frame.words, pipelines.length ? `${plural(pipelines.length, "pipeline")} of ${plural(total, "layer")}; each holds the whole model`
-    : "no plan: nothing is being trained");
+  say(frame.words, pipelines.length ? `${plural(pipelines.length, "pipeline")} of ${plural(total, "layer")}; each one holds the whole model`
+    : "no plan: no job is being trained");
   show(frame.grid, pipelines.length > 0);
   frame.grid.dataset.many = pipelines.length > MANY ? "yes" : "";
   if (frame.total !== total) scale(total);
-  const count = all ? pipelines.length : Math.min(pipelines.length, MOST_ROWS);
+  const count = all ? pipelines.length : Math.min(pipelines.length, MAX_ROWS);
   while (rows.length > count) rows.pop().element.remove();
   while (rows.length < count) rows.push(newRow(rows.length));
   rows.forEach((row, index) => fill(row, pipelines[index], total, view));
-  show(frame.more, pipelines.length > MOST_ROWS);
+  show(frame.more, pipelines.length > MAX_ROWS);
   say(frame.more, all ? "fewer" : `all ${pipelines.length} pipelines`);
 }
 
-/** How many letters all names begin with, digits not counted: where there is little room they say nothing. */
+/** Length of the prefix that all names share, without digits; narrow stages omit it. */
 function common(names) {
   let count = 0;
   while (names.every((name) => name[count] !== undefined && name[count] === names[0][count])) count++;

@@ -1,21 +1,21 @@
-// The header (phase, job, connection, what is waited for) and the page's title: of now, or said to be of then.
+// The header (phase, job, connection, what the cluster waits for) and the page's title; both say if the data is old.
 
 import { PHASE_MARKS, age, clock, plural, say, show } from "./words.js";
 
 const QUIET_S = 5;
-const TALKING = new Set(["RUNNING", "QUIESCING", "RECOVERING"]);
+const ACTIVE_PHASES = new Set(["RUNNING", "QUIESCING", "RECOVERING"]);
 const $ = (id) => document.getElementById(id);
 
-/** What is known of the phase: that it is this now, or that it was and nobody has said anything since. */
-function standing(store) {
+/** The phase to show: the current one, or that the data is old. */
+function status(store) {
   const phase = store.document.state.phase ?? "WAITING";
-  const was = phase.toLowerCase();
-  if (store.link === "lost") return { kind: "LOST", mark: "?", words: phase === "UNREACHABLE" ? was : `was ${was}`, note: "connection lost" };
-  if (TALKING.has(phase) && store.quiet() > QUIET_S) {
-    const words = `no news for ${age(store.quiet())}`;
+  const name = phase.toLowerCase();
+  if (store.link === "lost") return { kind: "LOST", mark: "?", words: phase === "UNREACHABLE" ? name : `was ${name}`, note: "connection lost" };
+  if (ACTIVE_PHASES.has(phase) && store.quietSeconds() > QUIET_S) {
+    const words = `no message for ${age(store.quietSeconds())}`;
     return { kind: "QUIET", mark: "?", words, note: words };
   }
-  return { kind: phase, mark: PHASE_MARKS[phase] ?? "?", words: was, note: phase === "UNREACHABLE" ? "no coordinator leads" : "" };
+  return { kind: phase, mark: PHASE_MARKS[phase] ?? "?", words: name, note: phase === "UNREACHABLE" ? "no coordinator leads" : "" };
 }
 
 export function drawHeader(store) {
@@ -34,19 +34,19 @@ export function drawHeader(store) {
   bar.setAttribute("aria-valuenow", state.step ?? 0);
   bar.setAttribute("aria-valuemax", job?.steps ?? 1);
   bar.firstElementChild.style.transform = `scaleX(${share(state)})`;
-  drawStanding(store);
+  drawStatus(store);
   say($("footer"), `ftd ${state.version ?? ""} · generation ${state.generation ?? "–"}`
-    + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · what the coordinator publishes, and nothing else`);
+    + ` · ${plural(Object.keys(known.nodes).length, "node")}${state.leader ? ` · ${leads(state)}` : ""} · all data is what the coordinator publishes`);
 }
 
 const share = ({ job, step }) => (job ? Math.min(1, step / Math.max(1, job.steps)) : 0);
 
-/** Pill, title and banner: they change without news, too, and the title is what a hidden page shows. */
-export function drawStanding(store) {
+/** Badge, title and banner. They also change with time alone, and a hidden page shows only its title. */
+export function drawStatus(store) {
   const { state, cluster } = store.document;
-  const { kind, mark, words, note } = standing(store);
+  const { kind, mark, words, note } = status(store);
   const badge = $("phase");
-  // A clock that ticks is not read out; the banner says it once.
+  // Screen readers do not read a running clock; they read the banner once.
   badge.ariaLive = kind === "QUIET" ? "off" : "polite";
   say(badge, `${mark} ${words}`);
   badge.dataset.phase = kind;
@@ -57,9 +57,9 @@ export function drawStanding(store) {
 }
 
 function leads({ leader, standbys, ineligible }) {
-  const behind = standbys?.length ? `, ${standbys.join(", ")} standing by` : "";
-  const beside = Object.keys(ineligible ?? {});
-  return `${leader} leads${behind}${beside.length ? `, ${beside.join(", ")} not able to take over ▲` : ""}`;
+  const followers = standbys?.length ? `, ${standbys.join(", ")} standing by` : "";
+  const excluded = Object.keys(ineligible ?? {});
+  return `${leader} leads${followers}${excluded.length ? `, ${excluded.join(", ")} ineligible ▲` : ""}`;
 }
 
 function drawLink(store) {
@@ -72,17 +72,17 @@ function banner(store, state, kind) {
   const element = $("banner");
   let text = "", grave = false;
   if (kind === "LOST") {
-    text = `Connection to the coordinator lost at ${clock(store.lostAt)}: what stands here is as of then. Trying again…`
-      + (state.standbys?.length ? ` ${state.standbys.join(", ")} stood by: look at that one's page.` : "");
+    text = `Connection to the coordinator lost at ${clock(store.lostAt)}. This page shows the state of that time. Reconnecting…`
+      + (state.standbys?.length ? ` Standbys: ${state.standbys.join(", ")}; open the page of one of them.` : "");
     grave = true;
   } else if (kind === "QUIET") {
-    text = `Nothing heard since ${clock(Date.now() / 1000 - store.quiet())}: is the broker away? What stands here is as of then.`;
+    text = `No message since ${clock(Date.now() / 1000 - store.quietSeconds())}: is the broker down? This page shows the state of that time.`;
     grave = true;
   } else if (kind === "UNREACHABLE") {
-    text = `No coordinator leads: ${state.reason}. Training goes on by itself; what stands here is as of then.`;
+    text = `No coordinator leads: ${state.reason}. Training continues without it; this page shows the state of that time.`;
     grave = true;
   } else if (kind === "PAUSED") {
-    text = `Paused, training stands still: ${state.waiting_for || "something is missing"}.`;
+    text = `Training is paused: ${state.waiting_for || "something is missing"}.`;
     grave = true;
   } else if (kind === "FAILED") {
     text = `The job failed: ${state.outcome}`;

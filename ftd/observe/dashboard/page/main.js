@@ -1,9 +1,9 @@
-// The page: one render a frame at most, and of the panels only those that something changed in.
+// The page: at most one render per frame, and only of the panels whose data changed.
 
 import { drawEvents, setUpEvents } from "./events.js";
 import { drawFigures, tick } from "./figures.js";
-import { drawHeader, drawStanding } from "./header.js";
-import { drawKept } from "./kept.js";
+import { drawHeader, drawStatus } from "./header.js";
+import { drawSnapshots } from "./snapshots.js";
 import { drawNodes, setUpNodes } from "./nodes.js";
 import { drawGrid } from "./grid.js";
 import { drawRecovery, setUpRecovery, tickRecovery } from "./recovery.js";
@@ -16,7 +16,7 @@ const PANELS = [
   [["recovery", "recoveries", "state"], drawRecovery],
   [["pipelines", "nodes"], drawGrid],
   [["nodes", "pipelines"], drawNodes],
-  [["where", "state", "nodes"], drawKept],
+  [["snapshot_layout", "state", "nodes"], drawSnapshots],
   [["events"], drawEvents],
   [["trend", "marks", "evaluations"], drawTrends],
 ];
@@ -28,7 +28,7 @@ function changed(parts) {
   for (const part of parts) dirty.add(part);
   if (asked) return;
   asked = true;
-  // A hidden page draws nothing; it is drawn whole when it is looked at again.
+  // A hidden page draws nothing; it is drawn as a whole when it becomes visible.
   requestAnimationFrame(render);
 }
 
@@ -44,7 +44,7 @@ function render() {
   performance.measure("ftd-update", "ftd-render");
 }
 
-/** A node was chosen, or none: its stages stand out, and the events are its own. */
+/** Selects a node or none: its stages are highlighted and only its events are listed. */
 view.choose = (node) => {
   view.node = view.node === node ? null : node;
   changed(["nodes", "pipelines", "events"]);
@@ -57,7 +57,7 @@ setUpNodes(store, view);
 setUpRecovery(store);
 setUpTrends(store);
 store.load();
-setInterval(() => store.document && drawStanding(store), 1000);
+setInterval(() => store.document && drawStatus(store), 1000);
 setInterval(() => store.document && !document.hidden && tick(store), 1000);
 setInterval(() => store.document && !document.hidden && tickRecovery(store), 250);
 
@@ -72,7 +72,7 @@ function setUpTheme() {
   };
   button.addEventListener("click", () => {
     root.dataset.theme = dark() ? "light" : "dark";
-    try { localStorage.setItem("ftd-theme", root.dataset.theme); } catch { /* kept for this page alone */ }
+    try { localStorage.setItem("ftd-theme", root.dataset.theme); } catch { /* stays for this page only */ }
     label();
     themeChanged();
   });

@@ -1,10 +1,10 @@
-// Nodes: chips with names where there are few; small squares, the troubled first and named, where there are many.
+// Nodes: chips with names if there are few; else small squares, with named chips for the nodes in trouble.
 
 import { NODE_MARKS, NODE_WORDS, byName, hue, layers, make, nodeOf, pipelineName, say, show } from "./words.js";
 
-const MOST_CHIPS = 40;
+const MAX_CHIPS = 40;
 const CROWD = 300;
-const MOST_TROUBLED = 24;
+const MAX_TROUBLED = 24;
 const $ = (id) => document.getElementById(id);
 const tiles = new Map();
 let order = [];
@@ -31,7 +31,7 @@ export function drawNodes(store, view) {
     roles = rolesIn(state.pipelines ?? []);
   }
   const names = Object.keys(nodes);
-  const squares = names.length > MOST_CHIPS;
+  const squares = names.length > MAX_CHIPS;
   if (squares !== many || names.length !== order.length || names.some((name) => !tiles.has(name))) build(names, squares);
   const counts = {};
   const troubled = [];
@@ -69,7 +69,7 @@ function build(names, squares) {
 function update(name, node, view) {
   const known = tiles.get(name);
   const chosen = view.node === name;
-  const role = known.role ? roleWords(name, node) : "";  // A square's is looked up when somebody points at it.
+  const role = known.role ? roleWords(name, node) : "";  // A square shows its role in a tooltip.
   const words = `${node.state} ${role} ${chosen} ${node.in_plan}`;
   if (known.words === words) return;
   known.words = words;
@@ -86,14 +86,14 @@ function update(name, node, view) {
 function drawTroubled(troubled, nodes, view) {
   const box = document.getElementById("troubled");
   if (!box) return;
-  const rows = troubled.slice(0, MOST_TROUBLED).map((name) => make("button",
+  const rows = troubled.slice(0, MAX_TROUBLED).map((name) => make("button",
     { type: "button", class: "chip", "data-node": name, "data-state": nodes[name].state, "data-chosen": view.node === name ? "yes" : "" },
     make("b", {}, NODE_MARKS[nodes[name].state]), make("span", { class: "who" }, name), make("span", { class: "role" }, roleWords(name, nodes[name]))));
   const rest = troubled.length - rows.length;
   box.replaceChildren(...rows, ...(rest > 0 ? [make("span", { class: "quiet" }, `and ${rest} more`)] : []));
 }
 
-/** What is known of the one that was chosen. */
+/** Details of the selected node. */
 function drawOne(nodes, view) {
   const box = $("node-one");
   const node = nodes[view.node];
@@ -106,7 +106,7 @@ function drawOne(nodes, view) {
 
 function roleWords(name, node) {
   if (node.draining) return node.in_plan ? "draining" : "drained";
-  if (node.state === "OFFLINE") return "gone";
+  if (node.state === "OFFLINE") return "offline";
   if (node.state === "UNHEALTHY") return "restarting";
   const role = roles.get(name);
   if (!node.in_plan || !role) return "idle";

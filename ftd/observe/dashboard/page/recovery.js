@@ -1,20 +1,20 @@
-// The running recovery by phase, with its clock and its reasons; and those that are over.
+// The recovery in progress with its phases, times and reasons; and the completed ones.
 
 import { clock, duration, make, moment, plural, say, show, size } from "./words.js";
 
 const PHASES = ["detect", "quiesce", "plan", "state", "resume"];
 const MEANINGS = {
-  detect: "from the fault until it was noticed", quiesce: "until every survivor had stopped and reported",
-  plan: "until the plan was chosen", state: "until all had met and held their layers",
+  detect: "from the fault until it was detected", quiesce: "until every survivor had stopped and reported",
+  plan: "until the plan was chosen", state: "until all ranks had met and held their layers",
   resume: "until the next step was committed",
 };
 const NOTICED = {
   last_will: "the broker lost its connection", silence: "no heartbeat", no_answer: "it did not answer",
-  goodbye: "it said goodbye", exited: "its process ended", raised: "its code raised an exception",
-  hung: "it made no progress", prepared: "it is ready", request: "somebody asked", measured: "it was measured",
-  peer: "a peer's word",
+  goodbye: "it left", exited: "its process ended", raised: "its code raised an exception",
+  hung: "it made no progress", prepared: "it is ready", request: "it was requested", measured: "it was measured",
+  peer: "a peer's report",
 };
-const MOST_SHOWN = 20;
+const MAX_SHOWN = 20;
 const $ = (id) => document.getElementById(id);
 let live = null;
 let listed = "";
@@ -26,19 +26,19 @@ export function drawRecovery(store, view, parts) {
     const box = $("recovery-now");
     $("recovery").dataset.running = recovery ? "yes" : "";
     if (recovery) box.replaceChildren(running(store, recovery));
-    else if (recoveries.length) box.replaceChildren(over(recoveries.at(-1), true));
-    else box.replaceChildren(make("p", { class: "quiet" }, "none so far: one plan since the beginning"));
-    say($("recovery-title"), recovery ? "Recovery under way" : recoveries.length ? "The last recovery" : "Recovery");
-    past(recoveries.slice(0, recovery ? undefined : -1));
+    else if (recoveries.length) box.replaceChildren(completed(recoveries.at(-1), true));
+    else box.replaceChildren(make("p", { class: "quiet" }, "none so far"));
+    say($("recovery-title"), recovery ? "Recovery in progress" : recoveries.length ? "The last recovery" : "Recovery");
+    drawPast(recoveries.slice(0, recovery ? undefined : -1));
   }
 }
 
-/** What is over is drawn when somebody opens it. */
+/** Completed recoveries are drawn when the user opens the list. */
 export function setUpRecovery(store) {
   $("recovery-past").addEventListener("toggle", () => drawRecovery(store, null, new Set(["all"])));
 }
 
-/** The clock of the phase that runs. */
+/** Updates the time of the current phase. */
 export function tickRecovery(store) {
   if (!live) return;
   const now = store.now();
@@ -61,25 +61,25 @@ function running(store, recovery) {
     return make("li", { "data-phase": state, title: MEANINGS[name], "aria-current": state === "now" ? "step" : null },
       make("span", { class: "name" }, `${mark} ${name}`), time);
   });
-  const tries = recovery.tries > 1 ? ` · generation ${recovery.generation}, ${plural(recovery.tries, "try", "tries")}` : ` · generation ${recovery.generation}`;
+  const attempts = recovery.attempts > 1 ? ` · generation ${recovery.generation}, ${plural(recovery.attempts, "attempt")}` : ` · generation ${recovery.generation}`;
   return make("div", { class: "running" },
-    make("p", { class: "what" }, total, ` since ${clock(began)}${tries}`),
+    make("p", { class: "what" }, total, ` since ${clock(began)}${attempts}`),
     make("ol", { class: "phases" }, ...steps),
     reasons([
       ["lost", lossWords(recovery.losses)],
-      ["why", recovery.why],
+      ["reason", recovery.reason],
       ["step", recovery.decision],
       ["plan", recovery.plan],
       ["paused", recovery.paused],
     ]));
 }
 
-/** Those that were noticed alike together: node-1, node-2: the broker lost its connection. */
+/** Groups losses that were noticed in the same way: node-1, node-2: the broker lost its connection. */
 function lossWords(losses) {
   const alike = new Map();
   for (const loss of losses) {
     const how = NOTICED[loss.how] ?? loss.how ?? "";
-    const who = loss.what === "TrainerLost" ? `a trainer of ${loss.node}` : loss.node;
+    const who = loss.event === "TrainerLost" ? `a trainer of ${loss.node}` : loss.node;
     alike.set(how, [...(alike.get(how) ?? []), who]);
   }
   return [...alike].map(([how, who]) => `${few(who)}${how ? `: ${how}` : ""}`).join("; ");
@@ -90,7 +90,7 @@ const few = (names) => (names.length > 6 ? `${names.slice(0, 5).join(", ")} and 
 function title(recovery) {
   const names = recovery.nodes;
   const who = names.length > 3 ? `${names.slice(0, 2).join(", ")} and ${names.length - 2} more` : names.join(", ");
-  return recovery.cause === "start" ? "The first plan" : `${who || "the cluster"} ${recovery.what}`;
+  return recovery.cause === "start" ? "The first plan" : `${who || "the cluster"} ${recovery.change}`;
 }
 
 function timings(recovery) {
@@ -114,7 +114,7 @@ function keys(recovery) {
     make("li", { "data-part": name, title: MEANINGS[name] }, make("i", {}), `${name} `, make("b", {}, duration(ms / 1000)))));
 }
 
-function over(recovery, full) {
+function completed(recovery, full) {
   const facts = [`${duration(recovery.total_ms / 1000)} to the next step`,
     `${size(recovery.bytes_moved)} moved`,
     recovery.rolled_back_steps ? `${plural(recovery.rolled_back_steps, "step")} undone` : "no step undone",
@@ -133,12 +133,12 @@ function noticed(recovery) {
 }
 
 function reasons(rows) {
-  const told = rows.filter((row) => row && row[1]);
-  return make("dl", { class: "reasons" }, ...told.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+  const given = rows.filter((row) => row && row[1]);
+  return make("dl", { class: "reasons" }, ...given.flatMap(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
 }
 
-function past(recoveries) {
-  const rows = recoveries.slice(-MOST_SHOWN).reverse();
+function drawPast(recoveries) {
+  const rows = recoveries.slice(-MAX_SHOWN).reverse();
   const box = $("recovery-past");
   const key = box.open ? rows.map((row) => row.n).join() : "closed";
   show(box, rows.length > 0);
@@ -146,5 +146,5 @@ function past(recoveries) {
   if (key === listed) return;
   listed = key;
   if (!box.open) return $("recovery-list").replaceChildren();
-  $("recovery-list").replaceChildren(...rows.map((row) => make("li", { title: moment(row.at) }, over(row, true))));
+  $("recovery-list").replaceChildren(...rows.map((row) => make("li", { title: moment(row.at) }, completed(row, true))));
 }

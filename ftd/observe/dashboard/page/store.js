@@ -1,12 +1,12 @@
-// What the page knows: the document, kept current by deltas. One EventSource; after a gap, the document anew.
+// The page's data: the document, updated by deltas from one EventSource. After a gap the whole document is fetched again.
 
-const MOST_EVENTS = 10_000;
-const MOST_KEPT = 300;
+const MAX_EVENTS = 10_000;
+const MAX_ENTRIES = 300;
 const SILENCE_MS = 16_000;
 const RETRY_MS = [500, 1000, 2000, 5000];
 
 export class Store {
-  /** @param onChange called with the set of parts that are other now; with "link" for the connection. */
+  /** @param onChange called with the set of parts that changed, where "link" stands for the connection. */
   constructor(onChange) {
     this.document = null;
     this.link = "connecting";
@@ -14,22 +14,22 @@ export class Store {
     this.skew = 0;
     this.onChange = onChange;
     this.source = null;
-    this.heardAt = 0;
-    this.newsAt = performance.now();
+    this.receivedAt = 0;
+    this.brokerAt = performance.now();
     this.failures = 0;
     this.loading = false;
-    setInterval(() => this.watch(), 2000);
-    document.addEventListener("visibilitychange", () => document.hidden || this.watch());
+    setInterval(() => this.checkSilence(), 2000);
+    document.addEventListener("visibilitychange", () => document.hidden || this.checkSilence());
   }
 
-  /** Seconds since 1970 on the coordinator's clock, as well as the way here allows. */
+  /** Seconds since 1970 on the coordinator's clock, up to the network delay. */
   now() {
     return Date.now() / 1000 + this.skew;
   }
 
-  /** For so long the coordinator has heard nothing from the broker, or we nothing from the coordinator. */
-  quiet() {
-    return (performance.now() - this.newsAt) / 1000;
+  /** Seconds since the coordinator's last message from the broker, or since our last one from the coordinator. */
+  quietSeconds() {
+    return (performance.now() - this.brokerAt) / 1000;
   }
 
   async load() {
@@ -42,23 +42,23 @@ export class Store {
       if (!answer.ok) throw new Error(`status ${answer.status}`);
       const fresh = await answer.json();
       this.skew = Date.parse(fresh.at) / 1000 - Date.now() / 1000;
-      this.news(fresh.quiet_s);
-      fresh.events = this.joined(fresh);
+      this.setQuiet(fresh.quiet_s);
+      fresh.events = this.joinEvents(fresh);
       this.document = fresh;
       this.onChange(new Set(["all"]));
       this.listen(fresh.position);
       this.failures = 0;
     } catch (error) {
       console.info("ftd: no answer:", error.message);
-      this.lose();
+      this.setLost();
       setTimeout(() => this.load(), RETRY_MS[Math.min(this.failures++, RETRY_MS.length - 1)]);
     } finally {
       this.loading = false;
     }
   }
 
-  /** Older events that were loaded before stay, where nothing is missing in between. */
-  joined(fresh) {
+  /** Keeps older events that were loaded before, if there is no gap between them and the new ones. */
+  joinEvents(fresh) {
     const before = this.document;
     if (!before || !fresh.events.length || before.run !== fresh.run) return fresh.events;
     const first = fresh.events[0].n;
@@ -70,19 +70,19 @@ export class Store {
   listen(position) {
     const source = new EventSource(`stream?after=${encodeURIComponent(position)}`);
     this.source = source;
-    this.heardAt = performance.now();
-    source.onopen = () => this.hear();
+    this.receivedAt = performance.now();
+    source.onopen = () => this.received();
     source.onmessage = (message) => {
-      this.hear();
+      this.received();
       this.apply(JSON.parse(message.data));
     };
-    source.addEventListener("beat", (message) => {
-      this.hear();
-      this.news(JSON.parse(message.data).quiet_s);
+    source.addEventListener("heartbeat", (message) => {
+      this.received();
+      this.setQuiet(JSON.parse(message.data).quiet_s);
     });
     source.addEventListener("reload", () => this.load());
     source.onerror = () => {
-      this.lose();
+      this.setLost();
       if (source.readyState === EventSource.CLOSED && this.source === source) {
         setTimeout(() => this.load(), RETRY_MS[Math.min(this.failures++, RETRY_MS.length - 1)]);
       }
@@ -94,8 +94,8 @@ export class Store {
     this.source = null;
   }
 
-  hear() {
-    this.heardAt = performance.now();
+  received() {
+    this.receivedAt = performance.now();
     if (this.link !== "live") {
       this.link = "live";
       this.lostAt = null;
@@ -103,28 +103,28 @@ export class Store {
     }
   }
 
-  news(quietS) {
-    this.newsAt = performance.now() - 1000 * quietS;
+  setQuiet(quietS) {
+    this.brokerAt = performance.now() - 1000 * quietS;
   }
 
-  lose() {
+  setLost() {
     if (this.link === "lost") return;
     this.link = "lost";
     this.lostAt = Date.now() / 1000;
     this.onChange(new Set(["link"]));
   }
 
-  /** A connection may be dead without a word: there is a beat every two seconds. */
-  watch() {
-    if (this.source && performance.now() - this.heardAt > SILENCE_MS) {
-      this.lose();
+  /** Detects a dead connection: the server sends a heartbeat every two seconds. */
+  checkSilence() {
+    if (this.source && performance.now() - this.receivedAt > SILENCE_MS) {
+      this.setLost();
       this.load();
     }
   }
 
   apply({ quiet_s: quietS, ...delta }) {
     const known = this.document;
-    this.news(quietS);
+    this.setQuiet(quietS);
     const changed = new Set(Object.keys(delta));
     if (delta.state) Object.assign(known.state, delta.state);
     if (delta.state?.pipelines) changed.add("pipelines");
@@ -136,7 +136,7 @@ export class Store {
       const next = (known.events.at(-1)?.n ?? delta.events[0].n - 1) + 1;
       if (delta.events[0].n > next) return this.load();
       for (const event of delta.events) if (event.n >= next) known.events.push(event);
-      if (known.events.length > MOST_EVENTS) known.events.splice(0, known.events.length - MOST_EVENTS);
+      if (known.events.length > MAX_EVENTS) known.events.splice(0, known.events.length - MAX_EVENTS);
     }
     if (delta.trend) {
       known.trend[1].length = Math.min(known.trend[1].length, delta.trend[0]);
@@ -145,14 +145,14 @@ export class Store {
     for (const part of ["marks", "recoveries"]) {
       if (!delta[part]) continue;
       known[part].push(...delta[part]);
-      if (known[part].length > MOST_KEPT) known[part].splice(0, known[part].length - MOST_KEPT);
+      if (known[part].length > MAX_ENTRIES) known[part].splice(0, known[part].length - MAX_ENTRIES);
     }
-    for (const part of ["recovery", "where", "evaluations"]) if (part in delta) known[part] = delta[part];
+    for (const part of ["recovery", "snapshot_layout", "evaluations"]) if (part in delta) known[part] = delta[part];
     this.onChange(changed);
   }
 
-  /** One more page of older events; false: there are none. */
-  async older() {
+  /** Loads one more page of older events; false if there are none. */
+  async loadOlder() {
     const first = this.document.events[0]?.n;
     if (first === undefined || first <= this.document.oldest) return false;
     const answer = await fetch(`events?before=${first}`, { cache: "no-store" });
@@ -160,7 +160,7 @@ export class Store {
     const page = await answer.json();
     const known = this.document.events;
     if (!page.length || known[0]?.n !== first) return false;
-    this.document.events = [...page, ...known].slice(-MOST_EVENTS);
+    this.document.events = [...page, ...known].slice(-MAX_EVENTS);
     this.onChange(new Set(["events"]));
     return true;
   }

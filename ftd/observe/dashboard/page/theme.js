@@ -1,7 +1,7 @@
-// Before the first paint: the theme that was chosen here, or else the system's. Not a module, so that it comes first.
+// Sets the theme that the user chose, or else the system's, before the first paint. Not a module, so that it runs first.
 "use strict";
 {
   let chosen = null;
-  try { chosen = localStorage.getItem("ftd-theme"); } catch { /* a browser that keeps nothing */ }
+  try { chosen = localStorage.getItem("ftd-theme"); } catch { /* the browser stores nothing */ }
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 }

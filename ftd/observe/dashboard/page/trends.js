@@ -1,15 +1,15 @@
-// Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which comes after the first paint.
+// Losses, throughput, goodput and learning rate over time, with failures marked; drawn by plotly, which loads after the first paint.
 
 import { clock, make, number, percent, plural, say } from "./words.js";
 
 const STEP = 0, AT = 1, LOSS = 2, SAMPLES = 3, PRODUCTIVE = 4, ELAPSED = 5, TOKENS = 7, RATE = 8;
 const PERIOD_MS = 1000;
-const MOST_LINES = 40;
+const MAX_LINES = 40;
 const KINDS = {
   failure: { mark: "✖", symbol: "x", words: "failure", colour: "--bad" },
-  rollback: { mark: "◀", symbol: "triangle-left", words: "went back to a snapshot", colour: "--warn" },
+  rollback: { mark: "◀", symbol: "triangle-left", words: "rollback to a snapshot", colour: "--warn" },
   pause: { mark: "■", symbol: "square", words: "paused", colour: "--warn" },
-  join: { mark: "✚", symbol: "cross", words: "node came", colour: "--good" },
+  join: { mark: "✚", symbol: "cross", words: "node joined", colour: "--good" },
 };
 const $ = (id) => document.getElementById(id);
 let plotly = null;
@@ -35,7 +35,7 @@ export function drawTrends(known) {
   if (!loading) {
     loading = true;
     $("chart").replaceChildren(make("p", { class: "quiet" }, "the chart is being drawn"));
-    // After what was painted first: it is 1.5 MB, and takes a moment to be read.
+    // After the first paint: plotly is 1.5 MB and takes a moment to parse.
     const begin = () => load(known.document.plotly);
     if (window.requestIdleCallback) requestIdleCallback(begin, { timeout: 2000 });
     else setTimeout(begin, 200);
@@ -58,13 +58,13 @@ function load(path) {
   };
   script.onerror = () => {
     loading = false;
-    $("chart").replaceChildren(make("p", { class: "quiet" }, "the chart's library did not come; it is tried again with the next step"));
+    $("chart").replaceChildren(make("p", { class: "quiet" }, "the chart's library did not load; the page tries again with the next step"));
     script.remove();
   };
   document.head.append(script);
 }
 
-/** At most once a second, when nothing else is to be done, and only where it can be seen. */
+/** Draws at most once a second, when the browser is idle and the chart is visible. */
 function later() {
   if (!plotly || timer !== null || !visible || document.hidden) return;
   timer = setTimeout(() => requestIdle(() => { timer = null; draw(); }), Math.max(0, drawnAt + PERIOD_MS - performance.now()));
@@ -123,7 +123,7 @@ function figure(points, marks, evaluations, style, box) {
   const axis = (domain, more) => ({
     domain, gridcolor: faint, zeroline: false, linecolor: faint, tickfont: { size: 11 }, nticks: 4, fixedrange: true, ...more,
   });
-  // The learning rate is the lowest of the four, where it is not the same all the time.
+  // The learning rate is the lowest of the four plots; a constant one is omitted.
   const above = (...domain) => domain.map((share) => (learning ? 0.24 + 0.76 * share : share));
   const layout = {
     width: box.clientWidth, height: (narrow ? 340 : 400) * (learning ? 1.25 : 1), autosize: false, margin: { l: 58, r: 8, t: 4, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
@@ -140,26 +140,26 @@ function figure(points, marks, evaluations, style, box) {
   return [data, layout];
 }
 
-/** A line through all of them, and a mark at its top: its shape says the kind without its colour. */
+/** A line through all plots with a mark at its top, whose shape tells the kind without colour. */
 function markers(points, marks, colour, local) {
   const since = points[0][AT] - points[0][ELAPSED];
   const within = marks.filter((m) => m.at >= since);
   return Object.entries(KINDS).flatMap(([kind, look]) => {
     const these = within.filter((m) => m.kind === kind);
     if (!these.length) return [];
-    const lines = kind === "join" || these.length > MOST_LINES ? [] : [{
+    const lines = kind === "join" || these.length > MAX_LINES ? [] : [{
       x: these.flatMap((m) => [local(m.at), local(m.at), null]), y: these.flatMap(() => [0, 0.975, null]), yaxis: "y4", type: "scatter",
       mode: "lines", line: { color: colour(look.colour), width: 1, dash: "dot" }, hoverinfo: "skip",
     }];
     return [...lines, {
       x: these.map((m) => local(m.at)), y: these.map(() => 0.985), yaxis: "y4", type: "scatter", mode: "markers",
-      marker: { symbol: look.symbol, size: these.length > MOST_LINES ? 6 : 9, color: colour(look.colour), line: { width: 0 } },
-      text: these.map((m) => `${m.node ? `${m.node}: ` : ""}${wrapped(m.said)}`), hovertemplate: `%{text}<extra>${look.words}</extra>`,
+      marker: { symbol: look.symbol, size: these.length > MAX_LINES ? 6 : 9, color: colour(look.colour), line: { width: 0 } },
+      text: these.map((m) => `${m.node ? `${m.node}: ` : ""}${wrapped(m.text)}`), hovertemplate: `%{text}<extra>${look.words}</extra>`,
     }];
   });
 }
 
-/** Plotly reads a little HTML in its labels: none of it comes from outside. */
+/** Removes HTML: plotly would interpret some tags in labels. */
 function wrapped(text) {
   const plain = text.replace(/[<>&]/g, " ").slice(0, 240);
   return plain.replace(/(.{50}\S*)\s/g, "$1<br>");

@@ -1,4 +1,4 @@
-// Words, numbers and small helpers that all panels share.
+// Texts, number formats and small helpers that all panels share.
 
 export const NODE_MARKS = { HEALTHY: "●", SNAP: "◍", COMPLETED: "◉", UNHEALTHY: "▲", OFFLINE: "✖" };
 export const NODE_WORDS = {
@@ -40,7 +40,7 @@ export function duration(seconds) {
   return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
 }
 
-/** An age, in whole seconds: it ticks. */
+/** An age in whole seconds, because it is updated every second. */
 export function age(seconds) {
   if (seconds == null || !isFinite(seconds)) return "–";
   return seconds < 60 ? `${Math.max(0, Math.floor(seconds))} s` : duration(seconds);
@@ -61,7 +61,7 @@ export function number(value, digits = 4) {
   return value.toFixed(digits);
 }
 
-/** Something per second: 0.52, 7.3, 320, 51,200. */
+/** A rate per second: 0.52, 7.3, 320, 51,200. */
 export function rate(value) {
   if (value == null || !isFinite(value)) return "–";
   return value >= 10 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(2)));
@@ -89,7 +89,7 @@ export function moment(seconds) {
   return `${at.toLocaleDateString()} ${clock(seconds)}.${String(at.getMilliseconds()).padStart(3, "0")}`;
 }
 
-/** The half-open range as people read it: 0–3. */
+/** The half-open range with both ends included: 0–3. */
 export function layers(first, end) {
   return end - first === 1 ? `${first}` : `${first}–${end - 1}`;
 }
@@ -102,7 +102,7 @@ export function pipelineName(index) {
 const collator = new Intl.Collator("en", { numeric: true });
 export const byName = (a, b) => collator.compare(a, b);
 
-/** An element with attributes and children; text is never read as HTML. */
+/** Creates an element with attributes and children; text is never parsed as HTML. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -115,7 +115,7 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
-/** Sets what is not so already: what does not change costs no layout. */
+/** Sets the text only if it changed, to avoid a layout. */
 export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -124,7 +124,7 @@ export function show(element, visible) {
   if (element.hidden === visible) element.hidden = !visible;
 }
 
-/** A hue for each node that stays its own, far from its neighbours'. */
+/** A stable hue for each node, far from those of the nodes before and after it. */
 const hues = new Map();
 export function hue(node) {
   if (!hues.has(node)) hues.set(node, Math.round((hues.size * 137.508 + 235) % 360));

@@ -1,5 +1,6 @@
-"""The loss as a small bar chart: block characters, a colour where a failure or a join happened, and a mark at
-the loss of each evaluation."""
+"""Draws the loss as a small bar chart of block characters, with colours where failures and joins happened, and
+a mark at the loss of each evaluation.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,10 +15,10 @@ EVALUATION_MARK, EVALUATION_STYLE = "◆", "bold #ffaf5f"
 
 
 class LossHistory:
-    """Values of consecutive steps in bounded memory: when full, neighbours are averaged in pairs."""
+    """The loss of consecutive steps in bounded memory: a full history averages its values in pairs."""
 
     def __init__(self, capacity: int = 4096) -> None:
-        """``capacity`` is even, so that all values have a partner."""
+        """:param capacity: largest number of values; must be even, so that all values form pairs."""
         self._capacity = capacity
         self._stride = 1
         self._first: int | None = None
@@ -37,19 +38,19 @@ class LossHistory:
             self._means = [(a + b) / 2 for a, b in pairs]
             self._stride *= 2
 
-    def cut(self, step: int) -> None:
-        """Forget what comes behind ``step``. Of a mean that it lies in, the part before it keeps the mean."""
-        kept = max(0, step + 1 - self.first_step)
-        whole, part = divmod(kept, self._stride)
+    def truncate(self, step: int) -> None:
+        """Remove the steps after ``step``. If it lies within a mean, the steps up to it keep that mean."""
+        remaining = max(0, step + 1 - self.first_step)
+        whole, part = divmod(remaining, self._stride)
         if whole < len(self._means):
             self._open = [self._means[whole]] * part
             del self._means[whole:]
         else:
-            del self._open[kept - len(self._means) * self._stride :]
+            del self._open[remaining - len(self._means) * self._stride :]
 
     @property
     def values(self) -> list[float]:
-        """Means over equal runs of steps, oldest first; the newest run may be shorter."""
+        """Means over runs of equal length, oldest first; the newest run may be shorter."""
         return self._means + ([sum(self._open) / len(self._open)] if self._open else [])
 
     @property
@@ -62,7 +63,7 @@ class LossHistory:
 
 
 def resample(values: Sequence[float], width: int) -> list[float]:
-    """At most ``width`` means over equal runs of ``values``; never more than there are values."""
+    """Return at most ``width`` means over equal runs of ``values``, and never more than there are values."""
     if len(values) <= width:
         return list(values)
     edges = [len(values) * i // width for i in range(width + 1)]
@@ -70,7 +71,7 @@ def resample(values: Sequence[float], width: int) -> list[float]:
 
 
 def column_of(step: int, history: LossHistory, columns: int) -> int:
-    """The column in which ``step`` is drawn when the whole history fills ``columns`` columns."""
+    """Return the column in which ``step`` is drawn if the whole history fills ``columns`` columns."""
     count = len(history.values)
     index = min(max(step - history.first_step, 0) // history.steps_per_value, count - 1)
     return index if count <= columns else index * columns // count
@@ -85,18 +86,18 @@ def loss_chart(
     changes: Sequence[int] = (),
     evaluations: Sequence[tuple[int, float | None]] = (),
 ) -> Text:
-    """``height`` lines of at most ``width`` characters, with the steps of failures and changes coloured.
+    """Return ``height`` lines of at most ``width`` characters; the steps of failures and changes are coloured.
 
     A value that is not finite leaves its column empty.
 
-    :param evaluations: steps, and the loss on held-out data after each. The newest of a column is drawn, and
-        none from before the first value.
+    :param evaluations: steps, with the held-out loss after each. The newest one of a column is drawn; those
+    before the first value are not.
     """
     columns = resample(history.values, width)
     finite = [v for v in columns if v - v == 0]
     if not finite:
-        said = "no loss was a finite number" if columns else "waiting for the first step"
-        return Text(said, style="dim")
+        message = "no loss was a finite number" if columns else "waiting for the first step"
+        return Text(message, style="dim")
     held_out = {
         column_of(step, history, width): loss
         for step, loss in evaluations

@@ -1,4 +1,4 @@
-"""The model of a run as one frame of the live view."""
+"""Renders the run model as one frame of the live view."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ftd.observe.run_model import Evaluated, JobSubmitted, RolledBack, RunModel, StepCommitted
+from ftd.observe.run_model import EvaluatedFact, JobSubmittedFact, RolledBackFact, RunModel, StepCommittedFact
 from ftd.observe.view.blocks import PipelineBars, node_table
 from ftd.observe.view.lines import event_line
 from ftd.observe.view.live.chart import EVALUATION_MARK, EVALUATION_STYLE, LossHistory, loss_chart
-from ftd.observe.view.live.row_budget import rows_for
+from ftd.observe.view.live.row_budget import allocate_rows
 from ftd.observe.view.text import (
     PHASE_STYLES,
     QUIET_EVENTS,
@@ -35,32 +35,32 @@ from ftd.observe.view.text import (
 )
 
 QUIET_S = 5.0
-"""While it trains, the coordinator says something twice in a second."""
-MOST_WORRY = 4
-"""Lines of it."""
-MOST_DRAWN = 1000
-"""Changes and evaluations that are drawn, the newest ones."""
-_TALKING = ("RUNNING", "QUIESCING", "RECOVERING")
+"""Silence after which the live view warns; during training the coordinator publishes twice a second."""
+MAX_WARNING_LINES = 4
+"""Largest number of lines of a warning."""
+MAX_DRAWN = 1000
+"""Number of newest changes and evaluations that are drawn."""
+_ACTIVE_PHASES = ("RUNNING", "QUIESCING", "RECOVERING")
 
 
 class LiveFrame:
-    """Collects states and events; ``draw`` makes a frame, ``progress_line`` a line for a log."""
+    """Collects states and events; ``draw`` returns a frame, ``progress_line`` a line for a log."""
 
     def __init__(self, total_steps: int | None) -> None:
         self._total_steps = total_steps
-        self._run = RunModel(most=MOST_DRAWN)
+        self._run = RunModel(most=MAX_DRAWN)
         self._events: deque[JsonMap] = deque(maxlen=200)
         self._losses = LossHistory()
         self._colours = NodeColours()
         self._loss: float | None = None
-        self._several = False
-        """There is, or was, more than one coordinator."""
+        self._several_coordinators = False
+        """Whether there is, or was, more than one coordinator."""
         self._away_since = ""
-        """The time of day at which the broker was lost; empty while it is there."""
+        """Time of day at which the broker was lost; empty while it is connected."""
 
     @property
     def step(self) -> int:
-        """The newest step that an event or a state told of."""
+        """The newest step that an event or a state contained."""
         return max(self._run.step, int(self._state.get("step") or 0))
 
     @property
@@ -72,38 +72,40 @@ class LiveFrame:
         job = self._state.get("job")
         return int(job["steps"]) if job else self._total_steps
 
-    def see_state(self, state: JsonMap) -> None:
+    def on_state(self, state: JsonMap) -> None:
         before = self._run.job.id
         self._run.on_state(state)
         if before not in (None, self._run.job.id):
             self._forget_losses()
-        self._several = self._several or bool(state.get("standbys") or state.get("ineligible"))
+        self._several_coordinators = self._several_coordinators or bool(
+            state.get("standbys") or state.get("ineligible")
+        )
         for name in sorted(state.get("nodes") or ()):
             self._colours.of(name)
 
-    def see_broker(self, *, there: bool) -> None:
-        """The connection to the broker was made, or broke."""
-        self._away_since = "" if there else format_clock(datetime.now(UTC).isoformat()).partition(".")[0]
+    def on_broker(self, *, connected: bool) -> None:
+        """Record that the connection to the broker was made or lost."""
+        self._away_since = "" if connected else format_clock(datetime.now(UTC).isoformat()).partition(".")[0]
 
-    def see_event(self, event: JsonMap) -> None:
-        """One event; steps go into the chart, everything else into the list."""
+    def on_event(self, event: JsonMap) -> None:
+        """Add an event: steps go into the chart, other events into the list."""
         fact = self._run.on_event(event)
         if fact is None:
             return
         match fact:
-            case JobSubmitted():
+            case JobSubmittedFact():
                 self._forget_losses()
-            case StepCommitted(fresh=True, loss=loss) if loss is not None:
+            case StepCommittedFact(fresh=True, loss=loss) if loss is not None:
                 self._losses.add(fact.step, loss)
                 self._loss = loss
-            case RolledBack():
-                self._losses.cut(fact.to_step)
-        self._several = self._several or fact.event == "LeaderElected"
+            case RolledBackFact():
+                self._losses.truncate(fact.to_step)
+        self._several_coordinators = self._several_coordinators or fact.event == "LeaderElected"
         if fact.event not in QUIET_EVENTS:
-            self._list(event)
+            self._list_event(event)
 
-    def _list(self, event: JsonMap) -> None:
-        """Of what comes again and again, only the newest one behind what else has happened."""
+    def _list_event(self, event: JsonMap) -> None:
+        """Add an event to the list. Of routine events, only the newest one after other events stays."""
         if event.get("event") in ROUTINE_EVENTS:
             for index in range(len(self._events) - 1, -1, -1):
                 listed = self._events[index].get("event")
@@ -114,15 +116,15 @@ class LiveFrame:
         self._events.append(event)
 
     def _forget_losses(self) -> None:
-        """Another job begins: what its predecessor's steps were is no part of it."""
+        """Clear the losses of the previous job."""
         self._losses, self._loss = LossHistory(), None
 
     @property
-    def _evaluations(self) -> list[Evaluated]:
+    def _evaluations(self) -> list[EvaluatedFact]:
         return self._run.exclude_undone(self._run.evaluations)
 
     def progress_line(self) -> str:
-        """Where the run stands, for a log."""
+        """Return the progress of the run as a line for a log."""
         total = self.total_steps
         phase = self._state.get("phase", "WAITING")
         nodes: dict[str, JsonMap] = self._state.get("nodes") or {}
@@ -143,28 +145,28 @@ class LiveFrame:
         return "  ".join(parts)
 
     @property
-    def news(self) -> tuple[int, str]:
-        """What a progress line is worth printing for, when it has changed."""
+    def progress_key(self) -> tuple[int, str]:
+        """Changes when a new progress line is worth printing."""
         before = waiting_words(self._state) if self._state.get("phase") == "WAITING" else ""
         return self.step, planning_words(self._state) + before
 
     def draw(self, width: int, height: int, *, quiet_s: float = 0.0) -> RenderableType:
-        """One frame for a terminal of this size; a narrow one gets the boxes one below the other.
+        """Return a frame for a terminal of this size; a narrow one has its boxes below each other.
 
-        :param quiet_s: for so long nothing has been heard.
+        :param quiet_s: seconds since the last message.
         """
         wide = width >= 96
         pipelines = self._state.get("pipelines") or ()
         known = len(self._state.get("nodes") or ())
-        worry = Text(self._worry(quiet_s), style="yellow")
-        most = max(1, min(MOST_WORRY, height - 9))
-        lines = list(worry.wrap(Console(width=width), width - 4))[:most] if worry else []
-        rows = rows_for(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
-        fewer = rows_for(height - len(lines) - 1, wide=wide, nodes=known, pipelines=len(pipelines))
-        learning: tuple[Text, ...] = ()
-        if fewer.chart and (learning := self._learning(wide=wide)):
+        warning = Text(self._warning(quiet_s), style="yellow")
+        most = max(1, min(MAX_WARNING_LINES, height - 9))
+        lines = list(warning.wrap(Console(width=width), width - 4))[:most] if warning else []
+        rows = allocate_rows(height - len(lines), wide=wide, nodes=known, pipelines=len(pipelines))
+        fewer = allocate_rows(height - len(lines) - 1, wide=wide, nodes=known, pipelines=len(pipelines))
+        learning_row: tuple[Text, ...] = ()
+        if fewer.chart and (learning_row := self._learning_row(wide=wide)):
             rows = fewer
-        parts: list[RenderableType] = [self._headline(learning, lines, width)]
+        parts: list[RenderableType] = [self._headline(learning_row, lines, width)]
         nodes = node_table(self._state, self._colours, most=rows.nodes) if rows.nodes else None
         if wide and nodes is not None and rows.chart:
             left = min(max(44, width * 9 // 20), 60)
@@ -181,11 +183,11 @@ class LiveFrame:
         if rows.pipelines:
             over = self._state.get("phase") in ("FINISHED", "FAILED")
             bars: RenderableType = PipelineBars(pipelines, self._colours, most=rows.pipelines)
-            parts.append(_box(Text("none: the job is over", style="dim") if over else bars, "pipelines"))
+            parts.append(_box(Text("none: the job has ended", style="dim") if over else bars, "pipelines"))
         parts.append(self._event_box(rows.events))
         return Group(*parts)
 
-    def _headline(self, learning: Sequence[Text], worry: Sequence[Text], width: int) -> RenderableType:
+    def _headline(self, learning_row: Sequence[Text], warning: Sequence[Text], width: int) -> RenderableType:
         phase = str(self._state.get("phase") or "WAITING")
         style = PHASE_STYLES.get(phase, "white")
         job: JsonMap = self._state.get("job") or {}
@@ -211,43 +213,45 @@ class LiveFrame:
             Text(phase, style=f"{style} reverse" if phase != "RUNNING" else f"bold {style}"),
             Text(what, style="bold", no_wrap=True),
             progress,
-            Text(f"{share:4.0%}  {self._left(total)}"),
+            Text(f"{share:4.0%}  {self._time_left(total)}"),
         )
         grid.add_row(
             Text(f"generation {self._state.get('generation', 0)}", style="dim"),
             Text.assemble(("loss ", "dim"), (format_number(self._current_loss()), "bold")),
             self._speed(),
-            Text(self._learning_rate() if not learning and self._learning_rate() else batch, style="dim"),
+            Text(self._learning_rate() if not learning_row and self._learning_rate() else batch, style="dim"),
         )
-        if learning:
-            grid.add_row("", *learning)
+        if learning_row:
+            grid.add_row("", *learning_row)
         title = f"[bold]ftd[/] · {job['name']}" if job.get("name") else "[bold]ftd[/]"
         return Panel(
-            Group(grid, *worry),
+            Group(grid, *warning),
             title=title,
             title_align="left",
-            subtitle=leader_words(self._state, width - 6) if self._several else None,
+            subtitle=leader_words(self._state, width - 6) if self._several_coordinators else None,
             border_style=style,
         )
 
     def _current_loss(self) -> float | None:
         return self._loss if self._loss is not None else self._state.get("loss")
 
-    def _worry(self, quiet_s: float) -> str:
-        """Why it does not train, or is not heard; empty where all is well."""
+    def _warning(self, quiet_s: float) -> str:
+        """Return why the cluster does not train, or is not heard from; empty if all is well."""
         phase = self._state.get("phase")
         if self._away_since:
-            return f"the broker is away: this is as of {self._away_since}; training goes on without it"
-        if quiet_s > QUIET_S and phase in _TALKING:
-            return f"nothing heard for {_whole(quiet_s)}: is the broker away?"
+            since = self._away_since
+            return f"the broker is unreachable: this is the state at {since}; training continues without it"
+        if quiet_s > QUIET_S and phase in _ACTIVE_PHASES:
+            return f"no message for {_whole_seconds(quiet_s)}: is the broker down?"
         if phase == "UNREACHABLE":
-            return f"no coordinator: {self._state.get('reason') or 'it is gone'}; training goes on without it"
+            reason = self._state.get("reason") or "it is not connected"
+            return f"no coordinator: {reason}; training continues without it"
         if phase == "FAILED":
             return str(self._state.get("outcome") or "")
         return "\n".join(filter(None, [waiting_words(self._state), *ineligible_words(self._state)]))
 
     def _throughput(self) -> str:
-        """Tokens per second where the loss has some; empty while nothing is computed."""
+        """Return the throughput, in tokens if the loss has some; empty while nothing is computed."""
         samples_per_s, newest = self._state.get("samples_per_s"), self._run.newest_step
         return (
             throughput_words(newest.tokens_per_s if newest else None, samples_per_s) if samples_per_s else ""
@@ -265,19 +269,19 @@ class LiveFrame:
         value = learning_rate_words(newest.learning_rate if newest else None)
         return f"{name} {value}" if value else ""
 
-    def _learning(self, *, wide: bool) -> tuple[Text, ...]:
-        """The newest evaluation, and the learning rate; nothing while neither is known."""
+    def _learning_row(self, *, wide: bool) -> tuple[Text, ...]:
+        """Return the newest evaluation and the learning rate; empty if neither is known."""
         rate = self._learning_rate("learning rate" if wide else "lr")
-        loss = where = Text("")
+        loss = position = Text("")
         if evaluations := self._evaluations:
             newest = evaluations[-1]
             loss = Text.assemble(("held out ", "dim"), (format_number(newest.loss), "bold"))
-            where_said = f"{'after ' if wide else ''}step {newest.step}"
-            said = filter(None, [where_said, metrics_words(newest.metrics)])
-            where = _one_line(Text(", ".join(said), style="dim"))
-        return (loss, where, Text(rate, style="dim")) if rate or evaluations else ()
+            where_text = f"{'after ' if wide else ''}step {newest.step}"
+            texts = filter(None, [where_text, metrics_words(newest.metrics)])
+            position = _one_line(Text(", ".join(texts), style="dim"))
+        return (loss, position, Text(rate, style="dim")) if rate or evaluations else ()
 
-    def _left(self, total: int | None) -> str:
+    def _time_left(self, total: int | None) -> str:
         step_s = self._state.get("step_s")
         if not total or not step_s or self._state.get("phase") != "RUNNING":
             return ""
@@ -322,10 +326,10 @@ def _box(content: RenderableType, title: str, height: int | None = None) -> Pane
 
 
 def _one_line(text: Text) -> Text:
-    """Cut off what a narrow terminal has no room for."""
+    """Cut the text off at the edge of a narrow terminal."""
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 
 
-def _whole(seconds: float) -> str:
+def _whole_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else format_duration(seconds)

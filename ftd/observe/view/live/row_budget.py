@@ -1,47 +1,48 @@
-"""How the rows of a terminal are shared out among the boxes of the live view."""
+"""Divides the rows of a terminal among the boxes of the live view."""
 
 from dataclasses import dataclass
 
 HEADLINE = 4
 FRAME = 2
-"""Of a box: above and below what is in it."""
+"""Rows of a box above and below its content."""
 LEAST_EVENTS = 4
-MOST_EVENTS = 20
-MOST_NODES, MOST_PIPELINES, MOST_CHART = 12, 8, 6
-_POORER = (
-    (MOST_CHART, MOST_PIPELINES, MOST_NODES),
-    (MOST_CHART, 4, MOST_NODES),
-    (4, 4, MOST_NODES),
-    (4, 0, MOST_NODES),
+MAX_EVENTS = 20
+MAX_NODES, MAX_PIPELINES, MAX_CHART = 12, 8, 6
+_CHOICES = (
+    (MAX_CHART, MAX_PIPELINES, MAX_NODES),
+    (MAX_CHART, 4, MAX_NODES),
+    (4, 4, MAX_NODES),
+    (4, 0, MAX_NODES),
     (3, 0, 8),
     (3, 0, 6),
     (0, 0, 6),
     (0, 0, 3),
     (0, 0, 0),
 )
-"""Rows of chart, pipelines and nodes at most, the richest first. Who computes what stands beside the nodes,
-too; what happened stands nowhere else."""
+"""Largest numbers of rows for chart, pipelines and nodes, in the order in which they are tried. The table of
+nodes also shows who computes what, so the pipelines go first; only the events appear nowhere else.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBudget:
-    """Of what is in each box; 0: there is no box."""
+    """Rows of content in each box; 0 omits the box."""
 
     nodes: int
     chart: int
     pipelines: int
     events: int
     middle: int
-    """Nodes and chart with their frames: the higher one where they are side by side."""
+    """Rows of nodes and chart with their frames; the larger of both if they are next to each other."""
 
 
-def rows_for(height: int, *, wide: bool, nodes: int, pipelines: int) -> RowBudget:
-    """The richest picture that leaves room for some events.
+def allocate_rows(height: int, *, wide: bool, nodes: int, pipelines: int) -> RowBudget:
+    """Return the largest boxes that leave room for some events.
 
-    :param wide: nodes and chart are side by side.
+    :param wide: whether nodes and chart are next to each other.
     """
-    for chart, most_pipelines, most_nodes in _POORER:
-        # A head above the nodes, a legend below the chart, and a line where there is nothing yet.
+    for chart, most_pipelines, most_nodes in _CHOICES:
+        # The nodes have a header, the chart has a legend, and an empty box has one line.
         node_box = FRAME + 1 + min(max(nodes, 1), most_nodes) if most_nodes else 0
         chart_box = FRAME + 1 + chart if chart else 0
         shown = min(max(pipelines, 1), most_pipelines)
@@ -53,6 +54,6 @@ def rows_for(height: int, *, wide: bool, nodes: int, pipelines: int) -> RowBudge
         nodes=most_nodes,
         chart=chart,
         pipelines=most_pipelines,
-        events=min(max(left, 1), MOST_EVENTS),
+        events=min(max(left, 1), MAX_EVENTS),
         middle=middle,
     )

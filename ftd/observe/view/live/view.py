@@ -1,7 +1,7 @@
-"""The live view of a run: a picture on a terminal, plain lines in a pipe or in CI.
+"""The live view of a run: an updated display on a terminal, plain lines in a pipe or in CI.
 
-Fed by the driver's thread (``on_state``, ``on_event``) and drawn by rich's refresh thread; one lock
-keeps a drawing from seeing half of an update.
+The driver's thread passes states and events in, and rich's refresh thread draws. A lock keeps a frame from
+showing half of an update.
 """
 
 import time
@@ -18,28 +18,30 @@ from ftd.observe.view.live.frame import LiveFrame
 from ftd.observe.view.text import QUIET_EVENTS
 
 PROGRESS_EVERY_S = 2.0
-"""In plain mode: at most one progress line in this time."""
+"""Shortest time between two progress lines in plain mode."""
 
 
 class LiveView:
-    """Shows a running job; use as a context manager, or ``start`` and ``stop``.
+    """Display of a running job; use it as a context manager, or call ``start`` and ``stop``.
 
-    :param total_steps: steps of the job, until a state tells it; ``None`` when not known.
+    :param total_steps: steps of the job until a state contains them; ``None`` if unknown.
     """
 
     def __init__(self, console: Console, total_steps: int | None = None, *, lines: bool = True) -> None:
-        """:param lines: where the console is no terminal, by itself; false: frames alone, to who asks."""
+        """:param lines: whether to print plain lines if the console is no terminal. Without them, only
+        ``frame`` shows something.
+        """
         self._console = console
         self._lines = lines and not console.is_terminal
-        self._picture = LiveFrame(total_steps)
+        self._frame = LiveFrame(total_steps)
         self._lock = Lock()
         self._live: Live | None = None
         self._last_progress_s = -PROGRESS_EVERY_S
-        self._last_news = (-1, "")
-        self._heard_s = time.monotonic()
+        self._last_key = (-1, "")
+        self._last_message_s = time.monotonic()
 
     def start(self) -> None:
-        """Begin to draw. On a console that is no terminal nothing happens until there is news."""
+        """Start to draw. Without a terminal, nothing is printed until something happens."""
         if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console,
@@ -50,7 +52,7 @@ class LiveView:
             self._live.start()
 
     def stop(self) -> None:
-        """Draw once more and leave the last picture on the terminal."""
+        """Draw once more and leave the last frame on the terminal."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -67,36 +69,36 @@ class LiveView:
         self.stop()
 
     def on_state(self, state: Mapping[str, Any]) -> None:
-        """The cluster's public state has changed."""
-        self._heard_s = time.monotonic()
+        """Replace the cluster's public state."""
+        self._last_message_s = time.monotonic()
         with self._lock:
-            self._picture.see_state(state)
+            self._frame.on_state(state)
         self._progress_line()
 
     def on_event(self, event: Mapping[str, Any]) -> None:
-        """Something happened (the event's JSON envelope)."""
-        self._heard_s = time.monotonic()
+        """Add an event (its JSON envelope)."""
+        self._last_message_s = time.monotonic()
         with self._lock:
-            self._picture.see_event(event)
+            self._frame.on_event(event)
         if self._lines and event.get("event") not in QUIET_EVENTS:
             self._plain(plain_event(event))
         self._progress_line()
 
-    def on_broker(self, there: bool) -> None:
-        """The connection to the broker was made, or broke."""
+    def on_broker(self, connected: bool) -> None:
+        """Record that the connection to the broker was made or lost."""
         with self._lock:
-            self._picture.see_broker(there=there)
+            self._frame.on_broker(connected=connected)
 
     def replay_event(self, event: Mapping[str, Any]) -> None:
-        """Something that happened before the view began: drawn, but no news."""
+        """Add an event from before the view began: it is drawn but not printed as a line."""
         with self._lock:
-            self._picture.see_event(event)
+            self._frame.on_event(event)
 
     def frame(self) -> RenderableType:
-        """The picture as it is at this moment, in the console's size."""
+        """Return the current frame in the console's size."""
         with self._lock:
-            quiet_s = time.monotonic() - self._heard_s
-            return self._picture.draw(*self._console.size, quiet_s=quiet_s)
+            quiet_s = time.monotonic() - self._last_message_s
+            return self._frame.draw(*self._console.size, quiet_s=quiet_s)
 
     def _plain(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -105,9 +107,9 @@ class LiveView:
         if not self._lines:
             return
         now_s = time.monotonic()
-        news = self._picture.news
-        if news == self._last_news or (not force and now_s - self._last_progress_s < PROGRESS_EVERY_S):
+        key = self._frame.progress_key
+        if key == self._last_key or (not force and now_s - self._last_progress_s < PROGRESS_EVERY_S):
             return
         self._last_progress_s = now_s
-        self._last_news = news
-        self._plain(self._picture.progress_line())
+        self._last_key = key
+        self._plain(self._frame.progress_line())

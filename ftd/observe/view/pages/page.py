@@ -1,4 +1,4 @@
-"""What our HTML pages share: one file that needs nothing else, light and dark, tables that scroll."""
+"""Parts of all HTML pages: a self-contained document, light and dark, with tables that scroll."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -30,10 +30,11 @@ td { text-align: right; } .left { text-align: left; } .chosen td { font-weight: 
 """
 
 
-def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
-    """A whole document. ``parts`` are HTML already, empty ones are left out; ``title`` is text.
+def render_page(title: str, parts: Iterable[str], *, style: str = "") -> str:
+    """Return a whole document.
 
-    :param style: CSS of this page alone.
+    :param title: plain text. :param parts: HTML fragments; empty ones are left out. :param style: CSS for
+    this page only.
     """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -43,8 +44,8 @@ def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
     )
 
 
-def themed(svg: str) -> str:
-    """The drawing itself, its neutral colours left to the page."""
+def apply_theme(svg: str) -> str:
+    """Return the drawing without XML prolog, with its neutral colours replaced by the page's CSS variables."""
     drawing = svg[svg.index("<svg") :]
     for colour, variable in (
         (INK, "--ink"),
@@ -56,8 +57,8 @@ def themed(svg: str) -> str:
     return drawing
 
 
-def figures(shown: Iterable[tuple[str, str]]) -> str:
-    """Large figures in a row: what each is, and its value."""
+def render_figures(shown: Iterable[tuple[str, str]]) -> str:
+    """Return a row of large figures, given as pairs of label and value."""
     cells = (
         f'<div><b>{escape(value)}</b><span class="faint">{escape(label)}</span></div>'
         for label, value in shown
@@ -65,14 +66,14 @@ def figures(shown: Iterable[tuple[str, str]]) -> str:
     return f'<div class="figures">{"".join(cells)}</div>'
 
 
-def table(
+def render_table(
     columns: Sequence[str],
     rows: Iterable[Sequence[str]],
     *,
     left: Iterable[int] = (),
     marked: Iterable[int] = (),
 ) -> str:
-    """``left`` are columns aligned to the left, ``marked`` rows to be seen at once."""
+    """Return a table. :param left: columns aligned to the left. :param marked: highlighted rows."""
     aligned, bold = set(left), set(marked)
 
     def row_of(tag: str, cells: Sequence[str]) -> str:

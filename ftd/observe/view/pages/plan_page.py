@@ -1,19 +1,19 @@
-"""A plan as one HTML page that needs nothing else: the picture, the tables, light and dark."""
+"""Renders a plan as a self-contained HTML page with its image and tables."""
 
 from html import escape
 
-from ftd.observe.view.pages.page import figures, page, table, themed
+from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
 from ftd.observe.view.plan import (
-    MOST_DRAWN,
+    MAX_DRAWN,
     chosen_line,
     comparison_line,
     devices_of,
     devices_words,
-    elapsed,
-    memory,
+    format_elapsed,
+    format_memory,
+    format_optimality_gap,
     named_templates,
     pipelines_line,
-    proof,
     recomputes,
     shape_line,
 )
@@ -21,65 +21,65 @@ from ftd.observe.view.text import format_number, layer_range, pipeline_name, plu
 from planner.describe import Description, TemplateRow
 
 
-def plan_page(told: Description, svg: str, *, name: str, other: Description | None) -> str:
-    """The page around a picture that ``plan_plot`` drew."""
-    policy = told.policy
+def render_plan_page(description: Description, svg: str, *, name: str, other: Description | None) -> str:
+    """Return the page for a plan and the image that ``plan_plot`` drew."""
+    policy = description.policy
     parts = [
-        f'<h1>{escape(name)}</h1>\n<p class="faint">{escape(shape_line(told))}</p>',
-        _figures(told),
-        _comparison(told, other) if other is not None else "",
-        f'<h2>One step</h2>\n<p class="faint">{escape(chosen_line(told))}; equal ones are drawn once. '
+        f'<h1>{escape(name)}</h1>\n<p class="faint">{escape(shape_line(description))}</p>',
+        _figures(description),
+        _comparison(description, other) if other is not None else "",
+        f'<h2>One step</h2>\n<p class="faint">{escape(chosen_line(description))}; equal ones are drawn once. '
         f"Global batch {policy.global_batch} as {policy.microbatches} × {policy.microbatch_rows}.</p>",
-        f'<div class="scroll">{themed(svg)}</div>',
+        f'<div class="scroll">{apply_theme(svg)}</div>',
         "<h2>Pipelines</h2>",
-        _pipelines(told),
+        _pipelines(description),
         *(
-            _stages(letter, told.template(row.nodes), told)
-            for letter, row in named_templates(told)[:MOST_DRAWN]
+            _stages(letter, description.template(row.nodes), description)
+            for letter, row in named_templates(description)[:MAX_DRAWN]
         ),
         "<h2>Templates</h2>",
-        _templates(told),
+        _templates(description),
     ]
-    return page(f"{name}: the plan for {plural(told.nodes, 'node')}", parts)
+    return render_page(f"{name}: the plan for {plural(description.nodes, 'node')}", parts)
 
 
-def _figures(told: Description) -> str:
+def _figures(description: Description) -> str:
     shown = [
-        ("expected step", elapsed(told.iteration_ms)),
-        ("samples/s", format_number(told.samples_per_s, 0)),
-        ("bubbles", f"{told.bubble_ratio:.1%}"),
-        ("pipelines", str(sum(row.count for row in told.pipelines))),
-        ("nodes at work", f"{told.nodes - told.idle_nodes} of {told.nodes}"),
+        ("expected step", format_elapsed(description.iteration_ms)),
+        ("samples/s", format_number(description.samples_per_s, 0)),
+        ("bubbles", f"{description.bubble_ratio:.1%}"),
+        ("pipelines", str(sum(row.count for row in description.pipelines))),
+        ("nodes at work", f"{description.nodes - description.idle_nodes} of {description.nodes}"),
     ]
-    return figures(shown)
+    return render_figures(shown)
 
 
-def _comparison(told: Description, other: Description) -> str:
-    said = comparison_line(told, other)
-    return f"<p>{escape(said[0].upper() + said[1:])}: {escape(pipelines_line(other))}.</p>"
+def _comparison(description: Description, other: Description) -> str:
+    sentence = comparison_line(description, other)
+    return f"<p>{escape(sentence[0].upper() + sentence[1:])}: {escape(pipelines_line(other))}.</p>"
 
 
-def _pipelines(told: Description) -> str:
+def _pipelines(description: Description) -> str:
     rows = (
         (
             pipeline_name(index),
             f"{row.count}×",
             str(row.nodes),
             str(row.microbatches),
-            elapsed(row.makespan_ms),
-            elapsed(row.sync_ms),
-            elapsed(row.step_ms),
+            format_elapsed(row.makespan_ms),
+            format_elapsed(row.sync_ms),
+            format_elapsed(row.step_ms),
             f"{row.bubble_ratio:.1%}",
-            memory(row.memory_bytes),
+            format_memory(row.memory_bytes),
         )
-        for index, row in enumerate(told.pipelines)
+        for index, row in enumerate(description.pipelines)
     )
     columns = ("", "pipelines", "nodes", "microbatches", "1F1B", "all-reduce", "step", "bubbles", "memory")
-    return table(columns, rows, left={0})
+    return render_table(columns, rows, left={0})
 
 
-def _stages(letter: str, template: TemplateRow, told: Description) -> str:
-    limit = told.memory_limit_bytes
+def _stages(letter: str, template: TemplateRow, description: Description) -> str:
+    limit = description.memory_limit_bytes
     recomputing = recomputes(template)
     rows = (
         (
@@ -88,35 +88,35 @@ def _stages(letter: str, template: TemplateRow, told: Description) -> str:
             layer_range(stage.first_layer, stage.end_layer),
             devices_words(stage),
             *((stage.recompute,) if recomputing else ()),
-            elapsed(stage.forward_ms),
-            elapsed(stage.backward_ms),
-            memory(stage.memory_bytes),
+            format_elapsed(stage.forward_ms),
+            format_elapsed(stage.backward_ms),
+            format_memory(stage.memory_bytes),
             *(() if limit is None else (f"{stage.memory_bytes / limit:.0%}",)),
         )
         for index, stage in enumerate(template.stages)
     )
-    again = ("recompute",) if recomputing else ()
-    columns = ("stage", "node", "layers", "GPUs", *again, "forward", "backward", "memory")
+    optional = ("recompute",) if recomputing else ()
+    columns = ("stage", "node", "layers", "GPUs", *optional, "forward", "backward", "memory")
     title = f'<h2>Stages of {letter}</h2>\n<p class="faint">times of one microbatch</p>\n'
-    return title + table((*columns, *(() if limit is None else ("of device",))), rows)
+    return title + render_table((*columns, *(() if limit is None else ("of device",))), rows)
 
 
-def _templates(told: Description) -> str:
-    chosen = {row.nodes for row in told.pipelines}
+def _templates(description: Description) -> str:
+    chosen = {row.nodes for row in description.pipelines}
     rows = (
         (
             str(row.nodes),
             str(len(row.stages)),
             devices_of(row.stages),
             str(row.microbatches),
-            elapsed(row.objective_ms),
-            elapsed(row.lower_bound_ms),
-            proof(row),
-            memory(row.memory_bytes),
+            format_elapsed(row.objective_ms),
+            format_elapsed(row.lower_bound_ms),
+            format_optimality_gap(row),
+            format_memory(row.memory_bytes),
         )
-        for row in told.templates
+        for row in description.templates
     )
-    marked = {index for index, row in enumerate(told.templates) if row.nodes in chosen}
+    marked = {index for index, row in enumerate(description.templates) if row.nodes in chosen}
     columns = (
         "nodes",
         "stages",
@@ -127,4 +127,4 @@ def _templates(told: Description) -> str:
         "optimal within",
         "memory",
     )
-    return table(columns, rows, marked=marked)
+    return render_table(columns, rows, marked=marked)

@@ -1,16 +1,16 @@
-"""A run as one HTML page that needs nothing else: what one sends to a colleague."""
+"""Renders a run's report as a self-contained HTML page."""
 
 from datetime import datetime, timedelta
 from html import escape
 
 from ftd.observe.run_model import is_failure
-from ftd.observe.view.blocks import natural
+from ftd.observe.view.blocks import natural_key
 from ftd.observe.view.document import Report, ReportedRecovery, SaveSummary
-from ftd.observe.view.pages.page import figures, page, table, themed
+from ftd.observe.view.pages.page import apply_theme, render_figures, render_page, render_table
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, ORANGE, RED
-from ftd.observe.view.plots.report_plot import drawn
-from ftd.observe.view.rates import goodput, median_throughput
-from ftd.observe.view.sentences import describe_recovery, uneventful, what_happened
+from ftd.observe.view.plots.report_plot import render_plot
+from ftd.observe.view.rates import goodput_series, median_throughput
+from ftd.observe.view.sentences import describe_change, describe_recovery, describe_uneventful_run
 from ftd.observe.view.text import (
     format_duration,
     format_milliseconds,
@@ -23,8 +23,8 @@ from ftd.observe.view.text import (
 
 PHASES = (("detect", FAINT), ("quiesce", RED), ("plan", ORANGE), ("state", BLUE), ("resume", GREEN))
 _MOMENT = "%Y-%m-%d %H:%M:%S UTC"
-MOST_TOLD = 200
-"""Recoveries that are told in sentences."""
+MAX_DESCRIBED = 200
+"""Largest number of recoveries that are described in sentences."""
 _STYLE = """
 .phases { display: flex; height: 1.1rem; min-width: 2px; border-radius: 3px; overflow: hidden; }
 .phases i { display: block; height: 100%; }
@@ -35,32 +35,32 @@ article { margin: 1.25rem 0; } article h3 { font-size: 1rem; margin: 0 0 .35rem;
 """
 
 
-def report_page(report: Report) -> str:
-    """The page; a report without steps has no picture."""
+def render_report_page(report: Report) -> str:
+    """Return the page; a report without steps has no image."""
     name = report.job.name or "run"
     parts = [
         f"<h1>{escape(name)}</h1>",
         f'<p class="faint">{escape(_outcome(report))}</p>',
-        figures(_glance(report)),
+        render_figures(_glance(report)),
     ]
     if report.steps:
-        svg = drawn(report, "svg").decode()
-        parts += ["<h2>Over time</h2>", f'<div class="scroll">{themed(svg)}</div>']
+        svg = render_plot(report, "svg").decode()
+        parts += ["<h2>Over time</h2>", f'<div class="scroll">{apply_theme(svg)}</div>']
     parts += _recoveries(report)
-    parts += _kept(report)
+    parts += _saves(report)
     parts += _processes(report)
-    return page(f"{name}: report", parts, style=_STYLE)
+    return render_page(f"{name}: report", parts, style=_STYLE)
 
 
 def _outcome(report: Report) -> str:
     began = ""
     if report.started_at is not None:
         first = datetime.fromisoformat(report.started_at)
-        began = f", begun {first:{_MOMENT}}"
+        began = f", started {first:{_MOMENT}}"
         if report.under_way:
             began += f"; as of {first + timedelta(seconds=report.duration_s):{_MOMENT}}"
     if report.under_way:
-        return f"under way{began}"
+        return f"running{began}"
     if report.outcome_reason.startswith(report.outcome):
         return report.outcome_reason + began
     return report.outcome + (f": {report.outcome_reason}" if report.outcome_reason else "") + began
@@ -81,7 +81,7 @@ def _glance(report: Report) -> list[tuple[str, str]]:
         shown.append(
             ("longest from failure to commit", format_duration(max(r.total_ms for r in failures) / 1000))
         )
-    if rates := goodput(report):
+    if rates := goodput_series(report):
         shown.append(("goodput", f"{rates[-1][1]:.1%}"))
     if report.final.loss is not None:
         shown.append(("loss so far" if report.under_way else "final loss", format_number(report.final.loss)))
@@ -102,18 +102,18 @@ def _glance(report: Report) -> list[tuple[str, str]]:
 
 def _recoveries(report: Report) -> list[str]:
     if not report.recoveries:
-        return ["<h2>Recoveries</h2>", f"<p>{escape(uneventful(report))}</p>"]
+        return ["<h2>Recoveries</h2>", f"<p>{escape(describe_uneventful_run(report))}</p>"]
     key = "".join(f'<span><i style="background:{colour}"></i>{name}</span> ' for name, colour in PHASES)
     longest = max(sum(_phases_ms(r)) for r in report.recoveries)
     parts = ["<h2>Recoveries, phase by phase</h2>", f'<p class="faint key">{key}</p>']
-    left_out = max(0, len(report.recoveries) - MOST_TOLD)
+    left_out = max(0, len(report.recoveries) - MAX_DESCRIBED)
     if left_out:
         parts.append(
-            f'<p class="faint">The newest {MOST_TOLD}; the {left_out} before are in the table below.</p>'
+            f'<p class="faint">The newest {MAX_DESCRIBED}; the {left_out} before are in the table below.</p>'
         )
     for number_, recovery in list(enumerate(report.recoveries, start=1))[left_out:]:
         kind = "failure" if is_failure(recovery.cause, recovery.rolled_back_steps) else "change"
-        title = f"{number_}. {''.join(what_happened(recovery, report))}"
+        title = f"{number_}. {''.join(describe_change(recovery, report))}"
         sentences = "".join(f"<p>{escape(sentence)}</p>" for sentence in describe_recovery(recovery, report))
         parts.append(
             f'<article class="{kind}"><h3>{escape(title)}</h3>{_bar(recovery, longest)}{sentences}</article>'
@@ -133,17 +133,17 @@ def _phases_ms(recovery: ReportedRecovery) -> tuple[float, ...]:
 
 
 def _bar(recovery: ReportedRecovery, longest_ms: float) -> str:
-    """One bar a recovery, all on one scale."""
+    """Return the bar of one recovery; all bars have one scale."""
     times = _phases_ms(recovery)
     total = sum(times) or 1.0
-    pieces = "".join(
+    segments = "".join(
         f'<i style="width:{100 * time / total:.2f}%;background:{colour}" '
         f'title="{name}: {format_milliseconds(time)} ms"></i>'
         for time, (name, colour) in zip(times, PHASES, strict=True)
         if time > 0
     )
     width = 100 * total / max(longest_ms, 1e-9)
-    return f'<div class="scale"><div class="phases" style="width:{width:.2f}%">{pieces}</div></div>'
+    return f'<div class="scale"><div class="phases" style="width:{width:.2f}%">{segments}</div></div>'
 
 
 def _times(report: Report) -> str:
@@ -151,7 +151,7 @@ def _times(report: Report) -> str:
         (
             str(index),
             str(r.step),
-            "".join(what_happened(r, report)),
+            "".join(describe_change(r, report)),
             how_words(r.detected_how),
             *(format_milliseconds(t) for t in (r.detected_ms, *_phases_ms(r)[1:], r.total_ms)),
             format_size(r.bytes_moved),
@@ -162,57 +162,57 @@ def _times(report: Report) -> str:
         for index, r in enumerate(report.recoveries, start=1)
     )
     columns = ("", "step", "what happened", "noticed by", *(name for name, _ in PHASES), "total", "moved")
-    shown = table((*columns, "lost", "redone", "state from"), rows, left={2, 3})
-    return f'<h2>The same in figures</h2>\n<p class="faint">times in milliseconds</p>\n{shown}'
+    shown = render_table((*columns, "lost", "redone", "state from"), rows, left={2, 3})
+    return f'<h2>Recoveries in numbers</h2>\n<p class="faint">times in milliseconds</p>\n{shown}'
 
 
-def _kept(report: Report) -> list[str]:
+def _saves(report: Report) -> list[str]:
     rows = [
-        _kept_row(title, kept)
-        for title, kept in (("snapshots", report.snapshots), ("checkpoints", report.checkpoints))
-        if kept.completed or kept.abandoned
+        _saves_row(title, saves)
+        for title, saves in (("snapshots", report.snapshots), ("checkpoints", report.checkpoints))
+        if saves.completed or saves.abandoned
     ]
     if not rows:
         return []
     columns = (
         "",
         "completed",
-        "given up",
+        "abandoned",
         "newest step",
         "size",
-        "how",
+        "protection or location",
         "median time",
-        "training waited",
-        "longest",
+        "total wait",
+        "longest wait",
     )
-    parts = ["<h2>What snapshots cost</h2>", table(columns, rows, left={0, 5})]
+    parts = ["<h2>Cost of snapshots and checkpoints</h2>", render_table(columns, rows, left={0, 5})]
     parts += [
-        f'<p class="faint">The last that was given up: {escape(kept.last_abandon_reason)}</p>'
-        for kept in (report.snapshots, report.checkpoints)
-        if kept.last_abandon_reason
+        f'<p class="faint">Reason of the last abandoned one: {escape(saves.last_abandon_reason)}</p>'
+        for saves in (report.snapshots, report.checkpoints)
+        if saves.last_abandon_reason
     ]
     return parts
 
 
-def _kept_row(title: str, kept: SaveSummary) -> tuple[str, ...]:
+def _saves_row(title: str, saves: SaveSummary) -> tuple[str, ...]:
     def seconds(value: float | None) -> str:
         return "–" if value is None else format_duration(value)
 
     return (
         title,
-        str(kept.completed),
-        str(kept.abandoned),
-        "–" if kept.newest_step is None else str(kept.newest_step),
-        "–" if kept.size_bytes is None else format_size(kept.size_bytes),
-        kept.protection_or_location or "–",
-        seconds(kept.median_s),
-        seconds(kept.total_stall_s),
-        seconds(kept.longest_stall_s),
+        str(saves.completed),
+        str(saves.abandoned),
+        "–" if saves.newest_step is None else str(saves.newest_step),
+        "–" if saves.size_bytes is None else format_size(saves.size_bytes),
+        saves.protection_or_location or "–",
+        seconds(saves.median_s),
+        seconds(saves.total_stall_s),
+        seconds(saves.longest_stall_s),
     )
 
 
 def _processes(report: Report) -> list[str]:
-    """Restarts: how many processes each node had beyond the first of each."""
+    """Return a table of the processes that each node had; more than one of a kind means a restart."""
     rows = [
         (
             node,
@@ -220,10 +220,10 @@ def _processes(report: Report) -> list[str]:
             str(sum(len(pids) for pids in processes.trainers.values())),
             plural(len(processes.trainers), "device"),
         )
-        for node, processes in sorted(report.processes.items(), key=lambda item: natural(item[0]))
+        for node, processes in sorted(report.processes.items(), key=lambda item: natural_key(item[0]))
     ]
     if not rows:
         return []
-    said = "Processes that each node had, one after another: a second one is a restart."
-    heading = f'<h2>Processes</h2>\n<p class="faint">{said}</p>'
-    return [heading, table(("node", "daemons", "trainers", "on"), rows, left={0})]
+    explanation = "All processes of each node, one after another; more than one means a restart."
+    heading = f'<h2>Processes</h2>\n<p class="faint">{explanation}</p>'
+    return [heading, render_table(("node", "daemons", "trainers", "on"), rows, left={0})]

@@ -1,1 +1,1 @@
-"""Pictures: of plans, runs, soaks, traces, survival."""
+"""Images of plans, runs, soaks, traces and survival curves."""

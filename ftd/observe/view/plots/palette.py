@@ -1,6 +1,8 @@
-"""The colours of plots. Blue, orange and green are Okabe's and Ito's: everybody can tell them apart."""
+"""The colours of plots. Blue, orange and green are from Okabe and Ito's palette, which colour-blind people can
+tell apart.
+"""
 
 BLUE, ORANGE, GREEN, RED = "#0072b2", "#e69f00", "#009e73", "#d55e00"
 
 INK, FAINT, WAITING, PAPER = "#1b1f27", "#69707d", "#e7eaee", "#fefefe"
-"""What a dark page replaces."""
+"""Neutral colours, which a page with a dark theme replaces."""

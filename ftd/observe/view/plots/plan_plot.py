@@ -1,7 +1,7 @@
-"""A plan as a picture: the 1F1B timeline of each kind of pipeline, and the memory of its stages.
+"""Draws a plan: the 1F1B timeline of each kind of pipeline, and the memory of its stages.
 
 Equal pipelines are drawn once. All timelines share one axis, so the slowest pipeline is the longest.
-matplotlib is imported only here, where something is drawn.
+matplotlib is imported only by modules that draw.
 """
 
 import io
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ftd.errors import ConfigurationError
 from ftd.observe.view.files import write_file
-from ftd.observe.view.plan import MOST_DRAWN, chosen_line, comparison_line, elapsed, named_templates
+from ftd.observe.view.plan import MAX_DRAWN, chosen_line, comparison_line, format_elapsed, named_templates
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import layer_range, plural
 from planner.describe import Description, PipelineRow, TemplateRow, timeline_of
@@ -28,33 +28,38 @@ from planner.timeline import Timeline
 Floats = NDArray[np.float64]
 
 FORWARD = (BLUE, "#4ba3d6")
-"""Even and odd microbatches, so that neighbours without a gap are told apart."""
+"""Colours of even and odd microbatches, so that adjacent ones can be told apart."""
 BACKWARD = (ORANGE, "#f3c766")
 SYNC, MEMORY, LIMIT = GREEN, "#8a97ab", RED
 
-MOST_SHAPES = 5_000
-"""Operations of one timeline drawn one by one; more are drawn as an image of their mixture."""
-MOST_OPERATIONS = 4_000_000
-"""Of one timeline: some seconds of work."""
+MAX_SHAPES = 5_000
+"""Largest number of operations that are drawn one by one; a larger timeline is drawn as an image of mixed
+colours.
+"""
+MAX_OPERATIONS = 4_000_000
+"""Largest number of operations in a timeline, which takes some seconds to draw."""
 _IMAGE_COLUMNS, _AVERAGED = 2_400, 4
-"""Of an image of mixtures: its width, and over how many microbatches each column is averaged."""
+"""Width of an image of mixed colours, and the number of microbatches over which each column is averaged."""
 _WIDTH_IN, _TIMELINE_IN = 13.0, 8.6
-_STAGE_IN, _LEAST_IN, _MOST_IN = 0.30, 0.62, 5.0
+_STAGE_IN, _LEAST_IN, _MAX_IN = 0.30, 0.62, 5.0
 _LABELLED_STAGES = 20
 _GAPPED_STAGES, _GAP_ROWS = 64, 12
-"""Up to so many stages of an image are parted, by two of the so many rows of pixels that each has."""
+"""Up to this number of stages have gaps between them in an image; a stage then has ``_GAP_ROWS`` rows of
+pixels, two of which are the gap.
+"""
 _UNITS = ((1e3, "s"), (1.0, "ms"), (1e-3, "µs"))
 
 
-def draw_plan(told: Description, *, name: str, other: Description | None = None) -> Figure:
-    """The picture of the chosen pipelines; ``other`` is the plan of the other objective, for a sentence.
+def draw_plan(description: Description, *, name: str, other: Description | None = None) -> Figure:
+    """Return the figure of the chosen pipelines.
 
-    :raises ConfigurationError: the timelines have more operations than can be drawn.
+    :param other: the plan under the other objective, for a sentence of comparison. :raises
+    ConfigurationError: the timelines have too many operations to draw.
     """
-    kinds = named_templates(told)[:MOST_DRAWN]
+    kinds = named_templates(description)[:MAX_DRAWN]
     for _, row in kinds:
-        _check_size(told.template(row.nodes), row)
-    heights = [_height_in(told.template(row.nodes)) for _, row in kinds]
+        _check_size(description.template(row.nodes), row)
+    heights = [_height_in(description.template(row.nodes)) for _, row in kinds]
     with_memory = any(row.memory_bytes for _, row in kinds)
     top_in, gap_in, bottom_in = 1.05, 0.75, 0.62
     height_in = top_in + sum(heights) + gap_in * (len(kinds) - 1) + bottom_in
@@ -65,55 +70,57 @@ def draw_plan(told: Description, *, name: str, other: Description | None = None)
     left_in, below_in = 1.6, height_in - top_in
     for index, ((letter, row), tall_in) in enumerate(zip(kinds, heights, strict=True)):
         below_in -= tall_in
-        template = told.template(row.nodes)
+        template = description.template(row.nodes)
         place = (left_in / _WIDTH_IN, below_in / height_in, timeline_in / _WIDTH_IN, tall_in / height_in)
         axes = figure.add_axes(place)
         axes.set_xlim(0, longest)
         _draw_timeline(axes, timeline_of(template, row.microbatches), row, unit_ms)
         _stage_labels(axes, template)
-        axes.set_title(_title(told, letter, row), loc="left", fontsize=10, color=INK, pad=7)
+        axes.set_title(_title(description, letter, row), loc="left", fontsize=10, color=INK, pad=7)
         last = index == len(kinds) - 1
         axes.set_xlabel(f"time within a step [{unit}]" if last else "", color=FAINT, fontsize=9)
         if with_memory:
             left = (left_in + timeline_in + 0.35) / _WIDTH_IN
-            beside = figure.add_axes((left, place[1], 1 - left - 0.35 / _WIDTH_IN, place[3]))
-            _draw_memory(beside, template, told, last=last)
+            memory_axes = figure.add_axes((left, place[1], 1 - left - 0.35 / _WIDTH_IN, place[3]))
+            _draw_memory(memory_axes, template, description, last=last)
         below_in -= gap_in
-    _header(figure, told, name, other, with_memory)
+    _header(figure, description, name, other, with_memory)
     return figure
 
 
-def plot_plan(told: Description, path: Path, *, name: str, other: Description | None = None) -> None:
-    """Write the picture to ``path``; the suffix says the format, and ``.html`` makes a page of it.
+def plot_plan(description: Description, path: Path, *, name: str, other: Description | None = None) -> None:
+    """Write the image to ``path``. The suffix names the format; ``.html`` writes a whole page.
 
-    :raises ConfigurationError: there is too much to draw, or the place cannot be written.
+    :raises ConfigurationError: there is too much to draw, or the file cannot be written.
     """
     kind = path.suffix.lower()
     if kind == ".html":
-        from ftd.observe.view.pages.plan_page import plan_page
+        from ftd.observe.view.pages.plan_page import render_plan_page
 
-        data = plan_page(told, drawn_svg(told, name=name), name=name, other=other).encode()
+        data = render_plan_page(
+            description, render_plan_svg(description, name=name), name=name, other=other
+        ).encode()
     elif kind == ".svg":
-        data = drawn_svg(told, name=name, other=other).encode()
+        data = render_plan_svg(description, name=name, other=other).encode()
     else:
         picture = io.BytesIO()
-        draw_plan(told, name=name, other=other).savefig(picture, format="png", dpi=150)
+        draw_plan(description, name=name, other=other).savefig(picture, format="png", dpi=150)
         data = picture.getvalue()
     write_file(path, data, "--plot")
 
 
-def drawn_svg(told: Description, *, name: str, other: Description | None = None) -> str:
-    """The picture as SVG; the same plan gives the same text."""
+def render_plan_svg(description: Description, *, name: str, other: Description | None = None) -> str:
+    """Return the image as SVG; the same plan always gives the same text."""
     picture = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "ftd", "svg.fonttype": "none"}):
-        draw_plan(told, name=name, other=other).savefig(picture, format="svg", metadata={"Date": None})
+        draw_plan(description, name=name, other=other).savefig(picture, format="svg", metadata={"Date": None})
     return picture.getvalue()
 
 
 def _check_size(template: TemplateRow, row: PipelineRow) -> None:
     operations = 2 * len(template.stages) * row.microbatches
-    if operations > MOST_OPERATIONS:
-        most = MOST_OPERATIONS // (2 * len(template.stages))
+    if operations > MAX_OPERATIONS:
+        most = MAX_OPERATIONS // (2 * len(template.stages))
         raise ConfigurationError(
             f"{row.microbatches} microbatches in {len(template.stages)} stages are too many to draw",
             field="--plot",
@@ -122,43 +129,44 @@ def _check_size(template: TemplateRow, row: PipelineRow) -> None:
 
 
 def _too_thin(stages: int, microbatches: int) -> bool:
-    """Whether operations are drawn as their mixture."""
-    return 2 * stages * microbatches > MOST_SHAPES
+    """Return whether there are too many operations to draw them one by one."""
+    return 2 * stages * microbatches > MAX_SHAPES
 
 
 def _height_in(template: TemplateRow) -> float:
-    return min(max(_STAGE_IN * len(template.stages), _LEAST_IN), _MOST_IN)
+    return min(max(_STAGE_IN * len(template.stages), _LEAST_IN), _MAX_IN)
 
 
 def _unit(longest_ms: float) -> tuple[float, str]:
     return next(((ms, unit) for ms, unit in _UNITS if longest_ms >= 10 * ms), _UNITS[-1])
 
 
-def _title(told: Description, letter: str, row: PipelineRow) -> str:
-    alike = [one for one in told.pipelines if one.nodes == row.nodes]
-    count = sum(one.count for one in alike)
-    least, most = min(one.microbatches for one in alike), row.microbatches
+def _title(description: Description, letter: str, row: PipelineRow) -> str:
+    equal = [one for one in description.pipelines if one.nodes == row.nodes]
+    count = sum(one.count for one in equal)
+    least, most = min(one.microbatches for one in equal), row.microbatches
     share = f"{least} or {most}" if least < most else str(most)
     times = f" × {count}" if count > 1 else ""
     return (
         f"{letter}{times}   {plural(row.nodes, 'node')}, "
-        f"{plural(len(told.template(row.nodes).stages), 'stage')}, "
-        f"{share} {'microbatch' if most == 1 else 'microbatches'}, {elapsed(row.step_ms)}, "
+        f"{plural(len(description.template(row.nodes).stages), 'stage')}, "
+        f"{share} {'microbatch' if most == 1 else 'microbatches'}, {format_elapsed(row.step_ms)}, "
         f"{row.bubble_ratio:.1%} bubbles"
     )
 
 
 def _header(
-    figure: Figure, told: Description, name: str, other: Description | None, with_memory: bool
+    figure: Figure, description: Description, name: str, other: Description | None, with_memory: bool
 ) -> None:
     height_in = float(figure.get_figheight())
     left = 0.25 / _WIDTH_IN
     figure.text(left, 1 - 0.34 / height_in, name, fontsize=14, color=INK, weight="bold", va="center")
-    said = f"{chosen_line(told)}; a step takes {elapsed(told.iteration_ms)}, {told.bubble_ratio:.1%} bubbles"
+    step = f"a step takes {format_elapsed(description.iteration_ms)}, {description.bubble_ratio:.1%} bubbles"
+    subtitle = f"{chosen_line(description)}; {step}"
     if other is not None:
-        said += f"; {comparison_line(told, other)}"
-    figure.text(left, 1 - 0.62 / height_in, said, fontsize=9.5, color=FAINT, va="center")
-    hidden = len(named_templates(told)) - MOST_DRAWN
+        subtitle += f"; {comparison_line(description, other)}"
+    figure.text(left, 1 - 0.62 / height_in, subtitle, fontsize=9.5, color=FAINT, va="center")
+    hidden = len(named_templates(description)) - MAX_DRAWN
     if hidden > 0:
         figure.text(left, 0.16 / height_in, f"and {plural(hidden, 'more kind')} of pipelines", color=FAINT)
     shown = [
@@ -166,10 +174,13 @@ def _header(
         Patch(color=BACKWARD[0], label="backward"),
         Patch(color=WAITING, label="waiting"),
     ]
-    if any(_too_thin(len(told.template(row.nodes).stages), row.microbatches) for row in told.pipelines):
+    if any(
+        _too_thin(len(description.template(row.nodes).stages), row.microbatches)
+        for row in description.pipelines
+    ):
         third = _mixed(np.array([1 / 3]))[0]
-        shown.insert(2, Patch(color=tuple(third.tolist()), label="both, too many to part"))
-    if any(row.sync_ms for row in told.pipelines):
+        shown.insert(2, Patch(color=tuple(third.tolist()), label="both, too many to separate"))
+    if any(row.sync_ms for row in description.pipelines):
         shown.append(Patch(color=SYNC, label="all-reduce"))
     if with_memory:
         shown.append(Patch(color=MEMORY, label="memory"))
@@ -214,7 +225,7 @@ def _draw_timeline(axes: Axes, schedule: Timeline, row: PipelineRow, unit_ms: fl
 
 
 def _boxes(start: Floats, stop: Floats) -> Floats:
-    """Corners of each operation; shape (operations, 4, 2)."""
+    """Return the corners of each operation; shape (operations, 4, 2)."""
     stage = np.broadcast_to(np.arange(start.shape[0], dtype=np.float64)[:, None], start.shape)
     top, bottom = stage - 0.42, stage + 0.42
     corners = ((start, top), (stop, top), (stop, bottom), (start, bottom))
@@ -223,7 +234,7 @@ def _boxes(start: Floats, stop: Floats) -> Floats:
 
 
 def _number(axes: Axes, start: Floats, stop: Floats, inks: tuple[str, str]) -> None:
-    """The number of each microbatch, counted from 1, where there is room for it."""
+    """Write the number of each microbatch, counted from 1, into its box if there is room."""
     stages, microbatches = start.shape
     box, (_, longest) = axes.get_position(), axes.get_xlim()
     wide_in = box.width * _WIDTH_IN * (stop - start) / longest
@@ -239,9 +250,10 @@ def _number(axes: Axes, start: Floats, stop: Floats, inks: tuple[str, str]) -> N
 
 
 def _draw_mixture(axes: Axes, schedule: Timeline, end: float) -> None:
-    """Each column of the image is coloured as the time around it was spent: waiting is transparent.
+    """Draw an image in which each column has the mixed colour of its operations; waiting is transparent.
 
-    Around means some microbatches: with fewer, forwards and backwards would beat with the columns.
+    A column averages over several microbatches; with fewer, the alternation of passes would cause moiré
+    patterns.
     """
     stages = schedule.stages
     span_ms = schedule.makespan_ms or 1.0
@@ -252,9 +264,9 @@ def _draw_mixture(axes: Axes, schedule: Timeline, end: float) -> None:
     for stage in range(stages):
         forward = schedule.forward_start_ms[stage], schedule.forward_end_ms[stage]
         backward = schedule.backward_start_ms[stage], schedule.backward_end_ms[stage]
-        there = _busy(*forward, high_ms) - _busy(*forward, low_ms)
-        both = there + _busy(*backward, high_ms) - _busy(*backward, low_ms)
-        part = np.divide(there, both, out=np.zeros_like(both), where=both > 0)
+        forward_ms = _busy(*forward, high_ms) - _busy(*forward, low_ms)
+        both = forward_ms + _busy(*backward, high_ms) - _busy(*backward, low_ms)
+        part = np.divide(forward_ms, both, out=np.zeros_like(both), where=both > 0)
         image[stage, :, :3] = np.round(255 * _mixed(np.clip(part, 0.0, 1.0)))
         image[stage, :, 3] = np.round(255 * np.clip(both / (high_ms - low_ms), 0.0, 1.0))
     if stages <= _GAPPED_STAGES:
@@ -265,13 +277,13 @@ def _draw_mixture(axes: Axes, schedule: Timeline, end: float) -> None:
 
 
 def _mixed(part: Floats) -> Floats:
-    """Colours between backward (0) and forward (1); shape (…, 3)."""
+    """Return colours between backward (0) and forward (1); shape (…, 3)."""
     mixed: Floats = part[..., None] * to_rgb(FORWARD[0]) + (1 - part[..., None]) * to_rgb(BACKWARD[0])
     return mixed
 
 
 def _busy(start_ms: Floats, stop_ms: Floats, until_ms: Floats) -> Floats:
-    """How long operations that follow each other were at work until each of ``until_ms``."""
+    """Return how long a sequence of operations had been busy at each time of ``until_ms``."""
     done = np.concatenate(([0.0], np.cumsum(stop_ms - start_ms)))
     begun = np.searchsorted(start_ms, until_ms, side="right")
     left = np.maximum(stop_ms[np.maximum(begun - 1, 0)] - until_ms, 0.0)
@@ -290,7 +302,7 @@ def _style(axes: Axes) -> None:
 
 
 def _stage_labels(axes: Axes, template: TemplateRow) -> None:
-    """What each stage is; of many stages, the first of each of some nodes."""
+    """Label the stages; if there are many, label the first stage of some nodes."""
     stages = template.stages
     if len(stages) <= _LABELLED_STAGES and _height_in(template) / len(stages) > 0.18:
         labels = [
@@ -319,10 +331,10 @@ def _stage_labels(axes: Axes, template: TemplateRow) -> None:
     axes.set_yticks([firsts[node] for node in shown], labels)
 
 
-def _draw_memory(axes: Axes, template: TemplateRow, told: Description, *, last: bool) -> None:
-    """A bar for each stage, against what a device has."""
-    limit = told.memory_limit_bytes
-    fullest = max(row.memory_bytes for row in told.templates if row.nodes in _chosen(told))
+def _draw_memory(axes: Axes, template: TemplateRow, description: Description, *, last: bool) -> None:
+    """Draw a bar for the memory of each stage, relative to a device's memory."""
+    limit = description.memory_limit_bytes
+    fullest = max(row.memory_bytes for row in description.templates if row.nodes in _chosen(description))
     most = max(fullest, limit or 0)
     factor, unit = next((f, u) for f, u in _SIZES if most >= f or f == 1)
     count = len(template.stages)
@@ -344,5 +356,5 @@ def _draw_memory(axes: Axes, template: TemplateRow, told: Description, *, last: 
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 
 
-def _chosen(told: Description) -> set[int]:
-    return {row.nodes for row in told.pipelines}
+def _chosen(description: Description) -> set[int]:
+    return {row.nodes for row in description.pipelines}

@@ -1,4 +1,4 @@
-"""A run as a picture: losses, throughput, goodput and learning rate over time, with what failed and changed."""
+"""Draws a run: loss, throughput, goodput and learning rate over time, with failures and other changes marked."""
 
 import io
 from collections.abc import Sequence
@@ -13,17 +13,17 @@ from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPE
 from ftd.observe.view.rates import (
     committed_at_s,
     counts_tokens,
-    evaluated,
-    goodput,
+    evaluation_losses,
+    goodput_series,
     learning_rates,
-    throughput,
+    throughput_series,
 )
 
 FORMATS = (".png", ".svg")
-MOST_POINTS = 2_000
-"""Of a curve: more cannot be told apart."""
-MOST_MARKS = 100
-"""Of evaluations."""
+MAX_POINTS = 2_000
+"""Largest number of points of a curve; more could not be told apart."""
+MAX_MARKS = 100
+"""Largest number of evaluation marks."""
 _SPEEDS = ("samples/s", "tokens/s")
 _HELD_OUT: Any = {"color": INK, "linewidth": 0.8, "marker": "D", "markersize": 3.5}
 _STYLE: Any = {
@@ -41,19 +41,19 @@ _STYLE: Any = {
 
 
 def plot_report(report: Report, path: Path) -> None:
-    """Write the picture.
+    """Write the image.
 
-    :raises ConfigurationError: no step was committed, a format that is not offered, or a place that cannot be
-        written.
+    :raises ConfigurationError: no step was committed, the format is not offered, or the file cannot be
+    written.
     """
     require_format(path, FORMATS, "--plot")
     if not report.steps:
         raise ConfigurationError("no step was committed: there is nothing to draw", field="--plot")
-    write_file(path, drawn(report, path.suffix[1:]), "--plot")
+    write_file(path, render_plot(report, path.suffix[1:]), "--plot")
 
 
-def drawn(report: Report, kind: str) -> bytes:
-    """The picture, ``kind`` being ``svg`` or ``png``; the report has steps."""
+def render_plot(report: Report, kind: str) -> bytes:
+    """Return the image of a report with steps. :param kind: ``svg`` or ``png``."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -61,8 +61,8 @@ def drawn(report: Report, kind: str) -> bytes:
     losses = [(at_s, step.loss) for step, at_s in steps if step.loss is not None]
     panels: list[tuple[str, Sequence[tuple[float, float]], str]] = [
         ("loss", losses, BLUE),
-        ("tokens/s" if counts_tokens(report) else "samples/s", throughput(report), GREEN),
-        ("goodput", goodput(report), ORANGE),
+        ("tokens/s" if counts_tokens(report) else "samples/s", throughput_series(report), GREEN),
+        ("goodput", goodput_series(report), ORANGE),
         ("learning rate", learning_rates(report), BLUE),
     ]
     panels = [panel for panel in panels if panel[1]]
@@ -72,7 +72,7 @@ def drawn(report: Report, kind: str) -> bytes:
         for one, (name, series, colour) in zip(axes, panels, strict=True):
             _panel(one, name, series, colour)
             if name == "loss":
-                _evaluations(one, evaluated(report))
+                _evaluations(one, evaluation_losses(report))
             _mark(one, report)
         axes[-1].set_xlabel("seconds since the first event")
         _legend(axes[0], report)
@@ -82,7 +82,7 @@ def drawn(report: Report, kind: str) -> bytes:
 
 
 def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: str) -> None:
-    every = max(1, len(series) // MOST_POINTS)
+    every = max(1, len(series) // MAX_POINTS)
     shown = [*series[::every], series[-1]]
     steps = {"drawstyle": "steps-mid"} if name in _SPEEDS else {}
     axes.plot([at for at, _ in shown], [value for _, value in shown], color=colour, linewidth=1.3, **steps)
@@ -102,7 +102,7 @@ def _panel(axes: Any, name: str, series: Sequence[tuple[float, float]], colour: 
 
 def _evaluations(axes: Any, series: Sequence[tuple[float, float]]) -> None:
     if series:
-        every = max(1, len(series) // MOST_MARKS)
+        every = max(1, len(series) // MAX_MARKS)
         shown = [*series[:-1:every], series[-1]]
         axes.plot([at for at, _ in shown], [value for _, value in shown], **_HELD_OUT)
 
@@ -116,7 +116,7 @@ def _mark(axes: Any, report: Report) -> None:
 
 
 def _legend(axes: Any, report: Report) -> None:
-    """What the lines mean, where there are any."""
+    """Explain the lines that the image contains."""
     from matplotlib.lines import Line2D
 
     kinds = {is_failure(change.cause, change.rolled_back_steps) for change in report.recoveries}
@@ -125,7 +125,7 @@ def _legend(axes: Any, report: Report) -> None:
         for kind, label in ((True, "failure"), (False, "other change"))
         if kind in kinds
     ]
-    if evaluated(report):
+    if evaluation_losses(report):
         shown.insert(0, Line2D([], [], label="on held-out data", **_HELD_OUT))
     if shown:
         axes.legend(handles=shown, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(shown))

@@ -1,4 +1,4 @@
-"""The survival curves of ``ftd reliability``, as REFT's Figure 8 draws them."""
+"""Draws the survival curves of ``ftd reliability`` as in Figure 8 of REFT."""
 
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from planner.reliability import safe_days
 
 
 def plot_survival(question: ReliabilityInput, path: Path) -> None:
-    """:raises ConfigurationError: a format that is not offered, or a place that cannot be written."""
+    """Write the image.
+
+    :raises ConfigurationError: the format is not offered, or the file cannot be written.
+    """
     require_format(path, (".svg", ".png"), "--plot")
     from matplotlib.figure import Figure
 

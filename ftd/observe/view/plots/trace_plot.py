@@ -1,6 +1,6 @@
-"""A run's own trace as a picture: one row for each rank, above what its main thread did, below its copies.
+"""Draws the trace of a run: one row for each rank, with its main thread above and its copies below.
 
-matplotlib is imported only here, where something is drawn.
+matplotlib is imported only by modules that draw.
 """
 
 import io
@@ -17,27 +17,27 @@ from matplotlib.ticker import MaxNLocator
 from ftd.observe.view.files import write_file
 from ftd.observe.view.plots.palette import BLUE, FAINT, GREEN, INK, ORANGE, PAPER, RED, WAITING
 from ftd.observe.view.text import format_size, plural
-from ftd.observe.view.trace import WAITS, CopiedBytes, RankTrace, TraceSpan, copied
+from ftd.observe.view.trace import WAITS, CopiedBytes, RankTrace, TraceSpan, sum_copied_bytes
 
 FORWARD = (BLUE, "#4ba3d6")
-"""Even and odd microbatches, so that neighbours without a gap are told apart."""
+"""Colours of even and odd microbatches, so that adjacent ones can be told apart."""
 BACKWARD = (ORANGE, "#f3c766")
 SYNC, VOTE, APPLY, STALL = "#c9d1da", "#b4bec9", "#7a5ea8", RED
-COPY_WAITING, COPY_BESIDE = GREEN, "#8a6d3b"
-MOST_ROWS = 64
+COPY_WAITING, COPY_OVERLAPPED = GREEN, "#8a6d3b"
+MAX_ROWS = 64
 _WIDTH_IN, _ROW_IN, _TOP_IN, _BOTTOM_IN, _LEFT_IN, _RIGHT_IN = 14.0, 0.72, 1.32, 0.62, 2.1, 0.3
 _MAIN, _COPIER = (0.40, 0.92), (0.10, 0.34)
-"""Where in a row of height 1 the two threads are drawn, from bottom to top."""
+"""Lower and upper edge of each thread in a row of height 1."""
 _STEP_LABELS = 24
 
 Bar = tuple[float, float, str]
-"""From, to, colour."""
+"""Begin, end, colour."""
 
 
 def plot_trace(rows: Sequence[RankTrace], path: Path, *, name: str) -> None:
-    """Write the picture; the suffix says the format.
+    """Write the image; the suffix names the format.
 
-    :raises ConfigurationError: the place cannot be written.
+    :raises ConfigurationError: the file cannot be written.
     """
     kind = path.suffix.lower().removeprefix(".")
     picture = io.BytesIO()
@@ -48,8 +48,8 @@ def plot_trace(rows: Sequence[RankTrace], path: Path, *, name: str) -> None:
 
 
 def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:
-    """The first ``MOST_ROWS`` ranks."""
-    drawn = rows[:MOST_ROWS]
+    """Return the figure of the first ``MAX_ROWS`` ranks."""
+    drawn = rows[:MAX_ROWS]
     height_in = _TOP_IN + _ROW_IN * len(drawn) + _BOTTOM_IN
     figure = Figure(figsize=(_WIDTH_IN, height_in), facecolor=PAPER)
     axes = figure.add_axes(
@@ -61,7 +61,7 @@ def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:
         ),
         facecolor=PAPER,
     )
-    steps = [step for row in drawn for step in row.of("step")]
+    steps = [step for row in drawn for step in row.spans_of("step")]
     begin = min((step.began_us for step in steps), default=0.0)
     end = max((step.ended_us for step in steps), default=1.0)
     for index, row in enumerate(drawn):
@@ -74,12 +74,12 @@ def draw_trace(rows: Sequence[RankTrace], *, name: str) -> Figure:
 
 
 def _draw_row(axes: Axes, row: RankTrace, level: int, begin: float) -> None:
-    """``level``: its lower edge."""
-    waits = row.of(*WAITS)
+    """Draw the bars of one rank. :param level: lower edge of its row."""
+    waits = row.spans_of(*WAITS)
     main = [bar for span in row.spans if (bar := _main_bar(span)) is not None]
-    copier = [(s.began_us, s.ended_us, _copy_colour(s, waits)) for s in row.of("copy")]
-    # The step first: what it consists of lies upon it.
-    _bars(axes, ((s.began_us, s.ended_us, "#f4f5f7") for s in row.of("step")), level, _MAIN, begin)
+    copier = [(s.began_us, s.ended_us, _copy_colour(s, waits)) for s in row.spans_of("copy")]
+    # The step lies below the operations that it consists of.
+    _bars(axes, ((s.began_us, s.ended_us, "#f4f5f7") for s in row.spans_of("step")), level, _MAIN, begin)
     _bars(axes, main, level, _MAIN, begin)
     _bars(axes, copier, level, _COPIER, begin)
 
@@ -101,7 +101,7 @@ def _main_bar(span: TraceSpan) -> Bar | None:
 
 def _copy_colour(span: TraceSpan, waits: Sequence[TraceSpan]) -> str:
     middle = (span.began_us + span.ended_us) / 2
-    return COPY_WAITING if any(w.began_us <= middle <= w.ended_us for w in waits) else COPY_BESIDE
+    return COPY_WAITING if any(w.began_us <= middle <= w.ended_us for w in waits) else COPY_OVERLAPPED
 
 
 def _bars(axes: Axes, bars: Iterable[Bar], level: int, band: tuple[float, float], begin: float) -> None:
@@ -116,14 +116,14 @@ def _bars(axes: Axes, bars: Iterable[Bar], level: int, band: tuple[float, float]
 
 
 def _decorate(axes: Axes, rows: Sequence[RankTrace], begin: float) -> None:
-    """Names of ranks, beginnings of steps, the scale."""
+    """Add the names of the ranks, the beginnings of the steps, and the time axis."""
     for edge in ("top", "right", "left"):
         axes.spines[edge].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
     axes.set_yticks([])
     for index, row in enumerate(rows):
         middle = len(rows) - 1 - index
-        first, second = f"rank {row.rank}  {row.name}", row.place
+        first, second = f"rank {row.rank}  {row.name}", row.position
         for text, height, colour in ((first, 0.70, INK), (second, 0.36, FAINT)):
             axes.annotate(
                 text,
@@ -136,7 +136,7 @@ def _decorate(axes: Axes, rows: Sequence[RankTrace], begin: float) -> None:
                 fontsize=8.5,
                 color=colour,
             )
-    steps = rows[0].of("step") if rows else []
+    steps = rows[0].spans_of("step") if rows else []
     for number, step in enumerate(steps):
         at = (step.began_us - begin) / 1e3
         axes.axvline(at, color=INK, linewidth=0.6, alpha=0.35, zorder=0.5)
@@ -164,12 +164,12 @@ def _header(figure: Figure, rows: Sequence[RankTrace], name: str, height_in: flo
         (BLUE, "forward"),
         (ORANGE, "backward"),
         (WAITING, "bubble"),
-        (SYNC, "waits for sums"),
+        (SYNC, "synchronises gradients"),
         (VOTE, "vote"),
         (APPLY, "optimizer"),
-        (STALL, "stands still for a snapshot"),
-        (COPY_WAITING, "copied in a wait"),
-        (COPY_BESIDE, "copied beside computing"),
+        (STALL, "stalls for a snapshot"),
+        (COPY_WAITING, "copied while waiting"),
+        (COPY_OVERLAPPED, "copied while computing"),
     ]
     figure.legend(
         handles=[Patch(facecolor=colour, label=label) for colour, label in legend],
@@ -186,18 +186,18 @@ def _header(figure: Figure, rows: Sequence[RankTrace], name: str, height_in: flo
 
 
 def copied_line(rows: Sequence[RankTrace]) -> str:
-    """Where the copies fell, in a sentence."""
-    parts = [copied(row) for row in rows]
+    """Return a sentence about when snapshots were copied."""
+    parts = [sum_copied_bytes(row) for row in rows]
     total = sum(part.total_bytes for part in parts)
     if not total:
-        return "no snapshot was copied meanwhile"
+        return "no snapshot was copied during the trace"
     shares = CopiedBytes(
         waiting_bytes=sum(part.waiting_bytes for part in parts),
-        beside_bytes=sum(part.beside_bytes for part in parts),
+        overlapped_bytes=sum(part.overlapped_bytes for part in parts),
         stalled_bytes=sum(part.stalled_bytes for part in parts),
     )
     return (
         f"{format_size(total)} read for snapshots: {shares.waiting_bytes / total:.0%} while waiting for others, "
-        f"{shares.beside_bytes / total:.0%} beside computing, "
-        f"{shares.stalled_bytes / total:.0%} while training stood still"
+        f"{shares.overlapped_bytes / total:.0%} while computing, "
+        f"{shares.stalled_bytes / total:.0%} while training was stalled"
     )

@@ -1,4 +1,4 @@
-"""The record of a job's steps: continued after a cut, whole after a full disk, right after a rollback."""
+"""The record of a job's steps: continued after a cut, complete after a full disk, correct after a rollback."""
 
 import math
 import os
@@ -17,26 +17,26 @@ from tests.helpers.tracking_logs import evaluation, row
 def read(record: JobRecord, after: Cursor | None = None) -> list[tuple[str, int, float]]:
     found = []
     cursor = after or Cursor()
-    while rows := record.rows(cursor, 3):
+    while rows := record.read_rows(cursor, 3):
         found += [(one.kind, one.step, one.details["loss"]) for one in rows]
         cursor = cursor.after(rows)
     return found
 
 
-def test_a_row_comes_back_as_it_was_and_is_a_flat_line() -> None:
+def test_a_row_is_a_flat_line_and_is_read_back_unchanged() -> None:
     for one in (row(3), evaluation(3)):
         assert decode_row(encode_row(one)) == one
     line = msgspec.json.decode(encode_row(row(3)))
     assert (line["kind"], line["step"], line["learning_rate"]) == ("step", 3, 0.03)
 
 
-def test_how_long_a_step_took_makes_it_no_other_one() -> None:
+def test_the_duration_of_a_step_does_not_change_its_fingerprint() -> None:
     assert row(3).fingerprint == row(3, step_s=9.0, samples_per_s=None).fingerprint
     assert row(3).fingerprint != row(3, loss=9.0).fingerprint
     assert row(3).fingerprint != row(3, metrics={"accuracy": 0.5}).fingerprint
 
 
-def test_what_is_plotted_of_a_step() -> None:
+def test_the_plotted_numbers_of_a_step() -> None:
     scalars = row(2, loss_scale=1024.0, tokens_per_s=81920.0, mfu=0.4).scalars()
     assert scalars == {
         "train/loss": 0.5,
@@ -69,7 +69,7 @@ def test_a_record_is_continued(tmp_path: Path) -> None:
     record.close()
 
 
-def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+def test_a_truncated_line_is_written_again(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     record = JobRecord(path)
     record.append([row(1), row(2)])
@@ -84,7 +84,7 @@ def test_a_line_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_what_was_superseded_is_gone_and_stays_gone(tmp_path: Path) -> None:
+def test_superseded_rows_are_gone_after_a_restart_too(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     record = JobRecord(path)
     record.append([row(1), row(2), evaluation(2), row(3), row(4)])
@@ -100,7 +100,7 @@ def test_what_was_superseded_is_gone_and_stays_gone(tmp_path: Path) -> None:
     record.close()
 
 
-def test_a_step_that_nobody_knows_leaves_a_gap(tmp_path: Path) -> None:
+def test_a_missing_step_leaves_a_gap(tmp_path: Path) -> None:
     record = JobRecord(tmp_path / "steps.jsonl")
     record.append([row(7), row(9)])
     assert (record.first_step, record.last_step) == (7, 9)
@@ -111,7 +111,7 @@ def test_a_step_that_nobody_knows_leaves_a_gap(tmp_path: Path) -> None:
     record.close()
 
 
-def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_record_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record = JobRecord(tmp_path / "steps.jsonl")
     record.append([row(1)])
     real = os.pwrite
@@ -125,7 +125,7 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path: Path, monkeypatch: py
     record.close()
 
 
-def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_record_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
     for line in (b"[]\n", b'{"kind": "step"}\n', b"nonsense\n"):
         path.write_bytes(line)
@@ -145,7 +145,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         max_size=25,
     )
 )
-def test_whatever_happens_a_record_has_the_last_value_of_each_step(
+def test_a_record_always_has_the_last_value_of_each_step(
     tmp_path_factory: pytest.TempPathFactory, moves: list[tuple[str, int]]
 ) -> None:
     path = tmp_path_factory.mktemp("record") / "steps.jsonl"

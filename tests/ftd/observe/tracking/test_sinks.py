@@ -1,4 +1,4 @@
-"""TensorBoard, MLflow and W&B: each continues where it was cut off, and shows the last value of each step."""
+"""TensorBoard, MLflow and W&B: each sink continues where it was cut off and shows the last value of each step."""
 
 import subprocess
 import sys
@@ -46,13 +46,13 @@ def test_tensorboard_is_written_without_torch_and_without_tensorflow(tmp_path: P
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
 
 
-def test_tensorboard_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_tensorboard_continues_the_same_file(tmp_path: Path) -> None:
     sink = board(tmp_path)
-    assert sink.follow(()) == Cursor()
+    assert sink.reopen(()) == Cursor()
     sink.write([*rows(1, 3), evaluation(3)])
     sink.close(None)
     sink = board(tmp_path)
-    assert sink.follow(()) == Cursor(step=3, evaluation=3)
+    assert sink.reopen(()) == Cursor(step=3, evaluation=3)
     sink.write(rows(4, 5))
     sink.close("FINISHED")
     assert len(list((tmp_path / JOB).iterdir())) == 1
@@ -61,9 +61,9 @@ def test_tensorboard_goes_on_in_the_same_file(tmp_path: Path) -> None:
     assert shown["evaluation/loss"] == [(3, 3.0)]
 
 
-def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
+def test_a_truncated_record_is_written_again(tmp_path: Path) -> None:
     sink = board(tmp_path)
-    sink.follow(())
+    sink.reopen(())
     sink.write(rows(1, 2))
     sink.close(None)
     [path] = (tmp_path / JOB).iterdir()
@@ -71,7 +71,7 @@ def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
     for cut in (1, 3, 5, 40, 100):
         path.write_bytes(whole[:-cut])
         sink = board(tmp_path)
-        assert sink.follow(()).step == 1
+        assert sink.reopen(()).step == 1
         sink.write(rows(2, 2))
         sink.close(None)
         assert path.read_bytes() == whole
@@ -79,18 +79,18 @@ def test_a_record_that_was_cut_off_is_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["at work", "begun again"])
-def test_tensorboard_drops_what_was_superseded(tmp_path: Path, again: bool) -> None:
+def test_tensorboard_drops_superseded_steps(tmp_path: Path, again: bool) -> None:
     sink = board(tmp_path)
-    sink.follow(())
+    sink.reopen(())
     sink.write([*rows(1, 4), evaluation(4), *rows(5, 6)])
     if again:
         sink.close(None)
         sink = board(tmp_path)
-    assert sink.follow((4,)) == Cursor(step=3, evaluation=3)
+    assert sink.reopen((4,)) == Cursor(step=3, evaluation=3)
     sink.write([*rows(4, 5, shift=9.0), evaluation(4, 4.0)])
     sink.close(None)
     sink = board(tmp_path)
-    assert sink.follow((4,)) == Cursor(step=5, evaluation=4), "it knows of this rollback"
+    assert sink.reopen((4,)) == Cursor(step=5, evaluation=4), "it knows of this rollback"
     sink.close(None)
     shown = plotted(tmp_path)
     expected = [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 9.25), (5, 9.2)]
@@ -119,11 +119,11 @@ def history(directory: Path, run: Any, key: str = "train/loss") -> list[tuple[in
     return [(metric.step, metric.value) for metric in client.get_metric_history(run.info.run_id, key)]
 
 
-def test_mlflow_goes_on_in_the_same_run_also_where_only_some_numbers_of_a_step_arrived(
+def test_mlflow_continues_the_same_run_even_after_a_partly_logged_step(
     tmp_path: Path,
 ) -> None:
     sink = tracker(tmp_path)
-    assert sink.follow(()) == Cursor()
+    assert sink.reopen(()) == Cursor()
     sink.write([*rows(1, 3), evaluation(3)])
     sink.close(None)
     [run] = runs(tmp_path).values()
@@ -131,7 +131,7 @@ def test_mlflow_goes_on_in_the_same_run_also_where_only_some_numbers_of_a_step_a
     last = next((tmp_path / "mlruns").glob(f"*/{run.info.run_id}/metrics/train/learning_rate"))
     last.write_text("".join(last.read_text().splitlines(keepends=True)[:-1]))
     sink = tracker(tmp_path)
-    assert sink.follow(()) == Cursor(step=2, evaluation=3)
+    assert sink.reopen(()) == Cursor(step=2, evaluation=3)
     sink.write(rows(3, 5))
     sink.close("FINISHED")
     [run] = runs(tmp_path).values()
@@ -141,13 +141,13 @@ def test_mlflow_goes_on_in_the_same_run_also_where_only_some_numbers_of_a_step_a
     assert history(tmp_path, run, "evaluation/loss") == [(3, 3.0)]
 
 
-def test_mlflow_begins_another_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
+def test_mlflow_starts_a_new_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
     sink = tracker(tmp_path)
-    sink.follow(())
+    sink.reopen(())
     sink.write(rows(1, 6))
     sink.close(None)
     sink = tracker(tmp_path)
-    assert sink.follow((4,)) == Cursor()
+    assert sink.reopen((4,)) == Cursor()
     sink.write([*rows(1, 3), *rows(4, 5, shift=9.0)])
     sink.close(None)
     found = runs(tmp_path)
@@ -161,10 +161,10 @@ def test_mlflow_begins_another_run_with_the_whole_history_after_a_rollback(tmp_p
 
 
 @pytest.mark.processes
-def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
+def test_wandb_continues_under_the_same_id(tmp_path: Path) -> None:
     for first, last in ((1, 3), (4, 5)):
         sink = WandbSink(WANDB, tmp_path, JOB, {"seed": 3})
-        assert sink.follow(()) == Cursor(step=first - 1)
+        assert sink.reopen(()) == Cursor(step=first - 1)
         sink.write(rows(first, last))
         sink.close(None)
     held = offline_history(tmp_path, JOB)
@@ -173,7 +173,7 @@ def test_wandb_goes_on_under_the_same_id(tmp_path: Path) -> None:
 
 
 def killed_writer(directory: Path, first: int, last: int) -> None:
-    """Write, and be killed: W&B has the newest steps in memory, and loses them."""
+    """Write rows and get killed: W&B buffers the newest steps in memory and loses them."""
     script = (
         "import os, sys\n"
         "from pathlib import Path\n"
@@ -192,10 +192,10 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
 
 
 @pytest.mark.processes
-def test_wandb_logs_again_what_a_killed_writer_had_in_memory(tmp_path: Path) -> None:
+def test_wandb_logs_again_what_a_killed_writer_had_buffered(tmp_path: Path) -> None:
     killed_writer(tmp_path, 1, 400)
     sink = WandbSink(WANDB, tmp_path, JOB, {})
-    cursor = sink.follow(())
+    cursor = sink.reopen(())
     assert cursor.step < 400, "what it had in memory is lost"
     sink.write([*rows(cursor.step + 1, 450), evaluation(450)])
     sink.close("FINISHED")
@@ -205,11 +205,11 @@ def test_wandb_logs_again_what_a_killed_writer_had_in_memory(tmp_path: Path) -> 
 
 
 @pytest.mark.processes
-def test_wandb_begins_another_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
+def test_wandb_starts_a_new_run_with_the_whole_history_after_a_rollback(tmp_path: Path) -> None:
     sink = WandbSink(WANDB, tmp_path, JOB, {})
-    sink.follow(())
+    sink.reopen(())
     sink.write(rows(1, 6))
-    assert sink.follow((4,)) == Cursor()
+    assert sink.reopen((4,)) == Cursor()
     sink.write([*rows(1, 3), *rows(4, 5, shift=9.0)])
     sink.close(None)
     assert [step for step, _ in offline_history(tmp_path, JOB)] == [1, 2, 3, 4, 5, 6]

@@ -1,4 +1,4 @@
-"""The writer's process: every step once, whoever is killed, deposed, rolled back or out of room."""
+"""The tracking writer: each step is logged once, despite kills, new leaders, rollbacks and full disks."""
 
 import fcntl
 import json
@@ -49,14 +49,14 @@ def upto(last: int) -> list[int]:
 
 
 def all_once(policy: LoggingPolicy, last: int) -> None:
-    """In the record, and in the event files for every number that is plotted."""
+    """Check the record, and the event files for every plotted number."""
     assert logged_steps(logs(policy)) == upto(last)
     shown = plotted(logs(policy))
     for tag in ("train/loss", "train/learning_rate", "train/gradient_norm", "train/samples_per_s"):
         assert steps_of(shown[tag]) == upto(last)
 
 
-def test_steps_are_logged_while_they_are_committed_and_the_rest_at_the_end(
+def test_steps_are_logged_as_they_are_committed_and_the_rest_at_the_end(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:
     keeper.commit(1, 5)
@@ -89,7 +89,7 @@ def test_a_job_goes_to_all_sinks_at_once(keeper: Keeper, policy: LoggingPolicy, 
 
 
 @pytest.mark.processes
-def test_whenever_a_writer_is_killed_the_next_one_goes_on(keeper: Keeper, policy: LoggingPolicy) -> None:
+def test_the_next_writer_continues_after_a_kill_at_any_time(keeper: Keeper, policy: LoggingPolicy) -> None:
     last = 0
     for term in range(1, 4):
         writer = WriterProcess(keeper, policy, term=term)
@@ -103,10 +103,10 @@ def test_whenever_a_writer_is_killed_the_next_one_goes_on(keeper: Keeper, policy
 
 
 @pytest.mark.processes
-def test_the_writer_of_a_later_leader_takes_over_from_one_that_is_still_there(
+def test_the_writer_of_a_later_leader_takes_over_from_a_running_one(
     keeper: Keeper, policy: LoggingPolicy, tmp_path: Path
 ) -> None:
-    """The first leader hangs, is deposed and then writes no more, though its journal has more."""
+    """The first leader hangs, is deposed, and then writes nothing, although its journal has more steps."""
     other = Keeper(tmp_path / "standby")
     keeper.commit(1, 50)
     first = WriterProcess(keeper, policy, term=1)
@@ -125,7 +125,7 @@ def test_the_writer_of_a_later_leader_takes_over_from_one_that_is_still_there(
 
 
 @pytest.mark.processes
-def test_a_writer_that_is_stopped_is_waited_for_and_adds_nothing_when_it_wakes_up(
+def test_a_suspended_writer_is_waited_for_and_adds_nothing_when_it_resumes(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:
     keeper.commit(1, 10)
@@ -144,10 +144,10 @@ def test_a_writer_that_is_stopped_is_waited_for_and_adds_nothing_when_it_wakes_u
     all_once(policy, 20)
 
 
-def test_a_writer_that_comes_at_the_end_of_a_job_waits_for_the_one_before_it(
+def test_a_writer_that_starts_at_the_end_of_a_job_waits_for_the_previous_one(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:
-    """A leader took over right before the end, and the writer of the one before it is still there."""
+    """A leader took over right before the end, and the previous leader's writer is still running."""
     keeper.commit(1, 10)
     place = Path(policy.directory) / JOB
     place.mkdir(parents=True)
@@ -163,7 +163,9 @@ def test_a_writer_that_comes_at_the_end_of_a_job_waits_for_the_one_before_it(
 
 @pytest.mark.processes
 @pytest.mark.parametrize("again", [False, True], ids=["at work", "begun again"])
-def test_what_a_rollback_undid_is_superseded(keeper: Keeper, policy: LoggingPolicy, again: bool) -> None:
+def test_steps_that_a_rollback_undid_are_superseded(
+    keeper: Keeper, policy: LoggingPolicy, again: bool
+) -> None:
     keeper.commit(1, 30)
     keeper.evaluated(20)
     keeper.evaluated(30)
@@ -188,9 +190,7 @@ def test_what_a_rollback_undid_is_superseded(keeper: Keeper, policy: LoggingPoli
     assert [line["step"] for line in lines if line["kind"] == "superseded"] == [23], "equal steps stay"
 
 
-def test_another_evaluation_of_the_same_step_takes_the_place_of_the_first(
-    keeper: Keeper, policy: LoggingPolicy
-) -> None:
+def test_a_repeated_evaluation_of_a_step_replaces_the_first(keeper: Keeper, policy: LoggingPolicy) -> None:
     keeper.commit(1, 10)
     keeper.evaluated(5)
     writer = WriterThread(keeper, policy)
@@ -202,7 +202,7 @@ def test_another_evaluation_of_the_same_step_takes_the_place_of_the_first(
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_there_is_room(
+def test_a_full_disk_is_reported_once_and_nothing_is_missing_later(
     keeper: Keeper, policy: LoggingPolicy
 ) -> None:
     keeper.commit(1, 3)
@@ -222,7 +222,7 @@ def test_a_full_disk_is_reported_once_and_nothing_is_missing_when_there_is_room(
     all_once(policy, 110)
 
 
-def test_a_sink_that_cannot_be_written_keeps_no_other_one(
+def test_an_unwritable_sink_does_not_disturb_the_others(
     keeper: Keeper, policy: LoggingPolicy, tmp_path: Path
 ) -> None:
     place = tmp_path / "boards"
@@ -239,7 +239,7 @@ def test_a_sink_that_cannot_be_written_keeps_no_other_one(
     assert steps_of(plotted(place)["train/loss"]) == upto(10)
 
 
-def test_the_place_that_cannot_be_made_is_reported(keeper: Keeper, tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_created_is_reported(keeper: Keeper, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     keeper.commit(1, 2)
     writer = WriterThread(keeper, LoggingPolicy(directory=str(tmp_path / "file" / "logs")))
@@ -248,7 +248,7 @@ def test_the_place_that_cannot_be_made_is_reported(keeper: Keeper, tmp_path: Pat
     assert [said.sink for said in writer.said if isinstance(said, SinkFailed)] == ["record"]
 
 
-def test_steps_that_no_journal_has_are_named_and_left_out(
+def test_steps_that_no_journal_has_are_reported_and_left_out(
     keeper: Keeper, policy: LoggingPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftd.observe.tracking.writer.ASK_S", 0.1)
@@ -265,7 +265,7 @@ def test_steps_that_no_journal_has_are_named_and_left_out(
     assert set(map(str, writer.said[:-1])) == {str(asked)}
 
 
-def test_steps_that_come_late_are_waited_for(keeper: Keeper, policy: LoggingPolicy) -> None:
+def test_the_writer_waits_for_late_steps(keeper: Keeper, policy: LoggingPolicy) -> None:
     keeper.commit(1, 3)
     keeper.commit(5, 6)
     writer = WriterThread(keeper, policy)
@@ -276,9 +276,7 @@ def test_steps_that_come_late_are_waited_for(keeper: Keeper, policy: LoggingPoli
     assert set(map(type, writer.said)) == {StepsMissing}
 
 
-def test_a_damaged_journal_or_none_is_reported_and_ends_nothing(
-    policy: LoggingPolicy, tmp_path: Path
-) -> None:
+def test_a_corrupt_or_missing_journal_is_reported_and_survived(policy: LoggingPolicy, tmp_path: Path) -> None:
     keeper = Keeper(tmp_path / "coordinator")
     keeper.journal.close()
     keeper.journal.path.unlink()

@@ -1,4 +1,6 @@
-"""The coordinator's end of the writer: started when it leads, again when it ends, gone at the end."""
+"""The coordinator's side of tracking: it starts a writer when it leads, replaces a dead one, and leaves none
+behind.
+"""
 
 import asyncio
 import os
@@ -38,7 +40,7 @@ async def until(holds: Callable[[], bool], what: str) -> None:
 
 
 class Led:
-    """A coordinator's journal and what it hears of its writers."""
+    """A coordinator's journal and the reports of its writers."""
 
     def __init__(self, directory: Path, command: Sequence[str] = COMMAND) -> None:
         self.keeper = Keeper(directory / "coordinator")
@@ -61,7 +63,7 @@ def upto(last: int) -> list[int]:
     return list(range(1, last + 1))
 
 
-def test_a_job_is_logged_from_the_time_it_is_led_to_its_end(tmp_path: Path) -> None:
+def test_a_job_is_logged_from_leadership_to_its_end(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         led.tracking.set_job(None, 0, None)
@@ -78,7 +80,7 @@ def test_a_job_is_logged_from_the_time_it_is_led_to_its_end(tmp_path: Path) -> N
     asyncio.run(play())
 
 
-def test_the_end_comes_right_behind_the_beginning(tmp_path: Path) -> None:
+def test_a_job_that_ends_right_after_it_began_is_logged(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         led.keeper.commit(1, 30)
@@ -89,7 +91,7 @@ def test_the_end_comes_right_behind_the_beginning(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_who_does_not_lead_any_more_writes_no_more(tmp_path: Path) -> None:
+def test_a_deposed_leader_stops_writing(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         led.keeper.commit(1, 5)
@@ -107,7 +109,7 @@ def test_who_does_not_lead_any_more_writes_no_more(tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_another_job_is_logged_at_another_place(tmp_path: Path) -> None:
+def test_another_job_is_logged_in_another_directory(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         led.keeper.commit(1, 3)
@@ -127,11 +129,11 @@ def test_another_job_is_logged_at_another_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ([sys.executable, "-c", "raise SystemExit(4)"], "it ended with 4"),
-        (["/nowhere/python"], "it cannot be started"),
+        ([sys.executable, "-c", "raise SystemExit(4)"], "the writer exited with status 4"),
+        (["/nowhere/python"], "the writer cannot be started"),
     ],
 )
-def test_a_writer_that_cannot_run_is_reported_once_and_tried_again(
+def test_a_writer_that_cannot_run_is_reported_once_and_retried(
     tmp_path: Path, command: list[str], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftd.observe.tracking.writer_process._FIRST_RETRY_S", 0.01)
@@ -148,7 +150,7 @@ def test_a_writer_that_cannot_run_is_reported_once_and_tried_again(
     asyncio.run(play())
 
 
-def test_a_job_that_is_over_is_tried_some_times_and_no_more(
+def test_an_ended_job_is_retried_a_limited_number_of_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ftd.observe.tracking.writer_process._FIRST_RETRY_S", 0.01)
@@ -162,13 +164,13 @@ def test_a_job_that_is_over_is_tried_some_times_and_no_more(
         await until(lambda: led.tracking.idle, "it is given up")
         led.tracking.set_job(job, 1, "FINISHED")
         assert led.tracking.idle and count.read_text() == "xxxxx"
-        assert led.failures == [("writer", "it left before everything was logged")]
+        assert led.failures == [("writer", "the writer left before everything was logged")]
         await led.close()
 
     asyncio.run(play())
 
 
-def test_a_sink_that_fails_at_the_end_of_a_job_gets_the_rest_when_it_works_again(tmp_path: Path) -> None:
+def test_a_sink_that_fails_at_the_end_of_a_job_receives_the_rest_later(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         board = tmp_path / "boards"
@@ -185,7 +187,7 @@ def test_a_sink_that_fails_at_the_end_of_a_job_gets_the_rest_when_it_works_again
     asyncio.run(play())
 
 
-def test_steps_that_the_journal_lacks_are_asked_for(tmp_path: Path) -> None:
+def test_steps_that_the_journal_lacks_are_requested(tmp_path: Path) -> None:
     async def play() -> None:
         led, job = Led(tmp_path), job_at(tmp_path / "logs")
         led.keeper.commit(1, 3)
@@ -211,12 +213,12 @@ def test_a_writer_that_is_killed_is_replaced(tmp_path: Path) -> None:
         led.keeper.commit(6, 9)
         await until(lambda: logged_steps(led.logs) == upto(9), "another one goes on")
         await led.close()
-        assert led.failures == [("writer", "it ended with -9")]
+        assert led.failures == [("writer", "the writer exited with status -9")]
 
     asyncio.run(play())
 
 
-def test_a_job_that_wants_no_logs_costs_nothing(tmp_path: Path) -> None:
+def test_a_job_without_logging_starts_no_writer(tmp_path: Path) -> None:
     async def play() -> None:
         led = Led(tmp_path)
         led.tracking.set_job(replace(job_at(tmp_path), logging=LoggingPolicy()), 1, None)

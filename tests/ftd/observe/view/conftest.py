@@ -1,4 +1,4 @@
-"""A small run as the broker tells it: 4 nodes, node-2 killed at step 40, a new node-4 joins at step 80."""
+"""A small run as the broker publishes it: 4 nodes, node-2 is killed at step 40, and node-4 joins at step 80."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -82,7 +82,9 @@ def commit(step: int, monotonic: float, generation: int) -> Json:
 
 
 def _kill_of_node_2() -> list[Json]:
-    """Kill at 1005.0, detected 3 ms later, next commit 0.25 s after the detection."""
+    """Return the events of a kill at 1005.0, detected 3 ms later, with the next commit 0.25 s after the
+    detection.
+    """
     lost = make_recovery(
         "node_lost",
         2,
@@ -178,7 +180,7 @@ def _join_of_node_4() -> list[Json]:
 
 @pytest.fixture
 def run_events() -> list[Json]:
-    """Every event of the run, in the order of the broker."""
+    """Return all events of the run in the broker's order."""
     start = make_recovery("start", 1, 0, detected_at=1000.2)
     events = [
         make_event("JobSubmitted", 1000.0, reason="gpt: 120 steps", details={"name": "gpt", "steps": 120}),
@@ -198,7 +200,7 @@ def run_events() -> list[Json]:
 
 @pytest.fixture
 def state() -> Json:
-    """The cluster's state after node-4 has joined, at step 90."""
+    """Return the cluster's state at step 90, after node-4 has joined."""
 
     def node(state: str, *, in_plan: bool) -> Json:
         return {

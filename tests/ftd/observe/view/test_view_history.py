@@ -1,4 +1,4 @@
-"""Reports out of a journal's history, as a page, a picture and sentences."""
+"""Reports from a journal's history, as a page, an image and sentences."""
 
 import io
 import re
@@ -14,9 +14,9 @@ from ftd.errors import ConfigurationError, FtdError
 from ftd.observe.run_model import RunModel
 from ftd.observe.view.document import Report, ReportedStep
 from ftd.observe.view.history import build_job_report, find_recovery
-from ftd.observe.view.pages.report_page import report_page
+from ftd.observe.view.pages.report_page import render_report_page
 from ftd.observe.view.plots.report_plot import plot_report
-from ftd.observe.view.rates import committed_at_s, goodput, throughput
+from ftd.observe.view.rates import committed_at_s, goodput_series, throughput_series
 from ftd.observe.view.report import build_report
 from ftd.observe.view.sentences import describe_recovery
 from ftd.observe.view.summary import render_summary
@@ -28,7 +28,7 @@ JOB = "gpt-5c1f09aa"
 
 @pytest.fixture
 def history(run_events: list[Json]) -> tuple[list[Json], list[Json]]:
-    """The journal's two lists: events, and steps without a monotonic clock."""
+    """Return the journal's two lists: events, and steps without a monotonic clock."""
     first = run_events[0]
     submitted = first | {
         "event": "JobSubmitted",
@@ -52,7 +52,7 @@ def live(run_events: list[Json]) -> Report:
 
 
 @pytest.mark.parametrize("name", ["gpt", JOB])
-def test_the_journal_tells_what_a_listener_would_have_told(
+def test_a_report_from_the_journal_equals_one_from_the_live_events(
     history: tuple[list[Json], list[Json]], live: Report, name: str
 ) -> None:
     report = build_job_report(name, *history)
@@ -64,19 +64,19 @@ def test_the_journal_tells_what_a_listener_would_have_told(
     assert (report.outcome, report.job.global_batch) == ("finished", 32)
 
 
-def test_the_newest_job_of_a_name_is_meant(history: tuple[list[Json], list[Json]]) -> None:
+def test_a_name_selects_its_newest_job(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
     later = events[0] | {"details": events[0]["details"] | {"job": "gpt-2"}}
     later["at"] = (datetime.fromisoformat(events[-1]["at"]) + timedelta(seconds=9)).isoformat()
     later["monotonic"] = events[-1]["monotonic"] + 9
     report = build_job_report("gpt", [*events, later], steps)
-    assert (report.job.job_id, report.steps, report.outcome_reason) == ("gpt-2", (), "it is under way")
+    assert (report.job.job_id, report.steps, report.outcome_reason) == ("gpt-2", (), "it is still running")
     assert len(build_job_report(JOB, [*events, later], steps).steps) == 120
     with pytest.raises(FtdError, match=rf"no.*job 'x' \(known: gpt-2, {JOB}\)"):
         build_job_report("x", [*events, later], steps)
 
 
-def test_a_coordinator_that_went_to_another_host_has_another_monotonic_clock(
+def test_events_from_two_hosts_are_put_on_one_clock(
     history: tuple[list[Json], list[Json]],
 ) -> None:
     events, steps = history
@@ -98,7 +98,7 @@ def _on_clock(event: Json, by: float) -> Json:
     return event | {"monotonic": event["monotonic"] + by, "details": details}
 
 
-def test_a_recovery_is_told_in_sentences(history: tuple[list[Json], list[Json]]) -> None:
+def test_a_recovery_is_described_in_sentences(history: tuple[list[Json], list[Json]]) -> None:
     report, recovery = find_recovery(2, history[0])
     text = "\n".join(describe_recovery(recovery, report))
     assert "node-2 lost (kill) at step 40; noticed by: last will, 3 ms after the fault." in text
@@ -109,21 +109,21 @@ def test_a_recovery_is_told_in_sentences(history: tuple[list[Json], list[Json]])
         find_recovery(9, history[0])
 
 
-def test_goodput_is_the_part_of_time_that_lasting_steps_took(history: tuple[list[Json], list[Json]]) -> None:
+def test_goodput_is_the_share_of_time_in_lasting_steps(history: tuple[list[Json], list[Json]]) -> None:
     report = build_job_report("gpt", *history)
     useful_s = sum(s.step_s or 0 for s in report.steps)
     elapsed_s = report.steps[-1].at_s - (report.steps[0].at_s - (report.steps[0].step_s or 0))
-    assert goodput(report)[-1] == (report.steps[-1].at_s, pytest.approx(useful_s / elapsed_s))
+    assert goodput_series(report)[-1] == (report.steps[-1].at_s, pytest.approx(useful_s / elapsed_s))
 
 
 def test_throughput_counts_every_sample(history: tuple[list[Json], list[Json]]) -> None:
     report = build_job_report("gpt", *history)
-    series = throughput(report, bins=10)
+    series = throughput_series(report, bins=10)
     width = series[1][0] - series[0][0]
     assert sum(rate for _, rate in series) * width == pytest.approx(120 * 32)
 
 
-def test_steps_that_were_heard_of_at_once_are_spread_over_the_time_that_they_took() -> None:
+def test_steps_that_arrive_at_once_are_spread_over_their_durations() -> None:
     def step(number: int, at_s: float) -> ReportedStep:
         return ReportedStep(
             step=number, loss=1.0, gradient_norm=None, skipped=False, step_s=1.0, generation=1, at_s=at_s
@@ -132,14 +132,14 @@ def test_steps_that_were_heard_of_at_once_are_spread_over_the_time_that_they_too
     before, behind = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
     assert committed_at_s([*before, *behind]) == pytest.approx([*range(1, 11)], abs=0.02)
     twice = [*before, *(step(n, 7.0) for n in (4, 5)), *(step(n, 10.8) for n in range(6, 12))]
-    assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those heard of later.
-    crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # More than the time allows.
+    assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those that arrive later.
+    crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # Their durations exceed the available time.
     times = committed_at_s(crowded)
     assert times == sorted(times) and times[:3] == [1.0, 2.0, 3.0] and times[-1] == 5.0
 
 
 class Elements(HTMLParser):
-    """Counts elements, and what they ask for from elsewhere."""
+    """Counts elements and the external resources that they request."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -152,9 +152,9 @@ class Elements(HTMLParser):
         self.links += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
 
 
-def test_the_page_needs_nothing_else_and_shows_every_recovery(history: tuple[list[Json], list[Json]]) -> None:
+def test_the_page_is_self_contained_and_shows_every_recovery(history: tuple[list[Json], list[Json]]) -> None:
     report = build_job_report("gpt", *history)
-    page = report_page(report)
+    page = render_report_page(report)
     elements = Elements(page)
     assert elements.tags.count("article") == len(report.recoveries) == 2
     assert {"svg", "table", "style"} <= set(elements.tags) and "script" not in elements.tags
@@ -163,33 +163,33 @@ def test_the_page_needs_nothing_else_and_shows_every_recovery(history: tuple[lis
     assert re.search(r"<b>\d+\.\d%</b><span class=\"faint\">goodput", page)
 
 
-def test_a_job_that_goes_on_is_told_as_such(history: tuple[list[Json], list[Json]]) -> None:
+def test_a_running_job_is_described_as_running(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
     report = build_job_report("gpt", [e for e in events if e["event"] != "JobFinished"], steps)
     out = io.StringIO()
     Console(file=out, width=100).print(render_summary(report))
-    page, summary = report_page(report), out.getvalue()
-    assert "under way, begun 2" in page and "; as of 2" in page and "loss so far" in page
+    page, summary = render_report_page(report), out.getvalue()
+    assert "running, started 2" in page and "; as of 2" in page and "loss so far" in page
     assert "unfinished" not in page + summary and "final" not in page
-    assert "under way for" in summary and "none: the job goes on" in summary
+    assert "running for" in summary and "none: the job is still running" in summary
 
 
 def test_names_cannot_become_html(history: tuple[list[Json], list[Json]]) -> None:
     events, steps = history
     spoiled = [events[0] | {"details": events[0]["details"] | {"name": "<script>"}}, *events[1:]]
-    assert "script" not in Elements(report_page(build_job_report(JOB, spoiled, steps))).tags
+    assert "script" not in Elements(render_report_page(build_job_report(JOB, spoiled, steps))).tags
 
 
-def test_a_job_without_steps_has_a_page_and_no_picture(
+def test_a_job_without_steps_has_a_page_without_an_image(
     history: tuple[list[Json], list[Json]], tmp_path: Path
 ) -> None:
     report = build_job_report("gpt", history[0][:1], [])
-    assert "svg" not in Elements(report_page(report)).tags
+    assert "svg" not in Elements(render_report_page(report)).tags
     with pytest.raises(ConfigurationError, match="no step was committed"):
         plot_report(report, tmp_path / "r.png")
 
 
-def test_pictures_come_in_two_formats(history: tuple[list[Json], list[Json]], tmp_path: Path) -> None:
+def test_images_have_two_formats(history: tuple[list[Json], list[Json]], tmp_path: Path) -> None:
     report = build_job_report("gpt", *history)
     plot_report(report, tmp_path / "r.png")
     plot_report(report, tmp_path / "r.svg")
@@ -201,7 +201,7 @@ def test_pictures_come_in_two_formats(history: tuple[list[Json], list[Json]], tm
         plot_report(report, tmp_path / "no" / "r.png")
 
 
-def test_every_picture_that_is_asked_for_is_written(
+def test_every_requested_image_is_written(
     history: tuple[list[Json], list[Json]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

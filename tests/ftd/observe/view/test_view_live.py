@@ -1,4 +1,4 @@
-"""The live view: a frame on a terminal, lines in a pipe."""
+"""The live view: frames on a terminal, lines in a pipe."""
 
 import io
 import re
@@ -24,11 +24,11 @@ def frame(picture: LiveFrame, width: int = 110, height: int = 40) -> list[str]:
 
 def at_step_90(run_events: list[Json], state: Json) -> LiveFrame:
     picture = LiveFrame(120)
-    picture.see_state(state)
+    picture.on_state(state)
     for event in run_events:
         if event["event"] == "StepCommitted" and event["step"] > 90:
             break
-        picture.see_event(event)
+        picture.on_event(event)
     return picture
 
 
@@ -64,7 +64,7 @@ def test_a_frame_shows_tokens_the_learning_rate_and_evaluations(
     newest = {**run_events[3], "event": "StepCommitted", "step": 91}
     newest["details"] = {"loss": 2.6, "tokens_per_s": 40960.0, "samples_per_s": 320.0, "learning_rate": 3e-4}
     for told in (evaluated(40, 4.3), evaluated(80, 2.9), newest):
-        picture.see_event(told)
+        picture.on_event(told)
     lines = frame(picture, width, 40)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width and len(lines) <= 40
@@ -73,7 +73,7 @@ def test_a_frame_shows_tokens_the_learning_rate_and_evaluations(
     assert "held out 2.9000" in text and "step 80, accuracy 0.2500" in text
     assert text.count("◆") == 3, "two in the chart, and one that says what they are"
     assert "40,960 tokens/s" in picture.progress_line()
-    picture.see_event(event("RolledBack", 1012.0, step=60, generation=4, details={"to_step": 60}))
+    picture.on_event(event("RolledBack", 1012.0, step=60, generation=4, details={"to_step": 60}))
     assert "held out 4.3000" in "\n".join(frame(picture, width, 40))
     small = "\n".join(frame(picture, 80, 24))
     assert "lr 0.0003" in small and "◆ held out 4.30" in small and "accuracy" not in small
@@ -98,18 +98,18 @@ def test_a_frame_fits_the_height(run_events: list[Json], state: Json) -> None:
 @pytest.mark.parametrize("height", [10, 16, 24, 30, 50])
 @pytest.mark.parametrize("width", [80, 110])
 @pytest.mark.parametrize("nodes", [1, 5, 200])
-def test_every_terminal_shows_what_happened_last(
+def test_every_terminal_size_shows_the_newest_event(
     run_events: list[Json], state: Json, width: int, height: int, nodes: int
 ) -> None:
     picture = at_step_90(run_events, state)
     known = dict(list(state["nodes"].items())[:nodes])
     known |= {f"n-{i}": dict(state["nodes"]["node-0"]) for i in range(nodes - len(known))}
-    picture.see_state(state | {"nodes": known, "waiting_for": "a third node"})
+    picture.on_state(state | {"nodes": known, "waiting_for": "a third node"})
     lines = frame(picture, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert "waiting for a third node" in lines[3]
     assert lines[-1].startswith("╰") and "recovery completed" in lines[-2]
-    picture.see_state(
+    picture.on_state(
         state | {"nodes": known, "phase": "PAUSED", "waiting_for": "no copy of layer 6 is left; " * 6}
     )
     lines = frame(picture, width, height)
@@ -118,44 +118,42 @@ def test_every_terminal_shows_what_happened_last(
     assert len(lines) - begin - 2 >= (4 if height > 10 else 3)
 
 
-def test_what_comes_again_and_again_pushes_nothing_out(
-    run_events: list[Json], state: Json, event: Make
-) -> None:
+def test_routine_events_do_not_displace_others(run_events: list[Json], state: Json, event: Make) -> None:
     picture = at_step_90(run_events, state)
     for step in range(91, 120):
-        picture.see_event(event("SnapshotCompleted", float(step), step=step, reason=f"step {step}"))
-        picture.see_event(event("CheckpointCompleted", float(step), step=step, reason=f"disk {step}"))
+        picture.on_event(event("SnapshotCompleted", float(step), step=step, reason=f"step {step}"))
+        picture.on_event(event("CheckpointCompleted", float(step), step=step, reason=f"disk {step}"))
     text = "\n".join(frame(picture, 80, 24))
     assert text.count("snapshot completed") == text.count("checkpoint completed") == 1
     assert "step 119" in text and "disk 119" in text and "recovery completed" in text
 
 
-def test_a_cluster_that_is_not_heard_is_not_shown_as_well(run_events: list[Json], state: Json) -> None:
+def test_a_silent_cluster_is_not_shown_as_healthy(run_events: list[Json], state: Json) -> None:
     console = Console(width=80, height=24, force_terminal=True, color_system=None, file=io.StringIO())
     with console.capture() as captured:
         console.print(at_step_90(run_events, state).draw(80, 24, quiet_s=75.4))
-    assert "nothing heard for 1:15" in captured.get()
+    assert "no message for 1:15" in captured.get()
 
 
-def test_that_nobody_stands_by_any_more_is_said(state: Json, event: Make) -> None:
+def test_the_loss_of_the_last_standby_is_shown(state: Json, event: Make) -> None:
     def shown(picture: LiveFrame) -> str:
         return "\n".join(frame(picture, 96, 24))
 
     alone = state | {"leader": "host-b", "standbys": [], "ineligible": {}}
     picture, later = LiveFrame(120), LiveFrame(120)
-    picture.see_state(alone)
+    picture.on_state(alone)
     assert "leads" not in shown(picture), "there never was another"
-    picture.see_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
+    picture.on_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
     assert "host-a leads, standing by: host-b" in shown(picture)
-    picture.see_state(alone)
-    later.see_state(alone)
-    later.see_event(event("LeaderElected", 3.0, leader="host-b", term=2, took_s=0.1))
+    picture.on_state(alone)
+    later.on_state(alone)
+    later.on_event(event("LeaderElected", 3.0, leader="host-b", term=2, took_s=0.1))
     for each in (picture, later):
-        assert "host-b leads, nobody stands by" in shown(each)
+        assert "host-b leads, no standby" in shown(each)
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_coordinator_that_would_not_take_over_is_said_with_the_reason(state: Json, width: int) -> None:
+def test_an_ineligible_coordinator_is_shown_with_the_reason(state: Json, width: int) -> None:
     picture = LiveFrame(120)
     why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same on this host"
     others = {
@@ -163,57 +161,57 @@ def test_a_coordinator_that_would_not_take_over_is_said_with_the_reason(state: J
         "standbys": ["another-host"],
         "ineligible": {"an-old-host": why},
     }
-    picture.see_state(state | others)
+    picture.on_state(state | others)
     lines = frame(picture, width, 24)
     text = " ".join(line.strip("│ ") for line in lines)
-    assert f"an-old-host will not take over: {why}" in re.sub(r"\s+", " ", text)
-    assert f"not able to take over: {'1' if width == 80 else 'an-old-host'} " in text
+    assert f"an-old-host cannot take over: {why}" in re.sub(r"\s+", " ", text)
+    assert f"ineligible: {'1' if width == 80 else 'an-old-host'} " in text
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
-def test_that_the_broker_is_away_is_said_whatever_the_coordinator_said_last(state: Json) -> None:
+def test_a_lost_broker_is_shown_in_every_state(state: Json) -> None:
     picture = LiveFrame(120)
-    picture.see_state(state)
-    picture.see_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
+    picture.on_state(state)
+    picture.on_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
     assert "no coordinator: the coordinator vanished" in "".join(frame(picture, 80, 24))
-    picture.see_broker(there=False)
-    assert "the broker is away: this is as of " in "".join(frame(picture, 80, 24))
-    picture.see_broker(there=True)
-    assert "the broker is away" not in "".join(frame(picture, 80, 24))
+    picture.on_broker(connected=False)
+    assert "the broker is unreachable: this is the state at " in "".join(frame(picture, 80, 24))
+    picture.on_broker(connected=True)
+    assert "the broker is unreachable" not in "".join(frame(picture, 80, 24))
 
 
 @pytest.mark.parametrize(("width", "ends"), [(80, "at 56% speed"), (96, "…"), (120, "at 56% speed")])
-def test_what_does_not_fit_beside_a_node_ends_in_an_ellipsis(state: Json, width: int, ends: str) -> None:
+def test_long_text_next_to_a_node_ends_in_an_ellipsis(state: Json, width: int, ends: str) -> None:
     picture = LiveFrame(120)
     slow = state["nodes"]["node-0"] | {"speed": 0.56}
-    picture.see_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
+    picture.on_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
     [line] = [line for line in frame(picture, width, 24) if line.startswith("│ node-0")]
     assert line.split("│")[1].rstrip().endswith(ends)
 
 
-def test_the_speed_stays_in_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
+def test_the_speed_stays_on_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
     picture = LiveFrame(120)
     left = state["nodes"]["node-0"] | {"draining": True, "in_plan": False}
     leaving = state["nodes"]["node-1"] | {"draining": True}
     nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
-    picture.see_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
+    picture.on_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
     lines = frame(picture, 80, 24)
     assert any("1,182 samples/s, 41 ms" in line for line in lines)
     assert any("node-0" in line and "drained" in line for line in lines)
     assert any("node-1" in line and "draining" in line for line in lines)
 
 
-def test_before_anything_is_known() -> None:
+def test_a_frame_before_the_first_message() -> None:
     text = "\n".join(frame(LiveFrame(None)))
     assert "WAITING" in text and "no plan yet" in text and "waiting for the first step" in text
 
 
-def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
+def test_a_long_list_of_nodes_begins_with_those_in_trouble(state: Json) -> None:
     node = state["nodes"]["node-0"]
     nodes = {f"node-{i}": dict(node) for i in range(200)}
     nodes["node-150"] |= {"state": "UNHEALTHY", "in_plan": False}
     picture = LiveFrame(10)
-    picture.see_state(state | {"nodes": nodes})
+    picture.on_state(state | {"nodes": nodes})
     lines = frame(picture)
     assert any("node-150" in line and "UNHEALTHY" in line for line in lines)
     assert any("and 189 HEALTHY" in line for line in lines)
@@ -221,8 +219,8 @@ def test_many_nodes_are_cut_with_the_troubled_first(state: Json) -> None:
 
 def test_the_coordinators_last_will_keeps_the_nodes_on_the_screen(state: Json) -> None:
     picture = LiveFrame(120)
-    picture.see_state(state)
-    picture.see_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
+    picture.on_state(state)
+    picture.on_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
     text = "\n".join(frame(picture))
     assert "no coordinator: the broker lost its session" in text
     assert "UNREACHABLE" in text and "node-3" in text and "step 90/120" in text
@@ -247,14 +245,14 @@ def test_a_pipe_gets_a_line_for_each_important_event(run_events: list[Json], sta
     assert "4 nodes at work" in progress[-1]
 
 
-def test_reasons_of_several_lines_stay_on_one(event: Make) -> None:
+def test_reasons_of_several_lines_are_joined(event: Make) -> None:
     out = io.StringIO()
     view = LiveView(Console(file=out))
     view.on_event(event("TrainerLost", 1.0, node="a", reason="exit 1\nTraceback:\n  [bold]x[/]"))
     assert out.getvalue().splitlines()[0].endswith("TrainerLost a: exit 1 Traceback: [bold]x[/]")
 
 
-def test_a_terminal_gets_a_picture_and_keeps_the_last(run_events: list[Json], state: Json) -> None:
+def test_a_terminal_keeps_the_last_frame(run_events: list[Json], state: Json) -> None:
     out = io.StringIO()
     console = Console(file=out, width=110, height=45, force_terminal=True)
     with LiveView(console, total_steps=120) as view:
@@ -266,20 +264,20 @@ def test_a_terminal_gets_a_picture_and_keeps_the_last(run_events: list[Json], st
     assert "step 120/120" in text and "job finished" in text
 
 
-def test_planning_that_takes_long_is_a_progress_bar(state: Json) -> None:
-    """In the place of the steps before the first one; later it is nobody's concern."""
+def test_long_planning_has_a_progress_bar(state: Json) -> None:
+    """It replaces the steps before the first step; later it is not shown."""
     waiting = {**state, "phase": "WAITING", "step": 0, "waiting_for": "pipeline templates"}
     picture = LiveFrame(120)
-    picture.see_state({**waiting, "planning": {"done": 16, "total": 64}})
+    picture.on_state({**waiting, "planning": {"done": 16, "total": 64}})
     lines = frame(picture)
     line = next(line for line in lines if "planning 16 of 64" in line)
     assert "25%" in line and "━" in line and "step 0" not in "".join(lines)
     assert picture.progress_line().endswith("waiting for pipeline templates, planning 16 of 64")
-    picture.see_state({**state, "planning": {"done": 17, "total": 64}})
+    picture.on_state({**state, "planning": {"done": 17, "total": 64}})
     assert not any("planning 17" in line for line in frame(picture))
 
 
-def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_lines_about_long_planning(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftd.observe.view.live.view.PROGRESS_EVERY_S", 0.0)
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), 120)
@@ -290,7 +288,7 @@ def test_a_pipe_gets_a_line_for_planning_that_goes_on(state: Json, monkeypatch: 
     assert [line.split("planning ")[1] for line in told] == ["5 of 64", "37 of 64"]
 
 
-def test_a_pipe_gets_a_line_for_what_a_start_waits_for(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipe_gets_lines_about_what_a_start_waits_for(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftd.observe.view.live.view.PROGRESS_EVERY_S", 0.0)
     out = io.StringIO()
     view = LiveView(Console(file=out, width=200), 120)
@@ -301,29 +299,29 @@ def test_a_pipe_gets_a_line_for_what_a_start_waits_for(state: Json, monkeypatch:
     assert told == [f"node-0, which is measuring layer {layer} of 10" for layer in (2, 3)]
 
 
-def test_a_step_count_that_goes_back_is_drawn_so(event: Callable[..., Json], state: Json) -> None:
+def test_a_rollback_shortens_the_chart(event: Callable[..., Json], state: Json) -> None:
     picture = LiveFrame(120)
     for step in range(1, 12):
-        picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
-    picture.see_state({**state, "step": 11})
-    picture.see_event(
+        picture.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
+    picture.on_state({**state, "step": 11})
+    picture.on_event(
         event("RolledBack", 22, step=7, details={"from_step": 11, "to_step": 7, "undone_steps": 4})
     )
     assert picture.step == 7
     assert picture._losses.values == [1.0] * 7
-    picture.see_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
+    picture.on_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
     assert picture.step == 8 and picture._losses.values == [1.0] * 7 + [0.5]
 
 
-def test_the_chart_of_another_job_begins_anew_though_the_state_shows_it_first(
+def test_another_job_resets_the_chart_even_if_the_state_shows_it_first(
     event: Callable[..., Json], state: Json
 ) -> None:
     picture = LiveFrame(None)
-    picture.see_state(state)
+    picture.on_state(state)
     for step in (1, 2, 3):
-        picture.see_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))
-    picture.see_state({**state, "step": 0, "job": {**state["job"], "id": "another-1"}})
+        picture.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))
+    picture.on_state({**state, "step": 0, "job": {**state["job"], "id": "another-1"}})
     submitted = {"job": "another-1", "name": "gpt", "steps": 120}
-    picture.see_event(event("JobSubmitted", 20, details=submitted))
-    picture.see_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
+    picture.on_event(event("JobSubmitted", 20, details=submitted))
+    picture.on_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
     assert picture.step == 1 and picture._losses.values == [1.0]

@@ -1,4 +1,4 @@
-"""The summary, the status page and a node's story, as text."""
+"""The summary, the status page and a node's story as text."""
 
 import io
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def report(run_events: list[Json], state: Json) -> Report:
 
 
 @pytest.mark.parametrize("width", [100, 120])
-def test_the_summary_tells_each_change_in_one_row(report: Report, width: int) -> None:
+def test_the_summary_has_a_row_for_each_change(report: Report, width: int) -> None:
     text = printed(render_summary(report), width)
     lines = text.splitlines()
     head = next(i for i, line in enumerate(lines) if "quiesce" in line)
@@ -59,10 +59,10 @@ def test_a_narrow_summary_leaves_out_columns_but_no_number(report: Report) -> No
     assert max(map(len, lines)) <= 80
 
 
-def test_the_summary_says_what_was_decided_and_why(report: Report) -> None:
+def test_the_summary_gives_decisions_and_reasons(report: Report) -> None:
     text = printed(render_summary(report))
     assert "simple: 3 of 4 nodes are left: node-3 takes all layers of the second pipeline" in text
-    assert "no rank had passed the vote of step 41, so all did it again" in text
+    assert "no rank had passed the vote of step 41, so all computed it again" in text
     assert "B  node-2 0–3 │ node-3 4–7  × 4       B  node-3 0–7  × 3" in text
     below = [line.strip() for line in printed(render_summary(report), 60).splitlines()]
     before = below.index("B  node-2 0–3 │ node-3 4–7  × 4")
@@ -75,11 +75,11 @@ def test_the_summary_begins_with_the_outcome(report: Report) -> None:
     assert "finished after 15.0 s" in text
     assert "120 of 120 committed, 0 lost, 1 recomputed" in text
     assert "6.6175 → 2.0968" in text
-    assert "at worst 253 ms from a failure to the next committed step" in text
+    assert "at most 253 ms from a failure to the next committed step" in text
     assert "ab" * 32 in text
 
 
-def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
+def test_the_summary_of_an_unfinished_run_without_failures(event: Make) -> None:
     run = RunModel()
     text = printed(render_summary(build_report(run)))
     assert "unfinished" in text
@@ -92,7 +92,7 @@ def test_the_summary_of_a_quiet_and_unfinished_run(event: Make) -> None:
     assert "the cluster paused" in paused and "No failure" not in paused
 
 
-def test_the_summary_lists_pauses_and_faults_without_consequence(event: Make) -> None:
+def test_the_summary_lists_pauses_and_faults_without_a_recovery(event: Make) -> None:
     run = RunModel()
     run.on_event(event("JobSubmitted", 1.0, details={"name": "gpt", "steps": 5}))
     run.on_event(event("ChaosInjected", 3.0, node="a", details={"fault": "disconnect", "at": 3.0}))
@@ -121,23 +121,25 @@ def test_the_status_page(state: Json) -> None:
     assert "× 5 microbatches" in text and "× 3 microbatches" in text
 
 
-def test_the_status_of_a_cluster_without_a_job_and_of_one_that_waits(state: Json) -> None:
+def test_the_status_without_a_job_and_while_waiting(state: Json) -> None:
     assert "ftd submit JOB.toml" in printed(render_status({"phase": "WAITING", "nodes": {}, "pipelines": []}))
     paused = state | {"phase": "PAUSED", "waiting_for": "no node is ready", "pipelines": []}
     text = printed(render_status(paused))
-    assert "PAUSED" in text and "because  no node is ready" in text
+    assert "PAUSED" in text and "reason   no node is ready" in text
 
 
-def test_the_status_says_how_a_job_ended_and_why_nobody_leads(state: Json) -> None:
+def test_the_status_shows_how_a_job_ended_and_why_no_coordinator_leads(state: Json) -> None:
     def said(**other: object) -> str:
         return printed(render_status(state | other))
 
     assert "FINISHED  stopped by a user" in said(phase="FINISHED", outcome="stopped by a user")
-    assert "FAILED  the job cannot go on: layer 3 is lost" in said(phase="FAILED", outcome="layer 3 is lost")
+    assert "FAILED  the job cannot continue: layer 3 is lost" in said(
+        phase="FAILED", outcome="layer 3 is lost"
+    )
     assert "UNREACHABLE  it vanished; no coordinator" in said(phase="UNREACHABLE", reason="it vanished")
 
 
-def test_the_status_shows_how_far_planning_is(state: Json) -> None:
+def test_the_status_shows_the_progress_of_planning(state: Json) -> None:
     text = printed(render_status(state | {"planning": {"done": 16, "total": 64}}))
     assert "16 of 64 numbers of nodes" in text and "━" * 24 in text
     assert "planning" not in printed(render_status(state | {"planning": None}))
@@ -152,13 +154,13 @@ def test_the_status_names_the_newest_snapshot(state: Json) -> None:
     text = printed(render_status(state | now | {"snapshot": snapshot}))
     assert "step 80, 12.0 s old, aec, on 4 nodes" in text
     text = printed(render_status(state | now | {"snapshot": snapshot | {"present": 3}}))
-    assert "on 4 nodes (1 gone)" in text
+    assert "on 4 nodes (1 lost)" in text
     assert "snapshot" not in printed(render_status(state | {"snapshot": None}))
 
 
-def test_the_status_of_a_coordinator_that_is_away() -> None:
+def test_the_status_without_a_coordinator() -> None:
     text = printed(render_status({"schema": 1, "phase": "UNREACHABLE"}))
-    assert "UNREACHABLE" in text and "trainers go on by themselves" in text
+    assert "UNREACHABLE" in text and "training continues without it" in text
 
 
 def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -> None:
@@ -177,16 +179,14 @@ def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -
     assert "▌" in recovered
 
 
-def test_the_story_leaves_out_what_is_not_about_the_node(run_events: list[Json]) -> None:
+def test_the_story_omits_events_of_other_nodes(run_events: list[Json]) -> None:
     told = chapters(run_events + run_events, "node-4")
     assert [[e["event"] for e in c] for c in told] == [["NodeJoined"], ["RecoveryCompleted"]]
     assert "Nothing is known of a node named node-9" in printed(render_story(run_events, "node-9"))
 
 
-def test_what_follows_later_in_a_generation_is_a_chapter_of_its_own(
-    run_events: list[Json], event: Make
-) -> None:
-    """Every event of the coordinator carries the present generation, also the failure that ends it."""
+def test_later_events_of_a_generation_form_their_own_chapter(run_events: list[Json], event: Make) -> None:
+    """Every event of the coordinator carries the current generation, even the failure that ends it."""
     later = event("NodeLost", 1012.0, node="node-2", generation=2, cause="will-3", reason="again")
     told = chapters([*run_events, later], "node-2")
     assert [e["event"] for e in told[-1]] == ["NodeLost"]

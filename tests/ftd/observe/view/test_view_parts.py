@@ -1,4 +1,4 @@
-"""Numbers with units, the loss chart."""
+"""Number formats and the loss chart."""
 
 import math
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from ftd.observe.view.blocks import PipelineBars, natural, pipeline_lines
+from ftd.observe.view.blocks import PipelineBars, natural_key, pipeline_lines
 from ftd.observe.view.live.chart import FAILURE_STYLE, LossHistory, column_of, loss_chart, resample
 from ftd.observe.view.text import (
     NodeColours,
@@ -66,7 +66,7 @@ def test_numbers_and_names(shown: str, expected: str) -> None:
     assert shown == expected
 
 
-def test_stages_of_several_devices_say_that_they_are_sharded() -> None:
+def test_stages_of_several_devices_show_that_they_are_sharded() -> None:
     stage = {
         "first_layer": 0,
         "end_layer": 4,
@@ -83,9 +83,9 @@ def test_stages_of_several_devices_say_that_they_are_sharded() -> None:
     assert "sharded" not in drawn(PipelineBars(pipelines, NodeColours(), most=4), 50)
 
 
-def test_names_sort_as_people_count() -> None:
+def test_names_sort_naturally() -> None:
     names = ["node-10", "node-9", "a", "node-1", "node-1b"]
-    assert sorted(names, key=natural) == ["a", "node-1", "node-1b", "node-9", "node-10"]
+    assert sorted(names, key=natural_key) == ["a", "node-1", "node-1b", "node-9", "node-10"]
 
 
 def test_a_node_keeps_its_colour() -> None:
@@ -126,7 +126,7 @@ def test_the_chart_falls_and_marks_the_failure() -> None:
     assert any(FAILURE_STYLE in str(span.style) for span in chart.spans)
 
 
-def test_evaluations_are_marked_where_they_were_made_and_widen_the_scale() -> None:
+def test_evaluations_are_marked_at_their_steps_and_widen_the_scale() -> None:
     history = LossHistory()
     for step in range(11, 21):
         history.add(step, 2.0)
@@ -148,11 +148,11 @@ def test_the_chart_survives_losses_that_are_not_finite() -> None:
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 37, 63, 99, 100])
-def test_a_history_that_is_cut_goes_on_behind_the_cut(step: int) -> None:
+def test_a_truncated_history_continues_after_the_cut(step: int) -> None:
     history = LossHistory(capacity=64)
     for done in range(1, 101):
         history.add(done, 1.0)
-    history.cut(step)
+    history.truncate(step)
     assert step <= len(history.values) * history.steps_per_value < step + history.steps_per_value
     for again in range(step + 1, 101):
         history.add(again, 2.0)

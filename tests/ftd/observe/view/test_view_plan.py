@@ -1,4 +1,4 @@
-"""The plan's page, its picture and its HTML, from values made by hand."""
+"""The output of ``ftd plan``, its image and its HTML page, from values made by hand."""
 
 import io
 import re
@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from ftd.errors import ConfigurationError
-from ftd.observe.view.plan import MOST_STAGES, MOST_TEMPLATES, elapsed, render_plan
+from ftd.observe.view.plan import MAX_STAGES, MAX_TEMPLATES, format_elapsed, render_plan
 from ftd.observe.view.plots import plan_plot
-from ftd.observe.view.plots.plan_plot import draw_plan, drawn_svg, plot_plan
+from ftd.observe.view.plots.plan_plot import draw_plan, plot_plan, render_plan_svg
 from planner.crosscheck import CrossCheck
 from planner.describe import Description, PipelineRow, StageRow, TemplateRow
 from planner.errors import SolverError
@@ -118,7 +118,7 @@ def test_the_page() -> None:
     assert "paper" not in page and "integer program" not in page
 
 
-def test_the_page_names_the_solver_of_the_shares() -> None:
+def test_the_output_names_the_solver_of_the_batch_shares() -> None:
     told = described()
     page = printed(replace(told, policy=msgspec.structs.replace(told.policy, batch_solver="pyomo")))
     assert "shares of the batch by an integer program (Pyomo, HiGHS)" in page
@@ -152,23 +152,25 @@ def test_objectives_are_compared(iteration_ms: float, says: str) -> None:
         (SolverError("HiGHS is gone"), "not checked against the integer program: HiGHS is gone"),
     ],
 )
-def test_the_page_ends_with_the_check_of_the_shares(check: CrossCheck | SolverError, says: str) -> None:
+def test_the_output_ends_with_the_check_of_the_batch_shares(
+    check: CrossCheck | SolverError, says: str
+) -> None:
     page = " ".join(printed(described(), check=check).split())
     assert says in page
     assert page.index("batch distribution") > page.index("expected step")
 
 
-def test_deep_pipelines_and_many_templates_are_told_shortly() -> None:
+def test_deep_pipelines_and_many_templates_are_abridged() -> None:
     told = described()
     many = tuple(template(nodes, stages=3 * nodes) for nodes in range(1, 101))
     page = printed(replace(told, templates=many, pipelines=(pipeline(100), pipeline(50))))
-    assert len(page.splitlines()) < MOST_TEMPLATES + 2 * MOST_STAGES + 30
+    assert len(page.splitlines()) < MAX_TEMPLATES + 2 * MAX_STAGES + 30
     assert next(r for r in rows_of(page) if r[:1] == ["100"])[:3] == ["100", "300", "300×1"]
     assert any(row[:2] == ["50", "150"] for row in rows_of(page))
     assert "76 more nodes" in page and "26 more nodes" in page and "slowest stage" in page
 
 
-def test_eighty_columns_cut_no_number() -> None:
+def test_eighty_columns_truncate_no_number() -> None:
     page = printed(described(), width=80)
     assert max(map(len, page.splitlines())) <= 80
     rows = rows_of(page)
@@ -189,10 +191,10 @@ def test_eighty_columns_cut_no_number() -> None:
     ],
 )
 def test_times_have_four_digits(value_ms: float, shown: str) -> None:
-    assert elapsed(value_ms) == shown.replace("1000. ms", "1000 ms")
+    assert format_elapsed(value_ms) == shown.replace("1000. ms", "1000 ms")
 
 
-def test_every_operation_is_drawn_where_it_happens() -> None:
+def test_every_operation_is_drawn_at_its_time() -> None:
     told = replace(described(), pipelines=(pipeline(2, count=2),))
     figure = draw_plan(told, name="x")
     axes, memory = figure.axes
@@ -218,7 +220,7 @@ def test_every_operation_is_drawn_where_it_happens() -> None:
     assert memory.get_xlabel() == "memory of a device [MiB]"
 
 
-def test_too_many_operations_are_drawn_as_their_mixture() -> None:
+def test_too_many_operations_are_drawn_as_mixed_colours() -> None:
     told = described()
     row = replace(
         pipeline(2, microbatches=3000), makespan_ms=timeline([40, 40], [40, 80], [0.5], 3000).makespan_ms
@@ -238,7 +240,7 @@ def test_too_many_operations_are_drawn_as_their_mixture() -> None:
         draw_plan(told, name="x")
 
 
-def test_no_sizes_no_memory_panel() -> None:
+def test_a_profile_without_sizes_has_no_memory_panel() -> None:
     told = described()
     empty = tuple(replace(p, memory_bytes=0) for p in told.pipelines)
     assert len(draw_plan(replace(told, pipelines=empty), name="x").axes) == 2
@@ -259,7 +261,7 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     assert "a&lt;b&gt;&amp;c" in text and "a<b>" not in text
     if kind == "svg":
         assert ElementTree.fromstring(text).tag.endswith("svg")
-        assert text == drawn_svg(told, name="a<b>&c", other=other)
+        assert text == render_plan_svg(told, name="a<b>&c", other=other)
         return
     assert text.startswith("<!doctype html>") and "prefers-color-scheme: dark" in text
     assert not re.findall(r"(?:src|href)=\"(?!#|data:)[^\"]*\"", text.replace("xlink:", ""))
@@ -269,6 +271,6 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
         assert colour not in text.split("</style>", 1)[1]
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="--plot: cannot write"):
         plot_plan(described(), tmp_path / "no" / "plan.svg", name="x")

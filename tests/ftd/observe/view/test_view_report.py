@@ -1,4 +1,4 @@
-"""The report: faults matched to recoveries, phases, what is measured from where."""
+"""The report: how faults are matched to recoveries, its phases, and where measurements begin."""
 
 import io
 import json
@@ -11,8 +11,8 @@ from rich.console import Console
 
 from ftd.observe.run_model import RunModel
 from ftd.observe.view.document import SCHEMA_VERSION, Report, ReportError
-from ftd.observe.view.pages.report_page import report_page
-from ftd.observe.view.rates import counts_tokens, learning_rates, throughput
+from ftd.observe.view.pages.report_page import render_report_page
+from ftd.observe.view.rates import counts_tokens, learning_rates, throughput_series
 from ftd.observe.view.report import build_report
 from ftd.observe.view.schema import schema_of
 from ftd.observe.view.summary import render_summary
@@ -54,7 +54,7 @@ def test_a_join_is_measured_from_its_detection(run_events: list[Json]) -> None:
     assert (joined.measured_from, joined.detected_ms, joined.total_ms) == ("detection", None, 235.0)
 
 
-def test_the_start_is_no_recovery(run_events: list[Json]) -> None:
+def test_the_start_is_not_listed_as_a_recovery(run_events: list[Json]) -> None:
     report = built(run_events)
     assert report.start is not None
     assert report.start.generation == 1
@@ -72,7 +72,7 @@ def test_steps_job_and_end(run_events: list[Json], state: Json) -> None:
     assert report.duration_s == pytest.approx(15.0)
 
 
-def test_steps_that_updated_nothing(run_events: list[Json], event: Make) -> None:
+def test_skipped_updates_are_reported(run_events: list[Json], event: Make) -> None:
     assert "skipped" not in page(built(run_events))
     nothing = {"loss": None, "gradient_norm": None, "skipped": True, "step_s": 0.1, "samples_per_s": None}
     only = [event("StepCommitted", 1001.0 + n, step=n, details=nothing) for n in (1, 2)]
@@ -85,7 +85,7 @@ def test_evaluations_on_held_out_data(run_events: list[Json], event: Make) -> No
         details = {"loss": loss, "weight": 37.0, "metrics": {"accuracy": 0.25}, "took_s": 1.5}
         return event("Evaluated", at, step=step, generation=generation, details=details)
 
-    # The second is made again after a rollback: the newest counts.
+    # The second evaluation is repeated after a rollback; the newest one counts.
     told = [evaluated(1001.0, 5, 1, 0.5), evaluated(1002.0, 10, 1, 0.4), evaluated(1003.0, 10, 2, 0.45)]
     report = built([*run_events, *told, told[1]])
     assert [(e.step, e.loss, e.generation) for e in report.evaluations] == [(5, 0.5, 1), (10, 0.45, 2)]
@@ -94,7 +94,7 @@ def test_evaluations_on_held_out_data(run_events: list[Json], event: Make) -> No
     assert "2 evaluations, the last after step 10" in page(report)
 
 
-def test_what_a_rollback_undid_and_nobody_did_again_is_not_there(event: Make, recovery: Make) -> None:
+def test_undone_steps_that_were_not_repeated_are_left_out(event: Make, recovery: Make) -> None:
     events = [
         e for e in rolled_back_run(event, recovery) if (e["generation"], e["event"]) != (2, "StepCommitted")
     ]
@@ -108,8 +108,8 @@ def test_what_a_rollback_undid_and_nobody_did_again_is_not_there(event: Make, re
     assert report.final.step == 7
 
 
-def test_speed_is_told_in_tokens_where_the_loss_has_some(run_events: list[Json], event: Make) -> None:
-    """A batch of 32 rows with 4096 tokens that count, at a learning rate that falls."""
+def test_speed_is_given_in_tokens_if_the_loss_has_tokens(run_events: list[Json], event: Make) -> None:
+    """A batch of 32 rows with 4096 counted tokens, at a falling learning rate."""
     submitted = event("JobSubmitted", 999.0, details={"name": "gpt", "steps": 120, "global_batch": 32})
     rows = built([submitted, *run_events])
     assert not counts_tokens(rows) and "320 samples/s" in page(rows) and not learning_rates(rows)
@@ -124,14 +124,14 @@ def test_speed_is_told_in_tokens_where_the_loss_has_some(run_events: list[Json],
     last = report.steps[-1]
     assert (last.learning_rate, last.weight) == (1 / 120, 4096.0)
     assert "median step 100 ms, 40,960 tokens/s, learning rate 0.00833" in page(report)
-    fastest = max(value for _, value in throughput(report))
+    fastest = max(value for _, value in throughput_series(report))
     assert fastest == pytest.approx(40960.0, rel=0.5)
     assert [value for _, value in learning_rates(report)][:2] == [1.0, 0.5]
     for said in ("40,960", "tokens/s", "0.00833", "learning rate"):
-        assert said in report_page(report)
+        assert said in render_report_page(report)
 
 
-def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: Make) -> None:
+def test_snapshots_and_checkpoints_are_summarised(run_events: list[Json], event: Make) -> None:
     assert "snapshots" not in page(built(run_events))
     events = [
         event("SnapshotCompleted", 1003.0, step=5, details={"protection": "arc:1", "size_bytes": 900}),
@@ -150,10 +150,10 @@ def test_what_was_kept_in_memory_and_on_the_disk(run_events: list[Json], event: 
     assert (report.checkpoints.completed, report.checkpoints.abandoned) == (0, 1)
     text = page(report)
     assert "2 in the nodes' memory, the newest of step 10 (aec, 4.0 MiB)" in text
-    assert "none; 1 given up, the last: n1: the disk is full" in text
+    assert "none; 1 abandoned, the last one because: n1: the disk is full" in text
     events.append(event("CheckpointCompleted", 1005.0, step=20, details={"size_bytes": 1024}))
     text = page(built([*run_events, *events]))
-    assert "1 in /checkpoints/gpt, the newest of step 20 (1.0 KiB); 1 given up" in text
+    assert "1 in /checkpoints/gpt, the newest of step 20 (1.0 KiB); 1 abandoned" in text
     assert Report.from_json(json.loads(report.to_bytes())) == report
 
 
@@ -162,7 +162,7 @@ def test_a_second_delivery_changes_nothing(run_events: list[Json]) -> None:
     assert built(run_events + run_events[::-1]) == once
 
 
-def test_the_fault_may_be_told_after_its_recovery(run_events: list[Json]) -> None:
+def test_the_event_of_a_fault_may_arrive_after_its_recovery(run_events: list[Json]) -> None:
     late = sorted(run_events, key=lambda e: e["event"] == "ChaosInjected")
     assert late[-1]["event"] == "ChaosInjected"
     report = built(late)
@@ -228,8 +228,8 @@ def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) 
     assert [r.detected_ms for r in report.recoveries] == [pytest.approx(10.0), pytest.approx(10.0)]
 
 
-def test_a_fault_during_a_recovery_does_not_date_it_back(event: Make, recovery: Make) -> None:
-    """The first failure was nobody's doing: the second, injected one must not become the beginning."""
+def test_a_fault_during_a_recovery_does_not_change_its_begin(event: Make, recovery: Make) -> None:
+    """The first failure was not injected; the second, injected one must not become the recovery's begin."""
     told = recovery(
         "node_lost", 3, 7, nodes=["a", "b"], detected_at=10.0, total_ms=400.0, generations_tried=2
     )
@@ -264,7 +264,7 @@ def test_processes_pauses_and_a_loss_that_is_not_finite(event: Make) -> None:
     run.on_event(event("StepCommitted", 5.0, step=1, details={"loss": float("nan"), "skipped": True}))
     details = {"needed": 2, "present": 1}
     run.on_event(event("ClusterPaused", 7.5, reason="1 node, 2 needed", details=details))
-    for pid in (11, 12, 11):  # the first is delivered again after the second
+    for pid in (11, 12, 11):  # The first event is delivered again after the second.
         details = {"device": 0, "pid": pid, "daemon_pid": 10}
         run.on_event(event("TrainerStarted", 6.0, node="a", details=details))
     report = build_report(run)
@@ -299,18 +299,20 @@ def test_the_document_can_be_read_back(run_events: list[Json], state: Json) -> N
         ({"outcome": "perhaps"}, "outcome"),
     ],
 )
-def test_a_wrong_document_is_refused_by_name(run_events: list[Json], change: Json, complaint: str) -> None:
+def test_an_invalid_document_is_rejected_with_the_field(
+    run_events: list[Json], change: Json, complaint: str
+) -> None:
     document = json.loads(built(run_events).to_bytes()) | change
     with pytest.raises(ReportError, match=complaint):
         Report.from_json(document)
 
 
-def test_a_document_that_is_no_object_is_refused() -> None:
+def test_a_document_that_is_not_an_object_is_rejected() -> None:
     with pytest.raises(ReportError, match="schema is None"):
         Report.from_json([])
 
 
-def test_the_schema_in_the_documentation_is_this_one() -> None:
+def test_the_schema_in_the_documentation_is_current() -> None:
     assert (DOCS / "report.schema.json").read_bytes() == schema_of(Report)
 
 
@@ -327,7 +329,7 @@ def test_every_field_is_explained_in_the_documentation() -> None:
 
 
 def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
-    """All trainers of both nodes die at step 11; everybody goes back to the snapshot of step 7."""
+    """All trainers of both nodes die at step 11, and training returns to the snapshot of step 7."""
     told = recovery(
         "resumed", 2, 7, nodes=["a", "b"], detected_how=None, detected_at=14.0, total_ms=300.0
     ) | {"rolled_back_steps": 4, "tier": "memory", "recomputed_steps": 1}
@@ -358,7 +360,7 @@ def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
     ]
 
 
-def test_a_rollback_is_a_failure_with_its_tier_and_the_steps_undone(event: Make, recovery: Make) -> None:
+def test_a_rollback_is_a_failure_with_its_tier_and_undone_steps(event: Make, recovery: Make) -> None:
     report = built(rolled_back_run(event, recovery))
     assert [fault.generations for fault in report.faults] == [(2,), (2,)]
     (only,) = report.recoveries
@@ -367,7 +369,7 @@ def test_a_rollback_is_a_failure_with_its_tier_and_the_steps_undone(event: Make,
     assert [s.loss for s in report.steps] == [1.0] * 7 + [0.5] * 6
     text = page(report)
     assert "1 failure, 0 other changes" in text and "4 lost" in text
-    assert "back to step 7 by a snapshot in the nodes' memory; 4 committed steps undone" in text
+    assert "back to step 7 with a snapshot in the nodes' memory; 4 committed steps undone" in text
     assert "no recovery followed" not in text
 
 

@@ -1,4 +1,4 @@
-"""Traces: clocks put right by votes, copies summed by when they fell, Chrome's format, the picture."""
+"""Traces: clocks aligned by votes, copied bytes by what they overlapped, Chrome's format, the image."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from ftd.cli.trace import trace
 from ftd.errors import ConfigurationError
 from ftd.observe.view.plots.trace_plot import copied_line, draw_trace, plot_trace
-from ftd.observe.view.trace import CopiedBytes, align_traces, chrome_trace, copied
+from ftd.observe.view.trace import CopiedBytes, align_traces, chrome_trace, sum_copied_bytes
 from ftd.transport.wire.public import TraceData
 from runtime.monitoring.tracing import MAX_SPANS, TraceRecorder
 from statemachine.messages.trace import Trace
@@ -31,22 +31,22 @@ SPANS = [
 ]
 
 
-def test_hosts_whose_clocks_differ_pass_a_vote_at_one_moment() -> None:
+def test_the_clocks_of_hosts_are_aligned_at_votes() -> None:
     rows = align_traces([data(1, 5_000_000, SPANS), data(0, 0, SPANS)], {"node-0/0": "pipeline A, stage 1"})
     assert [row.rank for row in rows] == [0, 1]
-    assert [row.place for row in rows] == ["pipeline A, stage 1", ""]
+    assert [row.position for row in rows] == ["pipeline A, stage 1", ""]
     for row in rows:
-        (vote,) = row.of("vote")
+        (vote,) = row.spans_of("vote")
         assert (vote.began_us, vote.ended_us) == (900, 950)
 
 
-def test_copies_are_summed_by_when_they_fell() -> None:
+def test_copied_bytes_are_summed_by_what_they_overlapped() -> None:
     (row,) = align_traces([data(0, 0, SPANS)], {})
-    assert copied(row) == CopiedBytes(waiting_bytes=2048, beside_bytes=2048, stalled_bytes=1024)
-    assert "40% while waiting" in copied_line([row]) and "20% while training stood still" in copied_line(
+    assert sum_copied_bytes(row) == CopiedBytes(waiting_bytes=2048, overlapped_bytes=2048, stalled_bytes=1024)
+    assert "40% while waiting" in copied_line([row]) and "20% while training was stalled" in copied_line(
         [row]
     )
-    assert copied_line([]) == "no snapshot was copied meanwhile"
+    assert copied_line([]) == "no snapshot was copied during the trace"
 
 
 def test_the_trace_is_in_chromes_format() -> None:
@@ -61,7 +61,7 @@ def test_the_trace_is_in_chromes_format() -> None:
     assert names == ["rank 0 · node-0/0", "rank 1 · node-1/0"]
 
 
-def test_the_picture_names_every_rank_and_step() -> None:
+def test_the_image_names_every_rank_and_step() -> None:
     figure = draw_trace(align_traces([data(0, 0, SPANS), data(1, 9, SPANS)], {}), name="gpt")
     (axes,) = figure.axes
     texts = [text.get_text() for text in axes.texts]
@@ -69,7 +69,7 @@ def test_the_picture_names_every_rank_and_step() -> None:
     draw_trace([], name="nothing")
 
 
-def test_a_recorder_records_when_asked_for_so_many_steps_and_no_more_than_there_is_room() -> None:
+def test_a_recorder_records_the_requested_steps_within_its_capacity() -> None:
     recorder = TraceRecorder()
 
     def step(number: int, spans: int = 1) -> object:
@@ -93,13 +93,13 @@ def test_a_recorder_records_when_asked_for_so_many_steps_and_no_more_than_there_
     assert full is not None and (full.request, len(full.spans), full.dropped) == ("s", MAX_SPANS, 5)
 
 
-def test_a_place_that_cannot_be_written_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_rejected_before_the_trace_is_requested(tmp_path: Path) -> None:
     for place, words in (("trace.pdf", ".svg"), ("nowhere/trace.json", "no directory")):
         with pytest.raises(ConfigurationError, match=words):
             trace(out=[tmp_path / place])
 
 
-def test_the_picture_is_written_in_both_formats(tmp_path: Path) -> None:
+def test_the_image_is_written_in_both_formats(tmp_path: Path) -> None:
     rows = align_traces([data(0, 0, SPANS)], {})
     for kind, begin in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         plot_trace(rows, tmp_path / f"trace.{kind}", name="gpt")
