@@ -246,12 +246,12 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     assert "50.0% more than unprotected" in page
     assert "no node of a group may be lost" in ftd(*alone, "--protection", "none")
     single = ("--profile", tmp_path / "p.json", "--nodes", 1, "--protection", "arc:2")
-    assert "layers 0–1 have one owner: no redundancy without buddy" in ftd(*single)
+    assert "layers 0–1 have one owner: no redundancy without the scheme buddy" in ftd(*single)
     single = (*single[:-1], "aec+buddy")
     assert "there is no other node: unprotected" in ftd(*single)
     two = ("--profile", tmp_path / "p.json", "--nodes", 2, "--template-nodes", 2, "--protection", "buddy")
     page = ftd(*two)
-    assert "its buddy, the next node, has a copy" in page and "owner or its peer" in page
+    assert "its replica peer, the next node, has a copy" in page and "owner or its peer" in page
 
 
 def test_without_bytes_there_is_only_the_guarantee(tmp_path: Path) -> None:
