@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import structlog
 
 from ftd.errors import JournalError
-from statemachine.cluster.durable.outbox import REPEATED
+from statemachine.cluster.durable.outbox import REPEATABLE
 from statemachine.effects import CancelTimer, Effect, EmitEvent, SetTimer
 from statemachine.events import Event, TimerFired
 
@@ -246,7 +246,7 @@ class EventRateLimiter:
 
     def admit(self, event: EmitEvent, now: float) -> int | None:
         """How many like it were held back before this one; None holds this one back, too."""
-        if event.name not in REPEATED:
+        if event.name not in REPEATABLE:
             return 0
         apart = event.details.get("topic", "") if event.name == "MessageRejected" else event.reason
         key = (event.name, event.node, str(apart))

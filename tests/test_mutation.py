@@ -42,18 +42,18 @@ def test_each_place_is_changed_once(body: str, expected: list[str]) -> None:
 
 
 def test_a_mutant_changes_the_code_of_whoever_imported_the_function() -> None:
-    imported, original = rules.pristine, rules.pristine.__code__
+    imported, original = rules.is_new, rules.is_new.__code__
     fresh = DeviceReport(device=0, committed_step=0, ready_step=None, vote=None, held=(0,))
     [mutant] = [
         one
         for one in mutants.mutants_of("statemachine/cluster/rules.py")
-        if one.function == "pristine" and one.after == "report.ready_step is not None"
+        if one.function == "is_new" and one.after == "report.ready_step is not None"
     ]
     try:
         mutants.become(mutant)
         assert not imported(fresh)
     finally:
-        rules.pristine.__code__ = original
+        rules.is_new.__code__ = original
     assert imported(fresh)
 
 

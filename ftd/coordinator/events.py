@@ -24,7 +24,7 @@ from ftd.transport.wire.checking import encode_event, problem_of_details
 from ftd.transport.wire.codec import MAX_COUNTER, check_size
 from ftd.transport.wire.public import EventMessage, decode_json, encode_json, event_message, timestamp
 from ftd.transport.wire.topics import Topics
-from statemachine.cluster.durable.outbox import EventOutbox, is_kept
+from statemachine.cluster.durable.outbox import EventOutbox, is_journaled
 from statemachine.effects import Effect, EmitEvent
 
 _log = structlog.get_logger("ftd.events")
@@ -62,7 +62,7 @@ class EventStream:
         """What a step tells, before any of its effects is carried out."""
         self._decided = {}
         for effect in effects:
-            if isinstance(effect, EmitEvent) and is_kept(effect.name):
+            if isinstance(effect, EmitEvent) and is_journaled(effect.name):
                 message = event_message(effect, monotonic=now, source=SOURCE)
                 self._decided[id(effect)] = effect, message
                 self.outbox.add(message.id, encode_json(_without_plan(message)).decode())

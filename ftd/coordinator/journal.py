@@ -22,7 +22,7 @@ from ftd.errors import JournalError
 from ftd.transport.wire.duplicates import DuplicateFilter
 from ftd.transport.wire.public import EventMessage, encode_json
 from statemachine.cluster.durable.durability import RESERVED
-from statemachine.cluster.durable.outbox import MOST
+from statemachine.cluster.durable.outbox import MAX_EVENTS
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS state (id INTEGER PRIMARY KEY CHECK (id = 1), value BLOB NOT NULL);
@@ -104,7 +104,7 @@ class Journal:
             self._boot = self._disk.boot_id
             self.reserved, self.floor = self._generations(known)
             newest = "SELECT json_extract(message, '$.id') FROM events ORDER BY id DESC LIMIT ?"
-            for row in self._db.execute(newest, (MOST,)).fetchall()[::-1]:
+            for row in self._db.execute(newest, (MAX_EVENTS,)).fetchall()[::-1]:
                 self._repeats.is_new(row[0] or "")
         self._job = known.get("job", "")
         term, serial = known.get("position", "0 0").split()

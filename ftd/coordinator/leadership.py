@@ -41,7 +41,7 @@ from ftd.transport.wire.coordinator_messages import (
 from ftd.transport.wire.public import ClusterStateHeader, decode_json, event_message
 from ftd.transport.wire.topics import Topics
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.durability import beyond
+from statemachine.cluster.durable.durability import raise_generation
 from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import Effect, EmitEvent, PublishCluster
@@ -113,7 +113,7 @@ def restore_newest(
         state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), moved_s)
         if journal.shared:
             state = durable.skip_unseen_generations(state, incarnation)
-        state = beyond(state, journal.floor)
+        state = raise_generation(state, journal.floor)
         machine, effects = ClusterMachine.restore(timing, state, now, "restored")
         untold = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
         return InitialLead(machine=machine, effects=effects, outbox=untold)
@@ -191,7 +191,7 @@ class Takeover:
         :param theirs: version of ftd that wrote it.
         """
         mine = self._program.version
-        why = durable.unreadable(schema, protocol, self._program.schema)
+        why = durable.incompatibility(schema, protocol, self._program.schema)
         if not why:
             return ""
         there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"

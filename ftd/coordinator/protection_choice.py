@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ftd.snapshots.protection import code_for, stated_guarantee
 from planner.values import LayerProfile, Plan
-from statemachine.cluster.snapshots.replica_peers import buddies_of
+from statemachine.cluster.snapshots.replica_peers import choose_replica_peers
 from statemachine.cluster.snapshots.snapshots import groups_of
 from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 from storage.arena import SLOTS
@@ -143,7 +143,7 @@ def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *,
     if not any(layer.state_bytes for layer in layers):
         return None
     nodes: Counter[str] = Counter()
-    buddies = buddies_of(plan, scheme, {*plan.nodes, *plan.idle_nodes})
+    buddies = choose_replica_peers(plan, scheme, {*plan.nodes, *plan.idle_nodes})
     for group in groups_of(plan, scheme, zero1=zero1):
         state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
         layout = ShardLayout(code=code_for(scheme, len(group.owners)), bucket_bytes=state_bytes)

@@ -4,7 +4,14 @@ from typing import assert_never
 
 from statemachine.agent import persisting as agent_persisting
 from statemachine.agent import snapshots as agent_snapshots
-from statemachine.agent.snapshots import begin_lineage, forget_all, forget_job, keep, say_snapshot, snap
+from statemachine.agent.snapshots import (
+    begin_lineage,
+    drop_all,
+    free_job,
+    order_snapshot,
+    retain,
+    send_snapshot_state,
+)
 from statemachine.agent.state import HELLO, Agent, TrainerPhase
 from statemachine.effects import ExitDaemon, InstructTrainer, PrepareTrainer, RenewIncarnation, ResumeTrainer
 from statemachine.messages.cluster import (
@@ -42,7 +49,7 @@ def obey(a: Agent, command: Command) -> None:
         a.cancel_timer(HELLO)
     match command:
         case RequestHello():
-            hello(a)
+            send_hello(a)
         case Prepare():
             prepare(a, command)
         case Quiesce():
@@ -50,7 +57,7 @@ def obey(a: Agent, command: Command) -> None:
         case Resume():
             resume(a, command)
         case RequestSteps():
-            steps_wanted(a, command)
+            answer_steps_request(a, command)
         case Stop():
             stop(a, command)
         case Fence():
@@ -60,11 +67,11 @@ def obey(a: Agent, command: Command) -> None:
             a.publish(a.state, f"rejected: {command.reason}")
             a.set_timer(HELLO, a.timing.hello_retry_s)
         case Release():
-            released(a)
+            release(a)
         case TakeSnapshot():
-            snap(a, command)
+            order_snapshot(a, command)
         case RetainSnapshot():
-            keep(a, command)
+            retain(a, command)
         case Persist():
             agent_persisting.persist(a, command)
         case CancelPersist():
@@ -76,9 +83,9 @@ def obey(a: Agent, command: Command) -> None:
 # --- saying where we are -------------------------------------------------------------------------
 
 
-def hello(a: Agent) -> None:
+def send_hello(a: Agent) -> None:
     """Introduce the node and repeat every standing fact: whatever fell into an outage is said again."""
-    a.say(
+    a.send(
         Hello(
             facts=a.facts,
             job_id=a.job.job_id if a.job is not None else None,
@@ -91,26 +98,26 @@ def hello(a: Agent) -> None:
     )
     if a.rejected:
         return
-    if a.lost is not None:
-        a.say(a.lost)
+    if a.trainer_lost is not None:
+        a.send(a.trainer_lost)
     if a.built and a.job is not None:
-        a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
-    say_snapshot(a)
-    agent_persisting.say_persisted(a)
-    heartbeat(a)
-    say_quiesced(a)
-    say_resumed(a)
-    say_finished(a)
-    for standing in (a.suspected, a.restore_failed):
+        a.send(Prepared(job_id=a.job.job_id, profile=a.profile))
+    send_snapshot_state(a)
+    agent_persisting.send_answer(a)
+    send_heartbeat(a)
+    send_quiesced(a)
+    send_resumed(a)
+    send_finished(a)
+    for standing in (a.peer_suspected, a.restore_failed):
         if standing is not None:
-            a.say(standing)
+            a.send(standing)
     if a.leaving is not None:
-        a.say(Leaving(reason=a.leaving))
+        a.send(Leaving(reason=a.leaving))
 
 
-def heartbeat(a: Agent) -> None:
+def send_heartbeat(a: Agent) -> None:
     """Send the newest commit and what the node does, and acknowledge orders and mention reports by that."""
-    a.say(
+    a.send(
         Heartbeat(
             generation=a.generation,
             committed=a.committed,
@@ -130,37 +137,39 @@ def heartbeat(a: Agent) -> None:
                 activity=a.activity,
                 job_id=a.job.job_id if a.job is not None else None,
                 leaving=a.leaving is not None,
-                suspects_peer=a.suspected is not None,
+                suspects_peer=a.peer_suspected is not None,
                 restore_failed=a.restore_failed is not None,
-                snap_after=a.snap_order[1] if a.snap_order[0] == a.generation else 0,
+                snap_after=a.last_snapshot_order[1] if a.last_snapshot_order[0] == a.generation else 0,
                 snapshot_reported=agent_snapshots.reported_step(a),
-                persist_attempt=a.persist.attempt if a.persist is not None else a.cancelled,
-                persist_reported=a.persisted is not None or a.persist is None,
+                persist_attempt=a.persist_order.attempt
+                if a.persist_order is not None
+                else a.cancelled_attempt,
+                persist_reported=a.persist_answer is not None or a.persist_order is None,
             ),
         )
     )
 
 
-def say_quiesced(a: Agent) -> None:
+def send_quiesced(a: Agent) -> None:
     """Send the reports once every trainer has stopped."""
     if a.quiesced:
-        say_reports(a)
+        send_reports(a)
 
 
-def say_reports(a: Agent) -> None:
+def send_reports(a: Agent) -> None:
     """Send the reports of those trainers that have one."""
     reports = tuple(report for trainer in a.trainers if (report := trainer.report) is not None)
-    a.say(Quiesced(generation=a.generation, reports=reports))
+    a.send(Quiesced(generation=a.generation, reports=reports))
 
 
-def say_resumed(a: Agent) -> None:
+def send_resumed(a: Agent) -> None:
     """Once every trainer with a rank here has met the others and holds its layers."""
     if a.resume is None or not a.training:
         return
-    resumed = [a.trainers[device].resumed for device in a.mine(a.resume)]
+    resumed = [a.trainers[device].resumed for device in a.ranked_devices(a.resume)]
     there = [event for event in resumed if event is not None]
     if len(there) == len(resumed):
-        a.say(
+        a.send(
             Resumed(
                 generation=a.resume.generation,
                 bytes_moved=sum(event.bytes_moved for event in there),
@@ -170,13 +179,13 @@ def say_resumed(a: Agent) -> None:
         )
 
 
-def say_finished(a: Agent) -> None:
+def send_finished(a: Agent) -> None:
     """Once every trainer with a rank here is done. Devices that disagree show as both digests."""
     if a.resume is None or a.job is None or not a.training:
         return
     digests: dict[int, str] = {}
     evaluation = None
-    for device in a.mine(a.resume):
+    for device in a.ranked_devices(a.resume):
         own = a.trainers[device].finished
         if own is None:
             return
@@ -185,13 +194,13 @@ def say_finished(a: Agent) -> None:
             if other != digest:
                 digests[layer] = f"{other}|{digest}"
         evaluation = evaluation or own.evaluation
-    a.say(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests, evaluation=evaluation))
+    a.send(Finished(generation=a.resume.generation, step=a.job.steps, digests=digests, evaluation=evaluation))
 
 
-def flush_steps(a: Agent) -> None:
+def send_steps(a: Agent) -> None:
     if a.resume is not None and a.unsent:
         steps = tuple(a.unsent)
-        a.say(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
+        a.send(Stepped(generation=a.resume.generation, steps=steps, step_s=a.step_s, lineage=a.lineage))
     a.unsent.clear()
 
 
@@ -208,23 +217,23 @@ def prepare(a: Agent, command: Prepare) -> None:
     same = a.job is not None and a.job.job_id == command.job.job_id
     if same and (a.wants_profile or not command.profile):
         if a.built:
-            a.say(Prepared(job_id=command.job.job_id, profile=a.profile))
+            a.send(Prepared(job_id=command.job.job_id, profile=a.profile))
         return
     fresh = a.job is None and all(
         trainer.phase in (TrainerPhase.STARTING, TrainerPhase.UP) for trainer in a.trainers
     )
     if a.job is not None and not same:
         a.past_jobs.append(a.job.job_id)
-    a.job, a.wants_profile, a.profile, a.lost = command.job, command.profile, None, None
+    a.job, a.wants_profile, a.profile, a.trainer_lost = command.job, command.profile, None, None
     a.failures = 0
     if not same:
-        agent_persisting.give_up(a)
-        a.lineage = a.retained_step = a.kept_in = a.pinned = a.unbuilt = 0
+        agent_persisting.abandon(a)
+        a.lineage = a.retained_step = a.retained_lineage = a.pinned_step = a.build_failures = 0
     a.history.clear()
     a.publish(NodeState.HEALTHY, f"preparing job {command.job.name!r}")
     if not fresh:
-        a.kill()
-        a.launch()
+        a.kill_trainers()
+        a.start_trainers()
     for trainer in a.trainers:
         if trainer.phase is TrainerPhase.UP:
             prepare_trainer(a, trainer.device)
@@ -249,12 +258,12 @@ def quiesce(a: Agent, command: Quiesce) -> None:
     if command.generation == a.generation:
         # The report was lost. Trainers that were not built when the order came, or that were lost since, have none.
         if a.quiesced or not a.built or a.activity is NodeActivity.PREPARED:
-            say_reports(a)
+            send_reports(a)
         return
     a.generation = command.generation
-    a.suspected = a.restore_failed = a.snapshot_failed = None
+    a.peer_suspected = a.restore_failed = a.snapshot_failed = None
     if not a.built:
-        say_reports(a)
+        send_reports(a)
         return
     for trainer in a.trainers:
         trainer.phase = TrainerPhase.QUIESCING
@@ -282,14 +291,14 @@ def resume(a: Agent, command: Resume) -> None:
             a.history.clear()
         begin_lineage(a, command.restore)
     if command.restore is not None and command.restore.url:
-        forget_all(a)
+        drop_all(a)
     a.resume, a.stepping, a.lineage = command, False, command.lineage
-    a.forget_beyond(command.step)
+    a.drop_history_after(command.step)
     # Said under the new lineage, a step that was undone would count again.
     a.unsent = [step for step in a.unsent if a.history.get(step.step) == step]
     if command.vote is not None:
-        remember(a, CommittedStep(step=command.step, vote=command.vote))
-    ranked = set(a.mine(command))
+        remember_step(a, CommittedStep(step=command.step, vote=command.vote))
+    ranked = set(a.ranked_devices(command))
     a.committed = a.history.get(command.step) if ranked else None
     for trainer in a.trainers:
         trainer.computed_ms.clear()
@@ -298,18 +307,18 @@ def resume(a: Agent, command: Resume) -> None:
     a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")
 
 
-def remember(a: Agent, committed: CommittedStep) -> None:
+def remember_step(a: Agent, committed: CommittedStep) -> None:
     a.history.pop(committed.step, None)
     a.history[committed.step] = committed
     while len(a.history) > a.timing.steps_remembered:
         del a.history[next(iter(a.history))]
 
 
-def steps_wanted(a: Agent, command: RequestSteps) -> None:
+def answer_steps_request(a: Agent, command: RequestSteps) -> None:
     last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
     steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
     # Also when it is nothing: the coordinator then asks somebody else.
-    a.say(
+    a.send(
         Stepped(
             generation=a.generation,
             steps=tuple(steps),
@@ -322,27 +331,27 @@ def steps_wanted(a: Agent, command: RequestSteps) -> None:
 
 def stop(a: Agent, command: Stop) -> None:
     if not command.failed:
-        forget_job(a, command.job_id)
+        free_job(a, command.job_id)
     if a.job is None or a.job.job_id != command.job_id:
         return
     a.past_jobs.append(a.job.job_id)
-    agent_persisting.give_up(a)
-    a.job = a.profile = a.lost = None
+    agent_persisting.abandon(a)
+    a.job = a.profile = a.trainer_lost = None
     a.wants_profile, a.failures = False, 0
     a.history.clear()
     a.durations.clear()
-    a.kill()
+    a.kill_trainers()
     if a.leaving is not None:
         leave_now(a)
         return
-    a.launch()
+    a.start_trainers()
     a.publish(NodeState.HEALTHY, f"the job is over: {command.reason}")
 
 
 def fence(a: Agent, command: Fence) -> None:
     """This incarnation is out: nothing of it may go on."""
-    a.kill()
-    agent_persisting.give_up(a)
+    a.kill_trainers()
+    agent_persisting.abandon(a)
     a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")
     for name in list(a.due):
         a.cancel_timer(name)
@@ -350,21 +359,21 @@ def fence(a: Agent, command: Fence) -> None:
     a.out.append(RenewIncarnation(cause=a.cause))
 
 
-def released(a: Agent) -> None:
+def release(a: Agent) -> None:
     if a.leaving is not None:
         leave_now(a)
         return
-    a.kill(a.timing.kill_grace_s)
-    agent_persisting.give_up(a)
-    a.job = a.profile = a.lost = None
+    a.kill_trainers(a.timing.kill_grace_s)
+    agent_persisting.abandon(a)
+    a.job = a.profile = a.trainer_lost = None
     a.wants_profile = False
     a.history.clear()
     a.publish(NodeState.HEALTHY, "drained: it may be stopped")
 
 
 def leave_now(a: Agent) -> None:
-    a.kill(a.timing.kill_grace_s)
-    agent_persisting.give_up(a)
+    a.kill_trainers(a.timing.kill_grace_s)
+    agent_persisting.abandon(a)
     for name in list(a.due):
         a.cancel_timer(name)
     a.active = False

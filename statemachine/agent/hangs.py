@@ -11,48 +11,48 @@ A busy host is none: while threads of the trainer wait for a processor, time sta
 from statistics import median
 
 from statemachine.agent.events import TrainerStarved
-from statemachine.agent.state import WATCH, Agent, Trainer, TrainerPhase
+from statemachine.agent.state import HANG_CHECK, Agent, Trainer, TrainerPhase
 from statemachine.messages.trainer import TrainerHeartbeat
 
 
-def take_beat(a: Agent, trainer: Trainer, beat: TrainerHeartbeat) -> None:
-    trainer.beat_at = a.at
+def take_heartbeat(a: Agent, trainer: Trainer, beat: TrainerHeartbeat) -> None:
+    trainer.heartbeat_at = a.at
     trainer.starved_s = 0.0
     trainer.reading = beat.reading
     trainer.build_progress = beat.build_progress
     if beat.waiting or beat.progress != trainer.progress:
-        trainer.moved_at = a.at
+        trainer.progress_at = a.at
         trainer.progress = beat.progress
 
 
-def excuse(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
+def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
     """Leave out of account the time in which the trainer could not run."""
     excused_s = max(0.0, min(event.for_s, a.timing.idle_heartbeat_s - trainer.starved_s))
     trainer.starved_s += excused_s
-    trainer.beat_at = min(a.at, trainer.beat_at + excused_s)
-    trainer.moved_at = min(a.at, trainer.moved_at + excused_s)
+    trainer.heartbeat_at = min(a.at, trainer.heartbeat_at + excused_s)
+    trainer.progress_at = min(a.at, trainer.progress_at + excused_s)
 
 
-def look(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
+def find_hang(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
     """At every watch: the first trainer found hanging, and how that showed."""
     if all(trainer.phase is TrainerPhase.DOWN for trainer in a.trainers):
         return None
-    a.set_timer(WATCH, a.timing.hang_check_s)
+    a.set_timer(HANG_CHECK, a.timing.hang_check_s)
     if late_s > 3 * a.timing.hang_check_s:
         # It is we who were away: their beats are still queued.
         for trainer in a.trainers:
-            trainer.beat_at = trainer.moved_at = a.at
+            trainer.heartbeat_at = trainer.progress_at = a.at
         return None
     for trainer in a.trainers:
-        if trainer.phase is not TrainerPhase.DOWN and (how := _hangs(a, trainer)):
+        if trainer.phase is not TrainerPhase.DOWN and (how := _hang_reason(a, trainer)):
             return trainer, how
     return None
 
 
-def _hangs(a: Agent, trainer: Trainer) -> str | None:
+def _hang_reason(a: Agent, trainer: Trainer) -> str | None:
     """How it shows that it does, and which limit says so."""
     timing = a.timing
-    silent_s, still_s = a.at - trainer.beat_at, a.at - trainer.moved_at
+    silent_s, still_s = a.at - trainer.heartbeat_at, a.at - trainer.progress_at
     if trainer.phase is TrainerPhase.STARTING:
         late = silent_s > timing.idle_progress_s
         return f"it did not start within {timing.idle_progress_s:g} s (idle_progress_s)" if late else None

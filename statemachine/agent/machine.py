@@ -10,16 +10,16 @@ from typing import assert_never
 from statemachine.agent import persisting as agent_persisting
 from statemachine.agent import snapshots as agent_snapshots
 from statemachine.agent.commands import (
-    flush_steps,
-    heartbeat,
-    hello,
     leave_now,
     obey,
     prepare_trainer,
-    remember,
-    say_finished,
-    say_quiesced,
-    say_resumed,
+    remember_step,
+    send_finished,
+    send_heartbeat,
+    send_hello,
+    send_quiesced,
+    send_resumed,
+    send_steps,
 )
 from statemachine.agent.events import (
     AgentStarted,
@@ -37,14 +37,14 @@ from statemachine.agent.events import (
     TrainerReported,
     TrainerStarved,
 )
-from statemachine.agent.hangs import excuse, look, take_beat
+from statemachine.agent.hangs import add_starved_time, find_hang, take_heartbeat
 from statemachine.agent.state import (
     HEARTBEAT,
     HELLO,
     LEAVE,
+    NOT_BUILT,
     RESTART,
     STEPPED,
-    YOUNG,
     Agent,
     Trainer,
     TrainerPhase,
@@ -131,7 +131,7 @@ class AgentMachine:
         a = self._a
         match event:
             case AgentStarted():
-                self._started(event)
+                self._start(event)
             case BrokerConnected():
                 a.connected = True
                 if a.active:
@@ -141,13 +141,13 @@ class AgentMachine:
                 a.cancel_timer(HEARTBEAT)
                 a.cancel_timer(HELLO)
             case SnapshotsFound():
-                agent_snapshots.found(a, event)
+                agent_snapshots.add_found(a, event)
                 if a.active and a.connected:
-                    hello(a)
+                    send_hello(a)
             case SnapshotCopiesChanged():
-                agent_snapshots.hold(a, event)
+                agent_snapshots.set_copies(a, event)
             case SnapshotCorrupted():
-                agent_snapshots.spoil(a, event)
+                agent_snapshots.note_corrupt(a, event)
             case _ if not a.active:
                 pass  # fenced or gone: nothing counts until a new AgentStarted
             case CommandArrived():
@@ -162,41 +162,41 @@ class AgentMachine:
             case TrainerFailed():
                 self._trainer_failed(event)
             case SnapshotCopyCommitted():
-                agent_snapshots.sent(a, event)
+                agent_snapshots.note_copied(a, event)
             case SnapshotCopyFailed():
-                agent_snapshots.failed(a, event.failure)
+                agent_snapshots.note_failed(a, event.failure)
             case StagingFailed():
                 if self._in_group(event.failure.generation):
                     a.restore_failed = event.failure
-                    a.say(event.failure)
+                    a.send(event.failure)
             case PersistEnded():
-                agent_persisting.take(a, event)
+                agent_persisting.take_answer(a, event)
             case TrainerConnected():
                 self._trainer_up(event)
             case TrainerStarved():
                 trainer = a.trainers[event.device]
                 if trainer.alive:
-                    excuse(a, trainer, event)
+                    add_starved_time(a, trainer, event)
             case TrainerReported():
-                self._reported(event.device, event.report)
+                self._take_report(event.device, event.report)
             case _:
                 assert_never(event)
 
-    def _started(self, event: AgentStarted) -> None:
+    def _start(self, event: AgentStarted) -> None:
         old = self._a
         a = self._a = Agent(name=old.name, timing=old.timing)
         a.at, a.cause, a.connected = old.at, old.cause, old.connected
-        a.over, a.snapshots = old.over, old.snapshots
+        a.ended_pids, a.snapshots = old.ended_pids, old.snapshots
         a.incarnation, a.facts = event.incarnation, event.facts
         a.trainers = [Trainer(device=device) for device in range(event.facts.devices)]
         a.active = True
-        a.launch()
+        a.start_trainers()
         if a.connected:
             self._introduce()
 
     def _introduce(self) -> None:
         a = self._a
-        hello(a)
+        send_hello(a)
         a.publish(a.state, a.reason)
         a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
         if a.rejected:
@@ -208,48 +208,48 @@ class AgentMachine:
         a = self._a
         trainer = a.trainers[event.device]
         # A second one: the first was news of a process that was ended before we knew its number.
-        if trainer.phase in YOUNG and event.pid != trainer.pid:
+        if trainer.phase in NOT_BUILT and event.pid != trainer.pid:
             trainer.pid = event.pid
-            a.over.discard(event.pid)
-            trainer.beat_at = trainer.moved_at = a.at
+            a.ended_pids.discard(event.pid)
+            trainer.heartbeat_at = trainer.progress_at = a.at
             prepare_trainer(a, event.device)
 
-    def _reported(self, device: int, report: MachineReport) -> None:
+    def _take_report(self, device: int, report: MachineReport) -> None:
         """Take a message of a trainer. Those of one that has ended do not count, but for a replica that differed."""
         a = self._a
         trainer = a.trainers[device]
         match report:
             case OptimizerReplicaDiverged():
                 if self._in_group(report.generation):
-                    a.say(report)
+                    a.send(report)
             case _ if not trainer.alive:
                 pass
             case TrainerHeartbeat():
-                take_beat(a, trainer, report)
+                take_heartbeat(a, trainer, report)
             case Prepared():
                 self._trainer_prepared(report, trainer)
             case TrainerQuiesced():
                 if report.generation == a.generation and trainer.phase is TrainerPhase.QUIESCING:
                     trainer.phase, trainer.state = TrainerPhase.QUIESCED, report
-                    say_quiesced(a)
+                    send_quiesced(a)
             case Resumed():
                 if self._in_group(report.generation) and trainer.phase is TrainerPhase.RESUMING:
                     trainer.phase, trainer.resumed = TrainerPhase.TRAINING, report
-                    say_resumed(a)
+                    send_resumed(a)
             case TrainerStepped():
                 self._trainer_stepped(device, report)
             case PeerSuspected():
                 if self._in_group(report.generation):
-                    a.suspected = report
+                    a.peer_suspected = report
                     a.suspected_at_step = a.committed.step if a.committed is not None else 0
-                a.say(report)
+                a.send(report)
             case Finished():
                 if self._in_group(report.generation) and trainer.phase is TrainerPhase.TRAINING:
                     trainer.phase, trainer.finished = TrainerPhase.DONE, report
-                    flush_steps(a)
-                    say_finished(a)
+                    send_steps(a)
+                    send_finished(a)
             case SnapshotStarted() | ShardWritten() | SnapshotFailed():
-                agent_snapshots.take(a, device, report)
+                agent_snapshots.take_report(a, device, report)
             case _:
                 assert_never(report)
 
@@ -263,12 +263,12 @@ class AgentMachine:
         if a.job is None or report.job_id != a.job.job_id or trainer.phase is not TrainerPhase.PREPARING:
             return
         trainer.phase = TrainerPhase.PREPARED
-        agent_snapshots.tell_kept(a, trainer.device)
+        agent_snapshots.send_retained(a, trainer.device)
         if report.profile is not None:
             a.profile = report.profile
         if a.built:
-            a.lost, a.unbuilt = None, 0
-            a.say(Prepared(job_id=a.job.job_id, profile=a.profile))
+            a.trainer_lost, a.build_failures = None, 0
+            a.send(Prepared(job_id=a.job.job_id, profile=a.profile))
             a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
     def _trainer_stepped(self, device: int, report: TrainerStepped) -> None:
@@ -282,47 +282,51 @@ class AgentMachine:
             return
         a.committed = CommittedStep(step=report.step, vote=report.vote)
         if report.step > a.suspected_at_step + 1:
-            a.suspected = None
-        remember(a, a.committed)
+            a.peer_suspected = None
+        remember_step(a, a.committed)
         a.failures = 0
         a.step_s = report.step_s
         a.durations.append(report.step_s)
         # Behind the last step a trainer computes digests, which takes as long as it takes.
         a.stepping = a.job is not None and report.step < a.job.steps
-        if a.leads(a.resume):
+        if a.has_rank_zero(a.resume):
             a.unsent.append(a.committed)
             if STEPPED not in a.due:
-                flush_steps(a)
+                send_steps(a)
                 a.set_timer(STEPPED, a.timing.stepped_s)
 
     def _trainer_failed(self, event: TrainerFailed) -> None:
         a = self._a
         trainer = a.trainers[event.device]
         known = trainer.pid is None or trainer.pid == event.pid
-        if trainer.phase is TrainerPhase.DOWN or event.pid in a.over or not known:
+        if trainer.phase is TrainerPhase.DOWN or event.pid in a.ended_pids or not known:
             return
-        self._lose(trainer, event.cause_of_failure, event.detail)
+        self._restart_trainers(trainer, event.cause_of_failure, event.detail)
 
-    def _lose(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
+    def _restart_trainers(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
         """One trainer is gone: the node starts over with fresh ones, all of them."""
         a = self._a
         device = trainer.device
         a.failures += 1
         tries = a.failures if cause == "unprepared" else a.failures - 1
         if trainer.phase is TrainerPhase.PREPARING and cause != "unprepared":
-            a.unbuilt += 1
-            if a.unbuilt >= a.timing.raise_limit:  # A job that ends the process is none that waiting helps.
-                detail = f"trainers ended {a.unbuilt} times while they built the model; the last: {detail}"
+            a.build_failures += 1
+            if (
+                a.build_failures >= a.timing.raise_limit
+            ):  # A job that ends the process is none that waiting helps.
+                detail = (
+                    f"trainers ended {a.build_failures} times while they built the model; the last: {detail}"
+                )
                 cause = "unprepared"
         if a.job is not None:
             # The newest commit first: it counts for the roll-forward rule.
-            heartbeat(a)
-            a.lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
-            a.say(a.lost)
+            send_heartbeat(a)
+            a.trainer_lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
+            a.send(a.trainer_lost)
             a.publish(NodeState.UNHEALTHY, f"trainer {device} {cause}")
-        a.kill()
+        a.kill_trainers()
         if tries <= 0:
-            a.launch()
+            a.start_trainers()
         else:
             delay = a.timing.restart_backoff_s * 2 ** min(tries - 1, 16)
             a.set_timer(RESTART, min(delay, a.timing.restart_backoff_max_s))
@@ -335,23 +339,23 @@ class AgentMachine:
         match event.name:
             case "heartbeat":
                 if a.connected:
-                    heartbeat(a)
+                    send_heartbeat(a)
                     a.set_timer(HEARTBEAT, a.timing.heartbeat_s)
             case "hello":
                 if a.connected and a.rejected:
-                    hello(a)
+                    send_hello(a)
                     a.set_timer(HELLO, a.timing.hello_retry_s)
             case "stepped":
                 if a.unsent:
-                    flush_steps(a)
+                    send_steps(a)
                     a.set_timer(STEPPED, a.timing.stepped_s)
             case "watch":
-                hanging = look(a, late_s)
+                hanging = find_hang(a, late_s)
                 if hanging is not None:
                     a.cause = f"hang:{a.name}/{hanging[0].device}:{a.generation}"
-                    self._lose(hanging[0], "hung", hanging[1])
+                    self._restart_trainers(hanging[0], "hung", hanging[1])
             case "restart":
-                a.launch()
+                a.start_trainers()
             case _:  # "leave": nobody released us in time
                 leave_now(a)
 
@@ -363,6 +367,6 @@ class AgentMachine:
         if not first or not a.connected or a.job is None or not a.built:
             leave_now(a)
             return
-        a.say(Leaving(reason=event.reason))
+        a.send(Leaving(reason=event.reason))
         a.publish(a.state, f"leaving: {event.reason}")
         a.set_timer(LEAVE, a.timing.leave_s)

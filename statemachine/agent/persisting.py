@@ -14,51 +14,51 @@ def persist(a: Agent, command: Persist) -> None:
     if a.job is None or command.job_id != a.job.job_id:
         a.ignore("a Persist of another job")
         return
-    if command.attempt == a.cancelled:
-        a.say(_failed(command, "it was given up before it came"))
+    if command.attempt == a.cancelled_attempt:
+        a.send(_failed(command, "it was given up before it came"))
         return
-    if a.persist is not None and a.persist.attempt == command.attempt:
-        say_persisted(a)
+    if a.persist_order is not None and a.persist_order.attempt == command.attempt:
+        send_answer(a)
         return
-    give_up(a)
-    a.persist = command
+    abandon(a)
+    a.persist_order = command
     a.out.append(PersistLayers(cause=a.cause, order=command))
 
 
 def cancel(a: Agent, command: CancelPersist) -> None:
-    if a.persist is None or a.persist.attempt != command.attempt:
-        a.cancelled = command.attempt  # It may be on its way: there is no order between the two.
+    if a.persist_order is None or a.persist_order.attempt != command.attempt:
+        a.cancelled_attempt = command.attempt  # It may be on its way: there is no order between the two.
         a.ignore("a CancelPersist of another attempt")
         return
     # The order itself stays known: a late duplicate of it would begin again.
     stop(a)
-    if a.persisted is None:
-        a.persisted = _failed(a.persist, "it was given up")
+    if a.persist_answer is None:
+        a.persist_answer = _failed(a.persist_order, "it was given up")
 
 
 def stop(a: Agent) -> None:
     """Write no more of what is being written."""
-    if a.persist is not None and a.persisted is None:
-        a.out.append(StopPersisting(cause=a.cause, attempt=a.persist.attempt))
+    if a.persist_order is not None and a.persist_answer is None:
+        a.out.append(StopPersisting(cause=a.cause, attempt=a.persist_order.attempt))
 
 
-def give_up(a: Agent) -> None:
+def abandon(a: Agent) -> None:
     """The job or this incarnation is over, or another order came."""
     stop(a)
-    a.persist = a.persisted = None
+    a.persist_order = a.persist_answer = None
 
 
-def say_persisted(a: Agent) -> None:
-    if a.persisted is not None:
-        a.say(a.persisted)
+def send_answer(a: Agent) -> None:
+    if a.persist_answer is not None:
+        a.send(a.persist_answer)
 
 
-def take(a: Agent, event: PersistEnded) -> None:
+def take_answer(a: Agent, event: PersistEnded) -> None:
     """The daemon is done with an order; late news of an older one mean nothing."""
-    order = a.persist
-    if order is not None and order.attempt == event.answer.attempt and a.persisted is None:
-        a.persisted = event.answer
-        say_persisted(a)
+    order = a.persist_order
+    if order is not None and order.attempt == event.answer.attempt and a.persist_answer is None:
+        a.persist_answer = event.answer
+        send_answer(a)
 
 
 def _failed(order: Persist, detail: str) -> PersistFailed:

@@ -25,7 +25,7 @@ from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import HeldSnapshot, NodeState, Restore
 
 
-def snap(a: Agent, command: TakeSnapshot) -> None:
+def order_snapshot(a: Agent, command: TakeSnapshot) -> None:
     """Once for each order: a late duplicate would begin a snapshot that nobody waits for.
 
     So would a second trainer that is told behind the ballot in which the first one asked.
@@ -34,56 +34,60 @@ def snap(a: Agent, command: TakeSnapshot) -> None:
     if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
         a.ignore("a Snap of another generation")
         return
-    if order <= a.snap_order:
+    if order <= a.last_snapshot_order:
         a.ignore("a Snap that was obeyed")
         return
-    a.snap_order = order
+    a.last_snapshot_order = order
     last = a.job is not None and command.after_step >= a.job.steps
-    for device in a.mine(a.resume) if last else a.mine(a.resume)[:1]:
+    for device in a.ranked_devices(a.resume) if last else a.ranked_devices(a.resume)[:1]:
         if a.trainers[device].phase is (TrainerPhase.DONE if last else TrainerPhase.TRAINING):
             instruction = trainer.StartSnapshot(generation=command.generation, last=last)
             a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
-def keep(a: Agent, command: RetainSnapshot) -> None:
+def retain(a: Agent, command: RetainSnapshot) -> None:
     """Said again by the coordinator until a heartbeat confirms it."""
     said = command.lineage, command.step
-    old = said < (a.kept_in, a.retained_step) or command.lineage < a.lineage
+    old = said < (a.retained_lineage, a.retained_step) or command.lineage < a.lineage
     if a.job is None or command.job_id != a.job.job_id or old:
         a.ignore("a KeepSnapshot of another job, or of an older one")
         return
-    news, a.retained_step, a.pinned = said > (a.kept_in, a.retained_step), command.step, command.pinned
-    a.kept_in = command.lineage
+    news, a.retained_step, a.pinned_step = (
+        said > (a.retained_lineage, a.retained_step),
+        command.step,
+        command.pinned,
+    )
+    a.retained_lineage = command.lineage
     a.snapshots = [
         held
         for held in a.snapshots
-        if held.job_id != command.job_id or held.step >= a.retained_step or held.step == a.pinned
+        if held.job_id != command.job_id or held.step >= a.retained_step or held.step == a.pinned_step
     ]
     a.out.append(RetainSnapshotCopies(cause=a.cause, order=command))
     for one in a.trainers:
         if one.phase in BUILT:
-            tell_kept(a, one.device)
+            send_retained(a, one.device)
     if a.local_snapshot is not None and a.local_snapshot.started.step <= a.retained_step:
         a.local_snapshot = None
     if news:
-        settle(a, f"the snapshot of step {a.retained_step} is complete everywhere")
+        end_snapshot(a, f"the snapshot of step {a.retained_step} is complete everywhere")
 
 
-def tell_kept(a: Agent, device: int) -> None:
+def send_retained(a: Agent, device: int) -> None:
     """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
     if a.retained_step:
-        instruction = trainer.RetainLocalSnapshot(step=a.retained_step, pinned=a.pinned)
+        instruction = trainer.RetainLocalSnapshot(step=a.retained_step, pinned=a.pinned_step)
         a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
-def settle(a: Agent, reason: str) -> None:
+def end_snapshot(a: Agent, reason: str) -> None:
     """No snapshot is under way here any more."""
     a.local_snapshot = None
     if a.state in (NodeState.SNAP, NodeState.COMPLETED):
         a.publish(NodeState.HEALTHY, reason)
 
 
-def forget_job(a: Agent, job_id: str) -> None:
+def free_job(a: Agent, job_id: str) -> None:
     """The job is over for good."""
     a.snapshots = [held for held in a.snapshots if held.job_id != job_id]
     a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
@@ -96,39 +100,39 @@ def begin_lineage(a: Agent, restore: Restore | None) -> None:
     for ever: the next to be kept may be of an earlier step, and none is ordered while a node keeps another.
     """
     if restore is None or restore.url or restore.step != a.retained_step:
-        a.retained_step = a.pinned = 0
+        a.retained_step = a.pinned_step = 0
 
 
-def forget_all(a: Agent) -> None:
+def drop_all(a: Agent) -> None:
     """Back to a persistent checkpoint: no snapshot counts."""
-    a.retained_step = a.pinned = a.corrupt_step = 0
+    a.retained_step = a.pinned_step = a.corrupt_step = 0
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
-def found(a: Agent, event: SnapshotsFound) -> None:
+def add_found(a: Agent, event: SnapshotsFound) -> None:
     """What the daemon found in memory: besides what was completed since."""
     a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
 
 
-def hold(a: Agent, event: SnapshotCopiesChanged) -> None:
+def set_copies(a: Agent, event: SnapshotCopiesChanged) -> None:
     """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
     a.snapshots = [held for held in a.snapshots if not held.owner]
-    found(a, SnapshotsFound(at=event.at, cause=event.cause, snapshots=event.snapshots))
+    add_found(a, SnapshotsFound(at=event.at, cause=event.cause, snapshots=event.snapshots))
 
 
-def spoil(a: Agent, event: SnapshotCorrupted) -> None:
+def note_corrupt(a: Agent, event: SnapshotCorrupted) -> None:
     """The next heartbeat says so; what is sound of it still counts."""
     a.corrupt_step = event.step
 
 
-def say_snapshot(a: Agent) -> None:
+def send_snapshot_state(a: Agent) -> None:
     """Where the snapshot under way stands here."""
     if a.local_snapshot is not None:
-        a.say(a.local_snapshot.started)
+        a.send(a.local_snapshot.started)
         if a.local_snapshot.completed is not None:
-            a.say(a.local_snapshot.completed)
+            a.send(a.local_snapshot.completed)
     if a.snapshot_failed is not None:
-        a.say(a.snapshot_failed)
+        a.send(a.snapshot_failed)
 
 
 def reported_step(a: Agent) -> int:
@@ -141,18 +145,18 @@ def reported_step(a: Agent) -> int:
 # --- trainers ------------------------------------------------------------------------------------
 
 
-def take(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
+def take_report(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
     """News of a trainer's snapshot."""
     match report:
         case SnapshotStarted():
-            began(a, report)
+            note_started(a, report)
         case trainer.ShardWritten():
-            wrote(a, device, report)
+            note_written(a, device, report)
         case SnapshotFailed():
-            failed(a, report)
+            note_failed(a, report)
 
 
-def began(a: Agent, report: SnapshotStarted) -> None:
+def note_started(a: Agent, report: SnapshotStarted) -> None:
     """The first trainer that says so speaks for the node; older snapshots but two are no more.
 
     The kept one, and the newest: if that came after the one that is pinned, it was given up.
@@ -163,18 +167,18 @@ def began(a: Agent, report: SnapshotStarted) -> None:
         return
     own = [held for held in a.snapshots if held.job_id == a.job.job_id and not held.owner]
     mine = [held for held in own if held.step != report.step]
-    pinned = a.pinned if a.pinned != a.retained_step else 0
+    pinned = a.pinned_step if a.pinned_step != a.retained_step else 0
     others = [held for held in mine if (held.step == pinned if pinned else held.step != a.retained_step)]
     spared = {max(others, key=lambda held: (held.generation, held.step))} if others else set()
     spared |= {held for held in mine if held.step == a.retained_step}
     a.snapshots = [held for held in a.snapshots if held not in own or held in spared]
     a.snapshot_failed = None
     a.local_snapshot = LocalSnapshot(started=report)
-    a.say(a.local_snapshot.started)
+    a.send(a.local_snapshot.started)
     a.publish(NodeState.SNAP, f"a snapshot of step {report.step}")
 
 
-def wrote(a: Agent, device: int, report: trainer.ShardWritten) -> None:
+def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
     """With the last of the trainers that have a rank the node's part is complete, here at least."""
     underway = a.local_snapshot
     if underway is None or a.resume is None or a.job is None or underway.written is not None:
@@ -183,7 +187,7 @@ def wrote(a: Agent, device: int, report: trainer.ShardWritten) -> None:
         return
     underway.shards[device] = report
     committed = a.history.get(report.step)
-    if committed is None or any(one not in underway.shards for one in a.mine(a.resume)):
+    if committed is None or any(one not in underway.shards for one in a.ranked_devices(a.resume)):
         return
     shards = underway.shards.values()
     a.snapshots.append(
@@ -212,7 +216,7 @@ def wrote(a: Agent, device: int, report: trainer.ShardWritten) -> None:
     )
 
 
-def sent(a: Agent, event: SnapshotCopyCommitted) -> None:
+def note_copied(a: Agent, event: SnapshotCopyCommitted) -> None:
     """The buddy has it: now the node's part is safe from this host's end."""
     underway = a.local_snapshot
     if underway is None or underway.written is None or underway.completed is not None:
@@ -225,11 +229,11 @@ def sent(a: Agent, event: SnapshotCopyCommitted) -> None:
 def complete(a: Agent, part: SnapshotCompleted) -> None:
     assert a.local_snapshot is not None, "a snapshot is under way"
     a.local_snapshot.completed = part
-    a.say(part)
+    a.send(part)
     a.publish(NodeState.COMPLETED, f"the snapshot of step {part.step} is complete here")
 
 
-def failed(a: Agent, failure: SnapshotFailed) -> None:
+def note_failed(a: Agent, failure: SnapshotFailed) -> None:
     underway = a.local_snapshot
     if (
         underway is None
@@ -242,5 +246,5 @@ def failed(a: Agent, failure: SnapshotFailed) -> None:
     ):
         return
     a.snapshot_failed = failure
-    a.say(failure)
-    settle(a, f"no snapshot of step {failure.step}: {failure.detail}")
+    a.send(failure)
+    end_snapshot(a, f"no snapshot of step {failure.step}: {failure.detail}")

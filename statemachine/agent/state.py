@@ -44,11 +44,11 @@ from statemachine.timing import Timing
 HEARTBEAT = "heartbeat"
 HELLO = "hello"
 STEPPED = "stepped"
-WATCH = "watch"
+HANG_CHECK = "watch"
 RESTART = "restart"
 LEAVE = "leave"
 
-PERIODIC = frozenset({HEARTBEAT, HELLO, WATCH})
+PERIODIC = frozenset({HEARTBEAT, HELLO, HANG_CHECK})
 STEPS_FOR_MEDIAN = 21
 STEPS_FOR_SPEED = 9
 FEWEST_FOR_SPEED = 3
@@ -76,8 +76,8 @@ class TrainerPhase(StrEnum):
 
 _P = TrainerPhase
 BUILT = frozenset({_P.PREPARED, _P.QUIESCING, _P.QUIESCED, _P.PARKED, _P.RESUMING, _P.TRAINING, _P.DONE})
-YOUNG = frozenset({_P.STARTING, _P.UP, _P.PREPARING})
-AT_WORK = frozenset({_P.RESUMING, _P.TRAINING, _P.DONE})
+NOT_BUILT = frozenset({_P.STARTING, _P.UP, _P.PREPARING})
+IN_GROUP = frozenset({_P.RESUMING, _P.TRAINING, _P.DONE})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,11 +94,11 @@ class Trainer:
     computed_ms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_SPEED))
     """Computing one microbatch, in the last steps of the present group."""
     # --- hang detection ---
-    beat_at: float = 0.0
+    heartbeat_at: float = 0.0
     starved_s: float = 0.0
     """Since its last beat it could not run for so long, which does not count."""
     progress: int = -1
-    moved_at: float = 0.0
+    progress_at: float = 0.0
     """When it last made progress, or was waiting."""
     reading: bool = False
     """Samples of the data set, when last heard of."""
@@ -149,15 +149,15 @@ class Agent:
     """Jobs that are over: a Prepare for one of them is a late duplicate."""
     wants_profile: bool = False
     profile: ModelProfile | None = None
-    lost: TrainerLost | None = None
+    trainer_lost: TrainerLost | None = None
     """Why this node is UNHEALTHY."""
     failures: int = 0
     """Trainer failures since a step was last committed."""
-    unbuilt: int = 0
+    build_failures: int = 0
     """Trainers that ended while they built the model, since one had built it."""
     generation: int = 0
     """The highest obeyed."""
-    suspected: PeerSuspected | None = None
+    peer_suspected: PeerSuspected | None = None
     """A connection of the present group broke. The step that was past its VOTE may still commit; more
     steps say that it was a false alarm."""
     suspected_at_step: int = 0
@@ -180,24 +180,24 @@ class Agent:
     """Complete in this node's memory."""
     retained_step: int = 0
     """Step of the snapshot of the present job that is complete everywhere, as last told …"""
-    kept_in: int = 0
+    retained_lineage: int = 0
     """… in this lineage."""
     corrupt_step: int = 0
     """Step of the one that cannot be repaired here; 0: of none."""
-    pinned: int = 0
+    pinned_step: int = 0
     """Step of one that stays besides, while it is persisted; 0: none."""
-    cancelled: str = ""
+    cancelled_attempt: str = ""
     """Attempt at a checkpoint that is over, and of which no order came."""
-    persist: Persist | None = None
+    persist_order: Persist | None = None
     """The last order to write a part of a persistent checkpoint."""
-    persisted: LayersPersisted | PersistFailed | None = None
+    persist_answer: LayersPersisted | PersistFailed | None = None
     """The answer to it."""
-    snap_order: tuple[int, int] = (0, 0)
+    last_snapshot_order: tuple[int, int] = (0, 0)
     """(generation, behind) of the last Snap obeyed."""
     local_snapshot: LocalSnapshot | None = None
     snapshot_failed: SnapshotFailed | None = None
     """The newest snapshot of the present group, where it failed here."""
-    over: set[int] = field(default_factory=set)
+    ended_pids: set[int] = field(default_factory=set)
     """Process ids that this agent ended: late news of them means nothing."""
     ignored: Counter[str] = field(default_factory=Counter)
 
@@ -216,7 +216,7 @@ class Agent:
 
     @property
     def training(self) -> bool:
-        return any(trainer.phase in AT_WORK for trainer in self.trainers)
+        return any(trainer.phase in IN_GROUP for trainer in self.trainers)
 
     @property
     def quiesced(self) -> bool:
@@ -244,11 +244,11 @@ class Agent:
                 return activity
         return NodeActivity.PREPARED
 
-    def mine(self, resume: Resume) -> list[int]:
+    def ranked_devices(self, resume: Resume) -> list[int]:
         """This node's devices that have a rank in the plan."""
         return [device.index for device in resume.plan.devices if device.node == self.name]
 
-    def leads(self, resume: Resume) -> bool:
+    def has_rank_zero(self, resume: Resume) -> bool:
         """Rank 0 is here: this node reports the steps."""
         first: Device = resume.plan.devices[0]
         return first.node == self.name
@@ -265,7 +265,7 @@ class Agent:
 
     # --- verbs ---
 
-    def say(self, signal: Signal) -> None:
+    def send(self, signal: Signal) -> None:
         self.out.append(SendSignal(cause=self.cause, signal=signal))
 
     def emit(self, name: str, reason: str, /, **details: Any) -> None:
@@ -306,39 +306,39 @@ class Agent:
         if self.due.pop(name, None) is not None:
             self.out.append(CancelTimer(cause=self.cause, name=name))
 
-    def kill(self, grace_s: float = 0.0) -> None:
+    def kill_trainers(self, grace_s: float = 0.0) -> None:
         """End every trainer; what they held is gone."""
         for trainer in self.trainers:
             if trainer.phase is not TrainerPhase.DOWN:
                 self.out.append(KillTrainer(cause=self.cause, device=trainer.device, grace_s=grace_s))
             if trainer.pid is not None:
-                self.over.add(trainer.pid)
+                self.ended_pids.add(trainer.pid)
             trainer.phase, trainer.pid = TrainerPhase.DOWN, None
             trainer.state = trainer.resumed = trainer.finished = None
             trainer.reading = False
         if self.resume is not None:
             # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
             # other rounding.
-            self.forget_beyond(self.resume.step)
-        self.resume = self.committed = self.suspected = self.local_snapshot = None
+            self.drop_history_after(self.resume.step)
+        self.resume = self.committed = self.peer_suspected = self.local_snapshot = None
         self.restore_failed = self.snapshot_failed = None
         self.stepping = False
         self.unsent.clear()
         self.cancel_timer(STEPPED)
         self.cancel_timer(RESTART)
 
-    def forget_beyond(self, step: int) -> None:
+    def drop_history_after(self, step: int) -> None:
         """Steps that may have been undone are not history."""
         for later in [number for number in self.history if number > step]:
             del self.history[later]
 
-    def launch(self) -> None:
+    def start_trainers(self) -> None:
         """Start a trainer for every device that has none."""
         for trainer in self.trainers:
             if trainer.phase is TrainerPhase.DOWN:
                 trainer.phase = TrainerPhase.STARTING
-                trainer.beat_at = trainer.moved_at = self.at
+                trainer.heartbeat_at = trainer.progress_at = self.at
                 trainer.progress = -1
                 self.out.append(StartTrainer(cause=self.cause, device=trainer.device))
-        if WATCH not in self.due:
-            self.set_timer(WATCH, self.timing.hang_check_s)
+        if HANG_CHECK not in self.due:
+            self.set_timer(HANG_CHECK, self.timing.hang_check_s)

@@ -82,13 +82,13 @@ def _lost(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement)
     if said.leaving and not node.leaving:
         return "report"
     if job is None or not c.active or said.job_id != job.job_id:
-        if job is not None and c.active and node.asked:
+        if job is not None and c.active and node.prepare_sent:
             return "Prepare"
         # Its Hello is answered with a Stop for a job that is not under way.
         return "report" if said.job_id is not None or (c.active and node.prepared) else None
-    if node.asked or node.prepared:
+    if node.prepare_sent or node.prepared:
         built = activity in _BUILT
-        if built == node.asked:
+        if built == node.prepare_sent:
             # It has built the job, and Prepared was lost; or TrainerLost was.
             return "report"
     return _lost_in_generation(c, node, generation, said) or _lost_of_snapshots(c, node, generation, said)
@@ -176,11 +176,11 @@ def _persist(c: Cluster, nodes: list[NodeMachine]) -> None:
     writing = c.checkpoints.writing
     for node in nodes:
         if writing is not None and node.name in writing.shares and node.name not in writing.files:
-            persisting.order(c, node)
+            persisting.send_order(c, node)
 
 
 _SEND: dict[str, Callable[[Cluster, list[NodeMachine]], None]] = {
-    "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.asked]),
+    "Prepare": lambda c, nodes: prepare(c, [node for node in nodes if node.prepare_sent]),
     "Quiesce": _to_all(_quiesce),
     "Resume": _to_all(_resume),
     "Released": _to_all(lambda _: Release()),

@@ -3,7 +3,7 @@
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Running, TrainingGroup
 from statemachine.cluster.recovery import note_cause, reconfigure
-from statemachine.cluster.snapshots.protections import overdue, wish_of
+from statemachine.cluster.snapshots.protections import request_changed, requested_protection
 from statemachine.cluster.state import JOIN, Cluster
 from statemachine.messages.cluster import Release
 
@@ -19,11 +19,11 @@ def leavers(c: Cluster) -> list[NodeMachine]:
     group = c.state
     if not isinstance(group, Running):
         return []
-    needed = group.needed - kept(group)
+    needed = group.needed - still_required_draining(group)
     return [node for node in c.alive() if node.draining is not None and node.name in needed]
 
 
-def want_join(c: Cluster) -> None:
+def schedule_join(c: Cluster) -> None:
     if JOIN not in c.due and (newcomers(c) or leavers(c)):
         c.set_timer(JOIN, c.timing.join_settle_s)
 
@@ -67,24 +67,24 @@ def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
     c.publish()
 
 
-def kept(group: Running) -> frozenset[str]:
+def still_required_draining(group: Running) -> frozenset[str]:
     """Nodes that wait for their release and that the plan under way cannot do without.
 
     Where they were kept for layers that nobody else had, its transfers may have brought these to others:
     then it can by now. Where layers are in parts, the plan does not tell who brings them to whom.
     """
     resumption = group.resumption
-    if not group.kept_for or resumption.held_parts:
-        return group.kept
+    if not group.required_draining_layers or resumption.held_parts:
+        return group.required_draining
     elsewhere = {
         layer
         for pipeline in resumption.plan.pipelines
         for stage in pipeline.stages
-        if not {device.node for device in stage.devices} & group.kept
+        if not {device.node for device in stage.devices} & group.required_draining
         for layer in range(stage.first_layer, stage.end_layer)
     }
     everything = max(pipeline.stages[-1].end_layer for pipeline in resumption.plan.pipelines)
-    return group.kept if len(elsewhere) < everything else frozenset()
+    return group.required_draining if len(elsewhere) < everything else frozenset()
 
 
 def release_drained(c: Cluster) -> None:
@@ -99,7 +99,7 @@ def release_drained(c: Cluster) -> None:
 
 def release(c: Cluster, node: NodeMachine) -> None:
     node.released = True
-    node.asked = node.prepared = False
+    node.prepare_sent = node.prepared = False
     if c.profiler == node.name:
         c.profiler, c.dirty = None, True  # Another one is to measure the job.
     c.members.discard(node.name)
@@ -112,19 +112,19 @@ def release(c: Cluster, node: NodeMachine) -> None:
 # --- while the group trains -----------------------------------------------------------------------
 
 
-def keep_up(c: Cluster, group: Running) -> None:
+def follow_running(c: Cluster, group: Running) -> None:
     """Do what can be done without a new generation, or begin one at the next boundary."""
     if c.recovery is None or c.recovery.committed_at is not None:
         # A draining node outside the running plan holds nothing once a step of this generation committed.
         release_drained(c)
-    want_join(c)
+    schedule_join(c)
     if c.recovery is not None:
         return
     buddies = sorted(set(group.resumption.replica_peers.values()))
     lost = [name for name in buddies if name not in c.nodes or not c.nodes[name].alive]
-    if JOIN not in c.due and overdue(c, group):
+    if JOIN not in c.due and request_changed(c, group):
         # Another protection was asked for than this group was planned with: a boundary, and the same plan.
-        why = f"snapshots get another protection: {wish_of(c)}"
+        why = f"snapshots get another protection: {requested_protection(c)}"
         reconfigure(c, why, "boundary", note_cause(c, "protection_changed", []))
     elif lost:
         # Others must keep the copies that a lost node kept. Lost nodes of the plan are missed before this.

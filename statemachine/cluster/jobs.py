@@ -3,9 +3,15 @@
 import hashlib
 from typing import Any
 
-from statemachine.cluster.boundaries import keep_up, release, release_drained, set_draining, want_join
+from statemachine.cluster.boundaries import (
+    follow_running,
+    release,
+    release_drained,
+    schedule_join,
+    set_draining,
+)
 from statemachine.cluster.horizon import Exposure
-from statemachine.cluster.membership import healthy, misfit, prepare, reject
+from statemachine.cluster.membership import device_mismatch, mark_healthy, prepare, reject
 from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import (
     Ended,
@@ -35,7 +41,7 @@ from statemachine.cluster.state import (
     Cluster,
     StragglerState,
     TrainingProgress,
-    counted,
+    count_noun,
 )
 from statemachine.effects import BuildTemplates, CancelTemplates
 from statemachine.events import DrainRequested, StopRequested, SubmitRequested
@@ -43,7 +49,7 @@ from statemachine.messages.cluster import Heartbeat, Release, Stop
 from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, ProfiledJob
 
-MOST_DOING = 100
+MAX_BUILD_PROGRESS_CHARACTERS = 100
 """Characters of what a node says that it does."""
 SPARE_TEMPLATES = 2
 """Templates are made for this many nodes more than there are, so that a join finds them ready."""
@@ -64,13 +70,13 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
         beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
         c.answer(event.request, False, f"{beyond}: give it more steps, or another url")
         return
-    c.enter(PhaseEvent.JOB_ACCEPTED, Waiting())
+    c.transition(PhaseEvent.JOB_ACCEPTED, Waiting())
     c.job, c.last_failure = job, ""
     c.profiled = c.profiler = c.resumption = None
-    c.templates_ready, c.templates_for, c.templates_before, c.raised, c.raising = False, 0, 0, 0, None
+    c.templates_ready, c.templates_for, c.templates_before, c.raised, c.repeated_error = False, 0, 0, 0, None
     c.progress, c.exposure, c.straggler_state = TrainingProgress(), Exposure(), StragglerState()
     c.snapshots, c.lineage = JobSnapshots(), 0
-    c.checkpoints = JobCheckpoints(newest=begin, tried=begin.step if begin is not None else 0)
+    c.checkpoints = JobCheckpoints(newest=begin, last_tried_step=begin.step if begin is not None else 0)
     if event.profile is not None:
         c.profiled = ProfiledJob(job=job, profile=event.profile)
     if begin is not None:
@@ -81,8 +87,8 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
         )
         c.progress.loss, c.progress.evaluated = begin.vote.loss, begin.step
     for node in list(c.nodes.values()):
-        node.forget_job()
-        problem = misfit(node.facts, job.policy)
+        node.reset_job()
+        problem = device_mismatch(node.facts, job.policy)
         if node.alive and problem is not None:
             del c.nodes[node.name]
             reject(c, node.name, node.incarnation, problem)
@@ -123,8 +129,8 @@ def drain(c: Cluster, event: DrainRequested) -> None:
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
     """The job is over, one way or another: the trainers end, the nodes stay."""
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
-    c.enter(event, Ended(phase=ended, outcome=reason))
-    persisting.ended(c)
+    c.transition(event, Ended(phase=ended, outcome=reason))
+    persisting.abandon_at_end(c)
     c.snapshots.pending = None
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
@@ -145,7 +151,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     c.publish()
 
 
-def say_not_under_way(c: Cluster, node: NodeMachine, job_id: str) -> None:
+def send_stop(c: Cluster, node: NodeMachine, job_id: str) -> None:
     """What a node holds of a job that failed, or that is none of ours, may be needed."""
     done = c.job is not None and c.job.job_id == job_id and c.phase is ClusterPhase.FINISHED
     c.send(node, Stop(job_id=job_id, reason="this job is not under way", failed=not done))
@@ -163,8 +169,8 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
     job = c.job
     if job is None or not c.active or signal.job_id != job.job_id:
         c.ignore("prepared for a job that is not under way", node.name)
-        say_not_under_way(c, node, signal.job_id)
-        node.asked = False
+        send_stop(c, node, signal.job_id)
+        node.prepare_sent = False
         c.dirty = True
         return
     if node.released:
@@ -175,7 +181,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         c.ignore("prepared without the profile that was asked for", node.name)
         return
     news = not node.prepared
-    healthy(c, node)
+    mark_healthy(c, node)
     if signal.profile is not None and c.profiled is None:
         c.profiled = ProfiledJob(job=job, profile=signal.profile)
         c.profiler = None
@@ -184,9 +190,9 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         c.publish()
 
 
-def take_doing(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+def take_build_progress(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Before the start, people see how far nodes are with building the model."""
-    doing = signal.build_progress[:MOST_DOING] if node.asked else ""
+    doing = signal.build_progress[:MAX_BUILD_PROGRESS_CHARACTERS] if node.prepare_sent else ""
     if doing != node.build_progress:
         node.build_progress = doing
         if c.phase is ClusterPhase.WAITING:
@@ -217,12 +223,12 @@ def build(c: Cluster) -> None:
     """Ask nodes to build the job, one of them to measure it, and the planner for templates."""
     asked = []
     for node in c.alive():
-        if node.asked or node.released or node.draining is not None or node.unfit is not None:
+        if node.prepare_sent or node.released or node.draining is not None or node.unfit is not None:
             continue
         profile = c.profiled is None and c.profiler is None
         if node.prepared and not profile:
             continue
-        node.asked, node.prepared = True, False
+        node.prepare_sent, node.prepared = True, False
         if profile:
             c.profiler = node.name
         asked.append(node)
@@ -257,13 +263,13 @@ def maybe_start(c: Cluster) -> None:
     if not c.templates_ready or c.profiled is None:
         return
     ready = [node.name for node in c.alive() if node.ready and node.draining is None]
-    building = any(node.asked for node in c.alive())
+    building = any(node.prepare_sent for node in c.alive())
     enough = len(ready) > job.policy.tolerate
     settled = SETTLE not in c.due
     if not ready or not (settled or (enough and not building)):
         return
     c.cancel_timer(SETTLE)
-    why = f"job {job.name!r} starts on {counted(len(ready), 'node')}"
+    why = f"job {job.name!r} starts on {count_noun(len(ready), 'node')}"
     reconfigure(c, why, "abort", note_cause(c, "start", ready))
 
 
@@ -281,7 +287,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
             c.progress.pending[known.step] = known.vote
             publish_steps(c)
         return
-    if orders.last_wanted(c) or persisting.last_export_wanted(c):
+    if orders.last_checkpoint_missing(c) or persisting.last_export_missing(c):
         return
     digests: dict[int, str] = {}
     for name in group.planned:
@@ -326,11 +332,11 @@ def reconcile(c: Cluster) -> None:
         case Running() as group:
             maybe_finish(c, group)
             if c.state is group:
-                keep_up(c, group)
+                follow_running(c, group)
             if c.state is group:
                 orders.reconcile(c, group)
         case Paused():
-            want_join(c)
+            schedule_join(c)
         case _:
             pass
 

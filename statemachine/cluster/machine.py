@@ -12,8 +12,8 @@ import msgspec
 from statemachine.cluster import boundaries, jobs, progress, public, recovery, rollback, signals, stragglers
 from statemachine.cluster.acknowledgement import repeat_orders
 from statemachine.cluster.durable import durable
-from statemachine.cluster.durable.outbox import is_kept
-from statemachine.cluster.membership import forget, inquire_all, silent
+from statemachine.cluster.durable.outbox import is_journaled
+from statemachine.cluster.membership import inquire_all, remove_absent, silent_nodes
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Resuming
 from statemachine.cluster.snapshots import orders, persisting, snapshots
 from statemachine.cluster.state import (
@@ -204,7 +204,7 @@ class ClusterMachine:
         persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
         publish = [effect for effect in out if isinstance(effect, PublishCluster)][-1:]
         events = [effect for effect in out if isinstance(effect, EmitEvent)]
-        if not persist and any(is_kept(event.name) for event in events):
+        if not persist and any(is_journaled(event.name) for event in events):
             persist = [PersistState(cause=self._c.cause)]
         others = (PersistState, PublishCluster, EmitEvent)
         return [*persist, *(effect for effect in out if not isinstance(effect, others)), *events, *publish]
@@ -213,11 +213,11 @@ class ClusterMachine:
         c = self._c
         match event:
             case SignalArrived():
-                signals.arrived(c, event)
+                signals.receive(c, event)
             case TimerFired():
                 self._timer(event)
             case NodeVanished():
-                recovery.vanished(c, event)
+                recovery.take_vanished(c, event)
             case BrokerConnected():
                 self._connected()
             case BrokerDisconnected():
@@ -229,9 +229,9 @@ class ClusterMachine:
             case DrainRequested():
                 jobs.drain(c, event)
             case StepsMissed():
-                progress.missed(c, event)
+                progress.take_steps_missed(c, event)
             case SnapshotRequested():
-                orders.requested(c, event)
+                orders.take_request(c, event)
             case TemplatesReady():
                 self._templates_ready(event)
             case TemplatesFailed():
@@ -239,21 +239,21 @@ class ClusterMachine:
             case PlanReady():
                 self._plan_ready(event)
             case PlanCompared():
-                stragglers.weighed(c, event)
+                stragglers.take_comparison(c, event)
             case PlanImpossible():
                 self._plan_impossible(event)
             case RestoreChecked():
-                self._lost(rollback.checked(c, event))
+                self._lost(rollback.take_check(c, event))
             case CheckpointCommitted():
-                persisting.written(c, event)
+                persisting.take_committed(c, event)
             case CheckpointCommitFailed():
-                persisting.commit_failed(c, event)
+                persisting.take_commit_failed(c, event)
             case ExportCompleted():
-                persisting.exported(c, event)
+                persisting.take_exported(c, event)
             case ExportFailed():
-                persisting.export_failed(c, event)
+                persisting.take_export_failed(c, event)
             case CheckpointFound():
-                self._fail(rollback.found(c, event))
+                self._fail(rollback.take_checkpoint_found(c, event))
             case _:
                 assert_never(event)
 
@@ -295,9 +295,9 @@ class ClusterMachine:
     def _give_up(self, paused: Paused) -> None:
         """Nobody came in time who may hold the state that is lacking."""
         c = self._c
-        if any(node.asked for node in c.alive()):
+        if any(node.prepare_sent for node in c.alive()):
             c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
-        elif not rollback.go_back(c, paused):
+        elif not rollback.return_to_checkpoint(c, paused):
             jobs.fail(c, paused.reason)
 
     def _tick(self, late_s: float) -> None:
@@ -306,18 +306,18 @@ class ClusterMachine:
         c.set_timer(TICK, c.timing.heartbeat_s)
         if late_s > c.timing.silence_s / 2:
             # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
-            c.presumed_at = c.at
+            c.silence_floor_at = c.at
         else:
-            progress.look(c)
-            for node in silent(c):
+            progress.check_gaps(c)
+            for node in silent_nodes(c):
                 c.cause = f"silence:{node.name}:{node.incarnation}"
                 reason = f"nothing heard from {node.name} for {c.timing.silence_s} s"
-                recovery.node_lost(c, node, "silence", reason)
+                recovery.lose_node(c, node, "silence", reason)
             repeat_orders(c)
-            forget(c)
+            remove_absent(c)
             c.dirty = c.dirty or c.recovery is not None
-        stragglers.look(c)
-        snapshots.remind(c)
+        stragglers.check_stragglers(c)
+        snapshots.repeat_retain(c)
 
     def _connected(self) -> None:
         """The broker is (back) there: everybody has a while to say Hello before anybody is missed."""
@@ -327,15 +327,15 @@ class ClusterMachine:
         c.grace_until = c.at + c.timing.hello_grace_s
         c.set_timer(TICK, c.timing.heartbeat_s)
         if first:
-            c.emit("CoordinatorStarted", "restored from the journal" if c.restored else "started")
+            c.emit("CoordinatorStarted", "restored from the journal" if c.from_journal else "started")
         else:
-            c.wills_doubtful_until = c.grace_until
+            c.wills_unreliable_until = c.grace_until
             c.emit("BrokerRestored", "the broker is back")
-        c.presumed_at = c.at
+        c.silence_floor_at = c.at
         inquire_all(c)
-        restored, c.restored = c.restored, False
+        restored, c.from_journal = c.from_journal, False
         if restored:
-            persisting.restarted(c)
+            persisting.abandon_after_restart(c)
         match c.state:
             case Quiescing() as state if restored:
                 # The reports that came before the crash are lost with it.
@@ -370,7 +370,7 @@ class ClusterMachine:
         first = not c.templates_ready
         jobs.templates_ready(c, event.job_id)
         if first and c.templates_ready and isinstance(c.state, Planning):
-            recovery.ask_plan(c, c.state, with_draining=bool(c.state.kept))
+            recovery.ask_plan(c, c.state, with_draining=bool(c.state.required_draining))
 
     def _plan_impossible(self, event: PlanImpossible) -> None:
         c = self._c
@@ -378,18 +378,18 @@ class ClusterMachine:
         if not isinstance(state, Planning) or event.generation != state.generation:
             c.ignore("a plan of an older generation")
             return
-        lost = recovery.no_plan(c, state, event)
-        if lost is not None and not rollback.check(c, state, lost, event.lost_layers):
-            self._lost(rollback.wait_or_lose(c, lost))
+        lost = recovery.take_no_plan(c, state, event)
+        if lost is not None and not rollback.request_check(c, state, lost, event.lost_layers):
+            self._lost(rollback.wait_for_absent(c, lost))
 
     def _plan_ready(self, event: PlanReady) -> None:
         c, state = self._c, self._c.state
         if (
             isinstance(state, Planning)
             and event.generation == state.generation
-            and state.restoring is not None
+            and state.restore_check is not None
         ):
-            rollback.undo(c, state)
+            rollback.roll_back(c, state)
         recovery.take_plan(c, event)
 
     def _fail(self, reason: str | None) -> None:
@@ -399,7 +399,7 @@ class ClusterMachine:
     def _lost(self, reason: str | None) -> None:
         """The job cannot go on."""
         c = self._c
-        if reason is not None and not rollback.search(c, reason):
+        if reason is not None and not rollback.search_checkpoint(c, reason):
             raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""
             why = f"the job's code raised, {raised}, and then {reason}" if raised else reason
             jobs.fail(c, f"{why}; last failure: {c.last_failure}" if c.last_failure else why)

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from enum import StrEnum
 
 from planner.values import Policy
-from statemachine.cluster.node import RETIRED_KEPT, NodeEvent, NodeMachine
+from statemachine.cluster.node import MAX_RETIRED, NodeEvent, NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Quiescing, Running, TrainingGroup
-from statemachine.cluster.state import Cluster, counted
+from statemachine.cluster.state import Cluster, count_noun
 from statemachine.effects import RemoveNode
 from statemachine.messages.cluster import (
     Fence,
@@ -198,7 +198,7 @@ TABLE: dict[tuple[type[Signal], SenderStatus], SignalAction] = {
 }
 
 
-def standing(c: Cluster, name: str, incarnation: int) -> SenderStatus:
+def sender_status(c: Cluster, name: str, incarnation: int) -> SenderStatus:
     node = c.nodes.get(name)
     if node is None:
         return SenderStatus.UNKNOWN
@@ -207,7 +207,7 @@ def standing(c: Cluster, name: str, incarnation: int) -> SenderStatus:
     return SenderStatus.RETIRED if incarnation in node.retired else SenderStatus.OTHER
 
 
-def misfit(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
+def device_mismatch(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
     """Return why a node of this shape cannot take part in a job with this policy, or ``None`` if it can.
 
     :param before: devices that the node of this name had when it took part; 0 if it never did.
@@ -215,7 +215,7 @@ def misfit(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
     wanted = policy.devices_per_node
     if facts.devices == wanted:
         return None
-    has = f"this node has {counted(facts.devices, 'device')}"
+    has = f"this node has {count_noun(facts.devices, 'device')}"
     if before == wanted:
         has += f" and had {before} before"
         remedy = "see whether a device has failed, " if facts.devices < before else ""
@@ -223,11 +223,11 @@ def misfit(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
         remedy = ""
     return (
         f"{has}, but every node of the running job has {wanted}: {remedy}set node.devices = {wanted} and restart "
-        f"the node, or stop the job and submit it again for nodes of {counted(facts.devices, 'device')}"
+        f"the node, or stop the job and submit it again for nodes of {count_noun(facts.devices, 'device')}"
     )
 
 
-def stranger(c: Cluster, name: str, facts: NodeFacts) -> str | None:
+def admission_problem(c: Cluster, name: str, facts: NodeFacts) -> str | None:
     """Why a node cannot be understood, or let in by the others: it would hold all of them up."""
     if facts.protocol != PROTOCOL:
         return (
@@ -261,10 +261,10 @@ def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
 def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     """Take a newcomer in under this name; the caller made sure that nobody alive has the name."""
     job = c.job if c.active else None
-    problem = stranger(c, name, hello.facts)
+    problem = admission_problem(c, name, hello.facts)
     if problem is None and job is not None:
         known = c.nodes.get(name)
-        problem = misfit(hello.facts, job.policy, 0 if known is None else known.facts.devices)
+        problem = device_mismatch(hello.facts, job.policy, 0 if known is None else known.facts.devices)
     if problem is not None:
         reject(c, name, incarnation, problem)
         return False
@@ -277,7 +277,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     old = c.nodes.get(name)
     node = NodeMachine(name=name, incarnation=incarnation, facts=hello.facts)
     if old is not None:
-        node.retired = (*old.retired, old.incarnation)[-RETIRED_KEPT:]
+        node.retired = (*old.retired, old.incarnation)[-MAX_RETIRED:]
     c.nodes[name] = node
     c.rejected.pop((name, incarnation), None)
     node.feed(NodeEvent.HEALTHY)
@@ -286,7 +286,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
     c.persist()
     c.emit(
         "NodeJoined",
-        f"{name} at {hello.facts.host} with {counted(hello.facts.devices, 'device')}",
+        f"{name} at {hello.facts.host} with {count_noun(hello.facts.devices, 'device')}",
         node=name,
         devices=hello.facts.devices,
         host=hello.facts.host,
@@ -326,11 +326,11 @@ def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
         c.emit("NodeFenced", reason, node=name, incarnation=incarnation)
 
 
-def lose(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+def declare_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     """Declare a node OFFLINE. What that means for the job is the caller's next question."""
     node.feed(NodeEvent.OFFLINE)
     node.lost_after = c.resumed_generation
-    node.asked = False
+    node.prepare_sent = False
     if how == "goodbye":
         node.gone = True
     if c.profiler == node.name:
@@ -358,14 +358,14 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
         c.send_to(name, incarnation, RequestHello())
 
 
-def remind(c: Cluster, node: NodeMachine, after_s: float) -> None:
+def request_overdue_hello(c: Cluster, node: NodeMachine, after_s: float) -> None:
     """It has not said what it must: should that be lost, or the order for it, its Hello says so."""
     key = (node.name, node.incarnation)
     if c.at - c.inquired.setdefault(key, c.at) >= after_s:
         inquire(c, *key)
 
 
-def silent(c: Cluster) -> list[NodeMachine]:
+def silent_nodes(c: Cluster) -> list[NodeMachine]:
     """Nodes that have said nothing for too long, while others are heard.
 
     Where several should be heard and nobody is, it is more likely we (or the broker) who are cut off; nobody
@@ -376,7 +376,7 @@ def silent(c: Cluster) -> list[NodeMachine]:
     newest = max((c.heard_at(node) for node in alive), default=c.at)
     newest = max(newest, c.others_heard_at)
     if len(alive) > 1 and c.at - newest > c.timing.silence_s / 2:
-        c.grace_until = c.wills_doubtful_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
+        c.grace_until = c.wills_unreliable_until = max(c.grace_until, c.at + c.timing.hello_grace_s)
     if c.at < c.grace_until:
         return []
     limit = c.at - c.timing.silence_s
@@ -396,11 +396,11 @@ def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
     c.send_all(others, Prepare(job=job, profile=False))
 
 
-def unhealthy(c: Cluster, node: NodeMachine) -> bool:
+def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
     """``False`` when the node was UNHEALTHY already."""
     changed = node.feed(NodeEvent.UNHEALTHY)
     node.prepared = False
-    node.asked = False
+    node.prepare_sent = False
     if c.profiler == node.name:
         c.profiler = None
     if node.name not in c.planned:
@@ -409,11 +409,11 @@ def unhealthy(c: Cluster, node: NodeMachine) -> bool:
     return changed
 
 
-def healthy(c: Cluster, node: NodeMachine) -> None:
+def mark_healthy(c: Cluster, node: NodeMachine) -> None:
     """Every trainer of the node built the job."""
     was = node.state
     node.feed(NodeEvent.HEALTHY)
-    node.asked = False
+    node.prepare_sent = False
     node.prepared = True
     node.unfit = None
     c.dirty = True
@@ -423,39 +423,39 @@ def healthy(c: Cluster, node: NodeMachine) -> None:
 
 # --- gone for good --------------------------------------------------------------------------------
 
-OFFLINE_KEPT = 100
+MIN_LISTED_OFFLINE = 100
 """So many are listed at least, for who looks what became of them."""
 
 
-def forget(c: Cluster) -> None:
+def remove_absent(c: Cluster) -> None:
     """At every tick."""
     offline = [node for node in c.nodes.values() if not node.alive]
     if not offline:
         return
     offline.sort(key=lambda node: node.heard_at)
-    over = len(offline) - max(OFFLINE_KEPT, len(c.nodes) - len(offline))
+    over = len(offline) - max(MIN_LISTED_OFFLINE, len(c.nodes) - len(offline))
     late = c.at - c.timing.remove_offline_s
     due = [node for number, node in enumerate(offline) if number < over or node.heard_at <= late]
-    kept = needed(c) if due else frozenset()
+    kept = needed_nodes(c) if due else frozenset()
     gone = [node for node in due if node.name not in kept]
     if not gone:
         return
     for node in gone:
-        _forget(c, node)
+        _remove(c, node)
     c.persist()
     c.publish()
 
 
-def unknown(c: Cluster, name: str) -> None:
+def remove_unknown(c: Cluster, name: str) -> None:
     """The broker still says of somebody who is not known that it is gone: that, too, can go."""
     c.out.append(RemoveNode(cause=c.cause, node=name))
 
 
-def _forget(c: Cluster, node: NodeMachine) -> None:
+def _remove(c: Cluster, node: NodeMachine) -> None:
     del c.nodes[node.name]
     for asked in [key for key in c.inquired if key[0] == node.name]:
         del c.inquired[asked]
-    unknown(c, node.name)
+    remove_unknown(c, node.name)
     c.emit(
         "NodeRemoved",
         f"{node.name} at {node.facts.host} was not heard of for {c.at - node.heard_at:.0f} s, "
@@ -465,7 +465,7 @@ def _forget(c: Cluster, node: NodeMachine) -> None:
     )
 
 
-def needed(c: Cluster) -> frozenset[str]:
+def needed_nodes(c: Cluster) -> frozenset[str]:
     """Whom the job under way still names: its plan, its generation, its snapshots, its checkpoint, or the
     recovery; and who may come back with state that counts, while that may be wanted."""
     if not c.active:
@@ -475,7 +475,7 @@ def needed(c: Cluster) -> frozenset[str]:
     if isinstance(state, Planning | TrainingGroup | Paused):
         names |= {*state.members, *state.sources}
     if isinstance(state, Planning | TrainingGroup):
-        names |= state.kept
+        names |= state.required_draining
     if isinstance(state, Quiescing | Planning | Paused):
         names |= state.expected.keys()
     if resumption is not None:

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from statemachine.messages.values import HeldSnapshot, NodeFacts, NodeState
 
-RETIRED_KEPT = 16
+MAX_RETIRED = 16
 """Incarnations of one name that are remembered as over; older ones are strangers, who must say Hello."""
 
 
@@ -96,7 +96,7 @@ class NodeMachine:
     state: NodeState = NodeState.OFFLINE
     heard_at: float = 0.0
     """Time of the last signal of this incarnation."""
-    asked: bool = False
+    prepare_sent: bool = False
     """``Prepare`` was sent for the present job and is not answered."""
     lost_message: tuple[str, float] | None = None
     """What its heartbeats say is missing, and since when (``acknowledgement``)."""
@@ -125,22 +125,22 @@ class NodeMachine:
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
     """``Heartbeat.microbatch_ms``, as last said under generation ``timed_in``."""
-    timed_in: int = 0
+    timed_generation: int = 0
     speed: float = 1.0
     """What plans reckon with: below 1 for a straggler, relative to the others (``stragglers``)."""
-    odd_since: float | None = None
+    speed_changed_at: float | None = None
     """Since when it has computed at another speed than that."""
     snapshots: frozenset[HeldSnapshot] = frozenset()
     """Of the present job, complete in this node's memory as far as it said."""
     part_failures: Counter[HeldSnapshot] = field(default_factory=Counter)
     """How often a part of these turned out to be damaged or not to be had."""
-    greeted: bool = False
+    said_hello: bool = False
     """It said Hello since this coordinator started, and so what it has under way."""
     retained_step: int | None = None
     """``Heartbeat.kept``, as said since the last Hello."""
-    keep_said: int = 0
+    retain_sent_step: int = 0
     """Step of the last ``KeepSnapshot`` sent, at ``keep_said_at``."""
-    keep_said_at: float = 0.0
+    retain_sent_at: float = 0.0
     retired: tuple[int, ...] = ()
     """Incarnations of this name that are over, the last ``RETIRED_KEPT``."""
 
@@ -161,10 +161,10 @@ class NodeMachine:
         """May take part in a generation."""
         return self.state in USABLE and self.prepared and not self.released
 
-    def forget_job(self) -> None:
+    def reset_job(self) -> None:
         """The job is over: what was true about this node and that job is no more."""
-        self.asked = self.prepared = self.returning = False
+        self.prepare_sent = self.prepared = self.returning = False
         self.unfit, self.build_progress = None, ""
-        self.counted_in = self.step = self.timed_in = 0
-        self.speed, self.odd_since = 1.0, None
-        self.snapshots, self.part_failures, self.keep_said = frozenset(), Counter(), 0
+        self.counted_in = self.step = self.timed_generation = 0
+        self.speed, self.speed_changed_at = 1.0, None
+        self.snapshots, self.part_failures, self.retain_sent_step = frozenset(), Counter(), 0

@@ -56,7 +56,7 @@ class Quiescing:
     """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
     reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
     """Reports of these nodes alone."""
-    foreseen: int = 0
+    planned_ahead_for: int = 0
     """Number of expected nodes when the planner was told which plan to foresee."""
 
     @property
@@ -82,17 +82,17 @@ class Planning:
     decision: Decision
     situation: Situation | None = None
     """The situation that the planner is (to be) asked about; ``None`` before ``ask_plan``."""
-    wish: str = ""
+    requested_protection: str = ""
     """The protection that the planner is asked for: a scheme, or ``auto``."""
-    kept: frozenset[str] = frozenset()
+    required_draining: frozenset[str] = frozenset()
     """Nodes that wait for their release and that the plan has to use nevertheless."""
-    kept_for: tuple[int, ...] = ()
+    required_draining_layers: tuple[int, ...] = ()
     """Layers that nobody but them has; empty where that is not the reason."""
-    why_lost: str = ""
+    loss_reason: str = ""
     """The reason why live replicas are not enough, in the planner's words."""
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot are reckoned with."""
-    restoring: RestoreChecked | None = None
+    restore_check: RestoreChecked | None = None
     """The snapshot can be put together, and the plan is one for its step."""
     checkpoint: Checkpoint | None = None
     """The checkpoint that the plan goes on from instead of a snapshot."""
@@ -109,9 +109,9 @@ class TrainingGroup:
     resumption: Resumption
     planned: tuple[str, ...]
     """Nodes of its plan."""
-    kept: frozenset[str] = frozenset()
+    required_draining: frozenset[str] = frozenset()
     """As of ``Planning``, when the plan was made."""
-    kept_for: tuple[int, ...] = ()
+    required_draining_layers: tuple[int, ...] = ()
     """As of ``Planning``, when the plan was made."""
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot are restored."""
@@ -121,7 +121,7 @@ class TrainingGroup:
     finished: dict[str, Finished] = field(default_factory=dict)
     suspected_at_step: int = 0
     """The committed step when a trainer first saw a connection break, or when that was last looked at."""
-    seen_going_on: bool = False
+    seen_committing: bool = False
     """Steps were committed between two looks, although a connection is said to be broken."""
 
     @property

@@ -18,7 +18,7 @@ from statemachine.messages.cluster import Heartbeat, RequestSteps, Stepped
 from statemachine.messages.values import CommittedStep, Evaluation, Job, Vote
 
 
-def _is_news(c: Cluster, generation: int) -> bool:
+def _may_raise(c: Cluster, generation: int) -> bool:
     """May a commit reported under ``generation`` raise what is known?
 
     Not when a later generation was resumed since, and not between a decision and its Resume: the step to
@@ -38,7 +38,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     if signal.lineage != c.lineage:
         c.ignore("steps of another lineage", node.name)
         signal = replace(signal, steps=())
-    fresh = _is_news(c, signal.generation)
+    fresh = _may_raise(c, signal.generation)
     steps = [s for s in signal.steps if fresh or s.step <= progress.known_step]
     if len(steps) < len(signal.steps):
         c.ignore("steps of an older generation", node.name)
@@ -49,7 +49,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
     if steps and node.step < steps[-1].step:
         node.step = steps[-1].step
     if progress.known_step > before:
-        committed_again(c)
+        note_commit(c)
         c.persist()
         publish_steps(c)
         c.publish()
@@ -63,7 +63,7 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
         if progress.published_step == told:
             progress.lacking.add(node.name)
         if progress.published_step < progress.known_step and progress.pending:
-            ask(c)
+            request_missing(c)
 
 
 def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
@@ -72,19 +72,19 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if committed is None or signal.lineage != c.lineage or not c.active:
         return
     node.step = max(node.step, committed.step)
-    if committed.step > c.progress.known_step and _is_news(c, signal.generation):
+    if committed.step > c.progress.known_step and _may_raise(c, signal.generation):
         c.progress.known = committed
-        committed_again(c)
+        note_commit(c)
         c.persist()
         c.dirty = True
 
 
-def committed_again(c: Cluster) -> None:
+def note_commit(c: Cluster) -> None:
     """There is progress: what was in its way is not."""
     c.raised = 0
-    if c.raising is not None and c.progress.known_step >= c.raising.step:
-        c.raising = None
-    c.checkpoints.refused_at = None
+    if c.repeated_error is not None and c.progress.known_step >= c.repeated_error.step:
+        c.repeated_error = None
+    c.checkpoints.unreadable_since = None
 
 
 def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
@@ -107,26 +107,26 @@ def publish_steps(c: Cluster) -> None:
     progress, job = c.progress, c.job
     if job is None:
         return
-    _tell_evaluation(c)
+    _publish_evaluation(c)
     while (vote := progress.pending.pop(progress.published_step + 1, None)) is not None:
         learn_evaluation(c, progress.published_step, vote.evaluation)
-        _tell_evaluation(c)
+        _publish_evaluation(c)
         progress.published_step += 1
         c.dirty = True
         progress.loss = vote.loss
         progress.lacking.clear()
         c.out.append(_committed(c, job, progress.published_step, vote, progress.step_s))
         _warn_of_skipped(c, vote)
-        _tell_evaluation(c)
+        _publish_evaluation(c)
     if progress.published_step >= progress.known_step:
-        progress.behind_since = None
+        progress.gap_since = None
         progress.pending.clear()
         c.cancel_timer(STEPS)
     elif progress.pending:
-        ask(c)
+        request_missing(c)
 
 
-def _tell_evaluation(c: Cluster) -> None:
+def _publish_evaluation(c: Cluster) -> None:
     """Emit the evaluation of the step told last, once; an evaluation of a skipped step is nobody's any more."""
     progress = c.progress
     for step in [step for step in progress.evaluations if step < progress.published_step]:
@@ -205,7 +205,7 @@ def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
         )
 
 
-def ask(c: Cluster) -> None:
+def request_missing(c: Cluster) -> None:
     """Ask one node after the other for the missing steps; when nobody has them, go on behind the gap."""
     progress = c.progress
     if STEPS in c.due:
@@ -213,9 +213,9 @@ def ask(c: Cluster) -> None:
     names = [node.name for node in c.alive() if node.prepared and node.name not in progress.lacking]
     last = min(progress.pending) - 1 if progress.pending else progress.known_step
     if names:
-        after = [name for name in names if progress.asked is not None and name > progress.asked]
-        progress.asked = (after or names)[0]
-        c.send(c.nodes[progress.asked], RequestSteps(first=progress.published_step + 1, last=last))
+        after = [name for name in names if progress.asked_node is not None and name > progress.asked_node]
+        progress.asked_node = (after or names)[0]
+        c.send(c.nodes[progress.asked_node], RequestSteps(first=progress.published_step + 1, last=last))
         c.set_timer(STEPS, c.timing.steps_request_s)
     elif progress.pending and isinstance(c.state, Running):
         c.ignore(f"nobody has the votes of steps {progress.published_step + 1} to {last}")
@@ -226,27 +226,27 @@ def ask(c: Cluster) -> None:
 # --- reported by another coordinator, and unknown to this one ------------------------------------------
 
 
-def missed(c: Cluster, event: StepsMissed) -> None:
+def take_steps_missed(c: Cluster, event: StepsMissed) -> None:
     """Ask a node for steps that another coordinator reported; if the one asked before did not answer, another one."""
     progress = c.progress
     wanted = event.first, min(event.last, progress.published_step)
     if not c.active or wanted[0] > wanted[1]:
         return
     if progress.missed is not None and progress.missed[0] == wanted[0]:
-        progress.missed_lacking.add(progress.missed_asked)
+        progress.missed_lacking.add(progress.missed_asked_node)
     else:
         progress.missed_lacking.clear()
     progress.missed = wanted
-    _ask_missed(c)
+    _request_missed(c)
 
 
-def _ask_missed(c: Cluster) -> None:
+def _request_missed(c: Cluster) -> None:
     progress = c.progress
     names = [node.name for node in c.alive() if node.prepared and node.name not in progress.missed_lacking]
     if progress.missed is None or not names:
         progress.missed = None
         return
-    progress.missed_asked = names[0]
+    progress.missed_asked_node = names[0]
     c.send(c.nodes[names[0]], RequestSteps(first=progress.missed[0], last=progress.missed[1]))
 
 
@@ -269,7 +269,7 @@ def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
         progress.missed = (newest + 1, last) if newest < last else None
     else:
         progress.missed_lacking.add(node.name)
-    _ask_missed(c)
+    _request_missed(c)
 
 
 # --- what is known, and was not told ---------------------------------------------------------------------
@@ -279,16 +279,16 @@ def steps_overdue(c: Cluster) -> None:
     """A node that was asked for missing steps did not answer: ask another one."""
     if c.progress.published_step < c.progress.known_step and c.progress.known is not None:
         c.progress.pending.setdefault(c.progress.known.step, c.progress.known.vote)
-        ask(c)
+        request_missing(c)
 
 
-def look(c: Cluster) -> None:
+def check_gaps(c: Cluster) -> None:
     """At every tick: heartbeats know of steps that no Stepped told, for longer than one should take."""
     progress = c.progress
     if progress.published_step >= progress.known_step:
-        progress.behind_since = None
-    elif progress.behind_since is None:
-        progress.behind_since = c.at
-    elif c.at - progress.behind_since > c.timing.steps_request_s / 2 and progress.known is not None:
+        progress.gap_since = None
+    elif progress.gap_since is None:
+        progress.gap_since = c.at
+    elif c.at - progress.gap_since > c.timing.steps_request_s / 2 and progress.known is not None:
         progress.pending.setdefault(progress.known.step, progress.known.vote)
         publish_steps(c)

@@ -7,7 +7,7 @@ from typing import Any
 from planner.values import PipelinePlacement, Plan
 from statemachine.cluster.phases import Ended, Paused, Planning, Quiescing, Resuming, TrainingGroup, Waiting
 from statemachine.cluster.snapshots.snapshots import holders
-from statemachine.cluster.state import Cluster, who
+from statemachine.cluster.state import Cluster, join_names
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
@@ -37,11 +37,11 @@ def waiting_for(c: Cluster) -> str:
             return _before_the_start(c)
         case Quiescing(expected=expected, reports=reports):
             missing = [name for name in expected if name not in reports]
-            return f"reports of {who(missing)}" if missing else "the decision"
+            return f"reports of {join_names(missing)}" if missing else "the decision"
         case Planning():
             return "a plan" if c.templates_ready else "templates"
         case Resuming() as group:
-            return f"{who([name for name in group.planned if name not in group.resumed])} to resume"
+            return f"{join_names([name for name in group.planned if name not in group.resumed])} to resume"
         case Paused(reason=reason):
             return reason
         case _:
@@ -64,7 +64,7 @@ def _before_the_start(c: Cluster) -> str:
     building = [
         f"{node.name} ({node.build_progress})" if node.build_progress else node.name
         for node in alive
-        if node.asked
+        if node.prepare_sent
     ]
     return f"{', '.join(building)} to build the model" if building else "nodes"
 

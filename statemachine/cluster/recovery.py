@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from planner.values import Device, Situation, StatePart
-from statemachine.cluster.membership import fence, inquire, lose, prepare, unknown
+from statemachine.cluster.membership import declare_lost, fence, inquire, prepare, remove_unknown
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import (
     ActiveRecovery,
@@ -33,12 +33,26 @@ from statemachine.cluster.phases import (
 )
 from statemachine.cluster.progress import learn, learn_evaluation, publish_steps
 from statemachine.cluster.public import pipelines, plan_details
-from statemachine.cluster.rules import Decision, Resumption, decide, trusted
+from statemachine.cluster.rules import Decision, Resumption, decide, is_trusted
 from statemachine.cluster.sharding import held_parts, only_replicas
-from statemachine.cluster.snapshots.protections import settled, wanted, wish_of
-from statemachine.cluster.snapshots.replica_peers import able, buddies_of
+from statemachine.cluster.snapshots.protections import (
+    adopt_protection,
+    protection_request,
+    requested_protection,
+)
+from statemachine.cluster.snapshots.replica_peers import choose_replica_peers, eligible_peers
 from statemachine.cluster.snapshots.snapshots import interrupt
-from statemachine.cluster.state import FIND, GIVE_UP, JOIN, LOSSES, QUIESCE, RESUME, SUSPICION, Cluster, who
+from statemachine.cluster.state import (
+    FIND,
+    GIVE_UP,
+    JOIN,
+    LOSSES,
+    QUIESCE,
+    RESUME,
+    SUSPICION,
+    Cluster,
+    join_names,
+)
 from statemachine.effects import ComputePlan, PlanAhead
 from statemachine.events import NodeVanished, PlanImpossible, PlanReady
 from statemachine.messages.cluster import Quiesced, Resume
@@ -47,7 +61,7 @@ from statemachine.messages.values import CommittedStep, NodeFacts, QuiesceMode, 
 
 T = TypeVar("T")
 
-_GOES_ON = {
+_CONTINUES = {
     "start": "training begins",
     "node_lost": "training goes on after the loss of {who}",
     "trainer_lost": "training goes on after the loss of a trainer of {who}",
@@ -65,29 +79,29 @@ _GOES_ON = {
 # --- 1. a node is lost ----------------------------------------------------------------------------
 
 
-def vanished(c: Cluster, event: NodeVanished) -> None:
+def take_vanished(c: Cluster, event: NodeVanished) -> None:
     """The broker says that a node's session is over."""
     c.rejected.pop((event.node, event.incarnation), None)
     node = c.nodes.get(event.node)
     if node is None:
-        unknown(c, event.node)
+        remove_unknown(c, event.node)
         return
     if node.incarnation != event.incarnation or not node.alive:
         return
     if event.graceful:
-        node_lost(c, node, "goodbye", f"{node.name} left")
-    elif c.at < c.wills_doubtful_until:
+        lose_node(c, node, "goodbye", f"{node.name} left")
+    elif c.at < c.wills_unreliable_until:
         inquire(c, node.name, node.incarnation)  # If it does not answer, it is lost for its silence.
     else:
-        node_lost(c, node, "last_will", f"the broker lost the session of {node.name}")
+        lose_node(c, node, "last_will", f"the broker lost the session of {node.name}")
 
 
-def node_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
+def lose_node(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     """A node went OFFLINE: go on without it."""
-    lose(c, node, how, reason)
+    declare_lost(c, node, how, reason)
     c.persist()
     c.publish()
-    after_loss(c, node, "node_lost", how, reason)
+    recover_from_loss(c, node, "node_lost", how, reason)
 
 
 def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> ActiveRecovery:
@@ -111,10 +125,10 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
     return record
 
 
-def after_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
+def recover_from_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
     """A node or one of its trainers is gone: does the generation need it?"""
     state, record = c.state, c.recovery
-    needed = node.name in c.counted_on
+    needed = node.name in c.required_nodes
     if needed:
         record = note_cause(c, cause, [node.name], how)
     elif isinstance(state, Planning | Resuming) and not node.alive:
@@ -140,7 +154,7 @@ def continue_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
         c.cancel_timer(QUIESCE)
         pause(c, "no node is ready", needed=1)
     elif state.reported:
-        settle(c, state)
+        take_all_reports(c, state)
 
 
 def include_returned_node(c: Cluster, node: NodeMachine) -> None:
@@ -173,7 +187,7 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
     c.generation = next_generation(c)
     members = [node for node in c.alive() if node.ready]
     expected = dict.fromkeys(node.name for node in members)
-    c.enter(
+    c.transition(
         PhaseEvent.GENERATION_STARTED,
         Quiescing(generation=c.generation, recovery=record, mode=mode, began_at=c.at, expected=expected),
     )
@@ -198,11 +212,11 @@ def plan_ahead(c: Cluster, state: Quiescing) -> None:
     reports anything else, the plan is made when that is known, as if nothing had been foreseen.
     """
     resumption = c.resumption
-    if state.mode != "abort" or state.foreseen == len(state.expected):
+    if state.mode != "abort" or state.planned_ahead_for == len(state.expected):
         return
     if resumption is None or not c.templates_ready or resumption.held_parts:
         return  # The parts that somebody holds are not the plan's alone.
-    state.foreseen = len(state.expected)
+    state.planned_ahead_for = len(state.expected)
     nodes = [c.nodes[name] for name in sorted(state.expected)]
     devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
     if devices:
@@ -231,31 +245,31 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
     if len({report.device for report in signal.reports}) < node.facts.devices:
         # Its trainers are not (all) prepared, whatever it said before: it joins when they are.
         node.prepared = False
-        node.asked = True
+        node.prepare_sent = True
         prepare(c, [node])
         state.reports[node.name] = ()
     else:
         state.reports[node.name] = signal.reports
     if state.reported:
-        settle(c, state)
+        take_all_reports(c, state)
 
 
 # --- 3. the step to resume from is decided, and a plan is asked for -------------------------------
 
 
-def settle(c: Cluster, state: Quiescing) -> None:
+def take_all_reports(c: Cluster, state: Quiescing) -> None:
     """Step 3: everybody answered; decide the step to resume from."""
     reports = {name: devices for name, devices in state.reports.items() if devices}
     strangers = [
         name
         for name, devices in reports.items()
-        if not trusted(devices, c.nodes[name].counted_in, c.resumption)
+        if not is_trusted(devices, c.nodes[name].counted_in, c.resumption)
     ]
     if strangers:
         for name in strangers:
             reason = "its trainers missed a decision that was carried out without them"
             fence(c, name, c.nodes[name].incarnation, reason)
-            lose(c, c.nodes[name], "no_answer", reason)
+            declare_lost(c, c.nodes[name], "no_answer", reason)
         record = note_cause(c, "node_lost", strangers, "no_answer")
         reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort", record)
         return
@@ -271,7 +285,7 @@ def settle(c: Cluster, state: Quiescing) -> None:
         members=set(reports),
         decision=decision,
     )
-    c.enter(PhaseEvent.REPORTS_COMPLETED, planning)
+    c.transition(PhaseEvent.REPORTS_COMPLETED, planning)
     if decision.vote is not None:
         learn(c, [CommittedStep(step=decision.step, vote=decision.vote)])
     learn_evaluation(c, decision.step, decision.evaluation)
@@ -306,7 +320,7 @@ def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
     """Step 4. First without the nodes that wait for their release; with them where it cannot be done."""
     decision = state.decision
     draining = frozenset(name for name in state.members if c.nodes[name].draining is not None)
-    state.kept = draining if with_draining else frozenset()
+    state.required_draining = draining if with_draining else frozenset()
     left_out = frozenset() if with_draining else draining
     usable = tuple(name for name in sorted(state.members) if name not in left_out)
     state.situation = Situation(
@@ -316,17 +330,17 @@ def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
         parts=parts_of(c, decision, usable),
-        in_memory=decision.step > 0 and state.restoring is None,
+        in_memory=decision.step > 0 and state.restore_check is None,
     )
     c.publish()
     if c.templates_ready:
-        state.wish = wish_of(c)
+        state.requested_protection = requested_protection(c)
         c.out.append(
             ComputePlan(
                 cause=c.cause,
                 generation=state.generation,
                 situation=state.situation,
-                protection=wanted(c, usable),
+                protection=protection_request(c, usable),
             )
         )
 
@@ -346,13 +360,13 @@ def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
     return {device: what for device, what in held.items() if device.node in among}
 
 
-def no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
+def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
     """There is no plan for these nodes now. Returns what state is lost, if that is why."""
     reason = event.reason
     waiting = [name for name in sorted(state.members) if c.nodes[name].draining is not None]
-    if waiting and not state.kept:
+    if waiting and not state.required_draining:
         c.emit("NodeDraining", f"{', '.join(waiting)} cannot be released yet: {reason}", nodes=waiting)
-        state.kept_for = event.lost_layers
+        state.required_draining_layers = event.lost_layers
         ask_plan(c, state, with_draining=True)
         return None
     if event.too_few:
@@ -379,7 +393,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
         pause_limited=pause_limited,
         discarded_steps=state.recovery.recomputed_steps,
     )
-    c.enter(PhaseEvent.NODES_MISSING, paused)
+    c.transition(PhaseEvent.NODES_MISSING, paused)
     present = sum(1 for node in c.alive() if node.ready)
     c.persist()
     c.emit("ClusterPaused", reason, needed=needed, present=present)
@@ -398,7 +412,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
     decision, plan = state.decision, event.plan
     sharded = c.current_job.policy.zero1 or decision.parted
     from_replicas = only_replicas(plan, decision.parts) if sharded else []
-    protection = settled(c, event.protection)
+    protection = adopt_protection(c, event.protection)
     resumption = c.resumption = Resumption(
         generation=state.generation,
         step=decision.step,
@@ -410,8 +424,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         lineage=c.lineage,
         restore=restore_of(c, state),
         protection=protection,
-        wish=state.wish,
-        replica_peers=buddies_of(plan, protection, able(c, state.members)),
+        requested_protection=state.requested_protection,
+        replica_peers=choose_replica_peers(plan, protection, eligible_peers(c, state.members)),
         evaluated=c.progress.evaluated,
     )
     group = c.state = Resuming(
@@ -421,8 +435,8 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
         members=state.members,
         resumption=resumption,
         planned=plan.nodes,
-        kept=state.kept,
-        kept_for=state.kept_for,
+        required_draining=state.required_draining,
+        required_draining_layers=state.required_draining_layers,
         sources=state.sources,
         holdings=decision.holdings,
     )
@@ -466,7 +480,7 @@ def restore_of(c: Cluster, state: Planning) -> Restore | None:
             url=job.checkpoint.url,
             job_name=job.name,
         )
-    if state.restoring is None or record is None:
+    if state.restore_check is None or record is None:
         return None
     facts = {name: c.nodes[name].facts for name in state.sources}
     return Restore(
@@ -531,9 +545,9 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
         # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
         group.recovery.resumed_at = c.at
         group = Running.of(group)
-        c.enter(PhaseEvent.GROUP_RESUMED, group)
+        c.transition(PhaseEvent.GROUP_RESUMED, group)
         c.cancel_timer(RESUME)
-        c.blamed.clear()
+        c.failed_to_resume.clear()
         c.unreached.clear()
         c.persist()
         c.emit(
@@ -580,7 +594,9 @@ def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
         "pipelines_before": pipelines(record.before),
         "pipelines_after": pipelines(plan.pipelines),
     }
-    c.emit("RecoveryCompleted", _GOES_ON[record.cause].format(who=who(record.nodes)), recovery=recovery)
+    c.emit(
+        "RecoveryCompleted", _CONTINUES[record.cause].format(who=join_names(record.nodes)), recovery=recovery
+    )
     c.publish()
 
 
@@ -607,7 +623,7 @@ def quiesce_overdue(c: Cluster) -> None:
             c, f"{', '.join(missing)} did not reach the step boundary in time", "abort", state.recovery
         )
         return
-    _drop(c, state, missing, "Quiesce")
+    _drop_nodes(c, state, missing, "Quiesce")
 
 
 def resume_overdue(c: Cluster) -> None:
@@ -621,11 +637,11 @@ def resume_overdue(c: Cluster) -> None:
     if not isinstance(group, Resuming):
         return
     missing = [name for name in group.planned if name not in group.resumed]
-    again = [name for name in missing if name in c.blamed] if group.resumed else []
-    c.blamed = set(missing) if group.resumed else set()
+    again = [name for name in missing if name in c.failed_to_resume] if group.resumed else []
+    c.failed_to_resume = set(missing) if group.resumed else set()
     if again:
         worst = min(again, key=lambda name: (_layers_held(group, name), name))
-        _drop(c, group, [worst], "Resume", ", again")
+        _drop_nodes(c, group, [worst], "Resume", ", again")
     else:
         late = ", ".join(missing)
         record = note_cause(c, "connection_lost", [], "no_answer")
@@ -636,7 +652,9 @@ def _layers_held(group: TrainingGroup, name: str) -> int:
     return sum(len(layers) for device, layers in group.holdings.items() if device.node == name)
 
 
-def _drop(c: Cluster, state: Quiescing | Resuming, names: list[str], order: str, again: str = "") -> None:
+def _drop_nodes(
+    c: Cluster, state: Quiescing | Resuming, names: list[str], order: str, again: str = ""
+) -> None:
     """Go on without these. Who obeyed and yet did not answer is fenced. Who was not heard at all may be cut
     off, or it is we who are; whom the order did not reach may be behind a line that loses much, but not for
     ever: they may come back with their state."""
@@ -646,21 +664,21 @@ def _drop(c: Cluster, state: Quiescing | Resuming, names: list[str], order: str,
         heard = node.heard_at > state.began_at
         if node.alive and heard and (node.obeyed >= state.generation or name in c.unreached):
             fence(c, name, node.incarnation, reason)
-            lose(c, node, "no_answer", reason)
+            declare_lost(c, node, "no_answer", reason)
         elif node.alive:
             if heard:
                 c.unreached.add(name)
-            lose(c, node, "no_answer" if heard else "silence", reason)
+            declare_lost(c, node, "no_answer" if heard else "silence", reason)
     record = note_cause(c, "node_lost", names, "no_answer")
     reconfigure(c, f"{', '.join(names)}: {reason}", "abort", record)
 
 
-def suspect(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
+def take_suspicion(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
     """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
     c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
     group = c.state
     if isinstance(group, TrainingGroup) and signal.generation == group.generation and SUSPICION not in c.due:
-        group.suspected_at_step, group.seen_going_on = c.progress.known_step, False
+        group.suspected_at_step, group.seen_committing = c.progress.known_step, False
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
 
 
@@ -676,7 +694,7 @@ def suspicion_overdue(c: Cluster) -> None:
     if not c.connected:
         c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     elif c.progress.known_step > group.suspected_at_step + 1:
-        first, group.seen_going_on = not group.seen_going_on, True
+        first, group.seen_committing = not group.seen_committing, True
         if first:
             group.suspected_at_step = c.progress.known_step
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)

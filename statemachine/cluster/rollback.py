@@ -20,10 +20,10 @@ from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Planning, Resuming
 from statemachine.cluster.recovery import ask_plan, note_cause, pause, reconfigure
 from statemachine.cluster.snapshots import persisting
-from statemachine.cluster.snapshots.replica_peers import copies, copy_of
+from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies
 from statemachine.cluster.snapshots.snapshot_state import JobSnapshots
 from statemachine.cluster.snapshots.snapshots import holders, key_of
-from statemachine.cluster.state import FIND, GIVE_UP, Cluster, who
+from statemachine.cluster.state import FIND, GIVE_UP, Cluster, join_names
 from statemachine.effects import CheckRestore, FindCheckpoint
 from statemachine.events import CheckpointFound, RestoreChecked
 from statemachine.messages.cluster import RestoreFailed, TrainerLost
@@ -31,27 +31,27 @@ from statemachine.messages.values import Snapshot, Vote
 
 RESTORE_TRIES = 3
 """So often a node's part may turn out not to be had, before the node counts as one that lost it."""
-REFUSED_TRIES = 10
+UNREADABLE_TRIES = 10
 """So often the place of checkpoints is looked at within ``lost_state_s`` while it cannot be read."""
 
 
-def check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
+def request_check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
     """Ask whether the newest snapshot can be put together. ``False``: there is none."""
     newest = c.snapshots.newest
-    if newest is None or not lost_layers or state.restoring is not None:
+    if newest is None or not lost_layers or state.restore_check is not None:
         return False
-    state.why_lost = reason
-    _ask(c, state, newest)
+    state.loss_reason = reason
+    _send_check(c, state, newest)
     return True
 
 
 def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
     """Everybody who is here and holds a part of it, or a copy of one."""
-    kept = copies(c, newest, key_of(c, newest), failures=failures)
+    kept = held_copies(c, newest, key_of(c, newest), failures=failures)
     return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
 
 
-def _ask(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> None:
+def _send_check(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> None:
     state.sources = _sources(c, newest, failures)
     c.out.append(
         CheckRestore(
@@ -59,12 +59,12 @@ def _ask(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0) -> No
             generation=state.generation,
             record=newest,
             present=holders(c, newest, failures=failures),
-            copied=tuple(sorted(copies(c, newest, key_of(c, newest), failures=failures))),
+            copied=tuple(sorted(held_copies(c, newest, key_of(c, newest), failures=failures))),
         )
     )
 
 
-def checked(c: Cluster, event: RestoreChecked) -> str | None:
+def take_check(c: Cluster, event: RestoreChecked) -> str | None:
     """Go on from the snapshot; else wait for who may help. Returns why the job is lost, if it is."""
     state, newest = c.state, c.snapshots.newest
     if not isinstance(state, Planning) or newest is None or event.generation != state.generation:
@@ -73,17 +73,19 @@ def checked(c: Cluster, event: RestoreChecked) -> str | None:
     others = _sources(c, newest, RESTORE_TRIES - 1)
     if not event.possible and others != state.sources:
         # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
-        _ask(c, state, newest, RESTORE_TRIES - 1)
+        _send_check(c, state, newest, RESTORE_TRIES - 1)
         return None
     if not event.possible:
-        reason = f"{state.why_lost}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
-        return wait_or_lose(c, reason)
-    state.restoring = event
+        reason = (
+            f"{state.loss_reason}; nor can the snapshot of step {newest.step} be restored: {event.reason}"
+        )
+        return wait_for_absent(c, reason)
+    state.restore_check = event
     _plan_from(c, state, newest.step, newest.vote, newest.groups[-1].end_layer)
     return None
 
 
-def wait_or_lose(c: Cluster, reason: str) -> str | None:
+def wait_for_absent(c: Cluster, reason: str) -> str | None:
     """Nobody who is here has the state. Wait a while for who may still have it."""
     live = [
         node.name
@@ -93,14 +95,14 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
     newest = c.snapshots.newest
     kept = [
         name
-        for name in (_keepers(newest) if newest is not None else ())
+        for name in (_holders_of(newest) if newest is not None else ())
         if name not in live and _may_hold(c, name, newest)
     ]
-    if c.checkpoints.impatient or _as_good(c) or not (live or kept):
+    if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or kept):
         return reason
     then = "the newest checkpoint is looked for" if c.job and c.job.checkpoint.url else "the job fails"
     waited = (
-        f"{reason}; {who(live + kept)} may still hold it: waiting for their return for "
+        f"{reason}; {join_names(live + kept)} may still hold it: waiting for their return for "
         f"{c.timing.lost_state_s:g} s, then {then}"
     )
     pause(c, waited, needed=None, pause_limited=True)
@@ -108,12 +110,12 @@ def wait_or_lose(c: Cluster, reason: str) -> str | None:
     return None
 
 
-def _as_good(c: Cluster) -> bool:
+def _checkpoint_is_newest(c: Cluster) -> bool:
     """Nothing was committed behind the persistent checkpoint: nobody who is away has more."""
     return c.checkpoints.newest is not None and c.progress.known_step <= c.checkpoints.newest.step
 
 
-def _keepers(newest: Snapshot) -> list[str]:
+def _holders_of(newest: Snapshot) -> list[str]:
     return sorted({*newest.owners, *newest.replica_peers.values()})
 
 
@@ -132,14 +134,14 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
 # --- persistent checkpoints ----------------------------------------------------------------------
 
 
-def search(c: Cluster, reason: str) -> bool:
+def search_checkpoint(c: Cluster, reason: str) -> bool:
     """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
     state, job = c.state, c.current_job
     if not job.checkpoint.url or not isinstance(state, Planning):
         return False
-    state.why_lost = reason
-    if c.at < c.checkpoints.again_at:
-        _wait_for_place(c, reason)
+    state.loss_reason = reason
+    if c.at < c.checkpoints.retry_at:
+        _wait_for_location(c, reason)
         return True
     spoiled = tuple(sorted(c.checkpoints.corrupt_steps))
     c.set_timer(FIND, c.timing.checkpoint_location_s)
@@ -147,18 +149,18 @@ def search(c: Cluster, reason: str) -> bool:
     return True
 
 
-def _refused(c: Cluster) -> bool:
+def _note_unreadable(c: Cluster) -> bool:
     """The place cannot be read. May it be tried again?"""
     persisting = c.checkpoints
-    if persisting.refused_at is None:
-        persisting.refused_at = c.at
-    persisting.again_at = c.at + c.timing.lost_state_s / REFUSED_TRIES
-    return c.at - persisting.refused_at < c.timing.lost_state_s
+    if persisting.unreadable_since is None:
+        persisting.unreadable_since = c.at
+    persisting.retry_at = c.at + c.timing.lost_state_s / UNREADABLE_TRIES
+    return c.at - persisting.unreadable_since < c.timing.lost_state_s
 
 
-def _wait_for_place(c: Cluster, reason: str) -> None:
+def _wait_for_location(c: Cluster, reason: str) -> None:
     pause(c, f"{reason}; {c.current_job.checkpoint.url} is tried again", needed=None, pause_limited=True)
-    c.set_timer(GIVE_UP, c.checkpoints.again_at - c.at)
+    c.set_timer(GIVE_UP, c.checkpoints.retry_at - c.at)
 
 
 def find_overdue(c: Cluster) -> str | None:
@@ -167,42 +169,46 @@ def find_overdue(c: Cluster) -> str | None:
     if not isinstance(state, Planning):
         return None
     return _unreadable(
-        c, f"{state.why_lost}; and there was no answer in {c.timing.checkpoint_location_s:g} s"
+        c, f"{state.loss_reason}; and there was no answer in {c.timing.checkpoint_location_s:g} s"
     )
 
 
 def _unreadable(c: Cluster, reason: str) -> str | None:
-    if not _refused(c):
+    if not _note_unreadable(c):
         return f"{reason}; and so it has been for {c.timing.lost_state_s:g} s"
-    _wait_for_place(c, reason)
+    _wait_for_location(c, reason)
     return None
 
 
-def go_back(c: Cluster, paused: Paused) -> bool:
+def return_to_checkpoint(c: Cluster, paused: Paused) -> bool:
     """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
     if not c.current_job.checkpoint.url:
         return False
-    c.checkpoints.impatient = True
+    c.checkpoints.wait_over = True
     why = f"{paused.reason}; back to a persistent checkpoint"
     reconfigure(c, why, "abort", note_cause(c, "resumed", []))
     return True
 
 
-def found(c: Cluster, event: CheckpointFound) -> str | None:
+def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
     """Go on from it. Returns why the job is lost, if there is none."""
     state, checkpoint = c.state, event.checkpoint
-    if not isinstance(state, Planning) or state.restoring is not None or event.generation != state.generation:
+    if (
+        not isinstance(state, Planning)
+        or state.restore_check is not None
+        or event.generation != state.generation
+    ):
         c.ignore("a checkpoint for an older generation")
         return None
     job = c.current_job
     c.cancel_timer(FIND)
     if event.unreadable:
-        return _unreadable(c, f"{state.why_lost}; and the checkpoints cannot be read: {event.reason}")
+        return _unreadable(c, f"{state.loss_reason}; and the checkpoints cannot be read: {event.reason}")
     for passed in event.skipped:
         c.emit("CheckpointSkipped", passed.reason, step=passed.step, url=job.checkpoint.url)
     if checkpoint is None:
         look = f"ftd checkpoint verify {job.checkpoint.url}"
-        return f"{state.why_lost}; nor is there a sound checkpoint: {event.reason} (see: {look})"
+        return f"{state.loss_reason}; nor is there a sound checkpoint: {event.reason} (see: {look})"
     layers = len(c.profiled.profile.layers) if c.profiled is not None else 0
     if checkpoint.layers != layers:
         return (
@@ -210,7 +216,7 @@ def found(c: Cluster, event: CheckpointFound) -> str | None:
             f"name {job.name!r}, and this job's has {layers}: give the job another url or another name"
         )
     state.checkpoint, state.sources = checkpoint, ()
-    state.restoring = RestoreChecked(
+    state.restore_check = RestoreChecked(
         at=event.at,
         cause=event.cause,
         generation=event.generation,
@@ -245,25 +251,25 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
 # --- going back ----------------------------------------------------------------------------------
 
 
-def undo(c: Cluster, state: Planning) -> None:
+def roll_back(c: Cluster, state: Planning) -> None:
     """With the Resume: what was committed behind that step is forgotten, and done again."""
-    target, event = state.checkpoint or c.snapshots.newest, state.restoring
+    target, event = state.checkpoint or c.snapshots.newest, state.restore_check
     assert target is not None, "it was checked"
     assert event is not None, "it was checked"
     progress, before = c.progress, c.progress.known_step
     progress.roll_back(target.step, target.vote)
     c.lineage = state.generation
     if state.checkpoint is not None:
-        persisting.rolled_back(c, state.checkpoint)
+        persisting.discard_after(c, state.checkpoint)
         c.snapshots = JobSnapshots()
-    c.snapshots.behind = target.step
+    c.snapshots.last_order_step = target.step
     for node in c.nodes.values():
         node.step = min(node.step, target.step)
     undone = before - target.step
     state.recovery.rolled_back_steps += undone
     state.recovery.tier = event.tier
     what = "checkpoint" if state.checkpoint is not None else "snapshot"
-    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", state.why_lost
+    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", state.loss_reason
     told: dict[str, Any] = {
         "generation": state.generation,
         "step": target.step,
@@ -280,7 +286,7 @@ def undo(c: Cluster, state: Planning) -> None:
         c.emit("RolledBack", back, **told)
 
 
-def foreign(c: Cluster, signal: TrainerLost) -> str | None:
+def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:
     """A trainer cannot take the checkpoint's state. Returns why the job is lost, if that is why."""
     restore, job = c.resumption.restore if c.resumption is not None else None, c.job
     if restore is None or not restore.url or job is None or signal.generation != c.resumed_generation:
@@ -307,7 +313,7 @@ def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) ->
         c.checkpoints.corrupt_steps.add(restore.step)
         c.emit("CheckpointSkipped", f"{node.name}: {signal.detail}", step=restore.step, url=restore.url)
     elif restore.url:
-        if not _refused(c):
+        if not _note_unreadable(c):
             return f"{node.name} cannot restore the {what}: {signal.detail}"
     elif not signal.bad:
         c.raised += 1

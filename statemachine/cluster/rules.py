@@ -64,7 +64,7 @@ class Resumption:
     """The snapshot that the state of ``step`` comes from."""
     protection: str = "none"
     """Of this generation's snapshots."""
-    wish: str = ""
+    requested_protection: str = ""
     """What was asked for when it was planned: a scheme, or ``auto``."""
     replica_peers: dict[str, str] = field(default_factory=dict)
     """Owner → the node that keeps a copy of its part of this generation's snapshots."""
@@ -95,16 +95,16 @@ class Decision:
         return any(self.parts.values())
 
 
-def pristine(report: DeviceReport) -> bool:
+def is_new(report: DeviceReport) -> bool:
     """A freshly prepared trainer: the model as the seed made it, at step 0."""
     return report.committed_step == 0 and report.ready_step is None
 
 
-def trusted(reports: Iterable[DeviceReport], counted_in: int, resumption: Resumption | None) -> bool:
+def is_trusted(reports: Iterable[DeviceReport], counted_in: int, resumption: Resumption | None) -> bool:
     """May a node's reports count? It took part in every decision that was carried out, or is fresh."""
     if resumption is None or counted_in == resumption.generation:
         return True
-    return all(pristine(report) for report in reports)
+    return all(is_new(report) for report in reports)
 
 
 def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:

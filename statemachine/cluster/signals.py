@@ -4,34 +4,34 @@ from typing import assert_never
 
 from statemachine.cluster.acknowledgement import take_acknowledgement
 from statemachine.cluster.boundaries import set_draining
-from statemachine.cluster.jobs import fail, say_not_under_way, take_doing, take_finished, take_prepared
+from statemachine.cluster.jobs import fail, send_stop, take_build_progress, take_finished, take_prepared
 from statemachine.cluster.membership import (
     TABLE,
     SignalAction,
     admit,
     fence,
     inquire,
+    mark_unhealthy,
     may_return,
     prepare,
     reject,
-    remind,
-    standing,
+    request_overdue_hello,
+    sender_status,
     take_back,
-    unhealthy,
 )
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Quiescing, Resuming, Running
 from statemachine.cluster.progress import take_heartbeat, take_stepped
 from statemachine.cluster.recovery import (
-    after_loss,
     include_returned_node,
-    node_lost,
+    lose_node,
     note_cause,
     reconfigure,
+    recover_from_loss,
     resume_command,
-    suspect,
     take_quiesced,
     take_resumed,
+    take_suspicion,
 )
 from statemachine.cluster.rollback import take_restore_failed
 from statemachine.cluster.snapshots import intervals, persisting, snapshots
@@ -66,21 +66,21 @@ from statemachine.messages.common import (
 from statemachine.messages.values import ClusterPhase
 
 
-def arrived(c: Cluster, event: SignalArrived) -> None:
+def receive(c: Cluster, event: SignalArrived) -> None:
     """Look up what this signal of this sender means, and do it."""
     name, incarnation, signal = event.message.node, event.message.incarnation, event.message.signal
-    verdict = TABLE[type(signal), standing(c, name, incarnation)]
+    verdict = TABLE[type(signal), sender_status(c, name, incarnation)]
     match verdict:
         case SignalAction.TAKE:
             node = c.nodes[name]
             node.heard_at = c.at
-            take(c, node, signal)
+            handle(c, node, signal)
             return
         case SignalAction.ADMIT:
             assert isinstance(signal, Hello), "only Hello introduces a node"
-            newcomer(c, name, incarnation, signal)
+            take_newcomer(c, name, incarnation, signal)
         case SignalAction.RETURN:
-            returned(c, c.nodes[name], signal)
+            take_returned(c, c.nodes[name], signal)
         case SignalAction.FENCE:
             fence(c, name, incarnation, "this incarnation is over")
         case SignalAction.INQUIRE:
@@ -93,19 +93,19 @@ def arrived(c: Cluster, event: SignalArrived) -> None:
     c.others_heard_at = c.at
 
 
-def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
+def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     """A signal of the current incarnation of a node."""
     match signal:
         case Hello():
-            hello(c, node, signal)
+            take_hello(c, node, signal)
         case Heartbeat():
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
-            take_doing(c, node, signal)
-            if not node.greeted:  # Its Hello was lost, or this coordinator is a new one.
-                remind(c, node, c.timing.silence_s)
+            take_build_progress(c, node, signal)
+            if not node.said_hello:  # Its Hello was lost, or this coordinator is a new one.
+                request_overdue_hello(c, node, c.timing.silence_s)
             take_acknowledgement(c, node, signal)
-            snapshots.take_kept(c, node, signal)
+            snapshots.take_retained(c, node, signal)
             take_times(node, signal)
         case Prepared():
             take_prepared(c, node, signal)
@@ -119,7 +119,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
         case TrainerLost():
             trainer_lost(c, node, signal)
         case PeerSuspected():
-            suspect(c, node, signal)
+            take_suspicion(c, node, signal)
         case OptimizerReplicaDiverged():
             detail, where = signal.detail, {"generation": signal.generation, "step": signal.step}
             c.emit("OptimizerReplicaDiverged", detail, node=node.name, **where, layer=signal.layer)
@@ -151,7 +151,7 @@ def take(c: Cluster, node: NodeMachine, signal: Signal) -> None:
 # --- Hello ---------------------------------------------------------------------------------------
 
 
-def newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
+def take_newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
     """A Hello of an incarnation that is new here."""
     c.generation = max(c.generation, signal.generation)
     old = c.nodes.get(name)
@@ -160,12 +160,12 @@ def newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
             reason = f"a node named {name!r} is alive at {old.facts.host}: give this one another name"
             reject(c, name, incarnation, reason)
             return
-        node_lost(c, old, "silence", f"{name} is silent, and a new incarnation of it came")
+        lose_node(c, old, "silence", f"{name} is silent, and a new incarnation of it came")
     if admit(c, name, incarnation, signal):
-        hello(c, c.nodes[name], signal)
+        take_hello(c, c.nodes[name], signal)
 
 
-def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
+def take_returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     """A node that was declared OFFLINE is heard again under the same incarnation."""
     if not may_return(c, node):
         fence(c, node.name, node.incarnation, "the cluster went on without this node: come back as a new one")
@@ -174,10 +174,10 @@ def returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
     else:
         take_back(c, node)
         include_returned_node(c, node)
-        hello(c, node, signal)
+        take_hello(c, node, signal)
 
 
-def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """Compare what the node says with what we believe; repeat what it may have missed."""
     if signal.generation < node.obeyed:
         c.ignore("a Hello from before what this node said since", node.name)
@@ -188,31 +188,31 @@ def hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     c.generation = max(c.generation, signal.generation)
     job = c.job
     if signal.job_id is not None and (job is None or not c.active or signal.job_id != job.job_id):
-        say_not_under_way(c, node, signal.job_id)
+        send_stop(c, node, signal.job_id)
     if node.released:
         c.send(node, Release())
     if job is None:
         return
     if not c.active:
         if node.snapshots and c.phase is ClusterPhase.FINISHED:
-            say_not_under_way(c, node, job.job_id)
+            send_stop(c, node, job.job_id)
         return
-    if node.asked:
+    if node.prepare_sent:
         prepare(c, [node])
     if node.prepared and (signal.job_id != job.job_id or not signal.prepared):
-        unhealthy(c, node)
+        mark_unhealthy(c, node)
         node.returning = True
-        after_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
+        recover_from_loss(c, node, "trainer_lost", "hello", f"the trainers of {node.name} are gone")
         return
     if news and isinstance(c.state, Paused) and c.state.pause_limited:
         record = note_cause(c, "resumed", [node.name])
         reconfigure(c, f"{node.name} holds a part of the snapshot", "abort", record)
         return
-    persisting.repeat(c, node, signal)
-    repeat(c, node, signal)
+    persisting.repeat_order(c, node, signal)
+    repeat_command(c, node, signal)
 
 
-def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """Send again the command that this node has yet to obey."""
     match c.state:
         case Quiescing() as state:
@@ -228,7 +228,7 @@ def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
                 # Its trainers failed and are back, all in an outage.
                 node.returning = True
                 why = f"{node.name} does not train under generation {group.generation}"
-                after_loss(c, node, "trainer_lost", "hello", why)
+                recover_from_loss(c, node, "trainer_lost", "hello", why)
         case _:
             pass
 

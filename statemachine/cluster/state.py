@@ -80,17 +80,17 @@ class TrainingProgress:
     """``StepCommitted`` went out for every step up to here."""
     pending: dict[int, Vote] = field(default_factory=dict)
     """Votes of steps above ``published_step`` that wait for an earlier one."""
-    asked: str | None = None
+    asked_node: str | None = None
     """Node that was last asked for missing steps."""
     lacking: set[str] = field(default_factory=set)
     """Nodes that answered and do not have the missing steps."""
     missed: tuple[int, int] | None = None
     """First and last step that the coordinator's own history lacks, and that a node was asked for."""
-    missed_asked: str = ""
+    missed_asked_node: str = ""
     """That node."""
     missed_lacking: set[str] = field(default_factory=set)
     """Nodes that have none of them, or did not answer."""
-    behind_since: float | None = None
+    gap_since: float | None = None
     loss: float | None = None
     skipped: int = 0
     """Steps in a row, the last one told included, whose gradients were not finite."""
@@ -109,7 +109,7 @@ class TrainingProgress:
         """What was committed behind ``step`` never was."""
         self.known, self.published_step = CommittedStep(step=step, vote=vote), min(self.published_step, step)
         self.pending = {number: known for number, known in self.pending.items() if number <= step}
-        self.asked = self.behind_since = self.missed = None
+        self.asked_node = self.gap_since = self.missed = None
         self.lacking.clear()
         self.loss = vote.loss
         self.evaluated = min(self.evaluated, step)
@@ -122,10 +122,10 @@ class StragglerState:
 
     speeds: dict[str, float] = field(default_factory=dict)
     """The slow nodes' speeds that it was made for, or last weighed for."""
-    weighing: ComparePlan | None = None
+    pending_comparison: ComparePlan | None = None
     """Asked, and not answered."""
-    weighed_at: float | None = None
-    usual: float = 1.0
+    compared_at: float | None = None
+    profile_error: float = 1.0
     """The cluster's median of measured over expected time: the profile's own error."""
     expected_for: Plan | None = None
     expected_ms: dict[Device, float] = field(default_factory=dict)
@@ -157,13 +157,13 @@ class Cluster:
     resumption: Resumption | None = None
     """The last generation whose Resume was sent."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    blamed: set[str] = field(default_factory=set)
+    failed_to_resume: set[str] = field(default_factory=set)
     """Nodes that could not resume, last time, where others could."""
     unreached: set[str] = field(default_factory=set)
     """Nodes that were heard, and that an order to stop did not reach in time, since a group last trained."""
     raised: int = 0
     """Times the job's code raised since the last committed step."""
-    raising: RepeatedError | None = None
+    repeated_error: RepeatedError | None = None
     last_failure: str = ""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -172,15 +172,15 @@ class Cluster:
     """Nodes that an order did not reach, by the order (``acknowledgement``): sent again at the next tick."""
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
-    restored: bool = False
+    from_journal: bool = False
     """Made from a journal, and the broker has not been there yet."""
     connected: bool = False
     grace_until: float = 0.0
-    wills_doubtful_until: float = 0.0
+    wills_unreliable_until: float = 0.0
     """Time until which a last will proves nothing. A broker that stood still ends the sessions of nodes that live."""
     others_heard_at: float = 0.0
     """Somebody who is not a member, such as a node that came back: so it is not we who are cut off."""
-    presumed_at: float = 0.0
+    silence_floor_at: float = 0.0
     """When the broker came back, or we ourselves: nobody's silence began before that."""
 
     # --- the step under way ---
@@ -190,10 +190,10 @@ class Cluster:
     """Something changed that ``reconcile`` should look at."""
     due: dict[str, float] = field(default_factory=dict)
     out: list[Effect] = field(default_factory=list)
-    entered: list[str] = field(default_factory=list)
-    in_order: list[str] = field(default_factory=list)
+    node_order: list[str] = field(default_factory=list)
+    sorted_names: list[str] = field(default_factory=list)
     """Names of ``nodes``, as they are there and sorted."""
-    made: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    cached_parts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Large parts of the durable state, by name, with what they were made of."""
 
     # --- facts ---
@@ -229,7 +229,7 @@ class Cluster:
         return self.state.planned if isinstance(self.state, TrainingGroup) else ()
 
     @property
-    def counted_on(self) -> Collection[str]:
+    def required_nodes(self) -> Collection[str]:
         """Nodes whose loss interrupts the generation under way."""
         match self.state:
             case Quiescing() | Planning() as state:
@@ -259,10 +259,10 @@ class Cluster:
     def alive(self) -> list[NodeMachine]:
         """By name. Asked for a dozen times in the step that decides."""
         entered = list(self.nodes)
-        if entered != self.entered:
-            self.entered, self.in_order = entered, sorted(entered)
+        if entered != self.node_order:
+            self.node_order, self.sorted_names = entered, sorted(entered)
         nodes = self.nodes
-        return [node for name in self.in_order if (node := nodes[name]).state in ALIVE]
+        return [node for name in self.sorted_names if (node := nodes[name]).state in ALIVE]
 
     def horizon_s(self, nodes: int) -> float | None:
         """Return the time until the next failure among so many nodes that plans reckon with."""
@@ -272,11 +272,11 @@ class Cluster:
 
     def heard_at(self, node: NodeMachine) -> float:
         """Since when this node may be called silent."""
-        return max(node.heard_at, self.presumed_at)
+        return max(node.heard_at, self.silence_floor_at)
 
     # --- verbs ---
 
-    def enter(self, event: PhaseEvent, state: State) -> None:
+    def transition(self, event: PhaseEvent, state: State) -> None:
         """Go on with the state that follows from an event.
 
         :raises MachineError: this event cannot happen in this phase.
@@ -348,11 +348,11 @@ class Cluster:
             self.out.append(CancelTimer(cause=self.cause, name=name))
 
 
-def counted(count: int, noun: str) -> str:
+def count_noun(count: int, noun: str) -> str:
     """``1 node``, ``2 nodes``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def who(nodes: Sequence[str]) -> str:
+def join_names(nodes: Sequence[str]) -> str:
     """At most four names."""
     return names(nodes) if nodes else "nobody"

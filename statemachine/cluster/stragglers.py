@@ -27,22 +27,22 @@ from statemachine.messages.cluster import Heartbeat
 
 def take_times(node: NodeMachine, signal: Heartbeat) -> None:
     if signal.microbatch_ms is not None:
-        node.microbatch_ms, node.timed_in = signal.microbatch_ms, signal.generation
+        node.microbatch_ms, node.timed_generation = signal.microbatch_ms, signal.generation
 
 
-def look(c: Cluster) -> None:
+def check_stragglers(c: Cluster) -> None:
     """At every tick: who is slow, who is quick again, and whether that is worth another plan."""
     if not _steady(c):
         for node in c.nodes.values():
-            node.odd_since = None
+            node.speed_changed_at = None
         return
     found = _slowness(c)
     if found is None:
         return
-    usual = c.straggler_state.usual = median_low(found.values())
+    usual = c.straggler_state.profile_error = median_low(found.values())
     for name, slowness in sorted(found.items()):
-        _judge(c, c.nodes[name], usual / slowness)
-    _weigh(c)
+        _update_speed(c, c.nodes[name], usual / slowness)
+    _compare(c)
 
 
 def _steady(c: Cluster) -> bool:
@@ -61,7 +61,7 @@ def _slowness(c: Cluster) -> dict[str, float] | None:
     found: dict[str, float] = {}
     for device, expected in balance.expected_ms.items():
         node = c.nodes.get(device.node)
-        if node is None or node.timed_in != c.generation or device.index >= len(node.microbatch_ms):
+        if node is None or node.timed_generation != c.generation or device.index >= len(node.microbatch_ms):
             return None
         measured = node.microbatch_ms[device.index]
         if measured > 0 and expected > 0:
@@ -69,7 +69,7 @@ def _slowness(c: Cluster) -> dict[str, float] | None:
     return found if len(found) == len(plan.nodes) else None
 
 
-def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
+def _update_speed(c: Cluster, node: NodeMachine, speed: float) -> None:
     """Is this speed another than the one that plans reckon with, and has it been for long enough?"""
     timing = c.timing
     slow = speed < timing.straggler_speed
@@ -79,13 +79,13 @@ def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
         another = not node.speed * timing.straggler_speed <= speed <= node.speed / timing.straggler_speed
         odd = speed >= timing.straggler_recovered_speed or (slow and another)
     if not odd:
-        node.odd_since = None
+        node.speed_changed_at = None
         return
-    if node.odd_since is None:
-        node.odd_since = c.at
-    if c.at - node.odd_since < timing.straggler_s:
+    if node.speed_changed_at is None:
+        node.speed_changed_at = c.at
+    if c.at - node.speed_changed_at < timing.straggler_s:
         return
-    node.odd_since = None
+    node.speed_changed_at = None
     before, node.speed = node.speed, round(max(speed, 0.01), 2) if slow else 1.0
     if slow:
         name, reason = "StragglerDetected", f"{node.name} computes at {node.speed:.0%} of the others' speed"
@@ -103,16 +103,16 @@ def _judge(c: Cluster, node: NodeMachine, speed: float) -> None:
     c.publish()
 
 
-def _weigh(c: Cluster) -> None:
+def _compare(c: Cluster) -> None:
     """Ask what another plan would save, when speeds are no more those that the plan was made for."""
     balance, group = c.straggler_state, c.state
     if not isinstance(group, Running) or not c.templates_ready:
         return
     if c.speeds == balance.speeds or JOIN in c.due:
         return
-    if balance.weighing is not None and balance.weighing.generation == c.generation:
+    if balance.pending_comparison is not None and balance.pending_comparison.generation == c.generation:
         return
-    if balance.weighed_at is not None and c.at - balance.weighed_at < c.timing.straggler_replan_s:
+    if balance.compared_at is not None and c.at - balance.compared_at < c.timing.straggler_replan_s:
         return
     usable = tuple(name for name in sorted(group.members) if c.nodes[name].ready)
     holdings: dict[Device, frozenset[int]] = {
@@ -125,13 +125,13 @@ def _weigh(c: Cluster) -> None:
         speeds=c.speeds,
         horizon_s=c.horizon_s(len(usable)),
     )
-    balance.weighing = ComparePlan(cause=c.cause, generation=c.generation, situation=situation)
-    c.out.append(balance.weighing)
+    balance.pending_comparison = ComparePlan(cause=c.cause, generation=c.generation, situation=situation)
+    c.out.append(balance.pending_comparison)
 
 
-def weighed(c: Cluster, event: PlanCompared) -> None:
+def take_comparison(c: Cluster, event: PlanCompared) -> None:
     """Stop at the next boundary for the other plan, or go on as it is."""
-    balance, asked = c.straggler_state, c.straggler_state.weighing
+    balance, asked = c.straggler_state, c.straggler_state.pending_comparison
     if asked is None or event.generation != c.generation or not _steady(c):
         c.ignore("a plan weighed for an older generation")
         return
@@ -139,9 +139,9 @@ def weighed(c: Cluster, event: PlanCompared) -> None:
     changed = sorted(
         name for name in {*speeds, *balance.speeds} if speeds.get(name, 1.0) != balance.speeds.get(name, 1.0)
     )
-    balance.weighing, balance.weighed_at, balance.speeds = None, c.at, dict(speeds)
-    saved_s = (event.current_s - event.best_s) * balance.usual
-    step_s = max(c.progress.step_s, event.current_s * balance.usual)
+    balance.pending_comparison, balance.compared_at, balance.speeds = None, c.at, dict(speeds)
+    saved_s = (event.current_s - event.best_s) * balance.profile_error
+    step_s = max(c.progress.step_s, event.current_s * balance.profile_error)
     left = c.current_job.steps - c.progress.known_step
     names = ", ".join(changed)
     if saved_s < c.timing.straggler_gain * step_s or saved_s * left < c.timing.straggler_cost_s:

@@ -8,11 +8,11 @@ rollback, until it is. The same error is the same words (the exception of the tr
 """
 
 from statemachine.cluster.jobs import fail
-from statemachine.cluster.membership import unhealthy
+from statemachine.cluster.membership import mark_unhealthy
 from statemachine.cluster.node import NodeMachine
-from statemachine.cluster.recovery import after_loss
-from statemachine.cluster.rollback import foreign
-from statemachine.cluster.state import Cluster, counted
+from statemachine.cluster.recovery import recover_from_loss
+from statemachine.cluster.rollback import explain_foreign_state
+from statemachine.cluster.state import Cluster, count_noun
 from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.values import RepeatedError
 
@@ -28,7 +28,7 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     if not c.active:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
         return
-    changed = unhealthy(c, node)
+    changed = mark_unhealthy(c, node)
     if not changed and (signal.cause != "unprepared" or node.unfit is not None):
         return
     node.returning = True
@@ -46,14 +46,14 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
     c.publish()
     if not changed:  # Its loss is told and dealt with; that it cannot come back is news.
         return
-    if signal.cause == "foreign" and (why := foreign(c, signal)):
+    if signal.cause == "foreign" and (why := explain_foreign_state(c, signal)):
         fail(c, why)
         return
     if signal.cause in ("raised", "foreign") and (why := take_raised(c, node, signal)):
         fail(c, why)
         return
     why = f"trainer {signal.device} of {node.name}: {signal.cause}"
-    after_loss(c, node, "trainer_lost", signal.cause, why)
+    recover_from_loss(c, node, "trainer_lost", signal.cause, why)
 
 
 def _in_a_line(signal: TrainerLost) -> str:
@@ -72,7 +72,7 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
     c.raised += 1
     step, generation = c.progress.known_step + 1, c.resumption.generation
     error = last_line(signal.detail)
-    past = c.raising
+    past = c.repeated_error
     same = past is not None and past.step == step and past.error == error
     if past is None or past.step != step:
         now = RepeatedError(step=step, generation=generation, tries=1, error=error, nodes=(node.name,))
@@ -82,11 +82,11 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
         now = RepeatedError(
             step=step, generation=generation, tries=tries, error=error, nodes=(*others, node.name)
         )
-    c.raising = now
+    c.repeated_error = now
     last = f"{error}; last: {c.last_failure}"
     planned = c.resumption.plan.nodes
     if len(now.nodes) > 1 and set(planned) <= set(now.nodes):
-        return f"the job's code raised in step {step} on all {counted(len(planned), 'node')}: {last}"
+        return f"the job's code raised in step {step} on all {count_noun(len(planned), 'node')}: {last}"
     if now.tries > 1 and len(now.nodes) > 1:
         where = f"on {now.nodes[-2]}, and when it was done again on {node.name}"
         return f"the job's code raised in step {step} {where}: {last}"

@@ -5,7 +5,7 @@ from statemachine.election.leadership import Peer, TermClaim
 from statemachine.timing import Timing
 
 
-def taken_over(cause: str, claimed: TermClaim, at: float, timing: Timing) -> list[EmitEvent]:
+def takeover_events(cause: str, claimed: TermClaim, at: float, timing: Timing) -> list[EmitEvent]:
     """The loss of who led before, and who leads instead; nothing where that is the same host's."""
     leader, before, how = claimed.leader, claimed.before, claimed.how
     if before is None or before.name == leader.name:

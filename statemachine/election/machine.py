@@ -48,7 +48,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from statemachine.effects import CancelTimer, Effect, PublishCluster, SetTimer
-from statemachine.election.events import standby_ineligible, taken_over, takeover_rejected
+from statemachine.election.events import standby_ineligible, takeover_events, takeover_rejected
 from statemachine.election.leadership import (
     AcquireLeadership,
     AnnouncePeer,
@@ -75,16 +75,16 @@ from statemachine.election.leadership import (
     Suspend,
     TermClaim,
 )
-from statemachine.election.peer_knowledge import PeerKnowledge, outdone
+from statemachine.election.peer_knowledge import PeerKnowledge, is_outdated
 from statemachine.events import TimerFired
 from statemachine.timing import Timing
 
 SILENCE = "silence"
 TURN = "turn"
 LEADER_SESSION = "leader_session"
-BEAT = "beat"
+HEARTBEAT = "beat"
 
-MOST_TURNS = 8
+MAX_TURNS = 8
 """How many turns the wait behind failed attempts grows to; then who knows more cannot lead, it seems."""
 
 
@@ -95,7 +95,7 @@ class ElectionMachine:
         """:param shared: this coordinator has had others beside it, ever."""
         self.me = me
         self._knowledge = PeerKnowledge(timing, shared=shared)
-        self._record_there = False
+        self._record_present = False
         """The broker remembers who leads."""
         self.role = Role.FOLLOWER
         self.leader: Leader | None = None
@@ -103,7 +103,7 @@ class ElectionMachine:
         self.peers: dict[int, Peer] = {me.incarnation: me}
         """Those that are there, by incarnation."""
         self._timing = timing
-        self._watching = False
+        self._following = False
         self._began_at = 0.0
         self._lost_how: str | None = None
         """Why the leader is thought to be gone; ``None``: it is not."""
@@ -114,7 +114,7 @@ class ElectionMachine:
         self._record_without_journal: Leader | None = None
         """Whoever claimed this left no journal at the broker: it says of nobody that he led."""
         self._tries = 0
-        self._refused = False
+        self._reported_ineligible = False
         """That we must not lead was told, and nobody has led since."""
         self._at, self._cause = 0.0, ""
         self._due: dict[str, float] = {}
@@ -130,39 +130,39 @@ class ElectionMachine:
         self._at, self._cause = event.at, event.cause
         match event:
             case FollowerSessionOpened():
-                self._watching, self._began_at = True, self._at
+                self._following, self._began_at = True, self._at
                 if len(self.peers) == 1:
                     self._tries = 0
-                self._look()
+                self._act()
             case FollowerSessionLost():
-                self._watching = self._record_there = self._refused = False
-                self._knowledge.lose_sight(self.me, self.peers.values())
+                self._following = self._record_present = self._reported_ineligible = False
+                self._knowledge.note_session_lost(self.me, self.peers.values())
                 self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
-                self._record_there = event.leader.term >= self.term
-                self._see(event.leader)
+                self._record_present = event.leader.term >= self.term
+                self._take_record(event.leader)
             case LeaderHeartbeatSeen():
-                self._hear(event.leader)
+                self._take_heartbeat(event.leader)
             case LeaderVanished():
                 if self.leader is not None and event.incarnation == self.leader.incarnation:
-                    self._knowledge.live |= self._watching
-                    self._miss("goodbye" if event.graceful else "last_will")
+                    self._knowledge.seen_leading |= self._following
+                    self._take_loss("goodbye" if event.graceful else "last_will")
             case PeerSeen():
-                self._meet(event.peer)
-                if self.role is Role.SUSPENDED or (self.role is Role.FOLLOWER and not self._record_there):
-                    self._look()
+                self._take_peer(event.peer)
+                if self.role is Role.SUSPENDED or (self.role is Role.FOLLOWER and not self._record_present):
+                    self._act()
             case PeerVanished():
                 if event.incarnation != self.me.incarnation:
-                    self._show(self.peers.pop(event.incarnation, None) is not None)
+                    self._publish_standbys(self.peers.pop(event.incarnation, None) is not None)
             case JournalChecked():
-                self._judge(event.problem)
+                self._take_problem(event.problem)
             case LeaderSessionOpened() if problem := event.problem or self.me.ineligible:
                 self._reject_journal(problem)
             case LeaderSessionOpened():
-                self._opened(event)
+                self._claim_term(event)
             case LeaderSessionLost():
-                self._lost(event)
+                self._take_session_lost(event)
             case TimerFired():
                 self._timer(event)
             case _:
@@ -172,12 +172,12 @@ class ElectionMachine:
 
     # --- watching ----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _act(self) -> None:
         """What is to be done, for one that watches and has no seat."""
-        if not self._watching or self.role in (Role.CANDIDATE, Role.LEADER):
+        if not self._following or self.role in (Role.CANDIDATE, Role.LEADER):
             return
         leader = self.leader
-        if (wait_s := self._forgotten_s()) > 0:
+        if (wait_s := self._wait_for_record_s()) > 0:
             self._set(SILENCE, wait_s)
         elif leader is None or self._lost_how is not None:
             self._wait_turn(self._rank())
@@ -186,65 +186,65 @@ class ElectionMachine:
         else:
             self._wait_turn(0)  # It was us, and nobody since.
 
-    def _meet(self, peer: Peer) -> None:
+    def _take_peer(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
         if known is not None and peer.position < known.position:
             return  # An older announcement of it, which the broker had retained.
         self.peers[peer.incarnation] = peer
-        self._knowledge.meet(self.me, peer, self._at, again=known is not None)
+        self._knowledge.note_peer(self.me, peer, self._at, again=known is not None)
         if peer.incarnation == self.me.incarnation:
             self.me = peer  # As it is at this connection.
-        self._show(known is None or known.ineligible != peer.ineligible)
+        self._publish_standbys(known is None or known.ineligible != peer.ineligible)
         if peer.ineligible and (known is None or not known.ineligible) and self.role is Role.LEADER:
             self._out.append(standby_ineligible(self._cause, peer))
 
-    def _judge(self, problem: str) -> None:
+    def _take_problem(self, problem: str) -> None:
         """A newer journal than ours: can we go on from it?"""
         if problem == self.me.ineligible:
             return
         self.me = replace(self.me, ineligible=problem)
         self.peers[self.me.incarnation] = self.me
         self._out.append(AnnouncePeer(cause=self._cause, peer=self.me))
-        self._refused = False
-        self._look()
+        self._reported_ineligible = False
+        self._act()
 
-    def _forgotten_s(self) -> float:
+    def _wait_for_record_s(self) -> float:
         """How long it is left to others to say what a broker without a record does not."""
-        if self._record_there:
+        if self._record_present:
             return 0.0
         since, led = self._began_at, self._led
         leader = self.leader if self.leader != self._record_without_journal else None
-        return self._knowledge.left_until(self.me, self._others(), leader, since, led=led) - self._at
+        return self._knowledge.wait_until(self.me, self._others(), leader, since, led=led) - self._at
 
     def _others(self) -> list[Peer]:
         return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
 
-    def _see(self, leader: Leader) -> None:
+    def _take_record(self, leader: Leader) -> None:
         """A record. An older one than we know of is what a broker kept from before."""
         if leader.term > self.term:
-            self.leader, self._lost_how, self._refused = leader, None, False
+            self.leader, self._lost_how, self._reported_ineligible = leader, None, False
             if self._claimed is not None and self._claimed.leader == leader:
-                self._begin(self._claimed)
+                self._lead(self._claimed)
                 return
             self._tries = 0
             if leader.incarnation != self.me.incarnation:
                 self._follow(leader)
         elif leader == self.leader and self.role is Role.FOLLOWER and self._lost_how is None:
-            self._look()
+            self._act()
 
-    def _hear(self, leader: Leader) -> None:
-        self._knowledge.live |= leader.term >= self.term
+    def _take_heartbeat(self, leader: Leader) -> None:
+        self._knowledge.seen_leading |= leader.term >= self.term
         if leader.term > self.term:
-            self._see(leader)
+            self._take_record(leader)
         elif leader == self.leader and leader.incarnation != self.me.incarnation:
-            self._lost_how, self._refused = None, False
+            self._lost_how, self._reported_ineligible = None, False
             if self.role is Role.FOLLOWER:
                 self._cancel(TURN)
-                self._look()
+                self._act()
 
     def _follow(self, leader: Leader) -> None:
         """Another one leads, under a higher term than we know of."""
-        self._cancel(TURN, LEADER_SESSION, BEAT)
+        self._cancel(TURN, LEADER_SESSION, HEARTBEAT)
         self._claimed = None
         if self.role in (Role.CANDIDATE, Role.LEADER):
             self._out.append(ReleaseLeadership(cause=self._cause))
@@ -252,16 +252,16 @@ class ElectionMachine:
             self._led = False
             self._out.append(StepDown(cause=self._cause, leader=leader))
         self.role = Role.FOLLOWER
-        self._look()
+        self._act()
 
-    def _miss(self, how: str) -> None:
+    def _take_loss(self, how: str) -> None:
         """The leader is gone, for all that one can tell."""
         if self.role is not Role.FOLLOWER:
             return
         if self._lost_how is None:
             self._lost_how, self._lost_at = how, self._at
         self._cancel(SILENCE)
-        self._look()
+        self._act()
 
     def _rank(self) -> int:
         """How many that are there stand before us: who is ineligible waits for all others."""
@@ -273,13 +273,13 @@ class ElectionMachine:
         return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.ineligible]
 
     def _wait_turn(self, turns: int) -> None:
-        turns += min(self._tries, MOST_TURNS)
+        turns += min(self._tries, MAX_TURNS)
         if turns == 0:
             self._acquire()
         elif TURN not in self._due:
             self._set(TURN, turns * self._timing.election_s)
 
-    def _show(self, changed: bool) -> None:
+    def _publish_standbys(self, changed: bool) -> None:
         """Who would lead next is in the cluster's state, which the leader publishes."""
         if changed and self.role is Role.LEADER:
             self._out.append(PublishCluster(cause=self._cause))
@@ -289,18 +289,18 @@ class ElectionMachine:
     def _acquire(self) -> None:
         self._cancel(SILENCE, TURN)
         if self.me.ineligible:
-            self._refuse()
+            self._report_ineligible()
             return
         self.role = Role.CANDIDATE
         self._set(LEADER_SESSION, self._timing.leader_session_s)
         self._out.append(AcquireLeadership(cause=self._cause))
 
-    def _refuse(self) -> None:
+    def _report_ineligible(self) -> None:
         """Once; and not while there is somebody else to take over."""
         if self._eligible():
             self._set(TURN, self._timing.election_s)
-        elif not self._refused:
-            self._refused = True
+        elif not self._reported_ineligible:
+            self._reported_ineligible = True
             self._out.append(RejectTakeover(cause=self._cause, event=takeover_rejected(self._cause, self.me)))
 
     def _reject_journal(self, problem: str) -> None:
@@ -310,19 +310,19 @@ class ElectionMachine:
         self._cancel(LEADER_SESSION)
         self._out.append(ReleaseLeadership(cause=self._cause))
         self.role = Role.SUSPENDED if self._led else Role.FOLLOWER
-        self._judge(problem)
+        self._take_problem(problem)
 
-    def _opened(self, event: LeaderSessionOpened) -> None:
+    def _claim_term(self, event: LeaderSessionOpened) -> None:
         if self.role is not Role.CANDIDATE:
             return
         found, lost = event.found, event.found is None or event.found.term < self.term
         if not event.has_journal:
             self._record_without_journal = found
-        self._record_there = not lost and event.has_journal
-        if not self._record_there and self._forgotten_s() > 0:
+        self._record_present = not lost and event.has_journal
+        if not self._record_present and self._wait_for_record_s() > 0:
             self._release("the broker forgot who leads")
             return
-        if self._tries < MOST_TURNS and outdone(event.newest, self._others()):
+        if self._tries < MAX_TURNS and is_outdated(event.newest, self._others()):
             self._release("another one knows more")
             return
         before = self.leader if lost else found
@@ -334,37 +334,37 @@ class ElectionMachine:
         self._claimed = TermClaim(leader, again, before, how, at, event.newest)
         self._out.append(ClaimTerm(cause=self._cause, leader=leader))
 
-    def _begin(self, claimed: TermClaim) -> None:
+    def _lead(self, claimed: TermClaim) -> None:
         """Nobody else leads in this term."""
-        if self._tries < MOST_TURNS and outdone(claimed.newest, self._others()):
+        if self._tries < MAX_TURNS and is_outdated(claimed.newest, self._others()):
             self._release("another one, who came just now, knows more")
             return
         self._claimed, self._tries = None, 0
         self._cancel(LEADER_SESSION)
         self._out.append(Lead(cause=self._cause, leader=claimed.leader, resumed=claimed.resumed))
-        self._out += taken_over(self._cause, claimed, self._at, self._timing)
+        self._out += takeover_events(self._cause, claimed, self._at, self._timing)
         self.role, self.leader, self._led = Role.LEADER, claimed.leader, True
         self._out += [
             standby_ineligible(self._cause, peer) for peer in self.peers.values() if peer.ineligible
         ]
-        self._knowledge.leads()
-        self._beat()
+        self._knowledge.note_leading()
+        self._send_heartbeat()
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         if self.leader is not None:
             self._out.append(SendLeaderHeartbeat(cause=self._cause, leader=self.leader))
-        self._set(BEAT, self._timing.leader_heartbeat_s)
+        self._set(HEARTBEAT, self._timing.leader_heartbeat_s)
 
     def _release(self, why: str) -> None:
         self._out.append(ReleaseLeadership(cause=self._cause))
-        self._lost(LeaderSessionLost(at=self._at, cause=self._cause, why=why))
+        self._take_session_lost(LeaderSessionLost(at=self._at, cause=self._cause, why=why))
 
-    def _lost(self, event: LeaderSessionLost) -> None:
+    def _take_session_lost(self, event: LeaderSessionLost) -> None:
         """It could not be had; or it was lost: to another one, by a reset, with the broker."""
         if self.role not in (Role.CANDIDATE, Role.LEADER):
             return
         led, self._claimed = self.role is Role.LEADER, None
-        self._cancel(LEADER_SESSION, BEAT)
+        self._cancel(LEADER_SESSION, HEARTBEAT)
         self.role = Role.SUSPENDED if self._led else Role.FOLLOWER
         if led:
             self._out.append(Suspend(cause=self._cause))
@@ -372,28 +372,28 @@ class ElectionMachine:
             self._tries = 1 if len(self.peers) > 1 else 0
         else:
             self._tries += 1
-        self._look()
+        self._act()
 
     def _timer(self, event: TimerFired) -> None:
         late_s = self._at - self._due.pop(event.name, self._at)
         match event.name:
             case "silence" if late_s > self._timing.leader_silence_s / 2:
-                self._look()  # We were away ourselves: what was said meanwhile is yet to be read.
-            case "silence" if self.role is Role.SUSPENDED or self._forgotten_s() > 0:
-                self._look()
+                self._act()  # We were away ourselves: what was said meanwhile is yet to be read.
+            case "silence" if self.role is Role.SUSPENDED or self._wait_for_record_s() > 0:
+                self._act()
             case "silence" if self.leader is None:
                 self._wait_turn(self._rank())
             case "silence":
-                self._miss("silence")
+                self._take_loss("silence")
             case "turn":
-                if self.role in (Role.FOLLOWER, Role.SUSPENDED) and self._watching:
+                if self.role in (Role.FOLLOWER, Role.SUSPENDED) and self._following:
                     self._acquire()
             case "leader_session":
                 if self.role is Role.CANDIDATE:
                     self._release("it takes too long")
             case _:
                 if self.role is Role.LEADER:
-                    self._beat()
+                    self._send_heartbeat()
 
     def _set(self, name: str, delay_s: float) -> None:
         self._due[name] = self._at + delay_s

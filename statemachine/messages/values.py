@@ -254,7 +254,7 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
     device: int
 
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
 every change that a side that does not know it would misunderstand."""
 

@@ -274,10 +274,10 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
     def seated(machine: ElectionMachine, event: LeaderSessionOpened) -> None:
         real(machine, event)
         if machine._claimed is not None:
-            machine._begin(machine._claimed)
+            machine._lead(machine._claimed)
 
-    real = ElectionMachine._opened
-    monkeypatch.setattr(ElectionMachine, "_opened", seated)
+    real = ElectionMachine._claim_term
+    monkeypatch.setattr(ElectionMachine, "_claim_term", seated)
     found("in which another one led", leaning=SeedOverrides(coordinators=3))
 
 
@@ -295,7 +295,7 @@ def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
     with monkeypatch.context() as patch:
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
         found("was used twice", leaning=BEHIND_A_SAVE)
-    monkeypatch.setattr(election, "outdone", lambda newest, others: False)
+    monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
     found("which is there, has", leaning=BEHIND_A_SAVE)
 
 
@@ -417,14 +417,14 @@ def test_a_node_that_obeys_what_is_for_others_is_found(
 
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "may_return", lambda c, node: True)
-    monkeypatch.setattr(recovery, "trusted", lambda *everything: True)
+    monkeypatch.setattr(recovery, "is_trusted", lambda *everything: True)
     cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
     found("", leaning=SeedOverrides(coordinators=1, strikes=(*cuts, ("NodeLost", faults.exit_trainer, 0))))
 
 
 def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def fence(a: agent_commands.Agent, command: agent_commands.Fence) -> None:
-        agent_commands.heartbeat(a)
+        agent_commands.send_heartbeat(a)
         real(a, command)
 
     real = agent_commands.fence
@@ -438,8 +438,8 @@ def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: 
         real(a)
         del a.out[before + 1 :]
 
-    real = agent_commands.hello
-    monkeypatch.setattr(agent_commands, "hello", hello)
+    real = agent_commands.send_hello
+    monkeypatch.setattr(agent_commands, "send_hello", hello)
     outages = tuple((name, faults.restart_broker, 0) for name in ("Quiesced", "PlanChosen", "NodeLost"))
     found("no progress after the healing", leaning=SeedOverrides(strikes=outages))
 
@@ -447,7 +447,7 @@ def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: 
 def test_a_snapshot_that_is_kept_before_it_is_complete_everywhere_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(snapshots, "everywhere", lambda c, underway: True)
+    monkeypatch.setattr(snapshots, "is_complete_everywhere", lambda c, underway: True)
     found("did not complete it")
 
 
@@ -465,8 +465,8 @@ def test_a_snapshot_that_is_kept_before_it_is_durable_is_found(monkeypatch: pyte
         completed.clear()
         return without_journal(effects)
 
-    real = snapshots.complete
-    monkeypatch.setattr(snapshots, "complete", complete)
+    real = snapshots.record_complete
+    monkeypatch.setattr(snapshots, "record_complete", complete)
     monkeypatch.setattr(ClusterMachine, "_take_out", take_out)
     found("the journal names")
 
@@ -482,8 +482,8 @@ def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest
             )
         real(c, why)
 
-    real = snapshots.give_up
-    monkeypatch.setattr(snapshots, "give_up", give_up)
+    real = snapshots.abandon
+    monkeypatch.setattr(snapshots, "abandon", give_up)
     found("did not complete it")
 
 
@@ -493,7 +493,7 @@ def test_a_rollback_that_forgets_nothing_is_found(monkeypatch: pytest.MonkeyPatc
 
 
 def test_trainers_that_are_not_told_what_to_keep_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_snapshots, "tell_kept", lambda a, device: None)
+    monkeypatch.setattr(agent_snapshots, "send_retained", lambda a, device: None)
     found("writes over its part of the newest snapshot")
 
 
@@ -501,8 +501,8 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     def prepare(a: agent_commands.Agent, command: Prepare) -> None:
         a.past_jobs.clear()
         real(a, command)
-        a.kill()
-        a.launch()
+        a.kill_trainers()
+        a.start_trainers()
 
     real = agent_commands.prepare
     monkeypatch.setattr(agent_commands, "prepare", prepare)
@@ -522,8 +522,8 @@ def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
             c.resumption = replace(c.resumption, protection="none")
         real(c, *others)
 
-    real = snapshots.complete
-    monkeypatch.setattr(snapshots, "complete", complete)
+    real = snapshots.record_complete
+    monkeypatch.setattr(snapshots, "record_complete", complete)
     found("counts as")
 
 
@@ -543,13 +543,13 @@ def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
         if underway is not None and underway.written is not None and underway.completed is None:
             agent_snapshots.complete(a, underway.written)
 
-    real = agent_snapshots.wrote
-    monkeypatch.setattr(agent_snapshots, "wrote", wrote)
+    real = agent_snapshots.note_written
+    monkeypatch.setattr(agent_snapshots, "note_written", wrote)
     found("has no copy of")
 
 
 def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
+    monkeypatch.setattr(rollback, "held_copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
     alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, strikes=crashes)
     found("and buddies of", leaning=alone)
@@ -599,8 +599,8 @@ def test_an_evaluation_whose_report_is_forgotten_is_found(monkeypatch: pytest.Mo
         real(c)
         c.progress.evaluated = 0
 
-    real = progress._tell_evaluation
-    monkeypatch.setattr(progress, "_tell_evaluation", tell)
+    real = progress._publish_evaluation
+    monkeypatch.setattr(progress, "_publish_evaluation", tell)
     found("came twice", leaning=EVALUATED)
 
 
@@ -674,7 +674,7 @@ def test_a_checkpoint_that_is_committed_before_every_layer_is_written_is_found(
 
 
 def test_a_snapshot_that_goes_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "pinned", lambda c, record: 0)
+    monkeypatch.setattr(snapshots, "pinned_step", lambda c, record: 0)
     found("while it is persisted", leaning=SeedOverrides(checkpoints=True))
 
 
@@ -691,8 +691,8 @@ def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
         c.checkpoints.corrupt_steps.clear()
         return real(c, reason)
 
-    real = rollback.search
-    monkeypatch.setattr(rollback, "search", search)
+    real = rollback.search_checkpoint
+    monkeypatch.setattr(rollback, "search_checkpoint", search)
     strikes = tuple(("CheckpointCompleted", f, 0) for f in (faults.damage_checkpoint, faults.lose_all_memory))
     found("no progress after the healing", leaning=SeedOverrides(checkpoints=True, strikes=strikes))
 
@@ -701,7 +701,7 @@ def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatc
     moments = (("CheckpointCompleted", 0), ("ClusterPaused", 0), ("Quiesced", 3), ("NodeJoined", 3))
     closed = tuple((name, faults.close_place, passed) for name, passed in (*moments, ("NodeJoined", 6)))
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
-    monkeypatch.setattr(rollback, "_refused", lambda c: False)
+    monkeypatch.setattr(rollback, "_note_unreadable", lambda c: False)
     found("sound checkpoints", range(2 * SEEDS), SeedOverrides(checkpoints=True, strikes=(lost, *closed)))
 
 

@@ -11,10 +11,10 @@ from msgspec import structs
 
 from ftd.coordinator.speculative_planning import expected_situation
 from planner.values import Device
-from statemachine.cluster.durable.durable import JournalError
-from statemachine.cluster.durable.outbox import is_kept
+from statemachine.cluster.durable.durable import SCHEMA, JournalError
+from statemachine.cluster.durable.outbox import is_journaled
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.cluster.membership import misfit
+from statemachine.cluster.membership import device_mismatch
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
 from statemachine.cluster.rules import owned_layers
@@ -299,10 +299,10 @@ def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None
 
 def test_a_node_that_comes_back_with_fewer_devices_is_told_that_one_may_have_failed() -> None:
     policy = msgspec.structs.replace(job().policy, devices_per_node=2)
-    told = misfit(facts(devices=1), policy, before=2)
+    told = device_mismatch(facts(devices=1), policy, before=2)
     assert told is not None and "has 1 device and had 2 before" in told
     assert "has 2: see whether a device has failed, set node.devices = 2 and restart the node" in told
-    assert misfit(facts(devices=2), policy, before=1) is None
+    assert device_mismatch(facts(devices=2), policy, before=1) is None
 
 
 def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> None:
@@ -684,7 +684,7 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
     assert "join" in s.machine._c.due
     group = restarted(s).machine._c.state
     assert isinstance(group, Running)
-    assert group.kept_for == (0, 1)
+    assert group.required_draining_layers == (0, 1)
     s.fire("join", 0.1)
     assert set(sent(s, Quiesce)) == {"node-1", "node-2", "node-3", "node-4"}
     held = {name: tuple(range(*layers)) for name, layers in layers_of(s).items()}
@@ -998,7 +998,7 @@ def test_every_event_is_journaled_but_what_may_be_said_again_and_again(
     s.say("node-0", signal)
     assert told in events(s)
     assert len(s.all(PersistState)) == kept
-    assert is_kept(told) == kept
+    assert is_journaled(told) == kept
 
 
 def test_a_coordinator_killed_amid_quiescing_uses_a_new_generation() -> None:
@@ -1031,7 +1031,7 @@ def test_a_fresh_coordinator_never_goes_below_a_generation_that_a_node_obeyed() 
 
 def test_a_journal_of_another_program_is_refused() -> None:
     with pytest.raises(JournalError, match="cannot be read"):
-        ClusterMachine.restore(Timing(), {"schema": 1}, 0.0, "test")
+        ClusterMachine.restore(Timing(), {"schema": SCHEMA}, 0.0, "test")
     journal = running().machine.durable_state() | {"schema": 99}
     with pytest.raises(JournalError, match="schema 99"):
         ClusterMachine.restore(Timing(), journal, 0.0, "test")

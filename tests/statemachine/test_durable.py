@@ -8,16 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planner.values import LayerProfile, ModelProfile, Plan, Policy, StagePlacement
 from statemachine.cluster.durable.durable import SCHEMA, JournalError, read
-from statemachine.cluster.durable.records import columns, put_together, rows
+from statemachine.cluster.durable.records import columns, rows
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.cluster.node import NodeMachine
 from statemachine.events import NodeVanished
-from statemachine.messages.values import CheckpointPolicy, Job, NodeFacts, SnapshotGroup, Vote
+from statemachine.messages.values import NodeFacts
 from statemachine.timing import Timing
 from tests.helpers.snapshot_machine import HELD, KEY, Snapshots
-from tests.helpers.transcripts import GOLDEN, Coordination, report
+from tests.helpers.transcripts import Coordination, report
 
 
 def plain(state: Any) -> dict[str, Any]:
@@ -26,54 +25,13 @@ def plain(state: Any) -> dict[str, Any]:
     return decoded
 
 
-KINDS: dict[str, Any] = {
-    "gradient_norm": Vote,
-    "keep": CheckpointPolicy,
-    "activation_bytes": LayerProfile,
-    "stage_devices": ModelProfile,
-    "batch_objective": Policy,
-    "devices": StagePlacement,
-    "owners": SnapshotGroup,
-    "policy": Job,
-    "transfers": Plan,
-}
-"""Values that have more fields today, by a field that no other value has."""
-
-
-def with_new_fields(state: Any) -> Any:
-    """The state of an older program, with the fields that its values have today."""
-    if isinstance(state, dict):
-        whole = {name: with_new_fields(value) for name, value in state.items()}
-        assert not whole.pop("checkpoint_activations", False)
-        kind = next((kind for field, kind in KINDS.items() if field in whole), None)
-        if kind is not None and {"host", "rendezvous_port"}.isdisjoint(whole):
-            return plain(msgspec.convert(whole, kind))
-        return whole | ({"exported_step": 0} if "spoiled" in whole else {})
-    return [with_new_fields(value) for value in state] if isinstance(state, list) else state
-
-
-def test_a_journal_with_a_row_for_each_node_is_read() -> None:
-    """A rollback was decided; one node was there before, and came back with what it holds."""
-    old = json.loads((GOLDEN / "journal_of_schema_1.json").read_text())
-    assert old["schema"] == 1 and old["nodes"]["node-3"]["retired"] and old["nodes"]["node-3"]["snapshots"]
-    machine, _ = ClusterMachine.restore(Timing(), old, 1e9, "upgrade")
-    written = plain(machine.durable_state())
-    assert written["schema"] == SCHEMA and "node-3" not in written["nodes"]
-    again = plain(put_together(written))
-    assert old["recovery"].pop("pipelines_before") and not again["recovery"].pop("before")
-    assert old.pop("untold")  # Of a step of an older program, which nobody else told.
-    assert {name: again[name] for name in old} == with_new_fields(old) | {"schema": SCHEMA}
-    other, _ = ClusterMachine.restore(Timing(), written, 1e9, "restart")
-    assert plain(other.durable_state()) == written
-
-
 class Checked(Snapshots):
     """What it leaves after each step is what a machine would that keeps nothing from the last time."""
 
     def feed(self, kind: Any, **values: Any) -> list[Any]:
         effects = super().feed(kind, **values)
         kept = plain(self.machine.durable_parts())
-        self.machine._c.made.clear()
+        self.machine._c.cached_parts.clear()
         assert plain(self.machine.durable_parts()) == kept
         self.machine.durable_parts()
         return effects
@@ -92,6 +50,22 @@ def test_what_is_kept_from_the_last_time_is_what_it_would_be_now() -> None:
         s.resumed(name, 3)
     s.feed(NodeVanished, node="node-2", incarnation=102)
     s.quiesced("node-0", 4, report(3, held=HELD["node-0"], lineage=3))
+
+
+def test_a_restored_machine_writes_the_state_that_it_read() -> None:
+    s = Snapshots()
+    s.kept()
+    s.both_hosts_die()
+    s.hello("node-3", 203, snapshots=(KEY,))
+    s.survivors(3)
+    s.plan_or_not()
+    s.check()
+    s.plan()
+    machine, _ = ClusterMachine.restore(Timing(), plain(s.machine.durable_state()), 1e9, "restart")
+    written = plain(machine.durable_state())
+    assert written["schema"] == SCHEMA and written["lineage"] == 3
+    other, _ = ClusterMachine.restore(Timing(), written, 1e9, "restart")
+    assert plain(other.durable_state()) == written
 
 
 def test_parts_that_are_as_they_were_are_the_same_objects() -> None:

@@ -125,7 +125,7 @@ def test_it_survives_the_coordinator_and_ends_with_the_job() -> None:
     assert machine.durable_state()["exposure"] == {"failures": 0, "node_s": 0.0, "nodes": 0, "since": 0.0}
 
 
-def test_an_old_journal_knows_no_failures() -> None:
+def test_a_journal_without_exposure_counts_no_failures() -> None:
     s, _ = started(2)
     journal = s.machine.durable_state()
     del journal["exposure"], journal["templates_for"]

@@ -68,7 +68,7 @@ def test_a_node_that_is_away_for_long_is_forgotten() -> None:
 
 
 def test_of_many_that_are_gone_the_last_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "OFFLINE_KEPT", 3)
+    monkeypatch.setattr(membership, "MIN_LISTED_OFFLINE", 3)
     s = pods(5)
     assert look(s) == ["pod-0", "pod-1"]
     for number in range(5):
@@ -128,7 +128,7 @@ def plan_for_two(s: Coordination) -> None:
 def pause_without_node_1(s: Coordination) -> None:
     s.feed(NodeVanished, node="node-1", incarnation=101)
     generation = s.machine.generation
-    for name in s.machine._c.counted_on.copy():
+    for name in s.machine._c.required_nodes.copy():
         s.quiesced(name, generation, report(1, held=(0, 1)))
     s.feed(PlanImpossible, generation=generation, too_few=True, reason="1 of 2 nodes", needed=2)
     assert s.machine.phase is ClusterPhase.PAUSED

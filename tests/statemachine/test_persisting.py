@@ -9,7 +9,7 @@ from planner.values import Device, StatePart
 from statemachine.agent.events import AgentStarted, CommandArrived, PersistEnded
 from statemachine.agent.machine import AgentMachine
 from statemachine.cluster.machine import ClusterMachine
-from statemachine.cluster.snapshots.persisting import attempt_of, shared
+from statemachine.cluster.snapshots.persisting import attempt_of, share_layers
 from statemachine.effects import (
     AbandonCheckpoint,
     AnswerRequest,
@@ -66,9 +66,14 @@ CHECKPOINT = Checkpoint(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
 
 def test_every_layer_is_written_once_by_an_owner_and_the_shares_are_alike() -> None:
     record = Snapshot(step=4, generation=1, vote=vote(4), groups=GROUPS)
-    assert shared(record, NODES, PROFILE) == {"node-0": (0,), "node-1": (2,), "node-2": (1,), "node-3": (3,)}
-    assert shared(record, ("node-0", "node-1"), PROFILE) == {"node-0": (0, 1), "node-1": (2, 3)}
-    assert shared(record, ("node-0",), PROFILE) == {"node-0": (0, 1)}
+    assert share_layers(record, NODES, PROFILE) == {
+        "node-0": (0,),
+        "node-1": (2,),
+        "node-2": (1,),
+        "node-3": (3,),
+    }
+    assert share_layers(record, ("node-0", "node-1"), PROFILE) == {"node-0": (0, 1), "node-1": (2, 3)}
+    assert share_layers(record, ("node-0",), PROFILE) == {"node-0": (0, 1)}
 
 
 def test_attempts_are_told_apart() -> None:

@@ -186,7 +186,7 @@ class Planning:
         self._feed, self._path = feed, path
         self._planner = Planner(PROFILE, POLICY)
 
-    def expect(self) -> None:
+    def prepare(self) -> None:
         return
 
     def build(self, effect: BuildTemplates) -> None:
@@ -195,7 +195,7 @@ class Planning:
     def cancel(self, effect: CancelTemplates) -> None:
         return
 
-    def ask(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
+    def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
         if isinstance(effect, ComputePlan):
             with self._path.left_out():
                 plan = self._planner.plan(effect.situation)

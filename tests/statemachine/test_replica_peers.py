@@ -6,7 +6,7 @@ import pytest
 
 from ftd.coordinator.restore_check import check_restore
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement
-from statemachine.cluster.snapshots.replica_peers import buddies_of
+from statemachine.cluster.snapshots.replica_peers import choose_replica_peers
 from statemachine.effects import CheckRestore, ComputePlan, EmitEvent
 from statemachine.events import (
     BrokerConnected,
@@ -57,10 +57,10 @@ def plan_of(*pipelines: tuple[str, ...], idle: tuple[str, ...] = ()) -> Plan:
 )
 def test_the_next_in_the_order_of_the_plan(nodes: str, able: str, expected: dict[str, str]) -> None:
     plan = plan_of(tuple(nodes))
-    assert buddies_of(plan, "aec+buddy", set(able)) == expected
-    assert buddies_of(plan, "buddy", list(able)) == expected
-    assert buddies_of(plan, "aec", set(able)) == {}
-    assert buddies_of(plan_of(tuple(nodes), ("x", "y", "z")), "aec+buddy", set(able)) == {}
+    assert choose_replica_peers(plan, "aec+buddy", set(able)) == expected
+    assert choose_replica_peers(plan, "buddy", list(able)) == expected
+    assert choose_replica_peers(plan, "aec", set(able)) == {}
+    assert choose_replica_peers(plan_of(tuple(nodes), ("x", "y", "z")), "aec+buddy", set(able)) == {}
 
 
 class Alone(Coordination):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from planner.values import Device, PipelinePlacement, Plan, StagePlacement, StatePart
-from statemachine.cluster.rules import Resumption, decide, owned_layers, trusted
+from statemachine.cluster.rules import Resumption, decide, is_trusted, owned_layers
 from statemachine.cluster.sharding import held_parts, only_replicas
 from statemachine.messages.values import CommittedStep, DeviceReport, Vote
 
@@ -120,11 +120,11 @@ def test_everybody_at_the_boundary() -> None:
 
 
 def test_who_missed_a_decision_is_trusted_only_when_fresh() -> None:
-    assert trusted(at(7, 0, 1), 3, RUNNING)
-    assert not trusted(at(7, 0, 1), 2, RUNNING)
-    assert not trusted(at(0, 0, 1, ready=True), 0, RUNNING)
-    assert trusted(at(0, 0, 1), 0, RUNNING)
-    assert trusted(at(7, 0, 1), 0, None)
+    assert is_trusted(at(7, 0, 1), 3, RUNNING)
+    assert not is_trusted(at(7, 0, 1), 2, RUNNING)
+    assert not is_trusted(at(0, 0, 1, ready=True), 0, RUNNING)
+    assert is_trusted(at(0, 0, 1), 0, RUNNING)
+    assert is_trusted(at(7, 0, 1), 0, None)
 
 
 def test_owned_layers_of_a_device_in_two_stages_add_up() -> None:

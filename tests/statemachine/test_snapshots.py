@@ -200,7 +200,7 @@ def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
         s.beat(name)
     s.look()
     assert [sent.node for sent in s.commands(RetainSnapshot)] == [NAMES[3]]  # The others have yet to answer.
-    monkeypatch.setattr(snapshots, "FEW", 1)
+    monkeypatch.setattr(snapshots, "FEW_SHARE", 1)
     s.wait(1.0)
     for name in NAMES[:3]:
         s.beat(name)
@@ -214,7 +214,7 @@ def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
     s.begin(every_steps=30)
 
     def ordered() -> bool:
-        there = any("command=Snap(" in line for line in s.lines)
+        there = any("command=TakeSnapshot(" in line for line in s.lines)
         s.lines.clear()
         return there
 
@@ -269,7 +269,7 @@ class Tried(Snapshots):
         return self.was_ordered()
 
     def was_ordered(self) -> bool:
-        there = any("command=Snap(" in line for line in self.lines)
+        there = any("command=TakeSnapshot(" in line for line in self.lines)
         self.lines.clear()
         return there
 

@@ -70,7 +70,7 @@ def test_a_phase_holds_only_what_exists_in_it() -> None:
 def test_the_state_that_is_entered_is_one_of_the_phase_that_follows() -> None:
     c = Cluster(timing=Timing())
     with pytest.raises(AssertionError, match="JOB_ENDED leads to FINISHED, not to FAILED"):
-        c.enter(PhaseEvent.JOB_ENDED, phases.Ended(phase=ClusterPhase.FAILED, outcome=""))
+        c.transition(PhaseEvent.JOB_ENDED, phases.Ended(phase=ClusterPhase.FAILED, outcome=""))
     assert c.phase is ClusterPhase.WAITING
 
 

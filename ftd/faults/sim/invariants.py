@@ -15,7 +15,7 @@ from ftd.faults.sim.world import World
 from ftd.transport.wire.checking import problem_of_details
 from ftd.transport.wire.public import encode_json
 from planner.values import ModelProfile, Plan, Policy
-from statemachine.cluster.durable.records import put_together
+from statemachine.cluster.durable.records import assemble
 from statemachine.cluster.machine import ClusterMachine
 from statemachine.effects import EmitEvent, RecordSteps
 from statemachine.election.leadership import Leader
@@ -324,7 +324,7 @@ class Invariants(Oracle):
     def forgets(self, kept: dict[str, Any] | None, name: str) -> None:
         """At the broker: ``name`` is forgotten, whom the journal names no more, and who has nothing that nobody
         else has."""
-        journal = put_together(kept) if kept is not None else None
+        journal = assemble(kept) if kept is not None else None
         if journal is None or over(journal):
             return
         if name in named(journal):

@@ -5,7 +5,7 @@ from typing import Any
 from ftd.coordinator.coordinator import Coordinator
 from ftd.faults.sim.journals import named, over
 from ftd.faults.sim.simulation import Simulation
-from statemachine.cluster.durable.records import put_together
+from statemachine.cluster.durable.records import assemble
 
 _LATE_S = 6.0
 """So much later, at most: what comes twice may come so long after who sent it is gone."""
@@ -32,7 +32,7 @@ class RemovedNodesCheck:
         late = sim.world.now - timing.remove_offline_s - _LATE_S
         gone = [node.name for node in sim.nodes.values() if node.gone_at is not None and node.gone_at < late]
         if gone and self._settled_at < late:
-            self._check(set(gone), put_together(leader.machine.durable_state()))
+            self._check(set(gone), assemble(leader.machine.durable_state()))
 
     def _check(self, gone: set[str], journal: dict[str, Any]) -> None:
         """It may have been named until just now."""

@@ -32,7 +32,7 @@ def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def beyond(durable: dict[str, Any], generation: int) -> dict[str, Any]:
+def raise_generation(durable: dict[str, Any], generation: int) -> dict[str, Any]:
     """The same, where everything up to ``generation`` may have been used by what is not known here."""
     known = durable.get("generation")
     return {**durable, "generation": max(known, generation)} if isinstance(known, int) else durable

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import msgspec
 
 from planner.values import Device, Plan
-from statemachine.cluster.durable.durability import beyond
+from statemachine.cluster.durable.durability import raise_generation
 from statemachine.cluster.durable.records import (
     JournalState,
     NodeRecord,
     PersistingRecord,
+    assemble,
     columns,
-    put_together,
 )
 from statemachine.cluster.horizon import Exposure
 from statemachine.cluster.node import NodeMachine
@@ -41,9 +41,9 @@ from statemachine.timing import Timing
 
 T = TypeVar("T")
 
-SCHEMA = 2
+SCHEMA = 3
 """Of what ``write`` gives: one more where an older program could not read it. In 1 each node had a row."""
-OLDEST = 1
+OLDEST = 3
 """That ``read`` takes: with a new schema the one before it, too, so that a newer program can take over."""
 
 
@@ -51,7 +51,7 @@ class JournalError(ValueError):
     """The journal is not of this program, or of another version of it."""
 
 
-def unreadable(schema: int, protocol: int, newest: int | None = None) -> str:
+def incompatibility(schema: int, protocol: int, newest: int | None = None) -> str:
     """Return why a program cannot read the journal of another one; an empty string where it can.
 
     :param schema: of the journal. :param protocol: that the nodes of its writer speak.
@@ -80,9 +80,9 @@ def _nodes(c: Cluster) -> dict[str, Any]:
     incarnations, facts = [node.incarnation for node in nodes], [node.facts for node in nodes]
     held = [node.snapshots for node in nodes]
     return {
-        "hosts": _alike(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
+        "hosts": _cached_equal(c, "hosts", (list(c.nodes), incarnations, facts), _hosts),
         "nodes": columns(nodes, _STANDING),
-        "held": _alike(c, "held", held, list),
+        "held": _cached_equal(c, "held", held, list),
     }
 
 
@@ -113,8 +113,8 @@ def _persisting(c: Cluster) -> dict[str, Any]:
     persisting, writing = c.checkpoints, c.checkpoints.writing
     return {
         "newest": persisting.newest,
-        "tried": persisting.tried,
-        "done": persisting.done,
+        "tried": persisting.last_tried_step,
+        "done": persisting.final_abandoned,
         "corrupt_steps": sorted(persisting.corrupt_steps),
         "exported_step": persisting.exported_step,
         "attempt": writing.attempt if writing is not None else "",
@@ -137,29 +137,29 @@ def _read_persisting(past: PersistingRecord, at: float) -> JobCheckpoints:
         )
     return JobCheckpoints(
         newest=past.newest,
-        tried=past.tried,
-        done=past.done,
+        last_tried_step=past.tried,
+        final_abandoned=past.done,
         corrupt_steps=set(past.corrupt_steps),
         writing=writing,
         exported_step=past.exported_step,
     )
 
 
-def _once(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
+def _cached(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
     """What is made of a large value that does not change, for as long as it is the same one."""
-    cached = c.made.get(name)
+    cached = c.cached_parts.get(name)
     if cached is None or cached[0] is not value:
-        cached = c.made[name] = (value, make(value))
+        cached = c.cached_parts[name] = (value, make(value))
     return cached[1]
 
 
-def _alike(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
+def _cached_equal(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
     """The same of what was gathered just for this: made once for as long as it is equal."""
-    cached = c.made.get(name)
-    return _once(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
+    cached = c.cached_parts.get(name)
+    return _cached(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
 
 
-def _but_its_pipelines(plan: Plan) -> dict[str, Any]:
+def _without_pipelines(plan: Plan) -> dict[str, Any]:
     """Which are a part of their own, as those of the plan before may be."""
     return {
         field.name: getattr(plan, field.name)
@@ -177,14 +177,14 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
         "resumed_generation": resumption.generation,
         "resumed_step": resumption.step,
         "resumed_vote": resumption.vote,
-        "resumed_ready": _once(c, "ready", resumption.ready, _pairs),
+        "resumed_ready": _cached(c, "ready", resumption.ready, _pairs),
         "pipelines": resumption.plan.pipelines,
-        "plan": _once(c, "plan", resumption.plan, _but_its_pipelines),
+        "plan": _cached(c, "plan", resumption.plan, _without_pipelines),
         "resumed_lineage": resumption.lineage,
         "resumed_restore": resumption.restore,
         "resumed_protection": resumption.protection,
-        "resumed_wish": resumption.wish,
-        "resumed_ready_parts": _once(c, "ready_parts", resumption.ready_parts, _pairs),
+        "resumed_wish": resumption.requested_protection,
+        "resumed_ready_parts": _cached(c, "ready_parts", resumption.ready_parts, _pairs),
         "resumed_held_parts": resumption.held_parts,
         "resumed_replica_peers": dict(resumption.replica_peers),
         "resumed_evaluated": resumption.evaluated,
@@ -207,7 +207,7 @@ def write(c: Cluster) -> dict[str, Any]:
         "lacking": paused.reason if paused is not None else "",
         "giving_up": paused is not None and paused.pause_limited,
         "raised": c.raised,
-        "raising": c.raising,
+        "raising": c.repeated_error,
         "last_failure": c.last_failure,
         "job": c.job,
         "profiled": c.profiled,
@@ -220,9 +220,9 @@ def write(c: Cluster) -> dict[str, Any]:
         "templates_for": max(c.templates_for, c.templates_before),
         "exposure": msgspec.to_builtins(c.exposure),
         "snapshot": c.snapshots.newest,
-        "snapshot_behind": c.snapshots.behind,
-        "snapshot_asked": c.snapshots.asked
-        or (c.snapshots.pending is not None and c.snapshots.pending.asked),
+        "snapshot_behind": c.snapshots.last_order_step,
+        "snapshot_asked": c.snapshots.user_requested
+        or (c.snapshots.pending is not None and c.snapshots.pending.user_requested),
         "lineage": c.lineage,
         "persisting": _persisting(c),
     }
@@ -231,15 +231,14 @@ def write(c: Cluster) -> dict[str, Any]:
         state["attempt"] = {
             "generation": phase.generation,
             "mode": phase.mode if isinstance(phase, Quiescing | Planning) else "abort",
-            "kept": sorted(group.kept) if group is not None else [],
-            "kept_for": list(group.kept_for) if group is not None else [],
+            "kept": sorted(group.required_draining) if group is not None else [],
+            "kept_for": list(group.required_draining_layers) if group is not None else [],
             "resume_sent": group is not None,
             "sources": [] if isinstance(phase, Quiescing) else list(phase.sources),
         }
-        state["members"] = members = _alike(c, "members", c.members.copy(), sorted)
-        # Earlier versions of the program read ``expected`` of a group, too.
+        state["members"] = members = _cached_equal(c, "members", c.members.copy(), sorted)
         expected = members if isinstance(phase, TrainingGroup) else list(phase.expected)
-        state["expected"] = _alike(c, "expected", expected, list)
+        state["expected"] = _cached_equal(c, "expected", expected, list)
     if record is not None:
         state["recovery"], state["before"] = _recovery(record), record.before
     if resumption is not None:
@@ -273,7 +272,7 @@ def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[s
     generation = durable.get("generation")
     if not isinstance(generation, int):
         return durable
-    return beyond(durable, generation + UNSEEN * (1 + incarnation % UNSEEN_RANGES))
+    return raise_generation(durable, generation + UNSEEN * (1 + incarnation % UNSEEN_RANGES))
 
 
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
@@ -282,17 +281,17 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
     :raises JournalError: the journal does not fit this program.
     """
     schema = durable.get("schema") if isinstance(durable, dict) else None
-    if isinstance(schema, int) and (problem := unreadable(schema, PROTOCOL)):
+    if isinstance(schema, int) and (problem := incompatibility(schema, PROTOCOL)):
         raise JournalError(problem)
     try:
-        journal = msgspec.convert(put_together(durable) if schema != 1 else durable, JournalState)
+        journal = msgspec.convert(assemble(durable), JournalState)
     except ValueError as error:
         raise JournalError(f"the coordinator's journal cannot be read: {error}") from error
     c = Cluster(
         timing=timing,
         generation=journal.generation,
         raised=journal.raised,
-        raising=journal.raising,
+        repeated_error=journal.raising,
         last_failure=journal.last_failure,
         job=journal.job,
         profiled=journal.profiled,
@@ -303,14 +302,14 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
             step_s=journal.step_s,
             evaluated=journal.evaluated,
         ),
-        restored=True,
+        from_journal=True,
         at=at,
         templates_before=journal.templates_for,
         snapshots=JobSnapshots(
             newest=journal.snapshot,
-            behind=journal.snapshot_behind,
+            last_order_step=journal.snapshot_behind,
             urgent=True,
-            asked=journal.snapshot_asked,
+            user_requested=journal.snapshot_asked,
         ),
         checkpoints=_read_persisting(journal.persisting, at),
         lineage=journal.lineage,
@@ -341,8 +340,8 @@ def _read_generation(c: Cluster, journal: JournalState) -> None:
             restore=journal.resumed_restore,
             ready_parts=dict(journal.resumed_ready_parts),
             held_parts=journal.resumed_held_parts,
-            protection=journal.resumed_protection or _given(journal),
-            wish=journal.resumed_wish,
+            protection=journal.resumed_protection,
+            requested_protection=journal.resumed_wish,
             replica_peers=journal.resumed_replica_peers,
             evaluated=journal.resumed_evaluated,
         )
@@ -363,9 +362,9 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
         rolled_back_steps=old.rolled_back_steps,
         tier=old.tier,
         before=old.before,
-        quiesced_at=_past(old.quiesced_at, at),
-        planned_at=_past(old.planned_at, at),
-        resumed_at=_past(old.resumed_at, at),
+        quiesced_at=_not_after(old.quiesced_at, at),
+        planned_at=_not_after(old.planned_at, at),
+        resumed_at=_not_after(old.resumed_at, at),
     )
 
 
@@ -399,8 +398,8 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
             "members": set(past.members),
             "resumption": resumption,
             "planned": resumption.plan.nodes,
-            "kept": frozenset(past.kept),
-            "kept_for": past.kept_for,
+            "required_draining": frozenset(past.kept),
+            "required_draining_layers": past.kept_for,
             "sources": past.sources,
         }
         if phase is ClusterPhase.RUNNING:
@@ -414,13 +413,8 @@ def _read_state(journal: JournalState, resumption: Resumption | None, at: float)
     )
 
 
-def _past(moment: float | None, at: float) -> float | None:
+def _not_after(moment: float | None, at: float) -> float | None:
     return None if moment is None else min(moment, at)
-
-
-def _given(journal: JournalState) -> str:
-    """By the job, where an older program wrote the journal."""
-    return journal.job.snapshot.protection if journal.job is not None else "none"
 
 
 def _read_node(name: str, record: NodeRecord, at: float) -> NodeMachine:

@@ -9,19 +9,19 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-REPEATED = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
+REPEATABLE = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
 """Events about what others say, and may say again and again: published now and then, and not kept."""
-OF_THE_MOMENT = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
+PROCESS_EVENTS = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
 """Events about the process that publishes them, with which nothing was decided."""
 OUTBOX = "unpublished_events"
 """Key of the outbox in the durable state, whose other keys are the machine's."""
-MOST = 2_000
+MAX_EVENTS = 2_000
 """Most events that are kept, the newest; so many come together when a thousand nodes do."""
 
 
-def is_kept(name: str) -> bool:
+def is_journaled(name: str) -> bool:
     """Return whether an event of this name is in the journal before it is published."""
-    return name not in REPEATED and name not in OF_THE_MOMENT
+    return name not in REPEATABLE and name not in PROCESS_EVENTS
 
 
 class EventOutbox(Generic[T]):
@@ -34,7 +34,7 @@ class EventOutbox(Generic[T]):
     def add(self, number: str, event: T) -> None:
         """Add an event that was decided, under its identifier."""
         self._events[number] = event
-        if len(self._events) > MOST:
+        if len(self._events) > MAX_EVENTS:
             del self._events[next(iter(self._events))]
         self._entries = ()
 

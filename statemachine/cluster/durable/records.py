@@ -163,7 +163,7 @@ class JournalState:
     resumed_evaluated: int = 0
 
 
-def put_together(durable: Any) -> dict[str, Any]:
+def assemble(durable: Any) -> dict[str, Any]:
     """The durable state as ``JournalState`` has it, with a row for each node, of ``JournalParts``.
 
     :raises ValueError: these are not there, or the nodes' not of one length.

@@ -62,7 +62,7 @@ def note_snapshot(c: Cluster, *, stall_s: float) -> None:
     _choose(c, step_s, max(median(costs.stall_s), slower_s))
 
 
-def begin_anew(c: Cluster) -> None:
+def restart_measurements(c: Cluster) -> None:
     """A generation begins: other stages, other costs. Until they are known the old ones count."""
     keeping = c.snapshots
     keeping.costs = SnapshotCosts()

@@ -11,7 +11,7 @@ from statemachine.cluster.phases import Running
 from statemachine.cluster.snapshots import intervals
 from statemachine.cluster.snapshots.protections import AUTO
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
-from statemachine.cluster.snapshots.snapshots import give_up, whole
+from statemachine.cluster.snapshots.snapshots import abandon, is_whole
 from statemachine.cluster.state import SNAPSHOT, Cluster
 from statemachine.events import SnapshotRequested
 from statemachine.messages.cluster import TakeSnapshot
@@ -29,8 +29,8 @@ def reconcile(c: Cluster, group: Running) -> None:
         and not keeping.pending.last
         and group.all_finished
     ):
-        give_up(c, "the last step came first")
-    if c.recovery is not None or keeping.pending is not None or not c.connected or not _time(c):
+        abandon(c, "the last step came first")
+    if c.recovery is not None or keeping.pending is not None or not c.connected or not _is_due(c):
         return
     newest = keeping.newest
     # Also an idle buddy: it has no more slots than others.
@@ -49,33 +49,33 @@ def reconcile(c: Cluster, group: Running) -> None:
         ordered=asked,
         last=last,
         urgent=keeping.urgent,
-        asked=keeping.asked,
+        user_requested=keeping.user_requested,
     )
-    keeping.behind, keeping.urgent, keeping.asked = known, False, False
+    keeping.last_order_step, keeping.urgent, keeping.user_requested = known, False, False
     c.send_all((c.nodes[name] for name in asked), TakeSnapshot(generation=group.generation, after_step=known))
     c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
 
 
-def _time(c: Cluster) -> bool:
+def _is_due(c: Cluster) -> bool:
     """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
     keeping, job, known = c.snapshots, c.current_job, c.progress.known_step
     if c.ended:
         there = keeping.newest is not None and keeping.newest.step >= job.steps
-        return known >= job.steps and last_wanted(c) and not there
-    if known + 1 >= job.steps or known <= keeping.behind:
+        return known >= job.steps and last_checkpoint_missing(c) and not there
+    if known + 1 >= job.steps or known <= keeping.last_order_step:
         return False
     newest, every_steps = keeping.newest, intervals.every_steps(c, job)
-    urgent = newest is not None and keeping.urgent and not whole(c, newest) and not job.snapshot.paused
-    if keeping.asked or urgent:
+    urgent = newest is not None and keeping.urgent and not is_whole(c, newest) and not job.snapshot.paused
+    if keeping.user_requested or urgent:
         # Where one after the other is given up, training is to go on beside.
-        return known >= keeping.behind + min(1 << keeping.misses, every_steps)
-    return not job.snapshot.paused and known >= keeping.behind + every_steps
+        return known >= keeping.last_order_step + min(1 << keeping.abandoned_in_a_row, every_steps)
+    return not job.snapshot.paused and known >= keeping.last_order_step + every_steps
 
 
-def last_wanted(c: Cluster) -> bool:
+def last_checkpoint_missing(c: Cluster) -> bool:
     """All steps are done, and the state behind the last one has yet to be written to a checkpoint."""
     job, persisting = c.job, c.checkpoints
-    if job is None or job.checkpoint.every_steps < 1 or persisting.done or not c.ended:
+    if job is None or job.checkpoint.every_steps < 1 or persisting.final_abandoned or not c.ended:
         return False
     return persisting.last_step < job.steps
 
@@ -83,7 +83,7 @@ def last_wanted(c: Cluster) -> bool:
 # --- what users want of a running job: one now, another interval, another protection --------------
 
 
-def requested(c: Cluster, event: SnapshotRequested) -> None:
+def take_request(c: Cluster, event: SnapshotRequested) -> None:
     """Journaled with the job, so a coordinator that comes back knows it."""
     job = c.job
     if job is None or not c.active:
@@ -104,7 +104,7 @@ def requested(c: Cluster, event: SnapshotRequested) -> None:
     if event.protection is not None:
         said.append(_set_protection(c, event.protection))
     if event.now:
-        c.snapshots.asked, c.dirty = True, True
+        c.snapshots.user_requested, c.dirty = True, True
         c.persist()
         said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
     c.answer(event.request, True, "; ".join(said) or "nothing was asked for")

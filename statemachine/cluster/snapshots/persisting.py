@@ -16,10 +16,10 @@ import hashlib
 from planner.values import ModelProfile
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Running
-from statemachine.cluster.snapshots.orders import last_wanted
+from statemachine.cluster.snapshots.orders import last_checkpoint_missing
 from statemachine.cluster.snapshots.snapshot_state import CheckpointWrite
 from statemachine.cluster.snapshots.snapshots import holders
-from statemachine.cluster.state import FINISH, PERSIST, Cluster, who
+from statemachine.cluster.state import FINISH, PERSIST, Cluster, join_names
 from statemachine.effects import AbandonCheckpoint, CommitCheckpoint, ExportCheckpoint
 from statemachine.events import (
     CheckpointCommitFailed,
@@ -43,7 +43,9 @@ def attempt_of(job: Job, record: Snapshot) -> str:
     return f"{record.generation}_{record.step}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
 
 
-def shared(record: Snapshot, owners: tuple[str, ...], profile: ModelProfile) -> dict[str, tuple[int, ...]]:
+def share_layers(
+    record: Snapshot, owners: tuple[str, ...], profile: ModelProfile
+) -> dict[str, tuple[int, ...]]:
     """Each layer for one of those of its owners that are here, so that all write about as many bytes.
 
     A layer that none of them owns is left out.
@@ -71,18 +73,18 @@ def reconcile(c: Cluster) -> None:
     writing, newest = c.checkpoints.writing, c.snapshots.newest
     if not c.connected:
         return  # nobody can be heard, so nobody is gone
-    _watch_the_end(c)
+    _limit_end(c)
     if writing is not None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
         if gone and not writing.committing:
-            give_up(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
-    elif newest is not None and isinstance(c.state, Running) and _time(c, newest):
+            abandon(c, f"{', '.join(gone)} is gone, which held a part of the snapshot")
+    elif newest is not None and isinstance(c.state, Running) and _is_due(c, newest):
         _begin(c, newest)
 
 
-def _watch_the_end(c: Cluster) -> None:
+def _limit_end(c: Cluster) -> None:
     """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
-    if not isinstance(c.state, Running) or not (last_wanted(c) or last_export_wanted(c)):
+    if not isinstance(c.state, Running) or not (last_checkpoint_missing(c) or last_export_missing(c)):
         c.cancel_timer(FINISH)
     elif FINISH not in c.due:
         c.set_timer(FINISH, _finish_limit_s(c))
@@ -99,10 +101,10 @@ def _is_gone(c: Cluster, writing: CheckpointWrite, name: str) -> bool:
     return not here and name not in writing.files
 
 
-def _time(c: Cluster, newest: Snapshot) -> bool:
+def _is_due(c: Cluster, newest: Snapshot) -> bool:
     """Far enough behind the last one, and whole; the last step's also where a node is gone that held it."""
     persisting, job = c.checkpoints, c.current_job
-    if job.checkpoint.every_steps < 1 or newest.step <= persisting.tried:
+    if job.checkpoint.every_steps < 1 or newest.step <= persisting.last_tried_step:
         return False
     if newest.step >= job.steps:
         return newest.step > persisting.last_step
@@ -114,10 +116,10 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     job, profiled, persisting = c.current_job, c.profiled, c.checkpoints
     assert profiled is not None, "a job that trains was measured"
     owners = holders(c, newest)
-    shares = shared(newest, owners, profiled.profile)
-    persisting.tried = newest.step
+    shares = share_layers(newest, owners, profiled.profile)
+    persisting.last_tried_step = newest.step
     if sum(map(len, shares.values())) < newest.groups[-1].end_layer:
-        _tell_given_up(c, newest, "nobody is left who held some of its layers")
+        _publish_abandoned(c, newest, "nobody is left who held some of its layers")
         return
     persisting.writing = CheckpointWrite(
         record=newest,
@@ -129,11 +131,11 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     )
     c.persist()
     for name in shares:
-        order(c, c.nodes[name])
+        send_order(c, c.nodes[name])
     c.set_timer(PERSIST, c.timing.persist_s)
     c.emit(
         "CheckpointStarted",
-        f"{who(list(shares))} write the state behind step {newest.step} to {job.checkpoint.url}",
+        f"{join_names(list(shares))} write the state behind step {newest.step} to {job.checkpoint.url}",
         step=newest.step,
         url=job.checkpoint.url,
         layers={name: len(share) for name, share in shares.items()},
@@ -145,7 +147,7 @@ def _server(node: NodeMachine) -> str:
     return f"{node.facts.host}:{node.facts.snapshot_port}"
 
 
-def order(c: Cluster, node: NodeMachine) -> None:
+def send_order(c: Cluster, node: NodeMachine) -> None:
     """Send a node the order to write its share."""
     job, writing = c.current_job, c.checkpoints.writing
     assert writing is not None, "one is being written"
@@ -163,13 +165,13 @@ def order(c: Cluster, node: NodeMachine) -> None:
     )
 
 
-def repeat(c: Cluster, node: NodeMachine, signal: Hello) -> None:
+def repeat_order(c: Cluster, node: NodeMachine, signal: Hello) -> None:
     """It may have missed its order; what it has done it says itself."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or signal.job_id != job.job_id:
         return
     if node.name in writing.shares and node.name not in writing.files and not _is_gone(c, writing, node.name):
-        order(c, node)
+        send_order(c, node)
 
 
 # --- what becomes of it --------------------------------------------------------------------------
@@ -193,7 +195,7 @@ def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> No
         c.ignore("a LayersPersisted that nobody waits for", node.name)
         return
     if tuple(file.layer for file in signal.layers) != writing.shares[node.name]:
-        give_up(c, f"{node.name} wrote other layers than it was asked for")
+        abandon(c, f"{node.name} wrote other layers than it was asked for")
         return
     writing.files[node.name] = signal.layers
     if all_written(writing):
@@ -217,12 +219,12 @@ def all_written(writing: CheckpointWrite) -> bool:
 
 def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) -> None:
     if _concerns(c, node, signal):
-        give_up(c, f"{node.name}: {signal.detail}")
+        abandon(c, f"{node.name}: {signal.detail}")
     else:
         c.ignore("a PersistFailed that nobody waits for", node.name)
 
 
-def written(c: Cluster, event: CheckpointCommitted) -> None:
+def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
     """The manifest is there: so is the checkpoint."""
     writing, persisting = c.checkpoints.writing, c.checkpoints
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
@@ -251,37 +253,37 @@ def written(c: Cluster, event: CheckpointCommitted) -> None:
     _unpin(c, record)
 
 
-def commit_failed(c: Cluster, event: CheckpointCommitFailed) -> None:
+def take_commit_failed(c: Cluster, event: CheckpointCommitFailed) -> None:
     writing = c.checkpoints.writing
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
         c.checkpoints.unanswered.pop(event.attempt, None)
         c.ignore("no commit of a checkpoint that was given up")
         return
     writing.committing = False
-    give_up(c, event.detail)
+    abandon(c, event.detail)
 
 
 def overdue(c: Cluster) -> None:
     writing = c.checkpoints.writing
     if writing is not None and writing.committing:
-        give_up(
+        abandon(
             c, f"every layer is written, and the commit did not end in {c.timing.checkpoint_location_s:g} s"
         )
     elif writing is not None:
         late = [name for name in writing.shares if name not in writing.files]
-        give_up(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
+        abandon(c, f"{', '.join(late)} did not write the layers in {c.timing.persist_s:g} s")
 
 
 def end_overdue(c: Cluster) -> None:
     """The last step's checkpoint, or its export, is not there in time: the job ends without it."""
     persisting = c.checkpoints
     export_overdue(c, _finish_limit_s(c))
-    if not last_wanted(c):
+    if not last_checkpoint_missing(c):
         return
     why = f"it is not complete {_finish_limit_s(c):g} s after the last step"
-    give_up(c, why)
-    if not persisting.done:
-        persisting.done = c.dirty = True
+    abandon(c, why)
+    if not persisting.final_abandoned:
+        persisting.final_abandoned = c.dirty = True
         c.persist()
         last_complete_step = persisting.newest.step if persisting.newest is not None else None
         c.emit(
@@ -291,7 +293,7 @@ def end_overdue(c: Cluster) -> None:
         )
 
 
-def give_up(c: Cluster, why: str) -> None:
+def abandon(c: Cluster, why: str) -> None:
     """Nothing of it counts; the next snapshot is tried."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None:
@@ -303,13 +305,13 @@ def give_up(c: Cluster, why: str) -> None:
     ordered = [c.nodes[name] for name in writing.shares if name in c.nodes and c.nodes[name].alive]
     c.send_all(ordered, CancelPersist(job_id=job.job_id, attempt=writing.attempt))
     c.out.append(AbandonCheckpoint(cause=c.cause, job=job, attempt=writing.attempt, step=writing.record.step))
-    _tell_given_up(c, writing.record, why)
+    _publish_abandoned(c, writing.record, why)
     _unpin(c, writing.record)
 
 
-def _tell_given_up(c: Cluster, record: Snapshot, why: str) -> None:
+def _publish_abandoned(c: Cluster, record: Snapshot, why: str) -> None:
     persisting, job = c.checkpoints, c.current_job
-    persisting.done = persisting.done or record.step >= job.steps
+    persisting.final_abandoned = persisting.final_abandoned or record.step >= job.steps
     c.persist()
     newest = persisting.newest
     last_complete_step = newest.step if newest is not None else None
@@ -331,24 +333,24 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
 # --- beginnings and ends -------------------------------------------------------------------------
 
 
-def restarted(c: Cluster) -> None:
+def abandon_after_restart(c: Cluster) -> None:
     """The answers that came before the crash are lost with it."""
     if c.checkpoints.writing is not None:
-        give_up(c, "the coordinator was restarted")
+        abandon(c, "the coordinator was restarted")
 
 
-def ended(c: Cluster) -> None:
+def abandon_at_end(c: Cluster) -> None:
     """The job is over, whatever became of it."""
-    give_up(c, "the job is over")
+    abandon(c, "the job is over")
 
 
-def rolled_back(c: Cluster, checkpoint: Checkpoint) -> None:
+def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
     """Everybody goes back to this one: what was written or tried behind it never was."""
     persisting = c.checkpoints
-    give_up(c, f"everybody goes back to step {checkpoint.step}")
-    persisting.newest, persisting.tried = checkpoint, checkpoint.step
+    abandon(c, f"everybody goes back to step {checkpoint.step}")
+    persisting.newest, persisting.last_tried_step = checkpoint, checkpoint.step
     persisting.exported_step = min(persisting.exported_step, checkpoint.step)
-    persisting.done = persisting.impatient = False
+    persisting.final_abandoned = persisting.wait_over = False
     # What may be committed yet is of steps that are undone.
     persisting.corrupt_steps |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
 
@@ -377,13 +379,13 @@ def _export_due(c: Cluster) -> bool:
     return newest.step - exported_step >= job.checkpoint.huggingface_every_steps or newest.step >= job.steps
 
 
-def last_export_wanted(c: Cluster) -> bool:
+def last_export_missing(c: Cluster) -> bool:
     """Return whether all steps are done, and the checkpoint of the last one has yet to be exported."""
     job, newest = c.job, c.checkpoints.newest
     return job is not None and c.ended and newest is not None and newest.step >= job.steps and _export_due(c)
 
 
-def exported(c: Cluster, event: ExportCompleted) -> None:
+def take_exported(c: Cluster, event: ExportCompleted) -> None:
     """Take word that an export is complete."""
     if not _concerns_export(c, event.job_id, event.step):
         c.ignore("an export that nobody waits for")
@@ -399,22 +401,22 @@ def exported(c: Cluster, event: ExportCompleted) -> None:
     )
 
 
-def export_failed(c: Cluster, event: ExportFailed) -> None:
+def take_export_failed(c: Cluster, event: ExportFailed) -> None:
     """Take word that an export cannot be; the next checkpoint that is due is tried."""
     if not _concerns_export(c, event.job_id, event.step):
         c.ignore("a failed export that nobody waits for")
         return
-    _give_up_export(c, event.step, event.detail)
+    _abandon_export(c, event.step, event.detail)
 
 
 def export_overdue(c: Cluster, limit_s: float) -> None:
     """The last step's export is not there in time: the job ends without it."""
-    if last_export_wanted(c) and c.checkpoints.newest is not None:
+    if last_export_missing(c) and c.checkpoints.newest is not None:
         step = c.checkpoints.newest.step
-        _give_up_export(c, step, f"it is not complete {limit_s:g} s after the last step")
+        _abandon_export(c, step, f"it is not complete {limit_s:g} s after the last step")
 
 
-def _give_up_export(c: Cluster, step: int, why: str) -> None:
+def _abandon_export(c: Cluster, step: int, why: str) -> None:
     job = c.current_job
     _end_export(c, step)
     c.emit("CheckpointExportFailed", why, step=step, directory=job.checkpoint.huggingface_directory)

@@ -17,12 +17,12 @@ from statemachine.messages.values import ProtectionChoice, ProtectionRequest
 AUTO = "auto"
 
 
-def wish_of(c: Cluster) -> str:
+def requested_protection(c: Cluster) -> str:
     """A scheme, or ``auto``."""
     return AUTO if c.current_job.snapshot.auto_protection else c.current_job.snapshot.protection
 
 
-def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
+def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
     """What a plan on these nodes is asked for; ``None``: there is nothing to protect."""
     job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
@@ -36,15 +36,15 @@ def wanted(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
     )
 
 
-def overdue(c: Cluster, group: Running) -> bool:
+def request_changed(c: Cluster, group: Running) -> bool:
     """The group that trains was planned with another wish, and has steps left to profit from a new one."""
-    job, wish = c.current_job, group.resumption.wish
+    job, wish = c.current_job, group.resumption.requested_protection
     if not wish:
         return False
-    return wish != wish_of(c) and not group.finished and c.progress.known_step + 1 < job.steps
+    return wish != requested_protection(c) and not group.finished and c.progress.known_step + 1 < job.steps
 
 
-def settled(c: Cluster, choice: ProtectionChoice | None) -> str:
+def adopt_protection(c: Cluster, choice: ProtectionChoice | None) -> str:
     """The scheme of the plan that is here. Told where it is another one than before, or was not given."""
     job, last = c.current_job, c.resumption
     policy = job.snapshot
@@ -63,5 +63,5 @@ def settled(c: Cluster, choice: ProtectionChoice | None) -> str:
             by="auto" if policy.auto_protection else "fallback" if choice.fallback else "user",
         )
     if before is not None and choice.scheme != before and not policy.paused:
-        c.snapshots.asked = True  # The newest snapshot is still protected as before.
+        c.snapshots.user_requested = True  # The newest snapshot is still protected as before.
     return choice.scheme

@@ -15,7 +15,7 @@ from statemachine.messages.values import HeldSnapshot, Snapshot
 BUDDY = "buddy"
 
 
-def buddies_of(plan: Plan, protection: str, able: Collection[str]) -> dict[str, str]:
+def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> dict[str, str]:
     """Owner → buddy; who is not named has none.
 
     :param able: nodes that are here and serve snapshots, idle ones too.
@@ -33,7 +33,7 @@ def buddies_of(plan: Plan, protection: str, able: Collection[str]) -> dict[str, 
     return chosen
 
 
-def able(c: Cluster, members: Collection[str]) -> list[str]:
+def eligible_peers(c: Cluster, members: Collection[str]) -> list[str]:
     """Those of ``members`` that may keep copies."""
     here = [c.nodes[name] for name in sorted(members)]
     return [n.name for n in here if n.alive and n.draining is None and n.facts.snapshot_port > 0]
@@ -49,7 +49,7 @@ def same_snapshot(held: HeldSnapshot, key: HeldSnapshot) -> bool:
     return (held.job_id, held.step, held.generation) == (key.job_id, key.step, key.generation)
 
 
-def copies(c: Cluster, record: Snapshot, key: HeldSnapshot, *, failures: int = 0) -> dict[str, str]:
+def held_copies(c: Cluster, record: Snapshot, key: HeldSnapshot, *, failures: int = 0) -> dict[str, str]:
     """Owner → buddy, where the buddy is here and holds the copy; see ``snapshots.holders``."""
     found = {}
     for owner, buddy in record.replica_peers.items():

@@ -25,7 +25,7 @@ class PendingSnapshot:
     """Of the last step, whose trainers are done."""
     urgent: bool = False
     """It was ordered because the newest one lacks a part."""
-    asked: bool = False
+    user_requested: bool = False
     """It was ordered because a user wants one."""
     step: int | None = None
     """Of which it is; known when the first node began."""
@@ -57,18 +57,18 @@ class JobSnapshots:
     newest: Snapshot | None = None
     """Complete everywhere."""
     pending: PendingSnapshot | None = None
-    behind: int = 0
+    last_order_step: int = 0
     """The newest committed step when the last one was ordered."""
-    over: int = 0
+    last_abandoned_step: int = 0
     """Step of the last one given up under this generation."""
     urgent: bool = False
     """The newest may lack a part: one that does is replaced at once."""
-    asked: bool = False
+    user_requested: bool = False
     """A user wants one now."""
-    misses: int = 0
+    abandoned_in_a_row: int = 0
     """So many in a row were given up under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
-    owed: set[str] = field(default_factory=set)
+    retain_unconfirmed: set[str] = field(default_factory=set)
     """Nodes whose last heartbeats named another one as kept than the newest."""
     measured: SnapshotCost | None = None
     """What the interval was last chosen for, by this process."""
@@ -100,17 +100,17 @@ class JobCheckpoints:
     newest: Checkpoint | None = None
     """Last committed, or gone on from."""
     writing: CheckpointWrite | None = None
-    tried: int = 0
+    last_tried_step: int = 0
     """Step of the last snapshot of which one was begun."""
-    done: bool = False
+    final_abandoned: bool = False
     """The last step's was given up: the job ends without it."""
     corrupt_steps: set[int] = field(default_factory=set)
     """Steps of those that turned out to be damaged."""
-    impatient: bool = False
+    wait_over: bool = False
     """Nobody came who may hold a later state: the next one is gone on from."""
-    refused_at: float | None = None
+    unreadable_since: float | None = None
     """When the place could not be read for the first time since a step was committed."""
-    again_at: float = 0.0
+    retry_at: float = 0.0
     """It is not looked at before this."""
     unanswered: dict[str, int] = field(default_factory=dict)
     """Steps by attempt whose commit was given up before its end was heard of: they may be there yet."""

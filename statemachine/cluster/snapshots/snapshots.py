@@ -13,14 +13,14 @@ from statemachine.cluster.node import NodeEvent, NodeMachine
 from statemachine.cluster.phases import Running
 from statemachine.cluster.progress import learn, publish_steps
 from statemachine.cluster.snapshots import intervals
-from statemachine.cluster.snapshots.replica_peers import copies, copy_of, same_snapshot
+from statemachine.cluster.snapshots.replica_peers import copy_of, held_copies, same_snapshot
 from statemachine.cluster.snapshots.snapshot_state import PendingSnapshot
-from statemachine.cluster.state import SNAPSHOT, Cluster, who
+from statemachine.cluster.state import SNAPSHOT, Cluster, join_names
 from statemachine.messages.cluster import Heartbeat, Hello, RetainSnapshot, SnapshotCompleted
 from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
-FEW = 8
+FEW_SHARE = 8
 """Less than one node in so many."""
 
 
@@ -66,16 +66,16 @@ def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ..
     return tuple(n.name for n in here if n.alive and key in n.snapshots and n.part_failures[key] <= failures)
 
 
-def whole(c: Cluster, record: Snapshot) -> bool:
+def is_whole(c: Cluster, record: Snapshot) -> bool:
     """Everybody who kept a part of it, or a copy of one, is here and has it."""
-    owners, kept = holders(c, record), copies(c, record, key_of(c, record))
+    owners, kept = holders(c, record), held_copies(c, record, key_of(c, record))
     return len(owners) == len(record.owners) and kept == record.replica_peers
 
 
 # --- one snapshot's life -------------------------------------------------------------------------
 
 
-def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
+def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
     """Is this about the snapshot under way, or about one that may be taken up?
 
     A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
@@ -84,7 +84,7 @@ def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
     keeping, group, job = c.snapshots, c.state, c.job
     if not isinstance(group, Running) or job is None or node.name not in group.planned:
         return False
-    over = max(keeping.over, keeping.newest.step if keeping.newest is not None else 0)
+    over = max(keeping.last_abandoned_step, keeping.newest.step if keeping.newest is not None else 0)
     if generation != group.generation or job.snapshot.every_steps < 1 or step <= over:
         return False
     underway = keeping.pending
@@ -93,20 +93,20 @@ def _fits(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
     ):
         return False
     if underway is not None and underway.step is not None and step > underway.step:
-        give_up(c, f"one of step {step} has begun")
+        abandon(c, f"one of step {step} has begun")
         underway = None
     if underway is None:
         underway = keeping.pending = PendingSnapshot(
             generation=generation, after_step=step - 1, began_at=c.at
         )
-        keeping.behind = max(keeping.behind, step - 1)
+        keeping.last_order_step = max(keeping.last_order_step, step - 1)
         c.set_timer(SNAPSHOT, c.timing.snapshot_limit_s(c.progress.step_s))
     underway.step = keeping.costs.last = step
     return True
 
 
 def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> None:
-    if not _fits(c, node, signal.generation, signal.step):
+    if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("a Snapping that nobody waits for", node.name)
         return
     underway = c.snapshots.pending
@@ -117,7 +117,7 @@ def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> Non
 
 def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> None:
     """With the last planned node's word the snapshot is complete everywhere."""
-    if not _fits(c, node, signal.generation, signal.step):
+    if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("a SnapshotCompleted that nobody waits for", node.name)
         return
     underway, job = c.snapshots.pending, c.current_job
@@ -131,19 +131,19 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
         c.persist()
         publish_steps(c)
         c.dirty = True
-    if everywhere(c, underway):
+    if is_complete_everywhere(c, underway):
         c.dirty = True
-        complete(c, underway, signal)
+        record_complete(c, underway, signal)
         c.persist()
     c.publish()
 
 
-def everywhere(c: Cluster, underway: PendingSnapshot) -> bool:
+def is_complete_everywhere(c: Cluster, underway: PendingSnapshot) -> bool:
     """Every planned node completed its part."""
     return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
 
 
-def complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -> None:
+def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -> None:
     """Complete everywhere: durable before anybody releases the one before."""
     job, resumption = c.current_job, c.resumption
     assert resumption is not None, "a group trains"
@@ -160,18 +160,19 @@ def complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -
     )
     c.snapshots.newest, c.snapshots.pending = record, None
     c.cancel_timer(SNAPSHOT)
-    c.snapshots.misses = 0
+    c.snapshots.abandoned_in_a_row = 0
     key = key_of(c, record)
     for node in c.alive():
         node.feed(NodeEvent.COMMITTED)
         node.snapshots = frozenset(held for held in node.snapshots if same_snapshot(held, key))
-    _say_keep(c, c.alive(), record)
+    _send_retain(c, c.alive(), record)
     for owner, buddy in record.replica_peers.items():
         c.nodes[buddy].snapshots |= {copy_of(key, owner)}
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.replica_peer]
     c.emit(
         "SnapshotCompleted",
-        f"the state behind step {record.step} is in the memory of {who(record.owners)}{_but(alone)}",
+        f"the state behind step {record.step} is in the memory of {join_names(record.owners)}"
+        f"{_unprotected_words(alone)}",
         step=record.step,
         generation=record.generation,
         protection=resumption.protection,
@@ -185,7 +186,7 @@ def complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -
     intervals.note_snapshot(c, stall_s=max(one.stall_s for one in said))
 
 
-def _but(alone: list[SnapshotGroup]) -> str:
+def _unprotected_words(alone: list[SnapshotGroup]) -> str:
     if not alone:
         return ""
     layers = ", ".join(f"{group.first_layer} to {group.end_layer - 1}" for group in alone)
@@ -193,10 +194,10 @@ def _but(alone: list[SnapshotGroup]) -> str:
 
 
 def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
-    if not _fits(c, node, signal.generation, signal.step):
+    if not _is_pending(c, node, signal.generation, signal.step):
         c.ignore("a SnapshotFailed that nobody waits for", node.name)
         return
-    _miss(c, f"{node.name}: {signal.detail}")
+    _abandon(c, f"{node.name}: {signal.detail}")
 
 
 def overdue(c: Cluster) -> None:
@@ -205,16 +206,16 @@ def overdue(c: Cluster) -> None:
     if underway is None:
         return
     missing = [name for name in c.planned if name not in underway.completed]
-    _miss(c, f"{', '.join(missing)} did not complete it in time")
+    _abandon(c, f"{', '.join(missing)} did not complete it in time")
 
 
-def _miss(c: Cluster, why: str) -> None:
+def _abandon(c: Cluster, why: str) -> None:
     """The last step's is not tried again: the job ends without its checkpoint."""
     underway, job = c.snapshots.pending, c.job
     last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
-    give_up(c, why)
+    abandon(c, why)
     if last and job is not None and job.checkpoint.every_steps > 0:
-        c.checkpoints.done = c.dirty = True
+        c.checkpoints.final_abandoned = c.dirty = True
         newest = c.checkpoints.newest
         c.emit(
             "CheckpointAbandoned",
@@ -226,16 +227,16 @@ def _miss(c: Cluster, why: str) -> None:
 
 def interrupt(c: Cluster, why: str) -> None:
     """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
-    give_up(c, why)
+    abandon(c, why)
     keeping = c.snapshots
-    keeping.over = keeping.misses = 0
-    keeping.behind = keeping.newest.step if keeping.newest is not None else 0
+    keeping.last_abandoned_step = keeping.abandoned_in_a_row = 0
+    keeping.last_order_step = keeping.newest.step if keeping.newest is not None else 0
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
-    intervals.begin_anew(c)
+    intervals.restart_measurements(c)
 
 
-def give_up(c: Cluster, why: str) -> None:
+def abandon(c: Cluster, why: str) -> None:
     """What nodes have of it counts for nothing; the one before is still complete everywhere.
 
     Why it was wanted at once is still so.
@@ -244,13 +245,14 @@ def give_up(c: Cluster, why: str) -> None:
     if underway is None:
         return
     keeping.pending, c.dirty = None, True
-    keeping.urgent, keeping.asked = keeping.urgent or underway.urgent, keeping.asked or underway.asked
-    keeping.misses += 1
+    keeping.urgent = keeping.urgent or underway.urgent
+    keeping.user_requested = keeping.user_requested or underway.user_requested
+    keeping.abandoned_in_a_row += 1
     c.cancel_timer(SNAPSHOT)
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
     if underway.step is not None:
-        keeping.over = max(keeping.over, underway.step)
+        keeping.last_abandoned_step = max(keeping.last_abandoned_step, underway.step)
     newest = keeping.newest
     c.emit(
         "SnapshotAbandoned",
@@ -267,7 +269,7 @@ def give_up(c: Cluster, why: str) -> None:
 
 def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     """A Hello names what the node's memory holds. Whether that is news about the newest snapshot."""
-    node.retained_step, node.greeted = None, True
+    node.retained_step, node.said_hello = None, True
     job, newest = c.job, c.snapshots.newest
     if job is None:
         return False
@@ -281,10 +283,10 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
     )
 
 
-def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
+def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     """Only a heartbeat behind a Hello counts: before it the node may have begun what we have yet to hear."""
     newest = c.snapshots.newest
-    if not node.greeted or not c.active:
+    if not node.said_hello or not c.active:
         return
     news, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
     # Only the last one's word is news to those who wait for it.
@@ -294,39 +296,39 @@ def take_kept(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if newest is None or not node.prepared:
         return
     if signal.retained_step != newest.step:
-        c.snapshots.owed.add(node.name)
+        c.snapshots.retain_unconfirmed.add(node.name)
     elif signal.corrupt_step == newest.step and not node.part_failures[key_of(c, newest)]:
         # A new one is wanted at once. For a rollback what is sound here still counts.
         node.part_failures[key_of(c, newest)] += 1
         c.snapshots.urgent = c.dirty = True
 
 
-def remind(c: Cluster) -> None:
+def repeat_retain(c: Cluster) -> None:
     """At every tick: whose heartbeat did not name the newest one is told again, together with the others."""
-    owed, c.snapshots.owed = c.snapshots.owed, set()
+    owed, c.snapshots.retain_unconfirmed = c.snapshots.retain_unconfirmed, set()
     newest = c.snapshots.newest
     if owed and newest is not None and c.active:
         named = [node for node in c.alive() if node.name in owed and node.prepared]
-        _say_keep(c, [node for node in named if node.retained_step != newest.step], newest)
+        _send_retain(c, [node for node in named if node.retained_step != newest.step], newest)
 
 
-def _say_keep(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
+def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
     """Not with every heartbeat: the answer takes a while. It names all parts and where they are; of a
     thousand nodes, a few are told one by one, since what is said to all the broker sends to all."""
     job, late = c.current_job, c.at - 2 * c.timing.heartbeat_s
-    due = [node for node in nodes if node.keep_said != record.step or node.keep_said_at <= late]
+    due = [node for node in nodes if node.retain_sent_step != record.step or node.retain_sent_at <= late]
     for node in due:
-        node.keep_said, node.keep_said_at = record.step, c.at
+        node.retain_sent_step, node.retain_sent_at = record.step, c.at
     if not due:
         return
     keep = RetainSnapshot(
         job_id=job.job_id,
         step=record.step,
-        pinned=pinned(c, record),
+        pinned=pinned_step(c, record),
         lineage=c.lineage,
         restore=_parts_of(c, record),
     )
-    if len(due) * FEW >= len(c.alive()):
+    if len(due) * FEW_SHARE >= len(c.alive()):
         c.send_all(due, keep)
     else:
         for node in due:
@@ -347,7 +349,7 @@ def _parts_of(c: Cluster, record: Snapshot) -> Restore:
     )
 
 
-def pinned(c: Cluster, record: Snapshot) -> int:
+def pinned_step(c: Cluster, record: Snapshot) -> int:
     """Step of the older snapshot that is being written to the disk; 0: there is none."""
     writing = c.checkpoints.writing
     return writing.record.step if writing is not None and writing.record.step < record.step else 0
