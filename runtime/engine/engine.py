@@ -1,14 +1,14 @@
-"""The state of one trainer and the training step with its commit (design §4).
+"""The state of one trainer, and the training step with its commit (design §4).
 
-A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three things is true, because that
-is what a quiesced trainer reports and what a recovery builds on:
+A step is COMPUTE, SYNC, VOTE, APPLY. The engine always knows which of three statements is true; a quiesced
+trainer reports it, and a recovery relies on it:
 
-* it holds the layers ``complete_layers`` at ``committed_step``, and nothing else is worth anything;
-* it also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE);
-* or it is inside APPLY, which nothing interrupts.
+* It holds ``complete_layers`` at ``committed_step``, and nothing else here is valid.
+* It also holds the complete, all-reduced gradients of ``ready_step`` = ``committed_step`` + 1 (at VOTE).
+* It is in APPLY, which nothing interrupts.
 
-Under ZeRO-1 (``sharding``) the rank also keeps parts of layers at ``committed_step``, whether these are
-complete or not: parameters are gathered behind the commit.
+Under ZeRO-1 (``sharding``) the rank also holds parts of layers at ``committed_step``, even if these layers
+are not complete: parameters are gathered after the commit.
 """
 
 import math
@@ -66,12 +66,12 @@ from storage.buckets import Bucket, derive_buckets
 
 
 class EngineError(RuntimeError):
-    """The control plane asked for something that contradicts the state here: a bug of ours."""
+    """An instruction that contradicts the state here: a bug in the control plane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryStats:
-    """What it took to be ready to train under a generation."""
+    """Costs of entering a generation."""
 
     bytes_moved: int
     rendezvous_s: float
@@ -82,20 +82,23 @@ class EntryStats:
 class StepResult:
     vote: Vote
     stop_requested: bool
-    """Somebody wants everybody to stop behind this step."""
+    """Whether any rank wants all ranks to stop after this step."""
     snapshot_requested: bool
-    """Somebody wants a snapshot of the state behind this step: ``begin_snapshot``."""
+    """Whether any rank wants a snapshot of the state after this step (``begin_snapshot``)."""
     step_s: float
     bubble_s: float
     microbatch_ms: float
-    """Computing alone, for one microbatch; 0 where this rank has none."""
+    """Time for computing one microbatch, without waits; 0 if this rank has none."""
     diverged: tuple[Divergence, ...] = ()
 
 
 class Engine:
-    """:param verified: another trainer compares the model's parts with the whole.
-    :param runtime: of ``device``; left out: the device's own.
-    :raises TrainingError: the user's training function or what it returns is at fault.
+    """The model, optimizer and step counter of one trainer.
+
+    :param verified: skip the comparison of the model's parts with the whole because another trainer makes
+        it.
+    :param runtime: the runtime of ``device``; by default one is created.
+    :raises TrainingError: the user's training function raised, or returned something invalid.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class Engine:
             )
         self.states = LayerStates(self.model, self.optimization)
         self.parked = ParkedLayers(self.model, self.optimization, self.states)
-        """Layers that are complete, in host memory."""
+        """Complete layers in host memory."""
         sampler = Sampler(len(training.dataset), data.global_batch, data.seed)
         dtype = PRECISIONS[data.precision].parameters
         self._held_out = make_held_out(training, data)
@@ -160,24 +163,24 @@ class Engine:
         )
         self._nominal_weight = self.model.nominal_weight * data.global_batch
         if self.model.nominal_weight != 1:
-            # A power of two does not round gradients, so losses are those of a loop without this factor.
+            # A power of two does not round gradients, so losses equal those of a loop without this factor.
             self._nominal_weight = 2.0 ** round(math.log2(self._nominal_weight))
         self.committed_step = 0
         self.ready_step: int | None = None
         self.vote: Vote | None = None
-        """Of ``committed_step``."""
+        """Vote of ``committed_step``."""
         self.evaluation: Evaluation | None = None
-        """Of the state after ``committed_step``, if the present group evaluated it."""
+        """Evaluation of the state after ``committed_step``, if the current group has made one."""
         self._evaluated = 0
         """The newest step whose evaluation is known."""
         self.complete_layers: set[int] = set(range(self.model.layer_count))
         self.lineage = 0
-        """Of the last Resume obeyed."""
+        """Lineage of the last Resume that was obeyed."""
         self.snapshots: SnapshotWriter | None = None
         self.owned_layers: frozenset[int] = frozenset()
         """Layers of this rank's stage in the newest generation; only these are kept up to date."""
         self._sharded = False
-        """This rank's stage shards: it has no layer whole."""
+        """Whether this rank's stage shards, so that the rank has no whole layer."""
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._communicator: Communicator | None = None
         self._gradients: GradientBuffers | None = None
@@ -187,10 +190,10 @@ class Engine:
         if training.on_step is not None:
             self._hook = StepHook(training.on_step, data.global_batch, monitor)
         self._calls_hook = False
-        """This rank calls it in the present generation."""
+        """Whether this rank calls the hook in the current generation."""
 
     def warm_up(self) -> None:
-        """Compile the layers where the job wants that, so that neither a step nor a recovery has to."""
+        """Compile the layers if the job compiles them, so that neither a step nor a recovery has to."""
         if self.data.compile:
             batch = first_batch(
                 self.model.training, self.data.microbatch_rows, PRECISIONS[self.data.precision].parameters
@@ -199,7 +202,7 @@ class Engine:
                 self.model.warm_up(to_device(batch, self.model.device), self.monitor.tick)
 
     def close(self) -> None:
-        """End the processes that read samples: another job's engine takes this one's place."""
+        """End the processes that read samples, because another job's engine replaces this one."""
         self._loader.close()
 
     # --- between generations ---------------------------------------------------------------------
@@ -207,17 +210,18 @@ class Engine:
     def commit_or_discard(
         self, step: int, vote: Vote | None, lineage: int = 0, refilled_layers: frozenset[int] = frozenset()
     ) -> None:
-        """Be at ``step``: apply the gradients that are ready, or discard what is in flight, or start anew.
+        """Move to ``step``: apply the gradients that are ready, discard the step in flight, or reset.
 
-        :param lineage: with another than its own, what is here is of a past that was undone.
-        :param again: layers that ``restore`` is about to fill; the memory of those that are here stays.
-        :raises EngineError: ``step`` is to be applied without its vote.
+        :param lineage: if it differs from the engine's, the state here belongs to a past that was undone.
+        :param refilled_layers: layers that ``restore`` is about to fill; the memory of those that are held
+            stays.
+        :raises EngineError: ``step`` must be applied, but its vote is missing.
         """
         if self.snapshots is not None:
             self.snapshots.finish()
         undone, self.lineage = lineage != self.lineage, lineage
         if undone:
-            self._start_anew(step, vote, refilled_layers)
+            self._reset(step, vote, refilled_layers)
         elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
                 raise EngineError(f"step {step} is to be applied, but its vote is missing")
@@ -225,26 +229,28 @@ class Engine:
         elif self.committed_step == step:
             self._discard()
         else:
-            # Fresh, or it was away: nothing here is of use, all of it comes from others.
-            self._start_anew(step, vote, refilled_layers)
+            # This trainer is new, or was absent: its state is outdated, and all of it comes from others.
+            self._reset(step, vote, refilled_layers)
         self._leave()
 
     def stage_layers(self, resume: ResumeRank) -> frozenset[int]:
-        """Of this rank's stage."""
-        return frozenset(self._seat(resume).layers)
+        """Return the layers of this rank's stage."""
+        return frozenset(self._assignment_of(resume).layers)
 
-    def _seat(self, resume: ResumeRank) -> RankAssignment:
+    def _assignment_of(self, resume: ResumeRank) -> RankAssignment:
         coupled = self.model.couples_rows
         return rank_assignment(resume.world, resume.rank, self.data.microbatch_rows, coupled=coupled)
 
     def restore(self, directory: Path, resume: ResumeRank) -> None:
-        """Behind ``commit_or_discard``: take the layers of this rank's stage that are staged there, and no others.
+        """After ``commit_or_discard``, restore the staged layers of this rank's stage and drop all others.
 
-        :raises StateError: they are not of this model. :raises StagingCorruptedError: they cannot be had from there.
-        Nothing is held then.
+        Nothing is held if this raises.
+
+        :raises StateError: the layers do not belong to this model.
+        :raises StagingCorruptedError: they cannot be read from there.
         """
         layers = self.stage_layers(resume)
-        self._start_anew(resume.step, resume.vote, layers)
+        self._reset(resume.step, resume.vote, layers)
         stage = stage_of(resume.world, resume.rank)
         sharded = self.sharding if is_sharded(stage) else None
         if sharded is not None:
@@ -260,7 +266,7 @@ class Engine:
                         sharded.set_restored_part(layer, stage, resume.rank)
                 staged.verify()
         except (StateError, StagingCorruptedError):
-            self._start_anew(resume.step, resume.vote)
+            self._reset(resume.step, resume.vote)
             raise
         if self._hook is not None:
             self._hook.called_step = resume.step
@@ -271,30 +277,31 @@ class Engine:
             self.sharding.set_restored(sorted(layers))
 
     def enter(self, resume: ResumeRank, communicator: Communicator) -> EntryStats:
-        """Meet the others, get the state that is missing, and be ready for ``step``.
+        """Form the groups, get the state that is missing, and prepare for training from ``resume.step``.
 
-        :raises CommunicationError: aborted, or a peer is lost. What had arrived completely is kept.
-        :raises TrainingError: at the first step, and the trainers made different models; or stages are to shard that
-            cannot, as a profile that was given says otherwise.
+        :raises CommunicationError: aborted, or a peer is lost. Layers that had arrived completely are kept.
+        :raises TrainingError: it is the first step, and the trainers created different models; or the plan
+            shards stages of a model that cannot be sharded, because the profile that was given says that it
+            can.
         """
         world = resume.world
         check_world(world, self.model.layer_count, self.data.global_batch // self.data.microbatch_rows)
         if self.sharding is None and has_shards(world):
             raise TrainingError(
-                "the plan has devices of a stage hold shards, and this model cannot: its optimizer is not known to "
-                "update each element by itself, and the job's profile does not say so; measure the profile again, or "
-                "set planner.within_node = replicate"
+                "the plan shards a stage, and this model cannot be sharded: its optimizer is not known to update each "
+                "element independently, and the job's profile does not say so; measure the profile again, or set "
+                "planner.within_node = replicate"
             )
-        seat = self._seat(resume)
+        assignment = self._assignment_of(resume)
         buckets = derive_buckets(
             self.model.parameter_layers, owners_of_layer(world), self.model.parameter_sizes
         )
         started = time.monotonic()
         with self.monitor.idle():
-            communicator.form(self._groups(world, buckets), self._talks(world))
+            communicator.form(self._groups(world, buckets), self._edges(world))
         formed = time.monotonic()
-        self._make_room(resume, seat)
-        self._provide(seat, world)
+        self._make_room(resume, assignment)
+        self._provide(assignment, world)
         if self.sharding is not None:
             received_bytes = self.sharding.enter(
                 resume, communicator, buckets, self.complete_layers, self.states.digest
@@ -309,11 +316,13 @@ class Engine:
             )
             exchange.run()
             received_bytes = exchange.received_bytes
-        self._sharded = self.model.sharded_layers == frozenset(seat.layers)
-        missing = set(seat.layers) - self.complete_layers
+        self._sharded = self.model.sharded_layers == frozenset(assignment.layers)
+        missing = set(assignment.layers) - self.complete_layers
         if missing and not self._sharded:
-            raise EngineError(f"the plan gives layers {sorted(missing)} to this rank, and nobody sent them")
-        self.owned_layers = frozenset(seat.layers)
+            raise EngineError(
+                f"the plan assigns layers {sorted(missing)} to this rank, but no rank sent them"
+            )
+        self.owned_layers = frozenset(assignment.layers)
         if resume.step == 0:
             layers, sharding = self.model.layer_count, self.sharding
             digests = self.compute_digests() if sharding is None else sharding.first_digests
@@ -330,7 +339,7 @@ class Engine:
             )
             self.snapshots.begin_generation(groups, resume.step)
         self._communicator, self._calls_hook = communicator, resume.rank == 0
-        self.model.set_recompute(seat.recompute)
+        self.model.set_recompute(assignment.recompute)
         if (
             isinstance(self.optimization, ShardedOptimization)
             and has_shards(world)
@@ -345,7 +354,7 @@ class Engine:
         self._executor = StageExecutor(
             model=self.model,
             loader=self._loader,
-            assignment=seat,
+            assignment=assignment,
             communicator=communicator,
             links=links,
             gradients=self._gradients,
@@ -362,22 +371,23 @@ class Engine:
                 links=links,
                 monitor=self.monitor,
             )
-        if seat.rows and (seat.is_first or seat.is_last or self.model.needs_batch):
-            self._loader.plan(self._keys(seat))
+        if assignment.rows and (assignment.is_first or assignment.is_last or self.model.needs_batch):
+            self._loader.plan(self._keys(assignment))
         return EntryStats(
             bytes_moved=received_bytes,
             rendezvous_s=formed - started,
             state_s=time.monotonic() - formed,
         )
 
-    def _make_room(self, resume: ResumeRank, seat: RankAssignment) -> None:
-        """Before new state arrives: drop what did not arrive whole, and park and drop what the plan says.
+    def _make_room(self, resume: ResumeRank, assignment: RankAssignment) -> None:
+        """Before new state arrives, drop layers that are not complete, and park and drop layers as the plan
+        says.
 
-        Under ZeRO-1 parts are kept, and parameters that are not complete may be filled from them.
+        Under ZeRO-1 parts are kept, and incomplete parameters may be filled from them.
         """
         if self.sharding is not None:
             return
-        needed = frozenset(seat.layers)
+        needed = frozenset(assignment.layers)
         dropped = frozenset(resume.dropped) - needed
         self.complete_layers -= dropped
         self.parked.free(dropped)
@@ -393,19 +403,19 @@ class Engine:
             self.monitor.tick()
             self.parked.unpark(layer)
 
-    def _provide(self, seat: RankAssignment, world: WorldData) -> None:
-        """Hold what this rank needs of the layers that it is to begin with, and nothing else of them."""
+    def _provide(self, assignment: RankAssignment, world: WorldData) -> None:
+        """Hold the initial values that this rank needs, and drop all others."""
         if not self.model.can_provide or self.committed_step > 0:
             return
-        sent = {transfer.layer for transfer in world.transfers if transfer.source == seat.rank}
-        needed = sent if is_sharded(stage_of(world, seat.rank)) else {*seat.layers, *sent}
+        sent = {transfer.layer for transfer in world.transfers if transfer.source == assignment.rank}
+        needed = sent if is_sharded(stage_of(world, assignment.rank)) else {*assignment.layers, *sent}
         self.model.drop(self.model.held_layers - needed)
         for layer in sorted(needed & self.complete_layers):
             self.monitor.tick()
             self.model.provide([layer])
 
     def _groups(self, world: WorldData, buckets: Collection[Bucket]) -> list[Members]:
-        """Return the groups of ranks that will sum something up, or put something together."""
+        """Return the groups of ranks that will sum or gather tensors."""
         if self.sharding is None or not has_shards(world):
             return sorted({bucket.owners for bucket in buckets})
         groups = {
@@ -416,18 +426,22 @@ class Engine:
         groups |= {stage.ranks for p in world.pipelines for stage in p.stages if is_sharded(stage)}
         return sorted(groups)
 
-    def _talks(self, world: WorldData) -> frozenset[CommunicationEdge]:
-        """Return which ranks will talk to each other; other rows of a microbatch go to other devices."""
+    def _edges(self, world: WorldData) -> frozenset[CommunicationEdge]:
+        """Return the pairs of ranks that will communicate; a smaller microbatch may use other devices of a
+        stage.
+        """
         rows = {self.data.microbatch_rows}
         if self._held_out is not None and self._held_out.last_microbatch_rows:
             rows.add(self._held_out.last_microbatch_rows)
         coupled = self.model.couples_rows
         return frozenset().union(*(communication_edges(world, number, coupled=coupled) for number in rows))
 
-    def _keys(self, seat: RankAssignment) -> Iterator[MicrobatchKey]:
-        """Yield the microbatches that this rank, which has rows, will read in the present generation; endless."""
-        first, evaluator, held_out = seat.first_microbatch, self._evaluator, self._held_out
-        numbers = range(first, first + seat.microbatches)
+    def _keys(self, assignment: RankAssignment) -> Iterator[MicrobatchKey]:
+        """Yield, without end, the microbatches that this rank will read in the current generation. It must
+        have rows.
+        """
+        first, evaluator, held_out = assignment.first_microbatch, self._evaluator, self._held_out
+        numbers = range(first, first + assignment.microbatches)
         evaluated = self._evaluated
         for step in count(self.committed_step):
             if step > self.committed_step:
@@ -441,7 +455,7 @@ class Engine:
     # --- the user's hook ---------------------------------------------------------------------------
 
     def call_hook(self, step_s: float) -> None:
-        """After a step: call the hook for it, if it is this rank's to call.
+        """Call the hook for the step that was just committed, if this rank calls it.
 
         :raises TrainingError: the hook raised.
         """
@@ -450,9 +464,10 @@ class Engine:
             self._hook.call(self.committed_step, self.vote, step_s)
 
     def call_missed_hook(self) -> None:
-        """After ``enter``: call the hook for the committed step if nobody of this group has called it.
+        """After ``enter``, call the hook for the committed step if no rank of this group has called it.
 
-        :raises TrainingError: the hook raised. :raises CommunicationError: aborted, or a peer is lost.
+        :raises TrainingError: the hook raised.
+        :raises CommunicationError: aborted, or a peer is lost.
         """
         hook, step = self._hook, self.committed_step
         if hook is None or step == 0:
@@ -466,20 +481,21 @@ class Engine:
 
     @property
     def evaluation_due(self) -> bool:
-        """Whether the committed state is to be evaluated before anything else."""
+        """Whether the committed state must be evaluated before the next step."""
         step = self.committed_step
         return self._held_out is not None and self._held_out.is_due(step) and self._evaluated < step
 
     def evaluate(self, stop_wanted: Callable[[], bool]) -> bool:
-        """Evaluate the committed state on the held-out data set; ``evaluation`` is the result.
+        """Evaluate the committed state on the held-out data set and set ``evaluation``.
 
-        :param stop_wanted: asked once for each held-out batch, just before its sum.
-        :returns: whether somebody wants everybody to stop; there is no result then unless it was the last batch.
+        :param stop_wanted: called once for each held-out batch, just before its sum.
+        :returns: whether any rank wants all ranks to stop. There is then no result, unless it was the last
+            batch.
         :raises CommunicationError: aborted, or a peer is lost.
         """
         evaluator, held_out = self._evaluator, self._held_out
         if evaluator is None or held_out is None:
-            raise EngineError("no generation was entered, or there is nothing to evaluate on")
+            raise EngineError("no generation was entered, or the job has no held-out data set")
         names, started = self.model.metric_names, time.monotonic()
         sums = [0.0] * (2 + 2 * len(names))
         with self.model.preserve_buffers(), preserve_generators(self.model.device):
@@ -504,17 +520,20 @@ class Engine:
         return stops > 0
 
     def _check_length(self, total: float, held_out: HeldOutSampler) -> None:
-        """:raises TrainingError: the held-out data set has not the same length on all ranks."""
+        """Check that the held-out data set has the same length on all ranks.
+
+        :raises TrainingError: it has not.
+        """
         assert self._communicator is not None
         if total != held_out.length * self._communicator.size:
             raise TrainingError(
-                f"Training.evaluation has {held_out.length} samples here and another number elsewhere: "
-                f"{total / self._communicator.size:g} on average. Every trainer must be given the same held-out "
+                f"Training.evaluation has {held_out.length} samples here and a different number elsewhere: "
+                f"{total / self._communicator.size:g} on average. Every trainer must have the same held-out "
                 "data set; look for files that differ between hosts"
             )
 
     def _summed(self, numbers: list[float | Tensor]) -> list[float]:
-        """Return the sums over all ranks; waits for the device once, for all of them."""
+        """Return the sums of ``numbers`` over all ranks. The host waits for the device once, for all of them."""
         assert self._communicator is not None
         self.monitor.tick()
         known = [0.0 if isinstance(number, Tensor) else number for number in numbers]
@@ -533,10 +552,10 @@ class Engine:
     def step(
         self, stop_wanted: Callable[[], bool], snap_wanted: Callable[[], bool] = lambda: False
     ) -> StepResult:
-        """One step, to its commit.
+        """Run one step, up to and including its commit.
 
-        :param stop_wanted: asked once, just before VOTE, as is ``snap_wanted``.
-        :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far it came.
+        :param stop_wanted: called once, just before VOTE, like ``snap_wanted``.
+        :raises CommunicationError: aborted, or a peer is lost; ``ready_step`` says how far the step got.
         """
         executor, gradients = self._executor, self._gradients
         if executor is None or gradients is None:
@@ -551,7 +570,7 @@ class Engine:
         totals = executor.run(self.committed_step + 1, loss_scale / self._nominal_weight)
         gradients.finish(self.monitor)
         self.ready_step = self.committed_step + 1
-        vote, stop, snap = self._ask(totals, loss_scale, stop_wanted(), snap_wanted())
+        vote, stop, snap = self._hold_vote(totals, loss_scale, stop_wanted(), snap_wanted())
         self.monitor.account_bubbles()
         bubble_s, sums_s = self.monitor.bubble_s, self.monitor.sync_s
         if self.snapshots is not None:
@@ -574,15 +593,15 @@ class Engine:
         )
 
     def begin_snapshot(self, generation: int) -> None:
-        """Behind a step that said ``snapshot_requested``: its state is copied while the next is computed."""
+        """Begin a snapshot after a step whose vote requested one; its state is copied during the next step."""
         assert self.snapshots is not None and self.vote is not None
-        # Bubbles are those of the next step from here on.
+        # From here on, bubbles belong to the next step.
         self.monitor.begin_step()
         with self.monitor.trace.span("snapshot"):
             self.snapshots.begin(generation, self.committed_step, self.vote)
 
     def compute_digests(self) -> dict[int, str]:
-        """Of the parameters of each owned layer."""
+        """Return digests of the parameters of each owned layer."""
         digests = {}
         for layer in sorted(self.owned_layers):
             self.monitor.tick()
@@ -590,11 +609,13 @@ class Engine:
                 digests[layer] = self.states.digest(layer)
         return digests
 
-    def _ask(self, totals: StageTotals, scale: float, stop: bool, snap: bool) -> tuple[Vote, bool, bool]:
-        """VOTE: passing it proves that every rank of the world holds complete gradients.
+    def _hold_vote(
+        self, totals: StageTotals, scale: float, stop: bool, snap: bool
+    ) -> tuple[Vote, bool, bool]:
+        """Hold the VOTE: passing it proves that every rank of the world holds complete gradients.
 
-        Losses and metrics are sums over sums of weights. Gradients are of the sum of losses, times
-        ``scale`` over the nominal weight (``_divisor``).
+        Losses and metrics are sums divided by sums of weights. Gradients are those of the sum of losses,
+        times ``scale`` divided by the nominal weight (``_divisor``).
         """
         assert self._gradients is not None
         squared, broken = self._gradients.squared_norm()
@@ -614,15 +635,15 @@ class Engine:
         return vote, stops > 0, snaps > 0
 
     def _divisor(self, weight: float, scale: float) -> float:
-        """What the summed gradients are to be divided by; exactly 1 for a mean over rows."""
+        """Return the number to divide the summed gradients by; exactly 1 for a mean over rows."""
         return (weight or 1.0) / self._nominal_weight * scale
 
     def _apply(self, vote: Vote, *, gather: bool = True) -> None:
-        """APPLY: clip, update, advance the schedule; then the step is committed. Nothing interrupts this.
+        """Run APPLY: clip, update, and advance the schedule, which commits the step. Nothing interrupts this.
 
-        Under ZeRO-1 the parameters of other owners come behind the commit, where they can be gathered.
+        Under ZeRO-1 the parameters of other owners are gathered after the commit if possible.
 
-        :raises CommunicationError: they cannot; the layers are not complete here.
+        :raises CommunicationError: they could not be gathered; the layers are not complete here.
         """
         assert self.ready_step is not None and self._gradients is not None
         self.monitor.tick()
@@ -644,7 +665,7 @@ class Engine:
         self._buffers = []
         whole = frozenset() if self._sharded else self.owned_layers
         if self.model.held_layers != whole or self.complete_layers != whole:
-            # The first commit of a generation: what others own now is out of date here.
+            # At the first commit of a generation, layers that others own now become outdated here.
             self.complete_layers = set(whole)
             self.parked.free()
             self.model.drop(set(range(self.model.layer_count)) - whole)
@@ -661,7 +682,9 @@ class Engine:
     # --- undoing ---------------------------------------------------------------------------------
 
     def _keep_buffers(self) -> None:
-        """Running statistics change in COMPUTE; a step that is redone must not count its rows twice."""
+        """Save the running statistics, which COMPUTE changes: a step that is redone must not count its rows
+        twice.
+        """
         self._buffers = [
             (tensor.value, tensor.value.clone())
             for layer in sorted(self.owned_layers)
@@ -669,22 +692,23 @@ class Engine:
             if tensor.kind == "buffer"
         ]
 
-    def _start_anew(self, step: int, vote: Vote | None, again: frozenset[int] = frozenset()) -> None:
-        """Hold nothing, at ``step``; the memory of layers that come ``refilled_layers`` stays.
+    def _reset(self, step: int, vote: Vote | None, refilled_layers: frozenset[int] = frozenset()) -> None:
+        """Release all state and move to ``step``; the memory of ``refilled_layers`` stays.
 
-        Under ZeRO-1 none does: who gathered parameters in place may be stuck, and write into them yet.
+        Under ZeRO-1 no memory stays: an operation that gathered parameters in place may be stuck and still
+        write into it.
         """
         self._discard()
         layers = frozenset(range(self.model.layer_count))
         self.parked.free()
         if self.sharding is not None:
             self.sharding.clear()
-        self.model.drop(layers - again if self.sharding is None else layers)
+        self.model.drop(layers - refilled_layers if self.sharding is None else layers)
         self.complete_layers = set()
         self.committed_step, self.vote, self.evaluation = step, vote, None
 
     def _discard(self) -> None:
-        """Forget the step in flight."""
+        """Discard the step in flight."""
         self.ready_step = None
         with torch.no_grad():
             for buffer, value in self._buffers:
@@ -692,7 +716,7 @@ class Engine:
         self._buffers = []
 
     def _leave(self) -> None:
-        """The generation is over: fresh buffers for the next, as a stuck thread may write into these."""
+        """End the generation. The next one gets new buffers because a stuck thread may still write into these."""
         if self._gradients is not None:
             self._gradients.close()
         if self.sharding is not None:
@@ -701,16 +725,16 @@ class Engine:
 
 
 def _means(names: Sequence[str], sums: list[float]) -> dict[str, float]:
-    """Return the mean of each metric. :param sums: of each, its sum and its weight (``StageTotals.numbers``)."""
+    """Return the mean of each metric. :param sums: sum and weight of each metric (``StageTotals.to_list``)."""
     found = zip(names, sums[::2], sums[1::2], strict=True)
     return {name: total / weight for name, total, weight in found if weight}
 
 
 def make_optimization(model: Model, data: TrainingData) -> Optimization:
-    """Return the optimizer over parts of layers where the job needs that, or may come to need it; over whole ones
-    otherwise.
+    """Return an optimizer over parts of layers if the job needs it or may come to need it, otherwise one over
+    whole layers.
 
-    :raises TrainingError: the factory is at fault; or zero1 is asked for, and the optimizer does not allow it.
+    :raises TrainingError: the factory failed, or the job uses zero1 and the optimizer does not allow it.
     """
     if data.zero1:
         return ShardedOptimization(model)
@@ -723,7 +747,7 @@ def make_optimization(model: Model, data: TrainingData) -> Optimization:
 
 
 def make_held_out(training: Training, data: TrainingData) -> HeldOutSampler | None:
-    """Return what evaluations are made of; ``None``: the job makes none."""
+    """Return the schedule and sampling of evaluations, or ``None`` if the job makes none."""
     if data.evaluation_every_steps < 1 or training.evaluation is None:
         return None
     return HeldOutSampler(

@@ -1,9 +1,9 @@
 """Evaluation of the committed state on the held-out data set, by the pipelines that train.
 
-A held-out global batch is computed like a step without its backward pass: each pipeline takes its share of the
-microbatches, forward only, in evaluation mode. Then all ranks meet in one sum, as in a VOTE: of loss, weight and
-metrics, and of the wish to stop. So no rank is ahead of another by more than a batch, and whoever has passed the
-last sum knows the same result as all others. Nothing of the training's state changes.
+A held-out global batch is computed like a step without its backward pass: each pipeline takes its share of
+the microbatches, forward only, in evaluation mode. All ranks then sum loss, weight, metrics and the wish to
+stop, as in a VOTE. No rank is therefore ahead of another by more than a batch, and all ranks that have
+passed the last sum know the same result. Nothing in the training state changes.
 """
 
 from torch import Tensor
@@ -22,7 +22,7 @@ from statemachine.messages.trainer import WorldData
 
 
 class EvaluationExecutor:
-    """One rank's stage for one generation, forward only."""
+    """The evaluation of one rank's stage in one generation."""
 
     def __init__(
         self,
@@ -42,36 +42,40 @@ class EvaluationExecutor:
         self._links = links
         self._monitor = monitor
         self._stopwatch = Stopwatch(model.runtime, monitor)
-        self._seats = {
+        self._assignments = {
             rows: rank_assignment(world, communicator.rank, rows, coupled=model.couples_rows)
             for rows in {held_out.microbatch_rows, held_out.last_microbatch_rows}
             if rows
         }
 
     def microbatches(self, batch: int) -> list[int]:
-        """Return those of the pipeline's microbatches in which this rank has rows."""
-        seat = self._seats[self._held_out.microbatch_rows]
-        numbers = range(seat.microbatches)
-        return [number for number in numbers if (own := self._seat(batch, number)) is not None and own.rows]
+        """Return the pipeline's microbatches in which this rank has rows."""
+        assignment = self._assignments[self._held_out.microbatch_rows]
+        numbers = range(assignment.microbatches)
+        return [
+            number
+            for number in numbers
+            if (own := self._assignment_of(batch, number)) is not None and own.rows
+        ]
 
     def run(self, step: int, batch: int) -> StageTotals:
         """Compute this rank's part of held-out batch ``batch`` (from 0) with the state after ``step``.
 
         :raises CommunicationError: aborted, or a peer is lost.
-        :raises TrainingError: the data set, the collate function or the loss is at fault.
+        :raises TrainingError: the data set, the collate function or the loss failed.
         """
         totals = StageTotals()
         inputs: dict[int, tuple[Tensor, ...]] = {}
         outputs: dict[int, tuple[Tensor, ...]] = {}
-        seat = self._seats[self._held_out.microbatch_rows]
-        operations = forward_only(seat.stage, seat.stages, self.microbatches(batch))
+        assignment = self._assignments[self._held_out.microbatch_rows]
+        operations = forward_only(assignment.stage, assignment.stages, self.microbatches(batch))
         microbatches = StageMicrobatches(
             self._model,
             self._monitor,
             read=lambda microbatch: self._loader.load_held_out(
-                step, batch, seat.first_microbatch + microbatch, self._communicator.check
+                step, batch, assignment.first_microbatch + microbatch, self._communicator.check
             ),
-            assignment=lambda microbatch: self._own(batch, microbatch),
+            assignment=lambda microbatch: self._required_assignment(batch, microbatch),
             step=self._held_out.pseudo_step(batch),
             rows=self._held_out.microbatch_rows,
         )
@@ -93,19 +97,21 @@ class EvaluationExecutor:
                 case SendActivation(microbatch=microbatch):
                     self._links.send_activation(microbatch, outputs.pop(microbatch))
         # The last microbatch of a data set may have fewer rows than the stage has devices.
-        for microbatch in range(seat.microbatches):
-            own = self._seat(batch, microbatch)
+        for microbatch in range(assignment.microbatches):
+            own = self._assignment_of(batch, microbatch)
             if own is not None and not own.rows:
-                self._model.join_gathers(seat.first_layer, seat.end_layer)
+                self._model.join_gathers(assignment.first_layer, assignment.end_layer)
         return totals
 
-    def _own(self, batch: int, microbatch: int) -> RankAssignment:
-        seat = self._seat(batch, microbatch)
-        assert seat is not None, "microbatches beyond the end are left out"
-        return seat
+    def _required_assignment(self, batch: int, microbatch: int) -> RankAssignment:
+        assignment = self._assignment_of(batch, microbatch)
+        assert assignment is not None, "microbatches beyond the end are skipped"
+        return assignment
 
-    def _seat(self, batch: int, microbatch: int) -> RankAssignment | None:
-        """Return this rank's part of a microbatch of its pipeline; ``None`` beyond the end of the data set."""
-        whole = self._seats[self._held_out.microbatch_rows]
+    def _assignment_of(self, batch: int, microbatch: int) -> RankAssignment | None:
+        """Return this rank's assignment for a microbatch of its pipeline; ``None`` beyond the end of the data
+        set.
+        """
+        whole = self._assignments[self._held_out.microbatch_rows]
         rows = self._held_out.rows(batch, whole.first_microbatch + microbatch)
-        return self._seats[rows] if rows else None
+        return self._assignments[rows] if rows else None

@@ -1,7 +1,7 @@
 """Runs one stage's list of 1F1B operations for one step.
 
-Last stages compute each microbatch's loss as a sum and a weight. Sums are divided by a constant for the
-backward pass; the sums of all gradients are divided by the total weight once, before the update, so they are
+Last stages compute each microbatch's loss as a sum and a weight. For the backward pass, sums are divided by
+a constant. The sums of all gradients are divided by the total weight once, before the update, so they are
 exactly those of the mean over the global batch, however it was cut.
 """
 
@@ -30,7 +30,7 @@ from runtime.monitoring.stopwatch import Stopwatch
 
 
 class StageExecutor:
-    """One rank's stage for one generation."""
+    """The training steps of one rank's stage in one generation."""
 
     def __init__(
         self,
@@ -45,13 +45,13 @@ class StageExecutor:
     ) -> None:
         self._model = model
         self._loader = loader
-        self._seat = assignment
+        self._assignment = assignment
         self._communicator = communicator
         self._links = links
         self._gradients = gradients
         self._monitor = monitor
         self._stopwatch = Stopwatch(model.runtime, monitor)
-        # With fewer rows than devices some device of a stage has none, and nothing to do but to sync.
+        # With fewer rows than devices, some device of a stage has no rows and only takes part in SYNC.
         self._operations = (
             one_f_one_b(assignment.stage, assignment.stages, assignment.microbatches)
             if assignment.rows
@@ -60,26 +60,26 @@ class StageExecutor:
         self._last = max((o.microbatch for o in self._operations if isinstance(o, Backward)), default=-1)
 
     def run(self, step: int, scale: float) -> StageTotals:
-        """COMPUTE of step ``step``; bucket all-reduces are under way when it returns.
+        """Run COMPUTE of step ``step``; all-reduces of buckets are still running when it returns.
 
         :param scale: constant factor on the sums of losses whose gradients are computed.
         :raises CommunicationError: aborted, or a peer is lost.
-        :raises TrainingError: the data set, the collate function or the loss is at fault.
+        :raises TrainingError: the data set, the collate function or the loss failed.
         """
         self._scale = scale
         self._totals = StageTotals()
         self._inputs: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._output_gradients: dict[int, tuple[Tensor, ...]] = {}
-        # Nothing here refers to this executor, so that what a step that was given up leaves is freed with it at once.
-        seat, load, check = self._seat, self._loader.load, self._communicator.check
+        # Nothing here refers to this executor, so the memory of an abandoned step is freed with it at once.
+        assignment, load, check = self._assignment, self._loader.load, self._communicator.check
         self._microbatches = StageMicrobatches(
             self._model,
             self._monitor,
-            read=lambda microbatch: load(step, seat.first_microbatch + microbatch, check),
-            assignment=lambda _: seat,
+            read=lambda microbatch: load(step, assignment.first_microbatch + microbatch, check),
+            assignment=lambda _: assignment,
             step=step,
-            rows=seat.microbatch_rows,
+            rows=assignment.microbatch_rows,
         )
         self._gradients.begin()
         self._stopwatch.begin_step()
@@ -94,12 +94,12 @@ class StageExecutor:
                 try:
                     self._do(operation)
                 except Exception:
-                    check()  # The model's code, or autograd, may have put what an abort raised into other words.
+                    check()  # The model's code, or autograd, may have wrapped what an abort raised.
                     raise
         return self._totals
 
     def _do(self, operation: Operation) -> None:
-        """Carry out one operation of the schedule."""
+        """Run one operation of the schedule."""
         match operation:
             case ReceiveActivation(microbatch=microbatch):
                 self._inputs[microbatch] = self._links.receive()
@@ -115,7 +115,7 @@ class StageExecutor:
                 self._send_gradient(microbatch)
 
     def microbatch_ms(self) -> float:
-        """Of the last step: ``Stopwatch.microbatch_ms``."""
+        """Return the last step's ``Stopwatch.microbatch_ms``."""
         return self._stopwatch.microbatch_ms()
 
     def _forward(self, microbatch: int) -> None:
@@ -123,13 +123,13 @@ class StageExecutor:
         for tensor in received:
             tensor.requires_grad_(tensor.is_floating_point())
         outputs = self._microbatches.forward(microbatch, received, self._totals, self._stopwatch)
-        self._outputs[microbatch] = (outputs[0] * self._scale,) if self._seat.is_last else outputs
+        self._outputs[microbatch] = (outputs[0] * self._scale,) if self._assignment.is_last else outputs
 
     def _backward(self, microbatch: int) -> None:
         if microbatch == self._last:
             self._gradients.arm()
         outputs = self._outputs.pop(microbatch)
-        if self._seat.is_last:
+        if self._assignment.is_last:
             gradients: list[Tensor | None] = [None]
         else:
             arrived = iter(self._output_gradients.pop(microbatch))

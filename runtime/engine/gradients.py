@@ -1,10 +1,12 @@
-"""Gradients of one rank: flat buckets, all-reduced among their owners while the backward pass still runs.
+"""Gradients of one rank in flat buckets, which their owners all-reduce while the backward pass is still
+running.
 
-A bucket's gradients are views into one flat buffer, so nothing is copied before the all-reduce
-(flattened 16 × 256 KiB take 9.7 ms on gloo, one by one 82 ms). A large bucket leaves in pieces, so that
-also a model that is one bucket (all pipelines cut alike) overlaps. A piece leaves when the last microbatch
-has given all its gradients; within a group pieces leave from the last to the first, on all members
-alike, which is what a group's operations need and roughly the order in which they become complete.
+A bucket's gradients are views into one flat buffer, so nothing is copied before the all-reduce (flattened
+16 × 256 KiB take 9.7 ms on gloo, one by one 82 ms). A large bucket is reduced in slices, so that
+communication overlaps even if the model is one bucket (all pipelines cut alike). A slice is reduced once
+the last microbatch has produced all of its gradients. Within a group, slices are reduced from the last to
+the first on all members: operations of a group need one order, and gradients become complete roughly in
+this one.
 """
 
 import math
@@ -26,40 +28,41 @@ from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
 SLICE_BYTES = 8 * 1024 * 1024
-_NORM_RUN = 64 * 1024
-"""Elements whose squares are added up in their own type."""
+_NORM_ELEMENTS = 64 * 1024
+"""Number of elements whose squares are added in their own type."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Piece:
-    """A run of a flat buffer: what one all-reduce carries."""
+class _BucketSlice:
+    """A slice of a flat buffer, which one all-reduce carries."""
 
     flat: Tensor
     owners: Members
     names: frozenset[str]
-    """Parameters of which it has elements."""
+    """Parameters of which it contains elements."""
     missing: set[str]
-    """Parameters whose gradient of the last microbatch has not come yet."""
+    """Parameters whose gradient of the last microbatch has not been computed yet."""
 
 
 class GradientBuffers:
-    """Belongs to one generation: after an abort a stuck all-reduce may still write into the old buffers.
+    """The gradient buffers of one generation: after an abort, a stuck all-reduce may still write into the old
+    ones.
 
-    Of whole parameters, made of the buckets that ``communicator.rank`` owns (``from_buckets``); or of cells of
-    vectors, where stages shard (``from_cells``).
+    They consist of the buckets that ``communicator.rank`` owns (``from_buckets``), or of cells of vectors
+    if stages shard (``from_cells``).
     """
 
     def __init__(self, model: Model, communicator: Communicator) -> None:
         self._communicator = communicator
         self._is_async = model.runtime.is_async
         self._flats: list[tuple[Tensor, Members]] = []
-        """Runs of buffers with those who sum them up; all elements once."""
+        """Slices of buffers with the ranks that sum them; each element is in exactly one."""
         self._views: list[tuple[torch.nn.Parameter, Tensor]] = []
-        self._queues: dict[Members, list[_Piece]] = {}
+        self._queues: dict[Members, list[_BucketSlice]] = {}
         self._handles: list[RemovableHandle] = []
         self._shards: StageShards | None = None
-        self._pieces_of: dict[int, list[_Piece]] = {}
-        """By vector, where stages shard."""
+        self._slices_of: dict[int, list[_BucketSlice]] = {}
+        """Slices by vector, if stages shard."""
         self._armed = False
         self._launched: dict[Members, int] = {}
         self._pending: list[PendingOperation] = []
@@ -69,7 +72,11 @@ class GradientBuffers:
     def from_buckets(
         cls, model: Model, buckets: Collection[Bucket], communicator: Communicator
     ) -> "GradientBuffers":
-        """:param buckets: of the whole model; those that ``communicator.rank`` does not own are left out."""
+        """Return buffers for whole parameters.
+
+        :param buckets: buckets of the whole model; those that ``communicator.rank`` does not own are
+            ignored.
+        """
         gradients = cls(model, communicator)
         parameters = dict(model.named_parameters(range(model.layer_count)))
         for bucket in sorted(buckets, key=lambda b: b.index, reverse=True):
@@ -80,8 +87,8 @@ class GradientBuffers:
             for name, offset, numel in zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True):
                 view = flat[offset : offset + numel].view_as(parameters[name])
                 gradients._views.append((parameters[name], view))
-            for piece in _pieces(bucket, flat):
-                gradients._add(piece, parameters)
+            for bucket_slice in _slices(bucket, flat):
+                gradients._add(bucket_slice, parameters)
         return gradients
 
     @classmethod
@@ -93,7 +100,7 @@ class GradientBuffers:
         communicator: Communicator,
         shards: StageShards | None,
     ) -> "GradientBuffers":
-        """:param shards: this rank's, where its own stage shards."""
+        """Return buffers for cells of vectors. :param shards: this rank's shards, if its own stage shards."""
         gradients = cls(model, communicator)
         gradients._shards = shards
         if shards is not None:
@@ -115,20 +122,22 @@ class GradientBuffers:
                 if communicator.rank in cell.owners and start < end:
                     run = flat[start - begin : end - begin]
                     names = frozenset(one.name for one in vector.slices(start, end))
-                    piece = _Piece(flat=run, owners=cell.owners, names=names, missing=set(names))
+                    bucket_slice = _BucketSlice(flat=run, owners=cell.owners, names=names, missing=set(names))
                     gradients._flats.append((run, cell.owners))
-                    gradients._pieces_of.setdefault(number, []).append(piece)
-                    gradients._add(piece, {} if shards is not None else parameters)
+                    gradients._slices_of.setdefault(number, []).append(bucket_slice)
+                    gradients._add(bucket_slice, {} if shards is not None else parameters)
         return gradients
 
-    def _add(self, piece: _Piece, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """:param parameters: those that are to be watched, as their gradients come one by one."""
-        self._queues.setdefault(piece.owners, []).append(piece)
+    def _add(self, bucket_slice: _BucketSlice, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Queue a slice. :param parameters: parameters whose gradients are observed one by one."""
+        self._queues.setdefault(bucket_slice.owners, []).append(bucket_slice)
         if parameters:
-            self._handles += [self._watch(parameters[name], name, piece) for name in piece.names]
+            self._handles += [
+                self._watch(parameters[name], name, bucket_slice) for name in bucket_slice.names
+            ]
 
     def begin(self) -> None:
-        """A new step: all gradients zero, nothing under way."""
+        """Begin a step: set all gradients to zero."""
         for flat, _ in self._flats:
             flat.zero_()
         for parameter, view in self._views:
@@ -137,55 +146,60 @@ class GradientBuffers:
         if self._shards is not None:
             self._shards.begin_step()
         for queue in self._queues.values():
-            for piece in queue:
-                piece.missing = set(piece.names)
+            for bucket_slice in queue:
+                bucket_slice.missing = set(bucket_slice.names)
         self._launched = dict.fromkeys(self._queues, 0)
         self._pending = []
         self._failure = None
 
     def arm(self) -> None:
-        """The next backward pass is the step's last: buckets may leave as they become complete."""
+        """Announce the step's last backward pass, in which slices are reduced as they become complete."""
         self._armed = True
         if self._shards is not None:
             self._shards.armed = True
 
     def check(self) -> None:
-        """:raises CommunicationError: it was raised in a backward pass, perhaps in autograd's words."""
+        """Raise the communication error of a backward pass, which autograd may have wrapped.
+
+        :raises CommunicationError: a backward pass was aborted, or lost a peer.
+        """
         if self._failure is not None:
             raise self._failure
         if self._shards is not None:
             self._shards.check()
 
     def end_backward(self) -> None:
-        """The backward pass of a microbatch is over.
+        """End the backward pass of a microbatch.
 
-        :raises CommunicationError: aborted, or a peer is lost; perhaps during the pass.
+        :raises CommunicationError: aborted, or a peer is lost, perhaps during the pass.
         """
         if self._shards is not None:
             self._shards.end_backward()
 
     def finish(self, monitor: ProgressMonitor) -> None:
-        """Send what has not left yet (parameters without a gradient) and wait until all sums are here.
+        """Reduce the remaining slices (parameters without a gradient) and wait for all sums.
 
         :raises CommunicationError: aborted, or a peer is lost.
         """
         self.check()
         for members, queue in self._queues.items():
-            for piece in queue:
-                piece.missing.clear()
+            for bucket_slice in queue:
+                bucket_slice.missing.clear()
             self._launch(members)
         for pending in self._pending:
             monitor.wait(self._communicator, pending, "sync")
         if self._pending:
             with monitor.idle("sync"):
-                # Saying "ready" is a promise to peers that roll forward: the sums must really be there.
+                # Being ready is a promise to peers that roll forward: the sums must really be here.
                 self._communicator.confirm(self._pending[-1])
 
     def squared_norm(self) -> tuple[Tensor | float, Tensor | int]:
-        """Of the buffers whose lowest owner is this rank, so that a sum over ranks counts each once.
+        """Return the squared norm of the slices whose lowest owner is this rank, and the number of slices that
+        are not finite.
 
-        One that is not finite is left out of the norm and counted in the second number. Where the host runs ahead of
-        the device, these are tensors there, and nothing waits for it.
+        A sum of these over all ranks counts each slice once. Slices that are not finite do not contribute
+        to the norm. If the host runs ahead of the device, both results are tensors on the device, and the
+        host does not wait.
         """
         total: Tensor | float = 0.0
         broken: Tensor | int = 0
@@ -210,71 +224,76 @@ class GradientBuffers:
             flat.mul_(factor)
 
     def close(self) -> None:
-        """Parameters forget these buffers."""
+        """Detach the parameters' gradients from these buffers."""
         for handle in self._handles:
             handle.remove()
         for parameter, _ in self._views:
             parameter.grad = None
         self._views, self._flats, self._queues, self._pending = [], [], {}, []
 
-    def _watch(self, parameter: torch.nn.Parameter, name: str, piece: _Piece) -> RemovableHandle:
+    def _watch(self, parameter: torch.nn.Parameter, name: str, bucket_slice: _BucketSlice) -> RemovableHandle:
         def arrived(_: Tensor) -> None:
             if not self._armed:
                 return
-            if name not in piece.missing:
+            if name not in bucket_slice.missing:
                 raise RuntimeError(
                     f"parameter {name} got a second gradient in one backward pass; where a layer uses "
                     "torch.utils.checkpoint, set use_reentrant=False"
                 )
-            piece.missing.discard(name)
-            if not piece.missing:
+            bucket_slice.missing.discard(name)
+            if not bucket_slice.missing:
                 try:
-                    self._launch(piece.owners)
+                    self._launch(bucket_slice.owners)
                 except CommunicationError as error:
-                    self._failure = error  # Autograd would wrap it; ``finish`` raises it as it is.
+                    self._failure = error  # Autograd would wrap it; ``finish`` raises it unchanged.
 
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return handle
 
     def _complete(self, vector: int) -> None:
-        """The shard of a vector's gradient has all microbatches of the stage."""
-        for piece in self._pieces_of[vector]:
-            piece.missing.clear()
-            self._launch(piece.owners)
+        """Reduce a vector's slices, whose gradient now contains all microbatches of the stage."""
+        for bucket_slice in self._slices_of[vector]:
+            bucket_slice.missing.clear()
+            self._launch(bucket_slice.owners)
 
     def _launch(self, members: Members) -> None:
-        """All-reduce the pieces of a group that are complete and next in the group's order."""
+        """All-reduce the slices of a group that are complete and next in the group's order."""
         queue = self._queues[members]
         while (position := self._launched[members]) < len(queue):
-            piece = queue[position]
-            if piece.missing:
+            bucket_slice = queue[position]
+            if bucket_slice.missing:
                 return
             self._launched[members] = position + 1
-            if piece.flat.numel():
-                self._pending.append(self._communicator.all_reduce(piece.flat, members))
+            if bucket_slice.flat.numel():
+                self._pending.append(self._communicator.all_reduce(bucket_slice.flat, members))
 
 
 def _squared_norm(flat: Tensor) -> float:
-    """Return the sum of squares. Reading float32 as float64 takes five times as long as a dot product, so
-    runs are multiplied in their own type and added up in float64; what overflows there is done again."""
+    """Return the sum of squares.
+
+    Reading float32 as float64 takes five times as long as a dot product. Slices are therefore multiplied in
+    their own type and added in float64; if that overflows, the computation is repeated in float64.
+    """
     if flat.dtype == torch.float32:
-        total = math.fsum(float(torch.dot(run, run)) for run in torch.split(flat, _NORM_RUN))
+        total = math.fsum(float(torch.dot(run, run)) for run in torch.split(flat, _NORM_ELEMENTS))
         if math.isfinite(total):
             return total
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
 
 
-def _pieces(bucket: Bucket, flat: Tensor) -> list[_Piece]:
-    """The bucket cut at parameters into pieces of ``SLICE_BYTES`` or somewhat more, the last one first."""
-    pieces: list[_Piece] = []
+def _slices(bucket: Bucket, flat: Tensor) -> list[_BucketSlice]:
+    """Return the bucket cut at parameters into slices of ``SLICE_BYTES`` or somewhat more, the last slice
+    first.
+    """
+    slices: list[_BucketSlice] = []
     names: list[str] = []
     end = bucket.numel
     for name, offset in zip(reversed(bucket.parameters), reversed(bucket.offsets), strict=True):
         names.append(name)
         if (end - offset) * flat.element_size() >= SLICE_BYTES or name == bucket.parameters[0]:
-            piece = _Piece(
+            bucket_slice = _BucketSlice(
                 flat=flat[offset:end], owners=bucket.owners, names=frozenset(names), missing=set(names)
             )
-            pieces.append(piece)
+            slices.append(bucket_slice)
             names, end = [], offset
-    return pieces
+    return slices

@@ -1,10 +1,11 @@
-"""Activations and gradients on their way between one rank and the stages before and after its own.
+"""Transfer of activations and gradients between one rank and the stages before and after its own.
 
-A stage on several devices splits each microbatch by rows; activations and their gradients go straight
+A stage on several devices splits each microbatch by rows. Activations and their gradients travel directly
 between the devices whose rows overlap, whatever the number of devices on either side.
 
-Shapes of activations follow from the shapes of the microbatch. When a generation meets other shapes than
-those of the first samples, a sender announces those of its activations once to each receiver, ahead of them.
+Shapes of activations follow from the shapes of the microbatch. If a generation meets shapes that differ
+from those of the first samples, a sender announces the shapes of its activations once to each receiver,
+before the activations.
 """
 
 from collections import deque
@@ -24,9 +25,9 @@ from runtime.layers.world import Route
 from runtime.monitoring.progress import ProgressMonitor
 
 _PREFETCH = 2
-"""Receives posted before they are needed: gloo moves nothing before the receiver has posted."""
+"""Number of receives posted before they are needed: gloo moves nothing until the receiver has posted."""
 _ANNOUNCED = 128
-"""Numbers in an announcement of shapes: for each tensor its type, its dimensions and their sizes."""
+"""Numbers in an announcement of shapes: for each tensor its dtype, its number of dimensions and their sizes."""
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -44,17 +45,17 @@ Receive = ReceiveActivation | ReceiveGradient
 
 @dataclass(slots=True)
 class _Arriving:
-    """A receive that was asked for."""
+    """A receive that was requested."""
 
     operation: Receive
     tensors: tuple[Tensor, ...] | None = None
-    """Buffers; ``None`` while their shapes are not known."""
+    """Buffers; ``None`` until their shapes are known."""
     pendings: list[PendingOperation] = field(default_factory=list)
     announcement: Tensor | None = None
 
 
 class StageLinks:
-    """One rank's end of the connections to its neighbours in one generation.
+    """One rank's links to its neighbours in one generation.
 
     Buffers are allocated for each microbatch and never reused.
     """
@@ -64,9 +65,9 @@ class StageLinks:
         self._communicator = communicator
         self._monitor = monitor
         self._announced: set[tuple[Any, int]] = set()
-        """Signatures of batches, each with a peer that was told the shapes of activations."""
-        self._heard: set[tuple[Any, int]] = set()
-        """Signatures, each with a peer that said the shapes of what it sends."""
+        """Signatures of batches, each with a peer that this rank has sent the shapes of activations to."""
+        self._learned: set[tuple[Any, int]] = set()
+        """Signatures of batches, each with a peer that has sent the shapes of its activations."""
         self._arriving: deque[_Arriving] = deque()
         self._to_post: Iterator[Receive] = iter(())
         self._sent: dict[int, list[PendingOperation]] = {}
@@ -74,23 +75,23 @@ class StageLinks:
     def begin(self, receives: Iterable[Receive], microbatches: StageMicrobatches) -> None:
         """Begin a step or a held-out batch, and post the first receives.
 
-        :param receives: all of them, in the order in which ``receive`` will be called.
+        :param receives: all receives, in the order in which ``receive`` will be called.
         """
         self._microbatches = microbatches
         self._to_post = iter(receives)
         self._arriving.clear()
         self._sent.clear()
         for _ in range(_PREFETCH):
-            self._ask_for_next()
+            self._post_next()
 
     def send_activation(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
-        """Send the stage's output to the next stage; does not wait for it."""
+        """Send the stage's output to the next stage without waiting."""
         routes = self._microbatches.assignment(microbatch).activations_to
         layer, key = (
             self._microbatches.assignment(microbatch).end_layer - 1,
             self._microbatches.signature(microbatch),
         )
-        unaware = [route.peer for route in routes if not self._knows(self._announced, key, route.peer)]
+        unaware = [route.peer for route in routes if not self._is_known(self._announced, key, route.peer)]
         if unaware:
             shape = self._model.output_shape(layer, key)
             assert shape is not None
@@ -101,7 +102,7 @@ class StageLinks:
         self._sent[microbatch] = self._send(outputs, routes, "activation")
 
     def send_gradient(self, microbatch: int, gradients: tuple[Tensor, ...]) -> None:
-        """Send the gradients of what ``ReceiveActivation(microbatch)`` brought; does not wait."""
+        """Send the gradients of the input that ``ReceiveActivation(microbatch)`` received, without waiting."""
         self._send(gradients, self._microbatches.assignment(microbatch).gradients_to, "gradient")
 
     def await_sent(self, microbatch: int) -> None:
@@ -110,9 +111,9 @@ class StageLinks:
             self._monitor.wait(self._communicator, pending, "bubble")
 
     def receive(self) -> tuple[Tensor, ...]:
-        """Return what the oldest receive brought."""
+        """Return the tensors of the oldest receive."""
         if not self._arriving:
-            self._ask_for_next()
+            self._post_next()
         arriving = self._arriving[0]
         if arriving.tensors is None:
             self._wait(arriving.pendings)
@@ -131,7 +132,7 @@ class StageLinks:
         self._wait(arriving.pendings)
         while len(self._arriving) < _PREFETCH:
             before = len(self._arriving)
-            self._ask_for_next()
+            self._post_next()
             if len(self._arriving) == before:
                 break
         return arriving.tensors
@@ -147,27 +148,31 @@ class StageLinks:
             for tensor in tensors
         ]
 
-    def _ask_for_next(self) -> None:
-        """Post the receive that stands next in the list of operations, if its shapes are known."""
+    def _post_next(self) -> None:
+        """Post the next receive in the list of operations, if its shapes are known."""
         if self._arriving and self._arriving[-1].tensors is None:
-            return  # What comes after an announcement can be posted only after it.
+            return  # A receive that follows an announcement can be posted only after it.
         operation = next(self._to_post, None)
         if operation is None:
             return
         arriving = _Arriving(operation)
         self._arriving.append(arriving)
-        seat = self._microbatches.assignment(operation.microbatch)
+        assignment = self._microbatches.assignment(operation.microbatch)
         key = self._microbatches.signature(operation.microbatch)
         match operation:
             case ReceiveGradient():
-                if self._model.output_shape(seat.end_layer - 1, key) is not None:
+                if self._model.output_shape(assignment.end_layer - 1, key) is not None:
                     self._post(arriving)
             case ReceiveActivation():
-                silent = [r.peer for r in seat.activations_from if not self._knows(self._heard, key, r.peer)]
+                silent = [
+                    r.peer
+                    for r in assignment.activations_from
+                    if not self._is_known(self._learned, key, r.peer)
+                ]
                 if not silent:
                     self._post(arriving)
                     return
-                self._heard |= {(key, peer) for peer in silent}
+                self._learned |= {(key, peer) for peer in silent}
                 arriving.announcement = torch.zeros(_ANNOUNCED, dtype=torch.int64, device=self._model.device)
                 arriving.pendings = [
                     self._communicator.receive(arriving.announcement, peer, "activation") for peer in silent
@@ -175,21 +180,21 @@ class StageLinks:
             case _:
                 assert_never(operation)
 
-    def _knows(self, pairs: set[tuple[Any, int]], key: Any, peer: int) -> bool:
+    def _is_known(self, pairs: set[tuple[Any, int]], key: Any, peer: int) -> bool:
         return key == self._model.first_signature or (key, peer) in pairs
 
     def _post(self, arriving: _Arriving) -> None:
-        """Allocate buffers and receive into them."""
+        """Allocate buffers and post the receives into them."""
         operation = arriving.operation
-        seat = self._microbatches.assignment(operation.microbatch)
+        assignment = self._microbatches.assignment(operation.microbatch)
         channel: Channel
         if isinstance(operation, ReceiveActivation):
-            channel, routes, layer = "activation", seat.activations_from, seat.first_layer - 1
+            channel, routes, layer = "activation", assignment.activations_from, assignment.first_layer - 1
         else:
-            channel, routes, layer = "gradient", seat.gradients_from, seat.end_layer - 1
+            channel, routes, layer = "gradient", assignment.gradients_from, assignment.end_layer - 1
         shape = self._model.output_shape(layer, self._microbatches.signature(operation.microbatch))
         assert shape is not None
-        tensors = shape.allocate(seat.rows, self._model.device)
+        tensors = shape.allocate(assignment.rows, self._model.device)
         if isinstance(operation, ReceiveGradient):
             tensors = tuple(tensor for tensor in tensors if tensor.is_floating_point())
         arriving.tensors = tensors

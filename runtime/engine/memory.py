@@ -1,4 +1,4 @@
-"""What a stage's memory goes to, for the message when it does not suffice."""
+"""Breakdown of a stage's memory, for the error message when memory is exhausted."""
 
 from collections.abc import Collection
 
@@ -13,7 +13,7 @@ _HOST_WORDS = ("can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a device or on the host."""
+    """Return whether an allocation failed, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _HOST_WORDS)
@@ -22,10 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     error: BaseException, model: Model, optimization: Optimization, layers: Collection[int], rows: int
 ) -> str:
-    """Say which stage ran out of memory, how many bytes it needs for what, and what would make it fit.
+    """Return a message with the stage that ran out of memory, the bytes that it needs, and what would make it
+    fit.
 
-    :param layers: of the stage.
-    :param rows: of a microbatch.
+    :param layers: layers of the stage.
+    :param rows: rows of a microbatch.
     """
     named = model.named_parameters(layers)
     trained = sum(_size(parameter) for _, parameter in named)
@@ -36,7 +37,7 @@ def explain_out_of_memory(
         try:
             state = optimization.parameter_state(name)
         except RuntimeError:
-            continue  # Shared out under ZeRO-1.
+            continue  # It is divided among ranks under ZeRO-1.
         states += sum(_size(value) for value in state.values() if isinstance(value, Tensor))
     first, last = min(layers, default=0), max(layers, default=0)
     return (

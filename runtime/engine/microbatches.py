@@ -1,4 +1,4 @@
-"""The microbatches of one step or one held-out batch, as one rank's stage sees them."""
+"""The microbatches of one step or one held-out batch, as seen by one rank's stage."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from runtime.monitoring.stopwatch import Stopwatch
 
 @dataclass(slots=True)
 class StageTotals:
-    """One rank's part of a step or a held-out batch: sums over its rows of the microbatches, on last stages."""
+    """Sums over one rank's rows of a step or a held-out batch; only last stages have any."""
 
     loss: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
     weight: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
@@ -25,7 +25,7 @@ class StageTotals:
     """Sum and weight by name."""
 
     def add(self, loss: Tensor, weight: Tensor, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Add one microbatch. Nothing waits for the device; its sums stay there."""
+        """Add one microbatch without waiting for the device, where the sums stay."""
         self.loss = self.loss + loss.detach().double()
         self.weight = self.weight + weight
         for name, (total, count) in metrics.items():
@@ -33,18 +33,19 @@ class StageTotals:
             self.metrics[name] = (total, count) if before is None else (before[0] + total, before[1] + count)
 
     def to_list(self, metric_names: tuple[str, ...]) -> list[Tensor | float]:
-        """Return what ranks sum up: loss, weight, and sum and weight of each metric."""
+        """Return the numbers that ranks sum: loss, weight, and sum and weight of each metric."""
         metrics = [number for name in metric_names for number in self.metrics.get(name, (0.0, 0.0))]
         return [self.loss, self.weight, *metrics]
 
 
 class StageMicrobatches:
-    """This rank's rows of some microbatches; each is loaded when it is first needed.
+    """This rank's rows of some microbatches; each microbatch is loaded when it is first needed.
 
     :param read: returns a whole microbatch on the host.
-    :param seat: the rank's part of a microbatch; the last one of a data set may have fewer rows than others.
-    :param step: what random numbers follow from, with the row in the global batch.
-    :param rows: of a whole microbatch that is not the last one of a data set.
+    :param assignment: returns the rank's assignment for a microbatch; the last one of a data set may have
+        fewer rows.
+    :param step: step from which random numbers follow, together with the row in the global batch.
+    :param rows: rows of a whole microbatch that is not the last one of a data set.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class StageMicrobatches:
         self._signatures: dict[int, Any] = {}
 
     def load(self, microbatch: int) -> None:
-        """Load a microbatch now, where the stage takes more of it than activations."""
+        """Load a microbatch now if the stage needs more of it than activations."""
         seat = self.assignment(microbatch)
         if self._model.needs_batch or seat.is_first or seat.is_last:
             self.batch(microbatch)
@@ -85,12 +86,12 @@ class StageMicrobatches:
         return self._batches[microbatch]
 
     def host_batch(self, microbatch: int) -> Batch:
-        """Return the same in host memory, for what must not wait for the device."""
+        """Return this rank's rows of a microbatch in host memory, for code that must not wait for the device."""
         self.batch(microbatch)
         return self._on_host[microbatch]
 
     def signature(self, microbatch: int) -> Any:
-        """Return what the shapes of a microbatch's activations depend on."""
+        """Return the signature that the shapes of a microbatch's activations depend on."""
         if not self._model.needs_batch:
             return None
         if microbatch not in self._signatures:
@@ -100,8 +101,8 @@ class StageMicrobatches:
     def run(self, microbatch: int, received: tuple[Tensor, ...], *, train: bool = True) -> Any:
         """Run the stage's layers on this rank's rows of a microbatch that is loaded.
 
-        :param received: what the previous stage sent; empty on the first stage.
-        :returns: what the stage's last layer returns.
+        :param received: output of the previous stage; empty on the first stage.
+        :returns: the output of the stage's last layer.
         """
         seat, model = self.assignment(microbatch), self._model
         batch = self._batches.get(microbatch)
@@ -121,9 +122,9 @@ class StageMicrobatches:
     ) -> tuple[Tensor, ...]:
         """Load a microbatch, and run and time the stage's layers on this rank's rows of it.
 
-        :param received: what the previous stage sent; empty on the first stage.
-        :param totals: the last stage adds what it computed.
-        :returns: what is to be sent to the next stage; the last stage's sum of losses.
+        :param received: output of the previous stage; empty on the first stage.
+        :param totals: on the last stage, the microbatch's loss and metrics are added to it.
+        :returns: the tensors for the next stage, or the last stage's sum of losses.
         """
         seat, model = self.assignment(microbatch), self._model
         self.load(microbatch)
@@ -143,12 +144,12 @@ class StageMicrobatches:
         return outputs
 
     def release(self, microbatch: int) -> None:
-        """Let go of a microbatch that is not needed any more."""
+        """Release a microbatch that is no longer needed."""
         self._batches.pop(microbatch, None)
         self._on_host.pop(microbatch, None)
 
     def _assembled(self, microbatch: int, received: tuple[Tensor, ...]) -> Activation:
-        """Return what the previous stage sent, as the stage's first layer takes it."""
+        """Return the output of the previous stage as the stage's first layer takes it."""
         layer = self.assignment(microbatch).first_layer - 1
         shape = self._model.output_shape(layer, self.signature(microbatch))
         assert shape is not None

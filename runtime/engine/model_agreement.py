@@ -1,8 +1,8 @@
-"""Do all owners of a layer begin with the same parameters? If not, no step may be taken with them.
+"""Check before the first step that all owners of a layer have the same parameters.
 
-A training function that draws from an unseeded generator, or walks over a set, makes another model on each
-trainer. Gradients are summed all the same and losses look well, but replicas are none: what a failure leaves
-is a mixture.
+A training function that draws from an unseeded generator, or iterates over a set, creates a different model
+on each trainer. Gradients would still be summed and losses would look plausible, but the replicas would
+differ, and after a failure the survivors' state would be a mixture.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from runtime.monitoring.progress import ProgressMonitor
 from runtime.training import TrainingError
 
 _BITS = 20
-"""Of a word: its square, summed over up to 2^13 owners, is exact in float64."""
+"""Bits of a word: the square of a word, summed over up to 2^13 owners, is exact in float64."""
 _WORDS = 3
 
 
@@ -25,12 +25,12 @@ def check_model_agreement(
     device: torch.device,
     monitor: ProgressMonitor,
 ) -> None:
-    """All ranks of the world meet here, in one sum.
+    """Compare the digests of all owners of each layer with one sum over all ranks of the world.
 
-    Numbers are equal where their number times the sum of their squares is the square of their sum
-    (Cauchy and Schwarz), so nobody needs to know who owns what.
+    Numbers are equal exactly if their count times the sum of their squares is the square of their sum
+    (Cauchy and Schwarz), so no rank needs to know who owns what.
 
-    :param digests: of the parameters of each layer that this rank owns, hexadecimal.
+    :param digests: digests of the parameters of each layer that this rank owns, hexadecimal.
     :raises TrainingError: the owners of a layer do not agree.
     :raises CommunicationError: aborted, or a peer is lost.
     """
@@ -50,7 +50,7 @@ def check_model_agreement(
     ]
     if unlike:
         raise TrainingError(
-            f"trainers began with different parameters of layer {unlike[0]}: the training function must make "
-            "the same on each of them. Generators of torch, random and numpy are seeded; others, the order "
-            "of a set, the clock and the host are not"
+            f"trainers began with different parameters of layer {unlike[0]}: the training function must create "
+            "the same model on each trainer. ftd seeds the generators of torch, random and numpy; do not use other "
+            "generators, the order of a set, the clock or the host"
         )

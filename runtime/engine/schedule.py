@@ -1,26 +1,27 @@
 """Pipeline schedules as pure data: one-forward-one-backward for training, forward only for evaluation.
 
-``one_f_one_b`` (PipeDream-Flush, Narayanan et al. 2021) lists what one stage does in one step, in order; an
-executor runs the list. It works for any number of microbatches, also fewer than stages. Receives stand directly
-before the operation that uses what they bring, sends directly after the operation that produces it. Sends must
-not block until they are received: stage s sends an activation while stage s + 1 may be about to send it a
-gradient.
+``one_f_one_b`` (PipeDream-Flush, Narayanan et al. 2021) lists the operations of one stage in one step, in
+order; an executor runs the list. It works for any number of microbatches, even fewer than stages. A receive
+directly precedes the operation that uses its result, and a send directly follows the operation that
+produces its data. Sends must not block until they are received: stage s sends an activation while stage s +
+1 may be about to send it a gradient.
 
-``forward_only`` lists what one stage does to evaluate microbatches. Nothing flows back that would hold a stage up,
-so it waits now and then until the next stage has taken what it sent (``AwaitReceived``): otherwise the activations of
-all microbatches could pile up in the memory of the first stage.
+``forward_only`` lists the operations of one stage to evaluate microbatches. No gradients return that would
+hold a stage back, so the stage waits now and then until the next stage has received what it sent
+(``AwaitReceived``). Otherwise the activations of all microbatches could accumulate in the memory of the
+first stage.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_UNRECEIVED = 2
-"""Activations that a stage of ``forward_only`` may have sent and that were not taken yet."""
+"""Limit of the activations that a stage of ``forward_only`` has sent and the next stage has not received."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveActivation:
-    """From the previous stage: the input of ``Forward(microbatch)``."""
+    """Receipt of the input of ``Forward(microbatch)`` from the previous stage."""
 
     microbatch: int
 
@@ -32,14 +33,14 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class SendActivation:
-    """To the next stage: the output of ``Forward(microbatch)``."""
+    """Sending of the output of ``Forward(microbatch)`` to the next stage."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiveGradient:
-    """From the next stage: the gradient of what ``SendActivation(microbatch)`` sent."""
+    """Receipt of the gradient of ``SendActivation(microbatch)`` from the next stage."""
 
     microbatch: int
 
@@ -51,14 +52,14 @@ class Backward:
 
 @dataclass(frozen=True, slots=True)
 class SendGradient:
-    """To the previous stage: the gradient of what ``ReceiveActivation(microbatch)`` brought."""
+    """Sending of the gradient of ``ReceiveActivation(microbatch)`` to the previous stage."""
 
     microbatch: int
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitReceived:
-    """Wait until the next stage has taken what ``SendActivation(microbatch)`` sent."""
+    """Wait until the next stage has received the activations of ``SendActivation(microbatch)``."""
 
     microbatch: int
 
@@ -105,9 +106,10 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Operation, 
 
 
 def forward_only(stage: int, stages: int, microbatches: Sequence[int]) -> tuple[ForwardOperation, ...]:
-    """Return the operations of ``stage`` (0 … stages − 1) to run these microbatches forward, in this order.
+    """Return the operations of ``stage`` (0 … stages − 1) that run these microbatches forward, in this order.
 
-    Before a microbatch is computed, at most ``MAX_UNRECEIVED - 1`` activations are on their way to the next stage.
+    Before a microbatch is computed, at most ``MAX_UNRECEIVED - 1`` activations are on their way to the next
+    stage.
     """
     _check_stage(stage, stages)
     operations: list[ForwardOperation] = []

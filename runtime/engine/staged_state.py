@@ -1,8 +1,8 @@
-"""Layers that the node staged (``storage.staged``), on their way into this trainer's tensors.
+"""Loading of layers that the node staged (``storage.staged``) into this trainer's tensors.
 
-Straight out of where they lie, on several threads: each block that the node lends is verified and, while it
-is in the cache, copied, while the next layer is made ready. A layer counts when ``verify`` has found all of it
-sound, and what was lent still there.
+Several threads read the layers where they lie. They verify each block of the borrowed memory and copy it
+while it is in the cache, and meanwhile the next layer is prepared. A layer counts as loaded only after
+``verify`` has found all of its bytes intact and the borrowed memory unchanged.
 """
 
 import os
@@ -27,11 +27,11 @@ from storage.staged import BorrowedSnapshot, PayloadChunk, read_staged
 
 _THREADS = 4
 _TASK_BYTES = 4 * BLOCK_BYTES
-"""Of one task of a thread."""
+"""Bytes per task of a thread."""
 
 
 class StagingCorruptedError(RuntimeError):
-    """What was staged is not what was written, or is gone; ``part`` is to blame where it is known."""
+    """Staged bytes that have changed or are missing; ``part`` names the part at fault if it is known."""
 
     def __init__(self, detail: str, part: str = "") -> None:
         self.part = part
@@ -39,7 +39,7 @@ class StagingCorruptedError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _Target:
     """Memory for the payload's bytes from ``start`` on."""
 
     start: int
@@ -52,21 +52,21 @@ class _Run:
 
 @dataclass(slots=True)
 class _Block:
-    """Bytes that are verified, where they are lent, and copied."""
+    """Bytes that are verified, if they are borrowed, and copied."""
 
     lent: SnapshotPart | None
     number: int
-    """Of ``lent``."""
+    """Block number within ``lent``."""
     data: Bytes
     copies: list[tuple[Bytes, Bytes]] = field(default_factory=list)
-    """Each: into the first from the second."""
+    """Pairs of a target and a source."""
 
     @property
     def part(self) -> str:
         return self.lent.name if self.lent is not None else ""
 
     def copy(self) -> bool:
-        """False: it is not as it was written."""
+        """Copy the block; return ``False``, without copying, if its bytes have changed."""
         if self.lent is not None and not self.lent.is_block_intact(self.number, self.data):
             return False
         for target, source in self.copies:
@@ -75,21 +75,22 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A layer on its way."""
+class _LoadingLayer:
+    """A layer that is being loaded."""
 
     layer: int
     tasks: list[Future[_Block | None]]
-    """Each gives a block that is not as it was written."""
+    """Tasks, each of which returns a block whose bytes have changed, if any."""
     others: list[tuple[Bytes, Tensor]]
-    """What is to be copied by torch from where it is put."""
+    """Staging memory, with the tensor that torch copies it to."""
 
 
 class StagedStateLoader:
-    """``with StagedStateLoader(directory, states, tick) as staged``.
+    """A context that loads layers: ``with StagedStateLoader(directory, states, tick) as staged``.
 
     :param tick: called now and then by the thread that calls ``load_layer``.
-    :param reuse: the optimizer's tensors of layers that are held are filled, and not made anew.
+    :param reuse: fill the optimizer's existing tensors of layers that are held, instead of allocating new
+        ones.
     """
 
     def __init__(
@@ -101,9 +102,11 @@ class StagedStateLoader:
         self._files: dict[str, Bytes] = {}
         self._lenders: set[BorrowedSnapshot] = set()
         self._reused: ReusedMemory | None = {} if reuse else None
-        self._begun: _Begun | None = None
-        self._beside: Bytes = np.empty(0, dtype=np.uint8)
-        """For what has no memory here that bytes can be copied into; made once, as fresh memory is slow."""
+        self._loading: _LoadingLayer | None = None
+        self._staging: Bytes = np.empty(0, dtype=np.uint8)
+        """Staging memory for tensors that bytes cannot be copied into; allocated once, because fresh memory is
+        slow.
+        """
 
     def __enter__(self) -> Self:
         self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "restore")
@@ -113,14 +116,15 @@ class StagedStateLoader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._threads.shutdown(cancel_futures=True)
-        self._begun = None
+        self._loading = None
         self._files.clear()
 
     def load_layer(self, layer: int) -> None:
-        """Begin to hold the layer; when this returns, the one before is copied.
+        """Begin to load a layer; the previous one has been copied when this returns.
 
-        :raises StateError: it is of another model. :raises StagingCorruptedError: its bytes, or those of the one
-        before, are not what was written, or are not there any more.
+        :raises StateError: it belongs to a different model.
+        :raises StagingCorruptedError: its bytes, or those of the previous layer, have changed or are
+            missing.
         """
         try:
             staged = read_staged(self._directory, layer)
@@ -128,19 +132,19 @@ class StagedStateLoader:
         except (OSError, CorruptDataError) as error:
             raise StagingCorruptedError(f"layer {layer}: {error}") from error
         places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
-        runs, others = self._runs(places)
-        tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, runs))]
+        targets, others = self._targets(places)
+        tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, targets))]
         self.finish()
-        self._begun = _Begun(layer, tasks, others)
+        self._loading = _LoadingLayer(layer, tasks, others)
         self._lenders |= set(staged.borrowed)
         if others:
-            self.finish()  # The next one's are put into the same memory.
+            self.finish()  # The next layer uses the same memory.
 
     def verify(self) -> None:
-        """All layers are held.
+        """Finish, and check that all layers were loaded intact.
 
-        :raises StagingCorruptedError: the last one is not what was written, or what was copied may have been written
-        over meanwhile.
+        :raises StagingCorruptedError: the last layer's bytes have changed, or the borrowed memory may have
+            been overwritten meanwhile.
         """
         self.finish()
         for lender in self._lenders:
@@ -148,22 +152,24 @@ class StagedStateLoader:
                 raise StagingCorruptedError(f"{lender.manifest} is gone or another one")
 
     def finish(self) -> None:
-        """Return when the layer that was taken last is copied.
+        """Wait until the last layer has been copied.
 
-        :raises StagingCorruptedError: it is not what was written.
+        :raises StagingCorruptedError: its bytes have changed.
         """
-        begun, self._begun = self._begun, None
-        if begun is None:
+        loading, self._loading = self._loading, None
+        if loading is None:
             return
-        for task in begun.tasks:
+        for task in loading.tasks:
             self._tick()
             if (block := task.result()) is not None:
-                raise StagingCorruptedError(f"layer {begun.layer}: its digest does not match", block.part)
-        for memory, tensor in begun.others:
+                raise StagingCorruptedError(f"layer {loading.layer}: its digest does not match", block.part)
+        for memory, tensor in loading.others:
             tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
     def _file(self, piece: PayloadChunk) -> Bytes:
-        """All of the file that a piece lies in. :raises OSError, CorruptDataError: it is not there."""
+        """Return all bytes of the file that contains a staged range. :raises OSError, DamagedError: it is
+        missing.
+        """
         if not piece.path:
             return np.frombuffer(piece.data, dtype=np.uint8)
         if piece.path not in self._files:
@@ -175,17 +181,18 @@ class StagedStateLoader:
             raise CorruptDataError(f"{piece.path} has only {len(memory)} bytes")
         return memory
 
-    def _runs(
+    def _targets(
         self, places: Sequence[tuple[LayerEntry, Tensor]]
-    ) -> tuple[list[_Run], list[tuple[Bytes, Tensor]]]:
-        """Where the payload's bytes go, ascending; and of tensors that bytes cannot be copied into what is
-        copied for them instead."""
+    ) -> tuple[list[_Target], list[tuple[Bytes, Tensor]]]:
+        """Return the memory for the payload's bytes, ascending, and the tensors to be copied from staging
+        memory.
+        """
         apart = [_memory(tensor) is None for _, tensor in places]
         sizes = [padded_size(entry.size_bytes) for entry, _ in places]
-        needed = sum(size for size, beside in zip(sizes, apart, strict=True) if beside)
-        if len(self._beside) < needed:
-            self._beside = np.empty(needed, dtype=np.uint8)
-        runs: list[_Run] = []
+        needed = sum(size for size, staging in zip(sizes, apart, strict=True) if staging)
+        if len(self._staging) < needed:
+            self._staging = np.empty(needed, dtype=np.uint8)
+        targets: list[_Target] = []
         others: list[tuple[Bytes, Tensor]] = []
         end = 0
         for (entry, tensor), size in zip(places, sizes, strict=True):
@@ -193,30 +200,32 @@ class StagedStateLoader:
                 continue
             memory = _memory(tensor)
             if memory is None:
-                memory = self._beside[end : end + entry.size_bytes]
+                memory = self._staging[end : end + entry.size_bytes]
                 others.append((memory, tensor))
                 end += size
-            runs.append(_Run(entry.offset, memory))
-        return runs, others
+            targets.append(_Target(entry.offset, memory))
+        return targets, others
 
 
 def _memory(tensor: Tensor) -> Bytes | None:
-    """Its bytes in the order of a payload; ``None``: it has no such on the host."""
+    """Return the tensor's bytes in the payload's order; ``None`` if they are not on the host, or not in that
+    order.
+    """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         return None
     memory: Bytes = tensor.reshape(-1).view(torch.uint8).numpy()
     return memory
 
 
-def _blocks(pieces: Iterable[tuple[PayloadChunk, Bytes]], runs: Sequence[_Run]) -> list[_Block]:
-    """What is copied together, and verified before: each block of what is lent once."""
-    ends = [run.end for run in runs]
+def _blocks(pieces: Iterable[tuple[PayloadChunk, Bytes]], targets: Sequence[_Target]) -> list[_Block]:
+    """Return the blocks to verify and copy; each block of borrowed memory occurs once."""
+    ends = [target.end for target in targets]
     found: dict[tuple[str, int], _Block] = {}
     start = 0
     for piece, file in pieces:
         for number, block in _cut(piece):
             low, high = max(piece.offset, block.start), min(piece.offset + piece.size_bytes, block.stop)
-            copies = list(_copies(file, low, high, start + low - piece.offset, runs, ends))
+            copies = list(_copies(file, low, high, start + low - piece.offset, targets, ends))
             if copies:
                 key = piece.path or f"piece at {start}", block.start
                 found.setdefault(key, _Block(piece.part, number, file[block.start : block.stop]))
@@ -226,7 +235,7 @@ def _blocks(pieces: Iterable[tuple[PayloadChunk, Bytes]], runs: Sequence[_Run]) 
 
 
 def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
-    """For one task each."""
+    """Yield lists of blocks, one for each task."""
     batch: list[_Block] = []
     size = 0
     for block in blocks:
@@ -240,12 +249,12 @@ def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
 
 
 def _copied(blocks: Iterable[_Block]) -> _Block | None:
-    """The first that is not as it was written; the others behind it are not copied."""
+    """Copy blocks until one has changed; return that one."""
     return next((block for block in blocks if not block.copy()), None)
 
 
 def _cut(piece: PayloadChunk) -> Iterator[tuple[int, range]]:
-    """The blocks of its file that it lies in, numbered where they are verified."""
+    """Yield the blocks of its file that contain the range, with their numbers if they are verified."""
     part, end = piece.part, piece.offset + piece.size_bytes
     if part is None:
         for first in range(piece.offset, end, BLOCK_BYTES):
@@ -257,13 +266,18 @@ def _cut(piece: PayloadChunk) -> Iterator[tuple[int, range]]:
 
 
 def _copies(
-    file: Bytes, low: int, high: int, start: int, runs: Sequence[_Run], ends: Sequence[int]
+    file: Bytes, low: int, high: int, start: int, targets: Sequence[_Target], ends: Sequence[int]
 ) -> Iterator[tuple[Bytes, Bytes]]:
-    """The file's bytes [low, high), which are the payload's from ``start`` on, with their places."""
+    """Yield targets and sources for the file's bytes [low, high), which are the payload's bytes from ``start``
+    on.
+    """
     end = start + high - low
-    for number in range(bisect_right(ends, start), len(runs)):
-        run = runs[number]
-        if run.start >= end:
+    for number in range(bisect_right(ends, start), len(targets)):
+        target = targets[number]
+        if target.start >= end:
             break
-        first, last = max(start, run.start), min(end, run.end)
-        yield run.memory[first - run.start : last - run.start], file[low + first - start : low + last - start]
+        first, last = max(start, target.start), min(end, target.end)
+        yield (
+            target.memory[first - target.start : last - target.start],
+            file[low + first - start : low + last - start],
+        )

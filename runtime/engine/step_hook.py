@@ -1,7 +1,7 @@
-"""``Training.on_step``: the user's hook, called after each committed step by the rank 0 of a generation.
+"""``Training.on_step``: the user's hook, which rank 0 of a generation calls after each committed step.
 
-A committed step was voted on by rank 0 after it had called the hook for the step before. So when a group meets,
-the hook may be missing for the committed step alone, and the group sums up whether anybody of it has called it.
+Rank 0 votes on a step only after it has called the hook for the previous one. When a group forms, only the
+committed step's call can therefore be missing, and the group sums up whether any of its ranks has made it.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from statemachine.messages.values import Vote
 
 
 class StepHook:
-    """One rank's part in calling the hook."""
+    """The hook as one rank calls it."""
 
     def __init__(self, hook: Callable[[StepInfo], object], rows: int, monitor: ProgressMonitor) -> None:
         """:param rows: samples of a global batch."""

@@ -1,4 +1,4 @@
-"""Which communicator a job's backend is."""
+"""Choice of the communicator for a job's backend."""
 
 from collections.abc import Sequence
 
@@ -18,11 +18,11 @@ def make_communicator(
     runtime: DeviceRuntime,
     timeout_s: float = MIN_GROUP_TIMEOUT_S,
 ) -> Communicator:
-    """The communicator for a job's ``backend``; not yet formed, but it can already be aborted.
+    """Return the communicator for a job's ``backend``; it is not formed yet, but can already be aborted.
 
-    :param hosts: for each rank of the world the address that it is reached at.
-    :param runtime: of the device that tensors are on.
-    :param timeout_s: of each operation (``group_timeout_s``).
+    :param hosts: for each rank of the world, the address at which other ranks reach it.
+    :param runtime: runtime of the device that tensors are on.
+    :param timeout_s: timeout of each operation (``group_timeout_s``).
     """
     if len(hosts) == 1:
         return SoloCommunicator()

@@ -1,6 +1,8 @@
-"""How ranks talk: one small interface. ``runtime.groups.gloo`` and ``runtime.groups.nccl`` are behind it.
+"""The interface through which ranks communicate; ``runtime.groups.gloo`` and ``runtime.groups.nccl`` implement
+it.
 
-No default group, no global state: a communicator belongs to one generation and is thrown away with it.
+There is no default group and no global state: a communicator belongs to one generation and is discarded
+with it.
 """
 
 import threading
@@ -14,25 +16,27 @@ from torch import Tensor
 Members = tuple[int, ...]
 """Global ranks of a group, ascending."""
 Channel = Literal["activation", "gradient", "state"]
-"""What travels between two ranks; each channel of a pair of ranks is first in, first out."""
+"""Kind of data that travels between two ranks. Each channel of a pair of ranks is first in, first out."""
 MIN_GROUP_TIMEOUT_S = 60.0
-"""Least timeout of torch's process groups. No step may keep a peer waiting for longer, and what an abort abandons is
-held for as long. It does not detect failures: the control plane does that."""
+"""Least timeout of torch's process groups. No step may keep a peer waiting for longer, and operations that an
+abort abandons hold their memory for as long. It does not detect failures: the control plane does that.
+"""
 STEPS_PER_TIMEOUT = 20
 MAX_GROUP_TIMEOUT_S = 6 * 3600.0
 CommunicationEdge = tuple[Channel, int, int]
 """Two ranks, ascending, that will send to each other on a channel."""
 CHANNELS: tuple[Channel, ...] = get_args(Channel)
 Group = Any
-"""A process group of torch: its stubs know neither the operations nor the options of the backends."""
+"""A process group of torch, whose stubs contain neither the operations nor the options of the backends."""
 
 
 def group_timeout_s(step_s: float, expired_groups: int) -> float:
     """Return the timeout of a group.
 
-    :param step_s: expected duration of a step; 0: unknown.
-    :param expired: groups of this process in which no step was committed for that long. Each doubles the timeout, so
-        that steps that take longer than expected are committed in the end.
+    :param step_s: expected duration of a step; 0 if unknown.
+    :param expired_groups: number of groups of this process in which no step was committed within the
+        timeout. Each doubles the timeout, so that steps that take longer than expected are committed in the
+        end.
     """
     return min(
         max(MIN_GROUP_TIMEOUT_S, STEPS_PER_TIMEOUT * step_s) * 2.0 ** min(expired_groups, 30),
@@ -41,7 +45,8 @@ def group_timeout_s(step_s: float, expired_groups: int) -> float:
 
 
 def member_range(numel: int, index: int, members: int) -> tuple[int, int]:
-    """Return the elements ``[start, end)`` of a vector, or rows of a microbatch, that are member ``index``'s.
+    """Return the elements ``[start, end)`` of a vector, or the rows of a microbatch, that belong to member
+    ``index``.
 
     Sizes differ by at most 1.
     """
@@ -49,23 +54,23 @@ def member_range(numel: int, index: int, members: int) -> tuple[int, int]:
 
 
 class GroupError(ValueError):
-    """No group of these ranks can work; the message says what to change."""
+    """A group that cannot work with these ranks; the message says what to change."""
 
 
 class CommunicationError(RuntimeError):
-    """An operation will never complete; everything of this communicator is lost."""
+    """An operation that will never complete; everything of this communicator is lost."""
 
 
 class CommunicationAborted(CommunicationError):
-    """``abort`` was called: the control plane wants this generation to end."""
+    """A call of ``abort``: the control plane ends this generation."""
 
 
 class PeerLost(CommunicationError):
-    """A connection broke or timed out. A hint: who died is for the control plane to say."""
+    """A connection that broke or timed out. This is a hint; the control plane decides which peer has failed."""
 
 
 def short_message(error: BaseException) -> str:
-    """The first sentence of a backend's message, without the source location that it begins with."""
+    """Return the first sentence of a backend's message, without the source location at its beginning."""
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if text.startswith("["):
         text = text.partition("] ")[2] or text
@@ -73,7 +78,7 @@ def short_message(error: BaseException) -> str:
 
 
 class PendingOperation:
-    """An operation under way; give it to ``Communicator.wait``."""
+    """An operation in progress, which ``Communicator.wait`` waits for."""
 
     __slots__ = ("done", "error")
 
@@ -89,8 +94,8 @@ class PendingOperation:
 class Communicator(ABC):
     """One rank's end of a generation's world.
 
-    Made by the main thread, which calls everything but ``abort``. Operations on the same group must be
-    posted in the same order by all its members; different groups are independent of each other.
+    The main thread creates it and makes all calls but ``abort``. All members of a group must post its
+    operations in the same order; different groups are independent of each other.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -101,19 +106,21 @@ class Communicator(ABC):
 
     @abstractmethod
     def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
-        """Meet the other ranks; ``groups`` are all groups of the generation, the same list everywhere.
+        """Form the world and ``groups``, all groups of the generation; the list must be the same on all ranks.
 
-        The whole world is always formed. Groups of one rank need nothing; duplicates are formed once.
+        Groups of one rank need nothing; duplicates are formed once.
 
-        :param talks: the same everywhere, too: whatever two ranks need for themselves is made now.
-
-        :raises Aborted: as everything below.
-        :raises PeerLost: somebody did not come, or the rendezvous is gone.
+        :param edges: pairs of ranks that will communicate, the same on all ranks. Their connections are
+            made now.
+        :raises CommunicationAborted: as for all methods below.
+        :raises PeerLost: a peer did not come, or the rendezvous is gone.
         """
 
     @abstractmethod
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
-        """Does not wait for the receiver. ``tensor`` (contiguous) must not change until it is sent."""
+        """Send ``tensor`` (contiguous), which must not change until it is sent, without waiting for the
+        receiver.
+        """
 
     @abstractmethod
     def receive(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
@@ -125,41 +132,42 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        """``target`` becomes the members' ``source``, one behind the other; all have the same length.
+        """Fill ``target`` with the members' ``source`` tensors in order; all have the same length.
 
-        :param members: more than one, one of the groups given to ``form``.
+        :param members: more than one rank, one of the groups given to ``form``.
         """
 
     @abstractmethod
     def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        """Put the members' runs (``member_range``) of a vector together.
+        """Fill ``target``, a whole vector, with the members' ranges of it (``member_range``).
 
-        :param target: the whole vector. :param source: this rank's run of it.
-        :param members: more than one, one of the groups given to ``form``.
+        :param source: this rank's range of the vector.
+        :param members: more than one rank, one of the groups given to ``form``.
         """
 
     @abstractmethod
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        """Give each member the sum of its run (``member_range``) over the members' ``source``.
+        """Give each member the sum of its range (``member_range``) over the members' ``source``.
 
-        :param target: this rank's run. :param source: a whole vector, which must not change until this is done.
-        :param members: more than one, one of the groups given to ``form``.
+        :param target: this rank's range.
+        :param source: a whole vector, which must not change until this is done.
+        :param members: more than one rank, one of the groups given to ``form``.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """The main thread is through with it, aborted or not. Returns at once."""
+        """Release everything when the main thread is done, aborted or not. Returns at once."""
 
     @property
     def world(self) -> Members:
         return tuple(range(self.size))
 
     def wait(self, pending: PendingOperation) -> None:
-        """Have the host wait until the operation is done: what follows on this thread, and on its current
-        stream, sees the result.
+        """Wait until the operation is done: code that follows on this thread and its current stream sees the
+        result.
 
-        :raises Aborted: unless the operation had completed before.
-        :raises PeerLost: it failed, and nobody had aborted.
+        :raises CommunicationAborted: ``abort`` was called before the operation completed.
+        :raises PeerLost: the operation failed without an abort.
         """
         with self._condition:
             while not (pending.done or self._aborted):
@@ -167,27 +175,32 @@ class Communicator(ABC):
         if not pending.done:
             raise CommunicationAborted
         if pending.error is not None:
-            self.check()  # An abort makes what is under way fail, perhaps before this thread runs again.
+            self.check()  # An abort makes running operations fail, perhaps before this thread runs again.
             raise PeerLost(short_message(pending.error)) from pending.error
 
     def wait_any(self, pendings: Sequence[PendingOperation]) -> None:
-        """At least one of them is done. Those that are need a ``wait`` of their own for their errors."""
+        """Wait until at least one operation is done. Call ``wait`` for each of those to see its errors."""
         with self._condition:
             while not (self._aborted or any(pending.done for pending in pendings)):
                 self._condition.wait()
         self.check()
 
     def confirm(self, pending: PendingOperation) -> None:
-        """``wait``, and nobody has aborted: what decides (VOTE) must really be there, and be no garbage."""
+        """Wait, and check that no abort has come: data for a decision (VOTE) must really be there and be
+        valid.
+        """
         self.wait(pending)
 
     def check(self) -> None:
-        """:raises Aborted: ``abort`` was called."""
+        """Raise if ``abort`` was called.
+
+        :raises CommunicationAborted: it was.
+        """
         if self._aborted:
             raise CommunicationAborted
 
     def abort(self) -> None:
-        """From any thread, at any time, more than once: free the main thread, at once."""
+        """Free the main thread at once. Any thread may call this at any time, more than once."""
         with self._condition:
             self._aborted = True
             self._condition.notify_all()
@@ -199,13 +212,13 @@ class Communicator(ABC):
             self._condition.notify_all()
 
     def _start_forming(self, form: Callable[[], None]) -> PendingOperation:
-        """Run ``form`` on a thread that an abort leaves behind."""
+        """Run ``form`` on a thread that an abort abandons."""
         pending = PendingOperation()
 
         def run() -> None:
             try:
                 form()
-            except Exception as error:  # Of any kind: the main thread waits for this one.
+            except Exception as error:  # Whatever it is, the main thread waits for this operation.
                 self._finish(pending, error)
             else:
                 self._finish(pending, None)
@@ -223,7 +236,7 @@ class Communicator(ABC):
 
 
 class SoloCommunicator(Communicator):
-    """A world of one rank: nothing to meet, nothing to wait for."""
+    """A world of one rank, which has no peers and never waits."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -247,7 +260,7 @@ class SoloCommunicator(Communicator):
         raise ValueError("a world of one rank has nobody to gather from")
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        raise ValueError("a world of one rank has nobody to add to")
+        raise ValueError("a world of one rank has nobody to reduce with")
 
     def close(self) -> None:
         pass

@@ -1,10 +1,10 @@
-"""The communicator for CPUs: gloo behind the interface of ``runtime.groups.communicator``.
+"""The communicator for CPUs: gloo with the interface of ``runtime.groups.communicator``.
 
-gloo tells most survivors nothing when a peer dies and its abort calls free nobody, so operations are
-*posted* by the main thread, which never blocks, and *waited for* on communication threads. The main
-thread waits on a condition that ``abort`` also sets, and so is free within a fraction of a millisecond
-whatever gloo does. A thread that is left stuck ends when gloo's own timeout does (``timeout_s``); it
-holds the buffers and the group until then, so neither may be used again: take fresh ones.
+If a peer dies, gloo does not notify most survivors, and its abort calls free nobody. The main thread
+therefore only *posts* operations, which never blocks, and communication threads *wait for* them. The main
+thread waits on a condition that ``abort`` also sets, so it is free within a fraction of a millisecond
+whatever gloo does. A stuck thread ends at gloo's own timeout (``timeout_s``). Until then it holds the
+buffers and the group, so neither may be reused.
 """
 
 import threading
@@ -38,8 +38,8 @@ _GATHER_TAG = len(CHANNELS)
 _REDUCE_TAG = _GATHER_TAG + 1
 
 
-class _Together:
-    """Several works as one; ``then`` runs when all are done."""
+class _CombinedWork:
+    """Several works as one; ``then`` runs when all of them are done."""
 
     def __init__(self, works: list[Work], then: Callable[[], None]) -> None:
         self._works = works
@@ -54,25 +54,25 @@ class _Together:
 class _Lane:
     """A communication thread that waits for works in the order in which they were posted.
 
-    It keeps the groups alive until its last work has ended: destroying a gloo group with an operation
-    in flight would block, with the interpreter lock held, until gloo's timeout.
+    It keeps the groups alive until its last work has ended: destroying a gloo group with an operation in
+    flight would block until gloo's timeout, with the interpreter lock held.
     """
 
     def __init__(
         self, groups: dict[Members, Group], finish: Callable[[PendingOperation, BaseException | None], None]
     ) -> None:
-        self._items: SimpleQueue[tuple[Work | _Together, Tensor, PendingOperation] | None] = SimpleQueue()
+        self._items: SimpleQueue[tuple[Work | _CombinedWork, Tensor, PendingOperation] | None] = SimpleQueue()
         self._finish = finish
         self._groups: dict[Members, Group] | None = groups
         threading.Thread(target=self._run, name="communication", daemon=True).start()
 
-    def put(self, work: Work | _Together, tensor: Tensor) -> PendingOperation:
+    def put(self, work: Work | _CombinedWork, tensor: Tensor) -> PendingOperation:
         pending = PendingOperation()
         self._items.put((work, tensor, pending))
         return pending
 
     def end(self) -> None:
-        """No more works will come; the thread ends behind the last."""
+        """End the thread after the works that were posted."""
         self._items.put(None)
 
     def _run(self) -> None:
@@ -89,11 +89,11 @@ class _Lane:
 
 
 class GlooCommunicator(Communicator):
-    """gloo over TCP: a full mesh for the world and one for each further group.
+    """A communicator over gloo and TCP: a full mesh for the world, and one for each further group.
 
-    ``send`` is a rendezvous in gloo (even 16 bytes wait for the receiver), hence posted. Sends to a peer,
-    receives from a peer, all-reduces and all-gathers each have a lane of their own, so that nothing is
-    noticed late because something else, that may depend on it in a roundabout way, is slow.
+    In gloo, ``send`` waits for the receiver even for 16 bytes, so it is posted, too. Sends to a peer,
+    receives from a peer, all-reduces and all-gathers each have their own lane, so that no completion is
+    noticed late because another operation, which may indirectly depend on it, is slow.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class GlooCommunicator(Communicator):
         *,
         timeout_s: float = MIN_GROUP_TIMEOUT_S,
     ) -> None:
-        """:param host: own address that the other ranks connect to."""
+        """:param host: this rank's address, to which the other ranks connect."""
         super().__init__(rank, size)
         self._rendezvous = rendezvous
         self._host = host
@@ -158,14 +158,15 @@ class GlooCommunicator(Communicator):
         return self._post(("reduce", 0), tensor, lambda: self._groups[members].allreduce([tensor]))
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        # The work itself keeps ``source``.
+        # The work itself keeps ``source`` alive.
         return self._post(
             ("gather", 0), target, lambda: self._groups[members]._allgather_base(target, source)
         )
 
     def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        # On loopback, straight between all pairs takes a quarter of the time of gloo's own all-gather.
-        def post() -> _Together:
+        # On loopback, direct transfers between all pairs take a quarter of the time of gloo's own
+        # all-gather.
+        def post() -> _CombinedWork:
             world, count = self._groups[self.world], len(members)
             works: list[Work] = []
             for index, peer in enumerate(members):
@@ -176,14 +177,16 @@ class GlooCommunicator(Communicator):
                     works.append(world.recv([target[start:end]], peer, _GATHER_TAG))
             if source.numel():
                 works += [world.send([source], peer, _GATHER_TAG) for peer in members if peer != self.rank]
-            return _Together(works, lambda: None)
+            return _CombinedWork(works, lambda: None)
 
         return self._post(("runs", 0), target, post)
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        """See ``Communicator``; gloo's own reduce-scatter takes five times as long, and longer than its all-reduce."""
+        """Implement ``Communicator.reduce_scatter``; gloo's own takes five times as long, and longer than its
+        all-reduce.
+        """
 
-        def post() -> _Together:
+        def post() -> _CombinedWork:
             world, count = self._groups[self.world], len(members)
             works: list[Work] = []
             terms: list[Tensor] = []
@@ -199,17 +202,17 @@ class GlooCommunicator(Communicator):
                     works.append(world.send([source[start:end]], peer, _REDUCE_TAG))
 
             def add() -> None:
-                # In the order of the members, so that it does not depend on who is quick.
+                # The order of the members is fixed, so the result does not depend on which one is fast.
                 torch.add(terms[0], terms[1], out=target)
                 for term in terms[2:]:
                     target.add_(term)
 
-            return _Together(works, add)
+            return _CombinedWork(works, add)
 
         return self._post(("runs", 1), target, post)
 
     def _post(
-        self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work | _Together]
+        self, lane: tuple[str, int], tensor: Tensor, post: Callable[[], Work | _CombinedWork]
     ) -> PendingOperation:
         self.check()
         if lane not in self._lanes:
@@ -243,7 +246,7 @@ _devices_lock = threading.Lock()
 
 
 def _device(host: str) -> object:
-    """gloo's listener and event loop for one address: one per process, shared by all generations."""
+    """Return gloo's listener and event loop for one address: one per process, shared by all generations."""
     with _devices_lock:
         if host not in _devices:
             _devices[host] = ProcessGroupGloo.create_device(hostname=host)

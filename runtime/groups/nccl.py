@@ -1,18 +1,22 @@
-"""The communicator for CUDA devices: NCCL behind the interface of ``runtime.groups.communicator``.
+"""The communicator for CUDA devices: NCCL with the interface of ``runtime.groups.communicator``.
 
-Written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*; gloo
-has the same callers and the same tests.
+It is written against torch's ProcessGroupNCCL and *not run in this project's tests, which have no GPU*;
+gloo has the same callers and the same tests.
 
-NCCL differs from gloo in three ways that show here. An operation is ordered on CUDA streams, and NCCL offers no
-host-side wait that another thread can end. So ``wait`` asks again and again whether it is done and then orders the
-current stream after it: the host knows what it waits for (``Pace.idle``), and is not led into waiting for a peer
-somewhere else, as in ``.item()``. It runs ahead of the device in whatever needs no peer. Operations of one pair
-of ranks run in order on one stream, so activations and gradients, which cross each other in 1F1B, need a group
-each or they would wait for one another. And communicators *can* be aborted: kernels that wait for a dead
-peer end, with garbage in their buffers, which nobody reads since ``confirm`` raises.
+NCCL differs from gloo in three ways:
 
-torch's own watchdog would end the process of every survivor as soon as it sees that a peer is gone, or that
-an abort takes long. Here others decide that: it is told to leave errors alone, whatever the environment says.
+* Operations are ordered on CUDA streams, and NCCL has no host-side wait that another thread can end.
+  ``wait`` therefore polls until the operation is done and then orders the current stream after it. The host
+  thus knows what it waits for (``ProgressMonitor.idle``) and never waits for a peer elsewhere, for example
+  in ``.item()``. It runs ahead of the device in everything that needs no peer.
+* Operations of one pair of ranks run in order on one stream. Activations and gradients, which cross each
+  other in 1F1B, each need a group of their own so that they do not wait for one another.
+* Communicators *can* be aborted. Kernels that wait for a dead peer then end with garbage in their buffers,
+  which nobody reads because ``confirm`` raises.
+
+torch's own watchdog would end the process of every survivor when it notices that a peer is gone or that an
+abort takes long. The control plane decides that instead, so the watchdog is configured to ignore errors,
+whatever the environment says.
 """
 
 import contextlib
@@ -44,11 +48,11 @@ from runtime.groups.communicator import (
 from runtime.groups.store import Rendezvous, RendezvousStore
 
 _POLL_S = 50e-6
-"""Between two looks at a CUDA event: NCCL offers no host-side wait that another thread can end."""
+"""Interval between two queries of a CUDA event."""
 
 
 _WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read by each process group when it is made."""
+"""Read by each process group when it is created."""
 
 
 class _IssuedOperation(PendingOperation):
@@ -65,7 +69,7 @@ class _IssuedOperation(PendingOperation):
 
 
 class NcclCommunicator(Communicator):
-    """:param device: the CUDA device of this rank."""
+    """A communicator over NCCL. :param device: the CUDA device of this rank."""
 
     def __init__(
         self,
@@ -84,14 +88,17 @@ class NcclCommunicator(Communicator):
         self._store: RendezvousStore | None = None
 
     def form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge] = ()) -> None:
-        """NCCL forms its communicators at the first operation, on the thread that asks for it, where no abort
-        reaches. A first all-reduce and a first send do it here, on a thread that an abort leaves behind."""
+        """Form the groups with a first all-reduce and a first send, on a thread that an abort abandons.
+
+        NCCL forms its communicators during the first operation, on the calling thread, where no abort would
+        reach it.
+        """
         forming = self._start_forming(lambda: self._form(groups, edges))
         try:
             super().wait(forming)
         except PeerLost:
             if isinstance(forming.error, GroupError):
-                raise forming.error from None  # No other group would get further.
+                raise forming.error from None  # No other group would succeed.
             raise
 
     def _form(self, groups: Sequence[Members], talks: Collection[CommunicationEdge]) -> None:
@@ -106,13 +113,16 @@ class NcclCommunicator(Communicator):
         for members in dict.fromkeys((self.world, *groups)):
             if self.rank in members and len(members) > 1:
                 group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
-                self.check()  # An abort ends the groups that it knows: those that are here by then.
+                self.check()  # An abort ends only the groups that exist by then.
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
-        self._introduce(talks)
+        self._connect_peers(talks)
         torch.cuda.current_stream().synchronize()
 
     def _check_devices(self, store: RendezvousStore) -> None:
-        """:raises GroupError: ranks share a device, which NCCL refuses."""
+        """Check that each rank has its own device, because NCCL rejects shared ones.
+
+        :raises GroupError: ranks share a device.
+        """
         store.set(f"device-{self.rank}", self._device_identity())
         ranks: dict[bytes, list[int]] = {}
         for rank, identity in enumerate(store.multi_get([f"device-{rank}" for rank in self.world])):
@@ -120,7 +130,7 @@ class NcclCommunicator(Communicator):
         shared = [found for found in ranks.values() if len(found) > 1]
         if shared:
             raise GroupError(
-                f"NCCL needs a GPU for each trainer, and ranks {', '.join(map(str, shared[0]))} share one: run fewer "
+                f"NCCL needs a GPU for each trainer, but ranks {', '.join(map(str, shared[0]))} share one: run fewer "
                 'trainers on that host (node.devices, or --nodes of ftd local), or set training.backend = "gloo" and '
                 'training.device = "cuda", with which trainers may share a GPU'
             )
@@ -128,11 +138,11 @@ class NcclCommunicator(Communicator):
     def _device_identity(self) -> str:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
-    def _introduce(self, talks: Collection[CommunicationEdge]) -> None:
-        """Two ranks that send to each other have a communicator of their own, for each channel.
+    def _connect_peers(self, talks: Collection[CommunicationEdge]) -> None:
+        """Form a communicator for each channel of two ranks that send to each other.
 
-        All ranks go by the same order, so nobody waits in a circle; every other pair of neighbours comes
-        first, so a long pipeline takes two turns and not as many as it has stages.
+        All ranks use the same order, so there is no circular wait. Every other pair of neighbours comes
+        first, so a long pipeline takes two turns instead of one for each stage.
         """
         for channel, one, other in sorted(set(talks), key=lambda talk: (talk[0], talk[1] % 2, *talk[1:])):
             if self.rank in (one, other):
@@ -191,7 +201,7 @@ class NcclCommunicator(Communicator):
         except RuntimeError as error:
             self.check()
             raise PeerLost(short_message(error)) from error
-        self.check()  # It may have been the abort that ended it.
+        self.check()  # The abort may have ended it.
 
     def wait_any(self, pendings: Sequence[PendingOperation]) -> None:
         while True:
@@ -206,8 +216,8 @@ class NcclCommunicator(Communicator):
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        # ncclCommAbort can take long, and wait for another communicator's: the caller must go on at once, and
-        # each group has a thread, which keeps it when the main thread lets it go.
+        # ncclCommAbort can take long, and wait for another communicator's. The caller must not wait for it,
+        # so each group has a thread, which keeps the group alive after the main thread has released it.
         for group in list(self._groups.values()):
             threading.Thread(target=_end, args=(group,), name="communication-abort", daemon=True).start()
 
@@ -221,7 +231,9 @@ class NcclCommunicator(Communicator):
 
 
 def _end(group: Group) -> None:
-    with contextlib.suppress(RuntimeError):  # It took longer than the group's timeout: nobody waits for it.
+    with contextlib.suppress(
+        RuntimeError
+    ):  # It took longer than the group's timeout, and nobody waits for it.
         group.abort()
 
 

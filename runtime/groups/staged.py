@@ -1,10 +1,11 @@
-"""gloo for devices that are no CPU: they compute, and their tensors travel through pinned host memory.
+"""gloo for devices other than CPUs: their tensors travel through pinned host memory.
 
-Slower than NCCL, but it asks nothing of the devices: several trainers may share one, and nodes with and without
-them may train together. What is sent goes down to the host on a stream of its own, after what computes it; a
-thread waits for that copy and only then gives the bytes to gloo. What arrives goes up on another stream, and the
-operation is done when it is there, so whoever has waited needs no event. An abort frees the main thread at once, as
-with host memory: nothing that it waits for is a device's.
+This is slower than NCCL but makes no demands on the devices: several trainers may share one, and nodes with
+and without devices may train together. A tensor to send is copied to the host on a separate stream, after
+the operation that computes it. A thread waits for that copy and only then passes the bytes to gloo.
+Received bytes are copied to the device on another stream, and the operation is complete when they are
+there, so a caller that has waited needs no event. An abort frees the main thread at once, as with host
+memory: it never waits for a device.
 """
 
 import threading
@@ -21,12 +22,14 @@ from runtime.groups.store import Rendezvous
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """Sources and targets."""
-_Asked = tuple[Event, Copies, Callable[[], PendingOperation], Callable[[BaseException | None], None]]
-"""When the copies are on the host, and which; what is asked of gloo then; what follows it."""
+_Request = tuple[Event, Copies, Callable[[], PendingOperation], Callable[[BaseException | None], None]]
+"""Event after which the copies are on the host, the copies, the gloo operation that follows, and its
+completion handler.
+"""
 
 
 class StagedGlooCommunicator(GlooCommunicator):
-    """:param runtime: of the device that all tensors are on."""
+    """A communicator over gloo for tensors on a device. :param runtime: the runtime of that device."""
 
     def __init__(
         self,
@@ -40,10 +43,10 @@ class StagedGlooCommunicator(GlooCommunicator):
         super().__init__(rendezvous, rank, size, host, **options)
         self._runtime = runtime
         self._down, self._up = runtime.stream(), runtime.stream()
-        self._following: dict[PendingOperation, Callable[[BaseException | None], None]] = {}
-        """By gloo's operation, what follows it. Guarded by the condition."""
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
-        threading.Thread(target=self._ask_in_order, name="communication-stage", daemon=True).start()
+        self._handlers: dict[PendingOperation, Callable[[BaseException | None], None]] = {}
+        """Completion handlers by gloo's operation. Guarded by the condition."""
+        self._requests: SimpleQueue[_Request | None] = SimpleQueue()
+        threading.Thread(target=self._issue_in_order, name="communication-stage", daemon=True).start()
 
     def send(self, tensor: Tensor, peer: int, channel: Channel) -> PendingOperation:
         [staged] = self._host_memory(tensor)
@@ -73,7 +76,7 @@ class StagedGlooCommunicator(GlooCommunicator):
 
     def close(self) -> None:
         self._close_stores()
-        self._asked.put(None)
+        self._requests.put(None)
 
     # --- inside ----------------------------------------------------------------------------------
 
@@ -91,7 +94,7 @@ class StagedGlooCommunicator(GlooCommunicator):
         return self._stage([(source, here)], [(there, target)], lambda: ask(there, here, members))
 
     def _stage(self, down: Copies, up: Copies, ask: Callable[[], PendingOperation]) -> PendingOperation:
-        """Copy ``down``, then ask gloo, then copy ``up``."""
+        """Copy ``down``, then start the gloo operation, then copy ``up``."""
         self.check()
         pending = PendingOperation()
         given, copied = self._runtime.event(), self._runtime.event()
@@ -104,16 +107,16 @@ class StagedGlooCommunicator(GlooCommunicator):
         def finish(error: BaseException | None) -> None:
             if error is None and not self._aborted:
                 try:
-                    self._bring_up(up, given)
+                    self._copy_up(up, given)
                 except RuntimeError as failed:
                     error = failed
             super(StagedGlooCommunicator, self)._finish(pending, error)
 
-        self._asked.put((copied, down, ask, finish))
+        self._requests.put((copied, down, ask, finish))
         return pending
 
-    def _bring_up(self, up: Copies, given: Event) -> None:
-        """Copy what has arrived to the device, whose work may use the targets until ``given``."""
+    def _copy_up(self, up: Copies, given: Event) -> None:
+        """Copy received bytes to the device, where earlier work may use the targets until ``given``."""
         if up:
             there = self._runtime.event()
             with self._runtime.on(self._up):
@@ -122,12 +125,13 @@ class StagedGlooCommunicator(GlooCommunicator):
                 there.record()
             there.synchronize()
 
-    def _ask_in_order(self) -> None:
-        """Give operations to gloo in the order in which the main thread posted them."""
+    def _issue_in_order(self) -> None:
+        """Pass operations to gloo in the order in which the main thread posted them."""
         self._runtime.prepare_thread()
-        while (asked := self._asked.get()) is not None:
-            # What is copied down is kept until it is down: its memory would be given to others.
-            copied, _down, ask, finish = asked
+        while (request := self._requests.get()) is not None:
+            # The sources of the copies stay alive until the copies are done; otherwise their memory could
+            # be reused.
+            copied, _down, ask, finish = request
             try:
                 copied.synchronize()
                 pending = ask()
@@ -137,20 +141,20 @@ class StagedGlooCommunicator(GlooCommunicator):
                 with self._condition:
                     is_done = pending.done
                     if not is_done:
-                        self._following[pending] = finish
+                        self._handlers[pending] = finish
                 if is_done:
                     finish(pending.error)
                 del pending
-            del asked, copied, _down, ask, finish
+            del request, copied, _down, ask, finish
         super().close()
 
     def _finish(self, pending: PendingOperation, error: BaseException | None) -> None:
         with self._condition:
-            following = self._following.pop(pending, None)
-            if following is None:
+            handler = self._handlers.pop(pending, None)
+            if handler is None:
                 super()._finish(pending, error)
-        if following is not None:
-            following(error)
+        if handler is not None:
+            handler(error)
 
 
 def _copy(copies: Copies) -> None:

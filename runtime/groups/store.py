@@ -1,8 +1,8 @@
 """The trainers' side of the rendezvous server: a ``torch.distributed.Store`` over one plain socket.
 
-torch's own TCPStore does blocking reverse DNS look-ups in its only server thread and cannot be given up
-while it waits. This one is closed from any thread, which ends every wait at once; no retry, no reconnect:
-a store belongs to one attempt to form the groups of one generation.
+torch's own TCPStore does blocking reverse DNS look-ups in its only server thread and cannot be interrupted
+while it waits. This store can be closed from any thread, which ends every wait at once. It never retries or
+reconnects: a store belongs to one attempt to form the groups of one generation.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from runtime.wire.store_protocol import (
 )
 
 _ANSWER_MARGIN_S = 5.0
-"""How much longer than the server a client waits before it takes the connection for dead."""
+"""How much longer than the server a client waits before it treats the connection as dead."""
 
 
 class StoreError(RuntimeError):
-    """The rendezvous server refused, timed out, or is gone; or this store was closed."""
+    """A rendezvous that was rejected, timed out, or was lost; or a store that was closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of one generation meet."""
+    """Address and secret of the rendezvous of one generation."""
 
     host: str
     port: int
@@ -53,7 +53,11 @@ class StoreConnection:
     """One authenticated connection; requests from several threads take turns."""
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:
-        """:raises StoreError: unreachable within ``timeout_s``, or refused (token, generation)."""
+        """Connect and authenticate.
+
+        :raises StoreError: the server is unreachable within ``timeout_s``, or rejected the token or the
+            generation.
+        """
         self._lock = threading.Lock()
         self._timeout_s = timeout_s
         self._decoder: Decoder[StoreReply] = Decoder(StoreReply, 2 * MAX_STORE_FRAME_BYTES)
@@ -66,7 +70,10 @@ class StoreConnection:
         self.request(StoreHello(proof=proof, generation=rendezvous.generation, rank=rank))
 
     def request(self, request: StoreRequest) -> tuple[bytes, ...]:
-        """:raises StoreError: see there."""
+        """Send a request and return the values of the reply.
+
+        :raises StoreError: the request was rejected, timed out, or lost its connection.
+        """
         patience_s = request.timeout_s if isinstance(request, StoreGet) else self._timeout_s
         with self._lock:
             try:
@@ -77,7 +84,7 @@ class StoreConnection:
                 self.close()
                 raise StoreError(f"rendezvous connection lost: {error}") from error
         if isinstance(reply, StoreRejected):
-            raise StoreError(f"rendezvous refused: {reply.reason}")
+            raise StoreError(f"rendezvous rejected: {reply.reason}")
         return reply.values
 
     def _read(self) -> StoreValues | StoreRejected:
@@ -89,17 +96,19 @@ class StoreConnection:
                 return reply
 
     def close(self) -> None:
-        """From any thread: whoever waits in ``request`` gets a StoreError at once."""
+        """Close the connection. Any thread may call this; a thread that waits in ``request`` gets a StoreError
+        at once.
+        """
         with contextlib.suppress(OSError):  # Already closed by the other end.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class RendezvousStore(Store):
-    """What ``ProcessGroupGloo`` and ``ProcessGroupNCCL`` form a group through.
+    """The store through which ``ProcessGroupGloo`` and ``ProcessGroupNCCL`` form a group.
 
-    gloo asks for each peer's address by ``wait([key])`` and then ``get(key)``; the value that came with
-    the wait is kept, which halves the round trips.
+    gloo gets each peer's address by ``wait([key])`` and then ``get(key)``. The value that came with the
+    wait is kept for the ``get``, which halves the number of round trips.
     """
 
     def __init__(self, rendezvous: Rendezvous, rank: int, timeout_s: float) -> None:

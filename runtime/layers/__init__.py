@@ -1,1 +1,3 @@
-"""The user's model as a list of layers, of which this rank holds some: parameters, optimizer, state."""
+"""The user's model as a list of layers: code that runs them, and the parameters, optimizer and state of the
+layers that this rank holds.
+"""

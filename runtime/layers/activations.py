@@ -1,7 +1,7 @@
-"""What passes between layers: a tensor or a tuple of tensors, with the samples in dim 0.
+"""Activations, which pass between layers: a tensor or a tuple of tensors, with the samples in dim 0.
 
-Pipeline stages send activations tensor by tensor; ``ActivationShape`` tells a receiver which buffers to
-allocate and how to put them together again.
+Pipeline stages send activations tensor by tensor. ``ActivationShape`` tells a receiver which buffers to
+allocate and how to assemble them into an activation.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ Activation = Tensor | tuple[Tensor, ...]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShape:
     row_shape: tuple[int, ...]
-    """Without dim 0, the rows."""
+    """Shape without dim 0, which counts the rows."""
     dtype: torch.dtype
 
     def size_bytes(self, rows: int) -> int:
@@ -28,7 +28,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationShape:
-    """One layer's output."""
+    """Shapes and dtypes of one layer's output."""
 
     tensors: tuple[TensorShape, ...]
     is_tuple: bool
@@ -37,11 +37,11 @@ class ActivationShape:
         return sum(tensor.size_bytes(rows) for tensor in self.tensors)
 
     def allocate(self, rows: int, device: torch.device) -> tuple[Tensor, ...]:
-        """Uninitialised buffers for ``rows`` rows."""
+        """Return uninitialised buffers for ``rows`` rows."""
         return tuple(torch.empty((rows, *t.row_shape), dtype=t.dtype, device=device) for t in self.tensors)
 
     def assemble(self, tensors: Sequence[Tensor]) -> Activation:
-        """The inverse of ``flatten``: what the next layer takes."""
+        """Return the tensors as the next layer takes them; the inverse of ``flatten``."""
         return tuple(tensors) if self.is_tuple else tensors[0]
 
 

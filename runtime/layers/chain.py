@@ -10,7 +10,9 @@ from runtime.training import Batch
 
 
 class LayerChain:
-    """The user's layers: each takes what the one before returned, the first takes the samples' input."""
+    """The user's list of layers: each takes the output of the previous one, and the first takes the input of
+    the samples.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = list(layers)
@@ -29,11 +31,11 @@ class LayerChain:
         return any(normalises_over_rows(layer) for layer in self.layers)
 
     def name(self, layer: int) -> str:
-        """Name the layer for people."""
+        """Return the layer's name for messages."""
         return f"layer {layer} ({type(self.layers[layer]).__name__})"
 
     def kind(self, layer: int) -> str:
-        """Name what the layer is, without its place."""
+        """Return the name of the layer's class, which does not contain its position."""
         return type(self.layers[layer]).__name__
 
     def modules(self) -> Iterator[tuple[str, nn.Module, tuple[int, ...]]]:
@@ -43,16 +45,18 @@ class LayerChain:
                 yield f"{index}.{prefix}" if prefix else f"{index}", module, (index,)
 
     def in_block(self, name: str) -> bool:
-        """Return whether the submodule is a part of a layer: here every one is."""
+        """Return ``True``: every submodule is inside a layer's block."""
         return True
 
     def code_scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
+        """Yield the code that layers [first, end) run, in order: the layer, and whether the code is in the
+        layer's block.
+        """
         for layer in range(first, end):
             yield layer, True
 
     def input_of(self, batch: Batch) -> Activation:
-        """Return what the first layer takes of a batch of (input, target)."""
+        """Return the first layer's input from a batch of (input, target)."""
         return tuple(batch[0]) if isinstance(batch[0], list | tuple) else batch[0]
 
     def signature(self, batch: Batch) -> Any:
@@ -61,7 +65,9 @@ class LayerChain:
 
 
 def normalises_over_rows(module: nn.Module) -> bool:
-    """Whether batch normalisation inside makes the rows of a microbatch influence each other."""
+    """Return whether ``module`` contains batch normalisation, which makes the rows of a microbatch depend on
+    each other.
+    """
     kinds = nn.modules.batchnorm._BatchNorm
     return any(
         isinstance(inner, kinds) and not isinstance(inner, nn.modules.instancenorm._InstanceNorm)

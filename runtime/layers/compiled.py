@@ -1,4 +1,6 @@
-"""Layers compiled with ``torch.compile``, one by one, with the plain layer to fall back on."""
+"""Layers compiled with ``torch.compile``, one by one, which fall back to the plain layer if the compiler
+fails.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -9,12 +11,12 @@ import torch._dynamo.exc
 
 
 class CompiledLayer:
-    """Call it in place of a layer's function.
+    """A compiled function of a layer, called in place of the function itself.
 
-    Blocks of one class share their compiled code, and what the compiler made stays in its cache on this
-    host's disk, so a trainer that starts again does not compile again.
+    Blocks of one class share their compiled code. The compiler's results stay in its cache on this host's
+    disk, so a trainer that starts again does not compile again.
 
-    :param name: of the layer, for the warning when it cannot be compiled.
+    :param name: the layer's name, for the warning that it cannot be compiled.
     """
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:

@@ -1,9 +1,9 @@
-"""Load-balancing losses of mixture-of-experts models over a pipeline.
+"""Load-balancing losses of mixture-of-experts models whose layers are spread over a pipeline.
 
-Hugging Face's auxiliary loss is a product of two means over *all* layers (Fedus et al. 2022, eq. 4 to 6): the
-share of tokens that each expert gets and its mean router probability. It is no sum over stages, so each window
-adds its layers' parts to two accumulators that travel with the hidden states, row by row; the last window
-makes the loss of them.
+Hugging Face's auxiliary loss is a product of two means over *all* layers (Fedus et al. 2022, eq. 4 to 6):
+the share of tokens that each expert gets and its mean router probability. This loss is not a sum over
+stages. Each window therefore adds the terms of its layers to two accumulators, which travel with the hidden
+states, row by row; the last window computes the loss from them.
 """
 
 import sys
@@ -22,9 +22,10 @@ _active = threading.local()
 
 
 class ExpertBalance:
-    """Router logits of the blocks that run, and the auxiliary loss from two accumulators.
+    """Router logits of the blocks that run, and the auxiliary loss computed from two accumulators.
 
-    Both have the shape (rows, length, experts): how often each token chose an expert, and its probabilities.
+    Both accumulators have the shape (rows, length, experts): how often each token chose an expert, and the
+    router probabilities of the token.
     """
 
     def __init__(self, root: nn.Module, routers: dict[nn.Module, int], modules: list[ModuleType], top_k: int):
@@ -40,7 +41,7 @@ class ExpertBalance:
 
     @classmethod
     def find(cls, root: nn.Module) -> "ExpertBalance | None":
-        """Return the balance of a model that computes such a loss, ``None`` for others."""
+        """Return an ``ExpertBalance`` for a model that computes such a loss, ``None`` for other models."""
         for model in root.modules():
             config = getattr(model, "config", None)
             module = sys.modules.get(type(model).__module__)
@@ -69,7 +70,7 @@ class ExpertBalance:
         return keep
 
     def add(self, block: nn.Module, balance: tuple[Tensor, ...], rows: int) -> tuple[Tensor, ...]:
-        """Add the parts of a block that just ran to the accumulators of its window."""
+        """Add the terms of a block that has just run to the accumulators of its window."""
         for module in block.modules():
             if module not in self._routers or module not in self._logits:
                 continue
@@ -86,7 +87,7 @@ class ExpertBalance:
 
     @contextmanager
     def loss_from(self, balance: Callable[[], tuple[Tensor, ...]]) -> Iterator[None]:
-        """Have the model's own code call the loss from accumulators inside."""
+        """Within this context the model's own code computes its auxiliary loss from the accumulators."""
 
         def loss(
             gate_logits: Any,
@@ -114,7 +115,9 @@ class ExpertBalance:
 
 
 def _dispatching(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loss that is the last window's where one runs in this thread, else ``original``."""
+    """Return a loss function that uses the accumulators if the last window runs in this thread, and
+    ``original`` if not.
+    """
 
     @wraps(original)
     def loss(*arguments: Any, **named: Any) -> Any:

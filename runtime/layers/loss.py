@@ -1,9 +1,9 @@
-"""The loss of some rows of a microbatch as a sum and a weight.
+"""The loss of some rows of a microbatch, as a sum and a weight.
 
-The loss of a global batch is the sum of all sums over the sum of all weights: of tokens, where labels of -100
-are left out, or of rows. It is divided once, before the update, so it does not depend on how the batch was
-cut into microbatches, pipelines and devices. Auxiliary terms of a Hugging Face model's own loss (expert
-balancing) count with the weight of their microbatch.
+The loss of a global batch is the sum of all sums divided by the sum of all weights. A weight counts tokens
+(labels of -100 are ignored) or rows. The division happens once, before the update, so the loss does not
+depend on how the batch was cut into microbatches, pipelines and devices. Auxiliary terms in a Hugging Face
+model's own loss (expert balancing) count with the weight of their microbatch.
 """
 
 import math
@@ -21,17 +21,18 @@ from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS
 
 IGNORED = -100
 _PROBED = 3
-"""Labels of a row that are used to find out which of them a loss counts."""
+"""Number of labels per row that are used to find out which labels a loss counts."""
 _REMEDY = (
     "return (sum, weight) instead, for example (cross_entropy(…, reduction='sum'), (target != -100).sum())"
 )
 
 
 class Loss:
-    """The user's loss function, or the model's own.
+    """The user's loss function, or the loss that the model itself computes.
 
-    :param tolerance: relative difference that rounding may make between a whole and the sum of its parts.
-    :raises TrainingError: neither is there.
+    :param tolerance: relative difference between the loss of a microbatch and the sum of its parts that
+        rounding may cause.
+    :raises TrainingError: there is neither.
     """
 
     def __init__(
@@ -44,15 +45,17 @@ class Loss:
         self._root: nn.Module | None = None if isinstance(structure, LayerChain) else structure.root
         self._couples_rows = structure.couples_rows
         self.nominal_weight = 1.0
-        """Weight of a row, roughly: keeps sums in the range of means, so that float16 does not overflow."""
+        """Approximate weight of a row. It keeps sums in the range of means, so that float16 does not overflow."""
         self.metric_names: tuple[str, ...] = ()
         self._shifts = False
-        """Whether the model's own loss predicts each next token, so that the first label has no part in it."""
+        """Whether the model's own loss predicts each next token and therefore ignores the first label of a
+        row.
+        """
 
     def __call__(
         self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return sum and weight of some rows' loss.
+        """Return the sum and the weight of the loss of some rows.
 
         :param on_host: the batch in host memory, where labels are counted without waiting for the device.
         """
@@ -68,9 +71,9 @@ class Loss:
         return value.squeeze() * rows, torch.tensor(float(rows), dtype=torch.float64)
 
     def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the training's own metrics as (sum, weight) in float64; nothing waits for the device.
+        """Return the job's own metrics as (sum, weight) in float64, without waiting for the device.
 
-        :raises TrainingError: it returned something else.
+        :raises TrainingError: ``Training.metrics`` returned something other than scalars or pairs by name.
         """
         if self._metrics is None:
             return {}
@@ -99,13 +102,14 @@ class Loss:
         last: Callable[[Batch], Any],
         verified: bool = False,
     ) -> None:
-        """Find out what the model's own loss is a mean over, and compare a microbatch's with those of its parts.
+        """Find out what the model's own loss is a mean over, and compare the loss of a microbatch with that of
+        its parts.
 
         :param output: the model's output for all rows.
         :param whole: runs the model in evaluation mode on some rows.
         :param last: runs the last layer in evaluation mode on all rows, with other labels in the batch.
-        :param verified: leave the comparison out: another trainer makes it.
-        :raises TrainingError: the loss fails, or is no mean over rows.
+        :param verified: skip the comparison because another trainer makes it.
+        :raises TrainingError: the loss fails, or is not a mean over rows.
         """
         if self._function is None:
             self._shifts = self._found_shift(batch, last)
@@ -168,13 +172,14 @@ class Loss:
             )
         weight = self._own_weight(batch, rows)
         if weight == 0:
-            # Its mean over no tokens is not a number, and so would be its gradient.
+            # The mean over no tokens is NaN, and so would be its gradient.
             return value.new_zeros(()), torch.tensor(0.0, dtype=torch.float64)
-        # Models compute their loss in float32, whatever their parameters' type; the sum is not rounded again.
+        # Models compute their loss in float32, whatever the type of their parameters. The sum is not
+        # rounded again.
         return value.squeeze().double() * weight, torch.tensor(float(weight), dtype=torch.float64)
 
     def _own_weight(self, batch: Batch, rows: int) -> int:
-        """Count what the model's own loss is a mean over: labels that are not ignored, or rows."""
+        """Return how many items the model's own loss is a mean over: labels that are not ignored, or rows."""
         if not isinstance(batch, Mapping):
             return rows
         shifted = batch.get("shift_labels")
@@ -188,11 +193,11 @@ class Loss:
         return int((labels != IGNORED).sum())
 
     def _found_shift(self, batch: Batch, last: Callable[[Batch], Any]) -> bool:
-        """Return whether the model's own loss leaves out the first label of each row.
+        """Return whether the model's own loss ignores the first label of each row.
 
-        Names of classes do not say (a ``T5ForConditionalGeneration`` does not, a
-        ``LlavaForConditionalGeneration`` does), so it is tried: the first label has a part in a mean over
-        few labels, or has none.
+        Class names do not tell (a ``T5ForConditionalGeneration`` does not ignore it, a
+        ``LlavaForConditionalGeneration`` does). The method therefore compares two losses over a few labels,
+        one with the first label and one without it.
         """
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() != 2:
@@ -201,7 +206,7 @@ class Loss:
         if labels.shape[1] < _PROBED or not len(counted):
             return False
         few = torch.full_like(labels, IGNORED)
-        # Labels of the batch itself: they are in the vocabulary.
+        # These are labels of the batch, so they are in the vocabulary.
         few[:, :_PROBED] = counted[torch.arange(_PROBED, device=labels.device) % len(counted)]
         fewer = few.clone()
         fewer[:, 0] = IGNORED
@@ -212,11 +217,11 @@ class Loss:
         try:
             one, other = (own_loss(last({**given, "labels": tried})) for tried in (few, fewer))
         except Exception:
-            return False  # These labels mean something else to this model.
+            return False  # The model uses these labels for something else.
         return one is not None and other is not None and bool(torch.equal(one, other))
 
     def _check_masks(self, target: Batch, rows: int) -> None:
-        """Refuse a mean over tokens that leaves out unequal numbers of them."""
+        """Reject a mean over tokens if the rows have different numbers of ignored tokens."""
         for leaf in leaves_of(target):
             if (
                 isinstance(leaf, Tensor)
@@ -233,7 +238,9 @@ class Loss:
 
 
 def _in_float32(output: Any) -> Any:
-    """Return a model's output with float32 in place of lower types: a mean over a batch needs its digits."""
+    """Return a model's output with lower-precision tensors converted to float32, which a mean over a batch
+    needs.
+    """
     if isinstance(output, Mapping) and type(output) is not dict:
         return type(output)(**_in_float32(dict(output)))
 
@@ -245,14 +252,14 @@ def _in_float32(output: Any) -> Any:
 
 
 def _rows(output: Any, start: int, end: int, rows: int) -> Any:
-    """Return the rows of a model's output, as an object of the same type."""
+    """Return rows [start, end) of a model's output, as an object of the same type."""
     if isinstance(output, Mapping) and type(output) is not dict:
         return type(output)(**slice_rows(dict(output), start, end, rows))
     return slice_rows(output, start, end, rows)
 
 
 def own_loss(output: Any) -> Tensor | None:
-    """Return the loss that a model's output carries, if it does."""
+    """Return the loss in a model's output, or ``None`` if it has none."""
     value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if value is None and isinstance(output, tuple) and output and isinstance(output[0], Tensor):
         value = output[0] if output[0].numel() == 1 else None
@@ -269,9 +276,9 @@ def _pair(value: Any, what: str) -> tuple[Tensor, Tensor]:
 
 
 def _names(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in the order in which they are summed.
+    """Return the metrics' names in the order in which ranks sum them.
 
-    :raises TrainingError: more of them than a step can carry, or one that is empty or too long.
+    :raises TrainingError: there are more than a step can carry, or a name is empty or too long.
     """
     if len(metrics) > MAX_METRICS:
         raise TrainingError(f"Training.metrics returned {len(metrics)} numbers; return at most {MAX_METRICS}")

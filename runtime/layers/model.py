@@ -1,12 +1,12 @@
 """The model as a list of layers, some of which this process holds.
 
 The layers are the user's own list (``runtime.layers.chain``), or parts of a module that is run in windows
-(``runtime.layers.windows``). At the start a process can *provide* every layer with the values that training
-begins with. It holds all layers where the training function made them itself, and none where it returned a
-function that makes the model (``runtime.deferred``). A layer that is not held has meta tensors, which have
-shapes but no memory, for parameters and persistent buffers; ``materialise`` gives it memory, to be filled by a
-transfer. A tensor that several layers share (a tied weight) is one tensor while at least one of them is held,
-under one *canonical* name: the first one in model order.
+(``runtime.layers.windows``). When a job starts, a process can *provide* every layer with its initial
+values. It holds all layers if the training function created them itself, and none if the function returned
+a function that creates the model (``runtime.deferred``). The parameters and persistent buffers of a layer
+that is not held are meta tensors, which have shapes but no memory; ``materialise`` gives them memory, which
+a transfer then fills. A tensor that several layers share (a tied weight) is one tensor while at least one
+of these layers is held. Its *canonical* name is the first one in model order.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -56,14 +56,14 @@ Kind = Literal["parameter", "buffer"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensor:
-    """A parameter or persistent buffer and every place in the model that refers to it."""
+    """A parameter or persistent buffer, with every attribute in the model that refers to it."""
 
     name: str
     kind: Kind
     trainable: bool
     layers: list[int] = field(default_factory=list)
     in_blocks: list[bool] = field(default_factory=list)
-    """For each place whether it is inside a layer's block, and not in the code around it."""
+    """For each reference, whether it is inside a layer's block rather than in the code around it."""
     references: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -74,31 +74,34 @@ class ModelTensor:
         return tensor
 
     def replace(self, tensor: Tensor) -> None:
-        """Put ``tensor`` in all places. By setattr: some modules (nn.LSTM) keep further references there."""
+        """Replace the tensor everywhere. This uses ``setattr`` because some modules (``nn.LSTM``) keep further
+        references.
+        """
         value = nn.Parameter(tensor, requires_grad=self.trainable) if self.kind == "parameter" else tensor
         for module, attribute in self.references:
             setattr(module, attribute, value)
 
 
 class ShardedParameters(Protocol):
-    """Parameters of which this rank keeps a share; whole ones are put together while a layer runs."""
+    """Parameters of which this rank keeps a shard; they are gathered while a layer runs."""
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Surround a forward pass of some layers."""
+        """Return a context for a forward pass of some layers."""
 
     def gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
-        """Inside, a layer can run: its block, or its code outside of it."""
+        """Return a context in which a layer can run: its block, or its code outside of the block."""
 
     def whole_layer(self, layer: int) -> AbstractContextManager[None]:
-        """Inside, all parameters of a layer are whole."""
+        """Return a context in which all parameters of a layer are whole."""
 
 
 class Model:
-    """Built from what the training function returned; runs it on a microbatch to learn its shapes.
+    """The model that the training function returned, as layers; it runs one microbatch to learn their shapes.
 
-    :param data: seed, microbatch rows, precision and activation checkpointing are taken from it.
-    :param verified: leave out what compares parts with the whole: another trainer does.
-    :param runtime: of ``device``; left out: the device's own.
+    :param data: provides the seed, the rows of a microbatch, the precision and the activation
+        checkpointing.
+    :param verified: skip the comparison of parts with the whole because another trainer makes it.
+    :param runtime: the runtime of ``device``; by default one is created.
     :raises TrainingError: the layers do not fit each other, the data set or the loss.
     """
 
@@ -127,10 +130,10 @@ class Model:
         rows = data.microbatch_rows
         batch = first_batch(training, rows, self._precision.parameters)
         self.find_problem: Callable[[Batch], tuple[int, str] | None] | None = None
-        """Returns the row of a batch that the model cannot take, and why."""
+        """Function that returns the first row of a batch that the model cannot take, with the reason."""
         self._initial = training.model if isinstance(training.model, DeferredModule) else None
         self._exact = False
-        """Whether runs whose results are not kept need the values that training begins with."""
+        """Whether runs whose results are discarded need the exact initial values."""
         self._structure: LayerChain | WindowedModule
         if training.layers is not None:
             self._structure = LayerChain(training.layers)
@@ -157,20 +160,20 @@ class Model:
         self._held = frozenset(range(count) if self._initial is None else ())
         self._shards: ShardedParameters | None = None
         self._shared: frozenset[int] = frozenset()
-        """Layers of which parameters that are trained are in shards, and all else is here."""
+        """Layers whose trainable parameters are in shards; their other tensors are whole here."""
         self._version = 0
         self._check: Callable[[], None] = _no_check
         self._dropout = [False] * count
         self._shapes: dict[Any, dict[int, ActivationShape]] = {}
         self.couples_rows = self._structure.couples_rows
-        """Whether a microbatch's rows influence each other, so that they are never split among devices."""
+        """Whether a microbatch's rows influence each other, so that devices must not split them."""
         self.first_signature = self._structure.signature(batch)
-        """Signature of the first samples, whose shapes every trainer knows."""
+        """Signature of the first samples, for which every trainer knows the shapes."""
         self._input_signature = None if self.needs_batch else signature(batch[0])
         self.tensor_plan: TensorPlan | None = None
-        """Modules that devices of a stage may compute in parts."""
+        """Modules that the devices of a stage may compute in parts."""
         self.tensor_problem: str | None = None
-        """Reason why there are none, in words."""
+        """Reason why there is no tensor plan."""
         plan = self._planned(data)
         self._regions = SplitRegionChecker(plan, self._places()) if plan is not None else None
         self._probe(batch, rows, verified=verified)
@@ -182,7 +185,7 @@ class Model:
             )
 
     def _root_on(self, device: torch.device) -> nn.Module:
-        """Return the training's model in training mode; what has memory is on the device."""
+        """Return the model in training mode, with everything that has memory on the device."""
         if self._initial is not None:
             self._initial.to_device(device)
             return self._initial.root.train()
@@ -198,9 +201,9 @@ class Model:
     # --- tensor parallelism ----------------------------------------------------------------------
 
     def _planned(self, data: TrainingData) -> TensorPlan | None:
-        """Return the model's tensor-parallel plan before its split regions are watched.
+        """Return the model's tensor-parallel plan before its split regions are checked.
 
-        :raises TrainingError: the user's own plan is at fault, and may be used.
+        :raises TrainingError: the user's own plan is invalid, and the job may use it.
         """
         if data.compile:
             self.tensor_problem = "training.compile is on, and compiled layers cannot be split"
@@ -218,7 +221,9 @@ class Model:
             return None
 
     def split_regions(self) -> SplitRegionChecker | None:
-        """Return what watches layers run as the tensor-parallel plan says; ``None``: there is no plan."""
+        """Return a checker that observes layers under the tensor-parallel plan, or ``None`` if there is no
+        plan.
+        """
         return None if self.tensor_plan is None else SplitRegionChecker(self.tensor_plan, self._places())
 
     def _settle_plan(self) -> None:
@@ -249,7 +254,7 @@ class Model:
 
     @property
     def nominal_weight(self) -> float:
-        """Constant that sums of losses are divided by before the backward pass, for each row of a batch."""
+        """Constant, for each row of a batch, that sums of losses are divided by before the backward pass."""
         return self._loss.nominal_weight
 
     @property
@@ -259,20 +264,20 @@ class Model:
 
     @property
     def metric_names(self) -> tuple[str, ...]:
-        """Names of the training's own metrics, sorted; the same in every trainer."""
+        """Names of the job's own metrics, sorted; the same in every trainer."""
         return self._loss.metric_names
 
     @property
     def needs_batch(self) -> bool:
-        """Whether every stage takes the microbatch itself, and not only the first and the last."""
+        """Whether every stage needs the microbatch itself, not only the first and the last."""
         return isinstance(self._structure, WindowedModule)
 
     def layer_name(self, layer: int) -> str:
-        """Name the layer for people."""
+        """Return the layer's name for messages."""
         return self._structure.name(layer)
 
     def layer_kind(self, layer: int) -> str:
-        """Name what the layer is, without its place."""
+        """Return the name of the layer's class, which does not contain its position."""
         return self._structure.kind(layer)
 
     @property
@@ -282,12 +287,12 @@ class Model:
 
     @property
     def parameter_version(self) -> int:
-        """Changes whenever parameter objects were replaced."""
+        """Number that changes whenever parameter objects are replaced."""
         return self._version
 
     @property
     def parameter_layers(self) -> dict[str, tuple[int, ...]]:
-        """All trainable parameters of the model in model order, each with the layers that use it."""
+        """All trainable parameters in model order, each with the layers that use it."""
         return {t.name: tuple(t.layers) for t in self._trainable}
 
     @property
@@ -298,32 +303,34 @@ class Model:
         }
 
     def named_parameters(self, layers: Collection[int]) -> list[tuple[str, nn.Parameter]]:
-        """Trainable parameters of ``layers`` by canonical name, in model order, a tied one once.
+        """Return the trainable parameters of ``layers`` by canonical name, in model order, tied ones once.
 
-        The objects are new ones after ``materialise``: do not keep them over a change of what is held.
+        ``materialise`` replaces the parameter objects, so do not keep them after the set of held layers has
+        changed.
         """
         wanted = frozenset(layers)
         return [(t.name, _parameter(t)) for t in self._trainable if not wanted.isdisjoint(t.layers)]
 
     def layers_of(self, name: str) -> tuple[int, ...]:
-        """The layers that use the parameter, ascending; more than one where it is tied."""
+        """Return the layers that use the parameter, ascending; a tied parameter has more than one."""
         return self.parameter_layers[name]
 
     def tensors_of(self, layer: int) -> list[ModelTensor]:
-        """Parameters (trainable or not) and persistent buffers of one layer, in model order."""
+        """Return the parameters (trainable or not) and persistent buffers of one layer, in model order."""
         return self._of_layer[layer]
 
     def output_shape(self, layer: int, signature: Any = None) -> ActivationShape | None:
-        """Return what layer ``layer`` returns for batches of a signature (``runtime.data.batches.signature``).
+        """Return the shape of a layer's output for batches with this signature
+        (``runtime.data.batches.signature``).
 
-        :returns: ``None`` where no such batch came through yet.
+        :returns: ``None`` if no such batch has been run yet.
         """
         if isinstance(self._structure, LayerChain):
             signature = None
         return self._shapes.get(signature, {}).get(layer)
 
     def set_output_shape(self, layer: int, signature: Any, shape: ActivationShape) -> None:
-        """Remember what layer ``layer`` returns for batches of a signature."""
+        """Record the shape of a layer's output for batches with this signature."""
         if isinstance(self._structure, LayerChain):
             signature = None
         self._shapes.setdefault(signature, {})[layer] = shape
@@ -331,14 +338,16 @@ class Model:
     # --- what is held ---------------------------------------------------------------------------
 
     def make_contiguous(self) -> None:
-        """Have every trainable parameter row-major in memory, so that ranges of it are ranges of elements."""
+        """Make every trainable parameter row-major in memory, so that ranges of its memory are ranges of its
+        elements.
+        """
         for tensor in self._trainable:
             if not tensor.value.is_contiguous():
                 tensor.replace(tensor.value.detach().contiguous())
                 self._version += 1
 
     def drop(self, layers: Collection[int]) -> None:
-        """Free the memory of ``layers``; what they share with a layer that stays is kept."""
+        """Free the memory of ``layers``, except for tensors that they share with a layer that stays."""
         self._held -= frozenset(layers)
         self._version += 1
         for tensor in self._tensors:
@@ -347,28 +356,28 @@ class Model:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device="meta"))
 
     def materialise(self, layer: int) -> None:
-        """Allocate the layer's parameters and persistent buffers, uninitialised where they were dropped."""
+        """Allocate the layer's parameters and persistent buffers, uninitialised if they were dropped."""
         self._held |= {layer}
         self._version += 1
         self._allocate(self.tensors_of(layer))
 
     def shard(self, layers: Collection[int], shards: ShardedParameters | None) -> None:
-        """Have ``layers`` run with parameters from ``shards`` from now on, and no others.
+        """Run ``layers``, and no others, with parameters from ``shards`` from now on.
 
-        Whole parameters that are held, too, stay as they are until they are dropped; what else these layers have
-        is not dropped.
+        Whole parameters that are held, too, stay as they are until they are dropped. The other tensors of
+        these layers are not dropped.
         """
         self._shards, self._shared = shards, frozenset(layers)
         self._version += 1
 
     def materialise_untrained(self, layers: Collection[int]) -> None:
-        """Allocate what else than trained parameters the layers have, uninitialised where it was dropped."""
+        """Allocate the layers' tensors other than trainable parameters, uninitialised if they were dropped."""
         for layer in sorted(layers):
             self._allocate(tensor for tensor in self.tensors_of(layer) if not tensor.trainable)
 
     @contextmanager
     def whole_layer(self, layer: int) -> Iterator[None]:
-        """Inside, the layer's parameters are whole; other devices of the stage have to come here, too."""
+        """Gather the layer's parameters within this context, which all devices of the stage must enter."""
         if self._shards is None or layer not in self._shared:
             yield
             return
@@ -386,7 +395,7 @@ class Model:
                 tensor.replace(torch.empty_like(tensor.value.detach(), device=self.device))
 
     def provide(self, layers: Collection[int]) -> None:
-        """Hold ``layers`` with the values that training begins with, where they are not held."""
+        """Hold ``layers``. Those that were not held get their initial values."""
         for layer in sorted(set(layers) - self._held):
             if self._initial is None:
                 raise RuntimeError(f"layer {layer} was dropped, and nothing can make it again")
@@ -394,9 +403,11 @@ class Model:
 
     @contextmanager
     def temporarily_provided(self, layer: int) -> Iterator[None]:
-        """Inside, hold ``layer``, for runs whose results are not kept; memory that this takes is freed afterwards.
+        """Hold ``layer`` within this context, for runs whose results are discarded; memory allocated for it is
+        freed afterwards.
 
-        A layer that is not held has values like those that training begins with (``DeferredModule.fill_placeholders``).
+        A layer that was not held gets values that resemble its initial ones
+        (``DeferredModule.fill_alike``).
         """
         if layer in self._held:
             yield
@@ -410,13 +421,13 @@ class Model:
             self.drop([layer])
 
     def _materialised(self, layer: int) -> dict[str, Tensor]:
-        """Hold ``layer``, and return what is to be filled."""
+        """Hold ``layer`` and return the tensors that are to be filled."""
         fresh = [tensor for tensor in self.tensors_of(layer) if tensor.value.is_meta]
         self.materialise(layer)
         return {tensor.name: tensor.value for tensor in fresh}
 
     def release_initial_values(self) -> None:
-        """Give back what layers are provided from: training has begun."""
+        """Release the source of the initial values, because training has begun."""
         if self._initial is not None:
             self._initial.release()
             self._initial = None
@@ -444,12 +455,13 @@ class Model:
         batch: Batch = None,
         train: bool = True,
     ) -> Any:
-        """Run layers ``[first, end)`` on rows of step ``step``'s global batch that begin at ``row``.
+        """Run layers ``[first, end)`` on rows of the global batch of step ``step``, starting at row ``row``.
 
-        :param x: what layer ``first`` takes; ``None`` where it is the first one and takes the batch.
-        :param batch: these rows of the microbatch; a list of layers needs it where ``first`` is 0 only.
-        :param train: where false, the layers are in evaluation mode and nothing is kept for a backward pass.
-        :returns: what the last of these layers returns; the model's output where it is the last of all.
+        :param x: input of layer ``first``; ``None`` if it is the first layer of all and takes the batch.
+        :param batch: these rows of the microbatch; a list of layers needs it only if ``first`` is 0.
+        :param train: if false, the layers are in evaluation mode and nothing is kept for a backward pass.
+        :returns: the output of the last of these layers, or the model's output if it is the last layer of
+            all.
         """
         missing = set(range(first, end)) - self._held - self._shared
         if missing:
@@ -470,13 +482,15 @@ class Model:
         return x
 
     def code_scopes(self, layers: Sequence[int]) -> list[tuple[int, bool]]:
-        """Return which code a forward pass of consecutive layers runs, in order: of which layer, and whether it is of
-        the layer's block."""
+        """Return the code that a forward pass of consecutive layers runs, in order: the layer, and whether it
+        is its block.
+        """
         return list(self._structure.code_scopes(layers[0], layers[-1] + 1))
 
     def join_gathers(self, first: int, end: int) -> None:
-        """Where other devices of the stage run layers ``[first, end)`` on rows, and this one has none: take part in
-        putting parameters together."""
+        """Take part in gathering the parameters of layers ``[first, end)`` while other devices of the stage
+        run them and this device has no rows.
+        """
         if self._shards is None:
             return
         with torch.no_grad(), self._shards.forward_pass():
@@ -486,7 +500,9 @@ class Model:
 
     @contextmanager
     def interruptible(self, check: Callable[[], None]) -> Iterator[None]:
-        """Call ``check`` between layers, forward and backward: it may raise to end what is not wanted any more."""
+        """Call ``check`` between layers within this context, forward and backward; it may raise to end the
+        pass.
+        """
         self._check = check
         try:
             yield
@@ -496,18 +512,19 @@ class Model:
     def compute_loss(
         self, output: Any, batch: Batch, rows: int, on_host: Batch | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (sum, weight) of these rows: the loss of a global batch is sums over weights.
+        """Return (sum, weight) of the loss of these rows; the loss of a global batch is the sum of sums over
+        the sum of weights.
 
         :param on_host: the batch in host memory, where labels are counted without waiting for the device.
-
-        :raises TrainingError: it cannot be computed, or is a mean that depends on how rows are grouped.
+        :raises TrainingError: the loss cannot be computed, or is a mean that depends on how rows are
+            grouped.
         """
         return self._loss(output, batch, rows, on_host)
 
     def check_held_out(self, batch: Batch) -> None:
-        """Check that a microbatch of the held-out data set can be run.
+        """Check that the model can run a microbatch of the held-out data set.
 
-        :raises TrainingError: a list of layers would get other shapes or types than in training.
+        :raises TrainingError: the shapes or types of a layer list's input differ from those in training.
         """
         if self._input_signature is not None and signature(batch[0]) != self._input_signature:
             raise TrainingError(
@@ -516,7 +533,7 @@ class Model:
             )
 
     def compute_metrics(self, output: Any, batch: Batch, rows: int) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the training's own metrics as (sum, weight) of these rows."""
+        """Return the job's own metrics as (sum, weight) of these rows."""
         with torch.no_grad():
             return self._loss.compute_metrics(output, batch, rows)
 
@@ -540,7 +557,7 @@ class Model:
             parameter.grad = None
 
     def _faster(self, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the layer's compiled function where the job wants that."""
+        """Return the layer's compiled function if the job compiles layers."""
         if not (self._compile and torch.is_grad_enabled()):
             return function
         if layer not in self._compiled:
@@ -551,8 +568,8 @@ class Model:
         compute = self._precision.compute
         if compute is None:
             return nullcontext()
-        # Were weights cast once for all layers of a stage, then gradients of a weight that two layers share would
-        # be rounded as the layout has it, and a layer that runs again alone would differ.
+        # If weights were cast once for all layers of a stage, the rounding of the gradients of a weight
+        # that two layers share would depend on the layout, and a layer that runs again alone would differ.
         return torch.autocast(self.device.type, compute, cache_enabled=False)
 
     def _run(self, index: int, x: Activation, step: int, row: int) -> Any:
@@ -565,7 +582,7 @@ class Model:
         return scopes.run_block(index, layer, x)
 
     def _probe(self, batch: Batch, rows: int, *, verified: bool) -> None:
-        """Run a microbatch layer by layer: shapes, whether layers use dropout, and clear errors."""
+        """Run a microbatch layer by layer to learn shapes and uses of dropout, and to report errors by layer."""
         batch = to_device(batch, self.device)
         x: Any = None
         shapes: dict[int, ActivationShape] = {}
@@ -644,7 +661,9 @@ class Model:
                 )
 
     def _shared_tensors(self) -> list[ModelTensor]:
-        """All parameters and persistent buffers in model order; shared ones once, with all their places."""
+        """Return all parameters and persistent buffers in model order; shared ones once, with all their
+        references.
+        """
         found: dict[int, ModelTensor] = {}
         for path, module, layers in self._structure.modules():
             lasting: list[tuple[Kind, str, Tensor | None]] = [
@@ -674,7 +693,7 @@ class Model:
 
     @contextmanager
     def preserve_buffers(self) -> Iterator[None]:
-        """Undo what runs inside change in persistent buffers (running statistics)."""
+        """Restore persistent buffers (running statistics) at the end of this context."""
         saved = [(t, t.value.clone()) for t in self._tensors if t.kind == "buffer" and not t.value.is_meta]
         try:
             yield
@@ -684,8 +703,11 @@ class Model:
 
     @contextmanager
     def _buffers_aside(self, layer: int) -> Iterator[None]:
-        """Let copies of the layer's persistent buffers change inside: a layer that runs again for its backward
-        pass must not count a microbatch twice in its running statistics."""
+        """Let copies of the layer's persistent buffers change within this context.
+
+        A layer that runs again for its backward pass must not count a microbatch twice in its running
+        statistics.
+        """
         buffers = [(t, t.value) for t in self._of_layer[layer] if t.kind == "buffer"]
         for tensor, value in buffers:
             tensor.replace(value.clone())
@@ -696,16 +718,16 @@ class Model:
                 tensor.replace(value)
 
     def set_recompute(self, mode: Recompute) -> None:
-        """Have layers recompute in this way from now on, as the plan says of this rank's stage."""
+        """Set how layers recompute activations from now on, as the plan says for this rank's stage."""
         self._recompute = mode
 
     @contextmanager
     def override_recompute(
         self, mode: Recompute, on_saved: Callable[[Tensor], None] | None = None
     ) -> Iterator[None]:
-        """Recompute in this way inside, whatever the plan says: a profile measures all of them.
+        """Recompute with ``mode`` within this context, whatever the plan says; a profile measures all modes.
 
-        :param on_kept: called with every output that ``selective`` keeps.
+        :param on_saved: called with every output that ``selective`` keeps.
         """
         before, self._recompute, self._on_kept = self._recompute, mode, on_saved
         try:
@@ -725,7 +747,9 @@ class _RunScopes(LayerScopes):
 
     @contextmanager
     def _seeded(self, layer: int, number: int) -> Iterator[None]:
-        """Draw inside from the stream ``number``; ``layer`` says whether there is dropout."""
+        """Draw from the random stream ``number`` within this context; ``layer`` decides whether dropout is
+        drawn by sample.
+        """
         model = self._model
         stream = LayerRandomStream(seed=model._seed, step=self._step, row=self._row, layer=number)
         seed_generators(stream.layer_seed, model.device)
@@ -734,7 +758,7 @@ class _RunScopes(LayerScopes):
             yield
 
     def _gathered(self, layer: int, *, block: bool) -> AbstractContextManager[None]:
-        """Inside, the parameters of the layer's block, or of its other code, are whole."""
+        """Return a context in which the parameters of the layer's block, or of its other code, are whole."""
         shards = self._model._shards
         if shards is None or layer not in self._model._shared:
             return nullcontext()
@@ -748,7 +772,7 @@ class _RunScopes(LayerScopes):
 
     @contextmanager
     def around(self, layer: int, part: int) -> Iterator[None]:
-        # Code after a block draws from a stream of its own, as the block may be run again for checkpointing.
+        # Code after a block draws from its own stream because the block may run again for checkpointing.
         number = layer + part * self._model.layer_count
         with self._gathered(layer, block=False), self._seeded(layer, number):
             yield
@@ -764,10 +788,9 @@ class _RunScopes(LayerScopes):
 
         mode = self._model._recompute
         if mode == "selective" and isinstance(function, CompiledLayer):
-            mode = "full"  # Compiled code uses the memory of its results again, so no single one can be kept.
-        # ``run_with_recompute`` reseeds for itself, also when it runs again in the backward pass. Parameters
-        # are gathered outside of
-        # it, as selective recomputation counts the operations inside.
+            mode = "full"  # Compiled code reuses the memory of its results, so single results cannot be kept.
+        # ``run`` seeds the generators itself, also when it runs again in the backward pass. Parameters are
+        # gathered outside of it because selective recomputation counts the operations inside.
         with self._gathered(layer, block=True):
             output = recompute.run_with_recompute(
                 mode,
@@ -786,7 +809,7 @@ class _RunScopes(LayerScopes):
 
 
 def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
-    """Return the data set's first samples as a microbatch; a short data set is gone through again."""
+    """Return the data set's first samples as a microbatch, repeating a data set that is too short."""
     samples = [training.dataset[i % len(training.dataset)] for i in range(rows)]
     try:
         batch = check_batch((training.collate or default_collate)(samples))
@@ -798,7 +821,7 @@ def first_batch(training: Training, rows: int, dtype: torch.dtype) -> Batch:
 
 
 def _no_check() -> None:
-    """Let everything go on."""
+    """Do nothing."""
 
 
 def _parameter(tensor: ModelTensor) -> nn.Parameter:

@@ -1,12 +1,12 @@
 """The user's optimizer and schedule over a model of which this process holds only some layers.
 
-The factory is called once, with *all* trainable parameters by name, so that parameter groups and the
-learning-rate schedule have the same structure on every rank and never need to be rebuilt: where a layer
-is dropped its parameters stay in their groups as meta tensors without a gradient, which every torch
-optimizer skips. Parameters that came back are put in their places again before anything is done.
+The factory is called once, with *all* trainable parameters by name. Parameter groups and the learning-rate
+schedule therefore have the same structure on every rank and are never rebuilt. When a layer is dropped, its
+parameters stay in their groups as meta tensors without a gradient, which every torch optimizer skips. When
+a layer comes back, its parameters replace these meta tensors before anything else is done.
 
-What is per parameter (moments) moves with its layer; what is per group (learning rate) and the schedule
-is the same on every rank at the same step, and travels with every layer, as plain data.
+State per parameter (moments) moves with its layer. State per group (learning rate) and the schedule are the
+same on every rank at the same step, and travel with every layer as plain data.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo  # An optimizer's first use does it (0.8 s); here it is done before trainers are forked.
+import torch._dynamo  # An optimizer's first use imports this (0.8 s); here it happens before trainers are forked.
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import Optimizer
@@ -29,7 +29,7 @@ _GROWTH_STEPS = 2000
 
 Scalar = int | float | bool | str | None
 ParameterState = dict[str, Tensor | Scalar]
-"""What the optimizer keeps for one parameter: ``exp_avg``, ``step``, …"""
+"""State that the optimizer keeps for one parameter: ``exp_avg``, ``step``, …"""
 Schedule = dict[str, Any]
 """``{"groups": [options of each group], "scheduler": its state or None, "loss_scale": [value, good steps] or
 None}``, plain data."""
@@ -41,10 +41,10 @@ class LossScale:
 
     value: float = 65536.0
     good_steps: int = 0
-    """Steps since it changed last."""
+    """Steps since the value last changed."""
 
     def advance(self, *, overflowed: bool) -> None:
-        """Halve it after gradients that were not finite, double it after 2,000 steps without any."""
+        """Halve the scale after gradients that were not finite; double it after 2,000 consecutive finite ones."""
         if overflowed:
             self.value, self.good_steps = max(self.value / 2, 1.0), 0
             return
@@ -54,11 +54,17 @@ class LossScale:
 
 
 class Optimization:
-    """:raises TrainingError: the factory or the scheduler raised, or made something that cannot move."""
+    """The user's optimizer, learning-rate schedule and loss scale.
+
+    :raises TrainingError: the factory or the scheduler raised, or returned something whose state cannot
+        move to another host.
+    """
 
     def __init__(self, model: Model) -> None:
         self.loss_scale = LossScale() if model.scales_loss else None
-        """Committed like the schedule, and travels with it."""
+        """Scale of the loss, ``None`` if the precision needs none. It is committed, and travels, like the
+        schedule.
+        """
         self._model = model
         training = model.training
         named = model.named_parameters(range(model.layer_count))
@@ -73,13 +79,13 @@ class Optimization:
         self.schedule()
 
     def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
-        """Apply the gradients (``.grad``) of the parameters of the layers ``owned``, advance the schedule.
+        """Apply the gradients (``.grad``) of the parameters of the layers ``owned`` and advance the schedule.
 
-        Held layers that are not owned keep their state untouched. A trainable parameter of an owned layer
-        without a gradient counts as one whose gradient is zero, as it does on a rank where another
-        microbatch used it.
+        The state of held layers that are not owned does not change. A trainable parameter of an owned layer
+        without a gradient is treated as if its gradient were zero, as on a rank where another microbatch
+        used the parameter.
 
-        :param skipped: the gradients are not finite: advance the schedule only.
+        :param skipped: the gradients are not finite, so only the schedule advances.
         """
         if self._optimizer is None:
             return
@@ -102,7 +108,8 @@ class Optimization:
                 self.parameter_state(name)
 
     def parameter_state(self, name: str) -> ParameterState:
-        """The optimizer's own tensors (not copies) and numbers for a parameter; empty before the first step.
+        """Return the optimizer's own tensors (not copies) and numbers for a parameter; empty before the first
+        step.
 
         :raises TrainingError: the optimizer keeps something that is neither a tensor nor a number.
         """
@@ -119,7 +126,10 @@ class Optimization:
         return dict(state)
 
     def set_parameter_state(self, name: str, state: Mapping[str, Tensor | Scalar]) -> None:
-        """Takes the tensors as they are; an empty ``state`` means that no step was made yet."""
+        """Set the optimizer's state for a parameter to these tensors, without copying them.
+
+        :param state: empty if no step has been made yet.
+        """
         if self._optimizer is None:
             raise ValueError(f"state for {name}, but the model has no trainable parameters")
         self._refresh()
@@ -129,17 +139,17 @@ class Optimization:
             self._optimizer.state[parameter] = dict(state)
 
     def release_dropped(self) -> None:
-        """Let go of parameters that the model has dropped, and of their state."""
+        """Release the parameters that the model has dropped, and their state."""
         if self._optimizer is not None:
             self._refresh()
 
     def learning_rate(self) -> float:
-        """Return what the next step uses in the first parameter group; 0 where that is no finite number."""
+        """Return the first parameter group's learning rate for the next step; 0 if it is not a finite number."""
         rate = 0.0 if self._optimizer is None else float(self._optimizer.param_groups[0].get("lr", 0.0))
         return rate if math.isfinite(rate) else 0.0
 
     def schedule(self) -> Schedule:
-        """Group options and the scheduler's state now.
+        """Return the current options of all groups and the scheduler's state.
 
         :raises TrainingError: one of them is not plain data.
         """
@@ -164,13 +174,13 @@ class Optimization:
         }
 
     def set_schedule(self, schedule: Schedule) -> None:
-        """Continue where the rank that said ``schedule()`` is.
+        """Continue from the ``schedule()`` of another rank.
 
-        :raises ValueError: it is not the schedule of the same optimizer and scheduler.
+        :raises ValueError: the schedule belongs to a different optimizer or scheduler.
         """
         mine = self.schedule()
         if _structure(mine) != _structure(schedule):
-            raise ValueError("the schedule is of another optimizer or learning-rate scheduler")
+            raise ValueError("the schedule belongs to a different optimizer or learning-rate scheduler")
         if self._optimizer is None:
             return
         for group, options in zip(self._optimizer.param_groups, schedule["groups"], strict=True):
@@ -182,7 +192,7 @@ class Optimization:
             self.loss_scale.value, self.loss_scale.good_steps = schedule["loss_scale"]
 
     def _refresh(self) -> None:
-        """Put the model's present parameter objects where the optimizer has dropped or older ones."""
+        """Replace dropped and outdated parameter objects in the optimizer by the model's current ones."""
         assert self._optimizer is not None
         if self._version == self._model.parameter_version:
             return
@@ -230,7 +240,7 @@ def _make_scheduler(factory: Any, optimizer: Optimizer) -> LRScheduler:
 
 
 def _group_names(optimizer: Optimizer | None, named: list[tuple[str, nn.Parameter]]) -> list[list[str]]:
-    """For each parameter group the names of its parameters."""
+    """Return the names of the parameters in each parameter group."""
     if optimizer is None:
         return []
     names = {id(parameter): name for name, parameter in named}
@@ -250,7 +260,9 @@ def _group_names(optimizer: Optimizer | None, named: list[tuple[str, nn.Paramete
 
 
 def _plain(value: Any, what: str) -> Any:
-    """``value`` as msgpack can carry it. Dictionaries become lists of pairs, as their keys may be numbers."""
+    """Return ``value`` as msgpack can carry it. Dictionaries become lists of pairs, because their keys may be
+    numbers.
+    """
     match value:
         case None | bool() | int() | str():
             return value
@@ -269,7 +281,7 @@ def _plain(value: Any, what: str) -> Any:
 
 
 def from_plain(like: Any, plain: Any) -> Any:
-    """The inverse of ``_plain``; types that it flattened are taken from the value that is replaced."""
+    """Return the inverse of ``_plain``, with the types of ``like``, the value that it replaces."""
     match like:
         case Tensor():
             return torch.full_like(like, plain)
@@ -287,7 +299,9 @@ def from_plain(like: Any, plain: Any) -> Any:
 
 
 def _structure(schedule: Schedule) -> tuple[Any, ...]:
-    """What must agree between two ranks: the options of each group and the scheduler's entries."""
+    """Return what must agree between two ranks: the option names of each group and the keys of the scheduler's
+    state.
+    """
     groups = tuple(tuple(sorted(group)) for group in schedule["groups"])
     scheduler = schedule["scheduler"]
     entries = None if scheduler is None else tuple(sorted(str(key) for key, _ in scheduler["pairs"]))

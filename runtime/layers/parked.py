@@ -1,9 +1,9 @@
-"""Layers in host memory while their device has no room for them: from before new state arrives until the first
-commit of a generation, as the plan says (``planner.changes.transition``).
+"""Layers in host memory while their device has no room for them.
 
-A parked layer counts as held: it can be sent from where it is, and comes back to the device where the next plan gives
-it to this rank. On a device that is the host's processor, too, parked layers are in memory of their own kind (shared
-pages), which is not accounted to the device.
+A layer is parked from before new state arrives until the first commit of a generation, as the plan says
+(``planner.changes.transition``). A parked layer counts as held: it can be sent from host memory, and moves
+back to the device if the next plan assigns it to this rank. If the device is the host's CPU, parked layers
+use a separate kind of memory (shared pages) that is not counted as the device's.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from runtime.layers.state import LayerStates
 
 @dataclass(frozen=True, slots=True)
 class ParkedPayload:
-    """What is sent, in one piece."""
+    """The header and payload of a transfer, stored as a whole."""
 
     header: bytes
     payload: Tensor
@@ -31,7 +31,7 @@ class ParkedPayload:
         return self.payload.numel()
 
     def read(self, start: int, end: int) -> Tensor:
-        """Return these bytes of the payload, not a copy."""
+        """Return bytes [start, end) of the payload as a view."""
         return self.payload[start:end]
 
 
@@ -49,11 +49,11 @@ class ParkedLayers:
         return frozenset(self._layers)
 
     def get(self, layer: int) -> ParkedPayload | None:
-        """Return the layer where it is parked."""
+        """Return the layer's payload, or ``None`` if it is not parked."""
         return self._layers.get(layer)
 
     def park(self, layer: int) -> None:
-        """Move a layer that is held from the device to host memory."""
+        """Move a held layer from the device to host memory."""
         reader = self._states.reader(layer)
         payload = _host_memory(reader.size_bytes, self._model.device)
         reader.read_into(payload)
@@ -62,12 +62,12 @@ class ParkedLayers:
         self._optimization.release_dropped()
 
     def unpark(self, layer: int) -> None:
-        """Move a parked layer to the device again."""
+        """Move a parked layer back to the device."""
         parked = self._layers.pop(layer)
         self._states.unpack(layer, parked.header, parked.payload)
 
     def free(self, layers: Collection[int] | None = None) -> None:
-        """Free these layers, or all."""
+        """Free these layers; all parked layers if ``layers`` is ``None``."""
         for layer in self._layers.keys() & (self._layers if layers is None else layers):
             del self._layers[layer]
 

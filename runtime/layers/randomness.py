@@ -1,12 +1,12 @@
-"""Random numbers of a layer as a function of (seed, step, sample, layer), whatever the layout.
+"""Random numbers of a layer as a function of (seed, step, sample, layer), independent of the layout.
 
-Every run of a layer on some rows reseeds the generators from (seed, step, first row, layer): a microbatch
-is always the same rows, so a step draws the same numbers in whichever pipeline it is computed, and again
-when it is redone or recomputed for activation checkpointing. A stage that splits a microbatch's rows over
-several devices needs more: there dropout masks are drawn sample by sample (``SampleDropout``), each from
-its own generator, so that they do not depend on where the rows were cut. Dropout inside a fused function
-(the ``dropout_p`` of attention) is out of reach and stays a function of the run: the same in every layout
-whose stages do not split rows.
+Before a layer runs on some rows, the generators are seeded from (seed, step, first row, layer). A
+microbatch always consists of the same rows, so a step draws the same numbers in whichever pipeline computes
+it, and draws them again when it is redone or recomputed for activation checkpointing. A stage that splits a
+microbatch's rows over several devices needs more: dropout masks are drawn sample by sample
+(``SampleDropout``), each from its own generator, so that they do not depend on where the rows were cut.
+Dropout inside a fused function (the ``dropout_p`` of attention) cannot be drawn that way. It depends on the
+rows of the run, and is the same in every layout whose stages do not split rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ _DROPOUTS: frozenset[Callable[..., Any]] = _CHANNEL_DROPOUTS | {functional.dropo
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Reseed the default generators that operations on ``device`` draw from."""
+    """Seed the default generators that operations on ``device`` draw from."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
@@ -35,7 +35,7 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRandomStream:
-    """One run of a layer on rows of step ``step``'s global batch that begin at ``row``."""
+    """Seeds for one run of a layer on rows of the global batch of step ``step``, starting at row ``row``."""
 
     seed: int
     step: int
@@ -47,19 +47,21 @@ class LayerRandomStream:
         return stream_seed(self.seed, self.step, self.row, self.layer)
 
     def mask_seed(self, offset: int, call: int) -> int:
-        """For the sample ``offset`` rows further on and the layer's ``call``-th dropout."""
+        """Return the seed for the sample ``offset`` rows after the first one and the layer's ``call``-th
+        dropout.
+        """
         return stream_seed(self.seed, self.step, self.row + offset, self.layer, call)
 
 
 class SampleDropout(TorchFunctionMode):
-    """Replaces active ``F.dropout`` (1d, 2d, 3d too) by masks drawn sample by sample.
+    """A mode that replaces active ``F.dropout`` (1d, 2d, 3d too) by masks drawn sample by sample.
 
-    The mask of sample row r is a function of (seed, step, layer, r, how many dropouts the layer had run
-    before). Rows are dim 0 of the argument, or the outermost part of a dim 0 that folds other dimensions
-    into it, as in ``x.view(rows * length, -1)``; an argument of another shape gets one mask keyed by the
-    first row.
+    The mask of sample row r is a function of (seed, step, layer, r, number of dropouts that the layer has
+    already run). The rows are dim 0 of the argument, or the outermost part of a dim 0 that folds other
+    dimensions into it, as in ``x.view(rows * length, -1)``. An argument of any other shape gets one mask,
+    seeded by the first row.
 
-    :param rows: of the layer's input, beginning at ``stream.row``.
+    :param rows: rows of the layer's input, starting at ``stream.row``.
     """
 
     def __init__(self, stream: LayerRandomStream, rows: int) -> None:
@@ -84,7 +86,7 @@ class SampleDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _mask(self, x: Tensor, p: float, *, per_channel: bool) -> Tensor:
-        """Zeros and 1/(1−p), broadcastable to ``x``."""
+        """Return a mask of zeros and 1/(1−p) that broadcasts to the shape of ``x``."""
         call, self._calls = self._calls, self._calls + 1
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if per_channel and x.dim() > 2 else x.shape
         by_row = self._rows > 0 and x.dim() > 0 and x.shape[0] % self._rows == 0
@@ -100,7 +102,7 @@ class SampleDropout(TorchFunctionMode):
 
 
 class DropoutProbe(TorchFunctionMode):
-    """Notes whether a dropout that draws random numbers was called."""
+    """A mode that records whether a dropout that draws random numbers was called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +121,7 @@ class DropoutProbe(TorchFunctionMode):
 
 
 def is_active_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call is one of ``F.dropout`` (1d, 2d, 3d too) that draws random numbers."""
+    """Return whether a call is an ``F.dropout`` (1d, 2d, 3d too) that draws random numbers."""
     if func not in _DROPOUTS:
         return False
     _, p, training, _ = _dropout_arguments(*args, **kwargs)

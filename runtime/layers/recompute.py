@@ -1,12 +1,13 @@
-"""How a layer gets the activations that its backward pass needs: kept, or computed again.
+"""Activation checkpointing: whether a layer keeps the activations that its backward pass needs, or recomputes
+them.
 
-``none`` keeps all of them. ``full`` keeps what the layer is given and computes it again (Chen et al. 2016,
-"Training Deep Nets with Sublinear Memory Cost"). ``selective`` also keeps the outputs of matrix products,
-convolutions and attention, and computes the rest again, which is cheap (Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models"). All three give the same bits.
+``none`` keeps all of them. ``full`` keeps the layer's input and recomputes everything else (Chen et al.
+2016, "Training Deep Nets with Sublinear Memory Cost"). ``selective`` also keeps the outputs of matrix
+products, convolutions and attention, and recomputes the rest, which is cheap (Korthikanti et al. 2022,
+"Reducing Activation Recomputation in Large Transformer Models"). All three produce the same bits.
 
-A function that changes the output of a matrix product in place can only be recomputed fully: the backward pass
-raises a ``RuntimeError`` otherwise.
+A function that changes the output of a matrix product in place can only be recomputed with ``full``; with
+``selective`` the backward pass raises a ``RuntimeError``.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,14 +53,15 @@ def run_with_recompute(
     second_run_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     on_saved: Callable[[Tensor], None] | None = None,
 ) -> Any:
-    """Call ``function(*arguments, **named)``, which must draw the same random numbers whenever it is called.
+    """Call ``function(*arguments, **named)``, which must draw the same random numbers each time it is called.
 
-    :param again: makes what is entered while the function runs for the second time.
-    :param on_kept: called with every output that ``selective`` keeps.
+    :param second_run_context: returns a context that is entered while the function runs for the second
+        time.
+    :param on_saved: called with every output that ``selective`` keeps.
     """
     if recompute == "none" or not torch.is_grad_enabled():
         return function(*arguments, **named)
-    # A tensor that the function is given by name is kept, too, and is to be seen by hooks as all others are.
+    # Tensors among the keyword arguments are kept, too, and hooks must see them like all others.
     leaves, structure = tree.tree_flatten((arguments, named))
 
     def flat(*leaves: Any) -> Any:

@@ -1,9 +1,9 @@
-"""One layer's whole state as bytes, to be sent to a rank that becomes an owner of it.
+"""One layer's whole state as bytes, which are sent to a rank that becomes an owner of the layer.
 
-``pack`` makes a header (msgpack: what the bytes are, and everything that is not a tensor) and a payload
+``pack`` returns a header (msgpack: what the bytes are, and everything that is not a tensor) and a payload
 (one contiguous uint8 tensor in host memory). ``unpack`` checks the header against the model before it
-touches anything, then fills the layer. What travels: parameters, trainable or not, persistent buffers,
-the optimizer's state of each parameter, group options and the schedule. No pickle.
+changes anything, then fills the layer. The state consists of parameters (trainable or not), persistent
+buffers, the optimizer's state of each parameter, group options and the schedule. No pickle is used.
 """
 
 import hashlib
@@ -33,16 +33,16 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_B
 
 
 class StateError(ValueError):
-    """A peer sent something that is not the state of this layer of this model."""
+    """State sent by a peer that does not belong to this layer of this model."""
 
 
 _States = dict[str, ParameterState]
 ReusedMemory = dict[int, tuple[str, str]]
-"""By address: the parameter and the key that memory was reused for."""
+"""Parameter and state key for which memory was reused, by its address."""
 
 
 class LayerStates:
-    """Packs and fills the layers of one model and its optimizer."""
+    """Packing and filling of the layers of one model and its optimizer."""
 
     def __init__(self, model: Model, optimization: Optimization) -> None:
         self._model = model
@@ -50,11 +50,11 @@ class LayerStates:
 
     @property
     def runtime(self) -> DeviceRuntime:
-        """The device that the layers are on."""
+        """Runtime of the device that the layers are on."""
         return self._model.runtime
 
     def describe(self, layer: int) -> tuple[LayerHeader, list[Tensor]]:
-        """What ``pack`` would say, and for each entry the tensor itself, not a copy."""
+        """Return the header that ``pack`` would return, and the tensor of each entry, not copied."""
         self._check_held(layer)
         tensors, scalars = self._collect(layer)
         entries: list[LayerEntry] = []
@@ -90,7 +90,7 @@ class LayerStates:
         return frozenset(t.name for t in tensors if t.kind == "parameter" and not t.trainable)
 
     def pack(self, layer: int) -> tuple[bytes, Tensor]:
-        """Header and payload. The payload is a copy: training may go on while it is sent."""
+        """Return the header and a copy of the payload; training may continue while the copy is sent."""
         header, tensors = self.describe(layer)
         payload = torch.empty(header.size_bytes, dtype=torch.uint8)
         for entry, tensor in zip(header.entries, tensors, strict=True):
@@ -100,19 +100,19 @@ class LayerStates:
         return msgspec.msgpack.encode(header), payload
 
     def reader(self, layer: int) -> "LayerStateReader":
-        """Return what ``pack`` would, to be copied bit by bit; the layer must not change meanwhile."""
+        """Return a reader of what ``pack`` would return. The layer must not change while it is read."""
         return LayerStateReader(*self.describe(layer))
 
     def writer(self, layer: int, header: bytes, payload_bytes: int) -> "LayerStateWriter":
-        """Make this process hold ``layer``, to be filled bit by bit.
+        """Hold ``layer`` and return a writer that fills it.
 
-        :raises StateError: the header does not fit this model, or the payload; nothing was changed.
+        :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
         places, states = self._places(layer, header, payload_bytes, None)
         return LayerStateWriter(places, lambda: self._take(states))
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
-        """Make this process hold ``layer`` with the state in ``payload``.
+        """Hold ``layer`` with the state in ``payload``.
 
         :raises StateError: header or payload do not fit this model; nothing was changed.
         """
@@ -125,11 +125,11 @@ class LayerStates:
     def allocate(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None = None
     ) -> list[tuple[LayerEntry, Tensor]]:
-        """Make this process hold ``layer``, with tensors that are yet to be filled: where each entry goes.
+        """Hold ``layer`` with uninitialised tensors, and return the tensor of each entry.
 
-        :param reused: the optimizer's tensors that are here are filled again where they fit, as fresh memory
-            is slow. Notes them, so that no memory serves two.
-        :raises StateError: the header does not fit this model, or the payload; nothing was changed.
+        :param reused: if given, existing optimizer tensors that fit are filled again, because fresh memory
+            is slow. Records them, so that no memory serves two tensors.
+        :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
         places, states = self._places(layer, header, payload_bytes, reused)
         self._take(states)
@@ -142,7 +142,7 @@ class LayerStates:
     def _places(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
     ) -> tuple[list[tuple[LayerEntry, Tensor]], "_States"]:
-        """Hold the layer; return where each entry goes, and the optimizer's state that is yet to be taken."""
+        """Hold the layer; return the tensor of each entry, and the optimizer's state that is still to be set."""
         try:
             decoded = decode_header(header, layer, payload_bytes)
         except CorruptDataError as error:
@@ -173,7 +173,7 @@ class LayerStates:
         return places, states
 
     def _there(self, entry: LayerEntry, device: torch.device, reused: ReusedMemory) -> Tensor | None:
-        """The optimizer's tensor that is to be replaced, if it has such memory on the host for itself."""
+        """Return the optimizer's tensor that this entry replaces, if it owns suitable memory on the host."""
         old = self._optimization.parameter_state(entry.name).get(entry.key)
         if not isinstance(old, Tensor) or not entry.size_bytes or old.requires_grad:
             return None
@@ -185,15 +185,16 @@ class LayerStates:
         return old if reused.setdefault(old.data_ptr(), which) == which else None
 
     def state_bytes(self, layer: int) -> int:
-        """Size of the payload, without making it."""
+        """Return the size of the payload in bytes without packing it."""
         self._check_held(layer)
         tensors, _ = self._collect(layer)
         return sum(padded_size(tensor.numel() * tensor.element_size()) for _, _, _, tensor in tensors)
 
     def digest(self, layer: int) -> str:
-        """SHA-256 over the layer's parameters (names, shapes, bytes). Owners at one step must agree.
+        """Return a SHA-256 over the layer's parameters (names, shapes, bytes), which all owners share at the
+        same step.
 
-        Buffers are left out: running statistics depend on which microbatches a replica saw.
+        Buffers are excluded because running statistics depend on which microbatches a replica saw.
         """
         self._check_held(layer)
         digest = hashlib.sha256()
@@ -248,7 +249,7 @@ class LayerStates:
 
 
 class LayerStateReader:
-    """The bytes of a layer's payload, out of its tensors."""
+    """A reader of the bytes of a layer's payload from its tensors."""
 
     def __init__(self, header: LayerHeader, tensors: list[Tensor]) -> None:
         self.header = msgspec.msgpack.encode(header)
@@ -256,7 +257,7 @@ class LayerStateReader:
         self._places = list(zip(header.entries, tensors, strict=True))
 
     def read(self, start: int, end: int) -> Tensor:
-        """Return a copy of these bytes, on the device that most of them are on."""
+        """Return a copy of bytes [start, end) on the device that most of them are on."""
         devices = [t.device for e, t in self._places if e.offset < end and start < e.offset + e.size_bytes]
         device = max(devices, key=devices.count, default=torch.device("cpu"))
         chunk = torch.zeros(end - start, dtype=torch.uint8, device=device)
@@ -274,43 +275,43 @@ class LayerStateReader:
 
 
 class LayerStateWriter:
-    """The bytes of a layer's payload, into its tensors.
+    """A writer of the bytes of a layer's payload into its tensors.
 
-    :param take: called when all are there: only then has the optimizer the layer's state, so that one that it may
-        have of a parameter which layers share stays whole.
+    :param take: sets the optimizer's state, called when all bytes have arrived. Until then, the state that
+        the optimizer may have for a parameter shared by several layers stays intact.
     """
 
     def __init__(self, places: list[tuple[LayerEntry, Tensor]], take: Callable[[], None]) -> None:
         self._places = [(entry, tensor) for entry, tensor in places if entry.size_bytes]
         self._take = take
-        self._beside: dict[int, Tensor] = {}
-        """Bytes for tensors that are not row-major, by their offset."""
+        self._staging: dict[int, Tensor] = {}
+        """Staging buffers for tensors that are not row-major, by offset in the payload."""
 
     def write(self, start: int, chunk: Tensor) -> None:
-        """Take the payload's bytes from ``start`` on."""
+        """Write ``chunk`` to the payload's bytes from ``start`` on."""
         end = start + chunk.numel()
         for entry, tensor in self._places:
             low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
             if low < high:
                 target = self._bytes(entry, tensor)[low - entry.offset : high - entry.offset]
                 target.copy_(chunk[low - start : high - start])
-                if high == entry.offset + entry.size_bytes and entry.offset in self._beside:
-                    whole = self._beside.pop(entry.offset)
+                if high == entry.offset + entry.size_bytes and entry.offset in self._staging:
+                    whole = self._staging.pop(entry.offset)
                     with torch.no_grad():
                         tensor.copy_(whole.view(tensor.dtype).view(tensor.shape))
 
     def finish(self) -> None:
-        """All bytes are there: the optimizer has its state."""
+        """Set the optimizer's state after all bytes have been written."""
         self._take()
 
     def _bytes(self, entry: LayerEntry, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
             return tensor.reshape(-1).view(torch.uint8)
-        if entry.offset not in self._beside:
-            self._beside[entry.offset] = torch.empty(
+        if entry.offset not in self._staging:
+            self._staging[entry.offset] = torch.empty(
                 entry.size_bytes, dtype=torch.uint8, device=tensor.device
             )
-        return self._beside[entry.offset]
+        return self._staging[entry.offset]
 
 
 def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
@@ -319,18 +320,18 @@ def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
         raise StateError(f"{place}: byte {entry.offset} is no multiple of {ALIGNMENT_BYTES}")
     if entry.role == "optimizer":
         if not shared.trainable or not entry.key:
-            raise StateError(f"{place}: optimizer state for something that is not trained")
+            raise StateError(f"{place}: optimizer state for a tensor that is not trained")
         return
     value = shared.value
     here = shared.kind, "", tuple(value.shape), value.dtype
     if (entry.role, entry.key, entry.shape, DTYPES[entry.dtype]) != here:
         raise StateError(
-            f"{place}: a {entry.role} of {entry.shape} {entry.dtype} came, "
+            f"{place}: received a {entry.role} of {entry.shape} {entry.dtype}, but "
             f"this model has a {shared.kind} of {tuple(value.shape)} {dtype_name(value.dtype)}"
         )
 
 
 def _view(payload: Tensor, entry: LayerEntry) -> Tensor:
-    """The entry's part of the payload with its dtype and shape; no copy."""
+    """Return the entry's bytes of the payload as a view with its dtype and shape."""
     part = payload[entry.offset : entry.offset + entry.size_bytes]
     return part.view(DTYPES[entry.dtype]).view(entry.shape)

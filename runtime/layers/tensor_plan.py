@@ -1,17 +1,24 @@
-"""Tensor-parallel plans: which linear modules the devices of a stage compute in parts (Shoeybi et al. 2019,
+"""Tensor-parallel plans: the linear modules that the devices of a stage compute in parts (Shoeybi et al. 2019,
 "Megatron-LM", section 3).
 
-A plan maps names of modules to styles. ``colwise``: each device has an equal part of the output features; what
-follows works on that part. ``rowwise``: each device has the part of the input features that it has of what came
-before, and the outputs are summed. Between the two lies a *split region*, in which each device has other features.
-``colwise_gather_output``: the parts of the output are put together. ``rowwise_split_input``: the input is whole, and
-each device takes its part. ``replicated_with_grad_allreduce``: the module
-is whole on each device, but runs in a split region, so that its gradients are summed.
+A plan maps names of modules to styles:
 
-Plans are the user's (``Training.tensor_plan``) or those of Hugging Face models (``base_model_tp_plan``). A plan is
-accepted where every module of it is a plain ``nn.Linear`` inside one layer's block and whatever else runs in a split
-region has neither tensors nor random numbers of its own. What a plan says about modules outside of the blocks
-(embeddings, heads) is not used: they are whole on each device.
+- ``colwise``: each device computes an equal part of the output features, and the code that follows works on
+  that part.
+- ``rowwise``: each device takes the part of the input features that it has already computed, and the
+  outputs are summed.
+- ``colwise_gather_output``: like ``colwise``, but the parts of the output are gathered.
+- ``rowwise_split_input``: like ``rowwise``, but the input is whole and each device takes its part.
+- ``replicated_with_grad_allreduce``: the module is whole on each device but runs in a split region, so its
+  gradients are summed.
+
+The code between a ``colwise`` and a ``rowwise`` module is a *split region*, in which each device has
+different features.
+
+A plan is the user's (``Training.tensor_plan``) or that of a Hugging Face model (``base_model_tp_plan``). It
+is accepted if each of its modules is a plain ``nn.Linear`` inside one layer's block, and everything else in
+its split regions has neither tensors nor random numbers of its own. Entries for modules outside of the
+blocks (embeddings, heads) are ignored: these modules are whole on each device.
 """
 
 import re
@@ -39,7 +46,7 @@ _STYLES: dict[str, Style] = {
     "rowwise_split_input": "rowwise_split_input",
     "replicated_with_grad_allreduce": "replicated_with_grad_allreduce",
 }
-"""By the names that plans use."""
+"""Styles by the names that plans use."""
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 """Attributes of attention modules, or of their configurations, that count the heads of keys and values."""
 _ATTENTION = frozenset(
@@ -67,19 +74,19 @@ class SplitLinear:
 
     @property
     def is_rowwise(self) -> bool:
-        """Whether its input features are divided, and not its output features."""
+        """Whether its input features are divided, rather than its output features."""
         return self.style in ("rowwise", "rowwise_split_input")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """What of one model is computed in parts."""
+    """The modules of one model that are computed in parts."""
 
     linears: tuple[SplitLinear, ...]
     summed_parameters: frozenset[str]
     """Names of parameters that are whole, and whose gradients are summed over the devices of a stage."""
     divisible_counts: tuple[tuple[str, int], ...]
-    """Numbers that a stage's devices must divide, each with the words that name it."""
+    """Numbers that the number of a stage's devices must divide, each with a description."""
 
     @property
     def split_parameters(self) -> frozenset[str]:
@@ -93,16 +100,18 @@ class TensorPlan:
 
     @property
     def vector_keys(self) -> dict[str, str]:
-        """For parameters that share a vector with no others (``runtime.zero.parts.Shape.of``) what tells them apart."""
+        """Keys for ``runtime.zero.parts.ParameterLayout.from_parameters`` that keep these parameters in
+        vectors of their own.
+        """
         return dict.fromkeys(self.summed_parameters, "*") | {name: name for name in self.split_parameters}
 
     @property
     def max_devices(self) -> int:
-        """The plan can be used on the numbers of devices that divide this."""
+        """The largest number of devices that can use the plan; so can all of its divisors."""
         return gcd(*(count for _, count in self.divisible_counts))
 
     def find_problem(self, devices: int) -> str | None:
-        """Return why so many devices cannot use the plan; ``None``: they can."""
+        """Return why a stage of ``devices`` devices cannot use the plan, or ``None`` if it can."""
         for words, count in self.divisible_counts:
             if count % devices:
                 return f"{words} is {count}, which {devices} devices do not divide"
@@ -111,7 +120,7 @@ class TensorPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedModule:
-    """A module of a model, as a plan is checked against it."""
+    """A module of the model that a plan is checked against."""
 
     name: str
     module: nn.Module
@@ -120,17 +129,18 @@ class NamedModule:
 
 
 class TensorPlanError(TrainingError):
-    """A tensor-parallel plan that this model cannot have."""
+    """A tensor-parallel plan that this model cannot use."""
 
 
 def make_tensor_plan(
     user_plan: Mapping[str, str] | None, modules: Sequence[NamedModule], names: Mapping[int, tuple[str, bool]]
 ) -> TensorPlan:
-    """Return the plan of a model.
+    """Return the model's tensor-parallel plan.
 
-    :param given: the user's; ``None``: the one that Hugging Face gives the model.
-    :param places: all modules of the model.
-    :param names: for each parameter, by identity, its canonical name and whether it is trained and in one place alone.
+    :param user_plan: the user's plan; ``None`` means the one that Hugging Face gives the model.
+    :param modules: all modules of the model.
+    :param names: for each parameter, by identity, its canonical name and whether it is trained and used in
+        only one place.
     :raises TensorPlanError: there is none, or it cannot be used.
     """
     styles = _styles_of(user_plan, modules)
@@ -189,7 +199,7 @@ def _styles_of(
 
 
 def _hugging_face(places: Sequence[NamedModule]) -> dict[str, str]:
-    """Return the plan that ``transformers`` gives the outermost model that has one."""
+    """Return the plan that ``transformers`` gives to the outermost model that has one."""
     for place in places:
         plan = getattr(place.module, "_tp_plan", None)
         if isinstance(plan, dict) and plan:
@@ -204,7 +214,7 @@ def _check_neighbours(
     places: Iterable[NamedModule],
     names: Mapping[int, tuple[str, bool]],
 ) -> None:
-    """Refuse parameters that a module around split ones may use in its own code, where nobody sees it."""
+    """Reject parameters of a module that contains split ones: the module's own code may use them unnoticed."""
     split = {one.name for one in linears}
     for place in places:
         if not place.in_block or place.name in split:
@@ -214,27 +224,28 @@ def _check_neighbours(
         for key, value in place.module._parameters.items():
             if value is not None and names[id(value)][0] not in summed:
                 raise TensorPlanError(
-                    f"{place.name} has a parameter {key} of its own beside modules that are split; if it is used where "
-                    "features are split, its gradients would be wrong"
+                    f"{place.name} has a parameter {key} of its own next to modules that are split; if it is used "
+                    "where features are split, its gradients would be wrong"
                 )
 
 
 def _features(one: SplitLinear) -> tuple[str, int]:
-    """Return how many features are split, with the words that name them."""
+    """Return the number of features that are split, with a description."""
     if one.is_rowwise:
         return f"{_of_any(one.name)}.in_features", one.module.in_features
     return f"{_of_any(one.name)}.out_features", one.module.out_features
 
 
 def _of_any(name: str) -> str:
-    """Return the name with ``*`` for numbers: blocks that are alike are named once."""
+    """Return the name with ``*`` for numbers, so that equal blocks are named once."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 class SplitRegionChecker(TorchFunctionMode):
-    """Watches layers run on one device, and finds what must not be in a split region.
+    """A mode that observes layers on one device and finds operations that must not be in a split region.
 
-    ``with regions.watching(layer):`` surrounds one run of a layer; ``find_problem`` is the first that was found.
+    ``with checker.observe(layer):`` surrounds one run of a layer. ``problem`` is the first problem that was
+    found.
     """
 
     def __init__(self, plan: TensorPlan, places: Iterable[NamedModule]) -> None:
@@ -242,27 +253,30 @@ class SplitRegionChecker(TorchFunctionMode):
         self._plan = plan
         self._places = [place for place in places if place.in_block]
         self._open: str | None = None
-        """The module that began the region, while there is one."""
+        """The module that began the current region, if any."""
         self.problem: str | None = None
         self._heads: dict[str, int] = {}
         self.forward_bytes: list[int] = []
-        """Sizes of what devices of a stage exchange in the forward pass of the layer that was watched last."""
+        """Sizes in bytes of what devices of a stage exchange in the forward pass of the layer observed last."""
         self._inputs: dict[int, torch.Tensor] = {}
         self._calls: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        """For each module of the layer that was watched last, the input and the output of each of its calls."""
+        """For each module of the layer observed last, the input and the output of each of its calls."""
 
     @property
     def is_open(self) -> bool:
-        """Whether a split region is being run."""
+        """Whether a split region is currently running."""
         return self._open is not None
 
     @property
     def backward_bytes(self) -> list[int]:
-        """Sizes of what devices exchange in the backward pass: gradients of the inputs of modules that are split."""
+        """Sizes in bytes of what devices exchange in the backward pass: gradients of the inputs of split
+        modules.
+        """
         return [_exchanged_bytes(x) for x in self._inputs.values() if x.requires_grad]
 
     def validated_plan(self) -> TensorPlan:
-        """Return the plan with what was seen of attention heads, which are split whole.
+        """Return the plan, completed by the numbers of attention heads that were observed, since heads are not
+        divided.
 
         :raises TensorPlanError: the plan cannot be used.
         """
@@ -272,7 +286,7 @@ class SplitRegionChecker(TorchFunctionMode):
 
     @contextmanager
     def observe(self, layer: int) -> Iterator[None]:
-        """Watch one run of a layer."""
+        """Observe one run of a layer."""
         self.forward_bytes, self._inputs, self._calls = [], {}, {}
         mine = {one.name: one for one in self._plan.linears if one.layer == layer}
         if not mine or self.problem is not None:
@@ -283,10 +297,10 @@ class SplitRegionChecker(TorchFunctionMode):
             if layer not in place.layers:
                 continue
             if (one := mine.get(place.name)) is not None:
-                handles.append(place.module.register_forward_pre_hook(self._begins(one)))
-                handles.append(place.module.register_forward_hook(self._ends(one)))
-            elif self._has_own(place.module):
-                handles.append(place.module.register_forward_pre_hook(self._meets(place.name)))
+                handles.append(place.module.register_forward_pre_hook(self._on_begin(one)))
+                handles.append(place.module.register_forward_hook(self._on_end(one)))
+            elif self._has_tensors(place.module):
+                handles.append(place.module.register_forward_pre_hook(self._on_other(place.name)))
         try:
             with self:
                 yield
@@ -294,17 +308,19 @@ class SplitRegionChecker(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
         if self._open is not None:
-            self._say(
+            self._report(
                 f"what {self._open} (colwise) computes is not put together again by a rowwise module of its layer"
             )
         self._open = None
 
     def compare_split(self, layer: int, run: Callable[[], object], *, tolerance: float) -> None:
-        """Run the layer that was just watched again, with a part of its features, and compare that with the whole.
+        """Run the layer that was observed last again with a part of its features, and compare the result with
+        the whole.
 
-        This finds code that computes something else in a split region, such as attention that reads the size of a
-        head from the number of features and not the number of heads. Devices are stood for by the last of as few as
-        the plan allows. What they would exchange comes from the whole run.
+        This finds code that computes something different in a split region, such as attention that reads
+        the size of a head from the number of features instead of the number of heads. The run stands for
+        the last device of the smallest split that the plan allows. Data that devices would exchange comes
+        from the whole run.
 
         :param run: runs the layer on the same input with the same values.
         :param tolerance: relative to the largest value.
@@ -339,9 +355,9 @@ class SplitRegionChecker(TorchFunctionMode):
                         one.module._parameters[name] = nn.Parameter(part, requires_grad=False)
             run()
         except _OtherPartError:
-            self._say(self._other_part(mine, devices))
+            self._report(self._other_part(mine, devices))
         except Exception as error:
-            self._say(f"{self._other_part(mine, devices)}: {error}")
+            self._report(f"{self._other_part(mine, devices)}: {error}")
         finally:
             for one in mine:
                 one.module._parameters.update(before[one.name])
@@ -364,7 +380,7 @@ class SplitRegionChecker(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if self._open is not None and _drops_out(func, args, kwargs):
-            self._say(
+            self._report(
                 f"there is dropout after {self._open}, where each device has other features and would draw other "
                 "masks; set that dropout to 0"
             )
@@ -373,7 +389,9 @@ class SplitRegionChecker(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _note_heads(self, opener: str, heads: int) -> None:
-        """Note the heads of the attention that follows a colwise module, and those of keys and values."""
+        """Record the numbers of heads of the attention that follows a colwise module, and of its keys and
+        values.
+        """
         parent = opener.rpartition(".")[0]
         owner = next((place.module for place in self._places if place.name == parent), None)
         where = _of_any(parent)
@@ -384,18 +402,18 @@ class SplitRegionChecker(TorchFunctionMode):
                 if isinstance(count, int) and count > 0:
                     self._heads[f"{attribute} of {where}"] = count
 
-    def _has_own(self, module: nn.Module) -> bool:
+    def _has_tensors(self, module: nn.Module) -> bool:
         names = module._buffers.keys() - module._non_persistent_buffers_set
         summed = {one for one in module._parameters.values() if one is not None}
         return bool(summed) or any(module._buffers[name] is not None for name in names)
 
-    def _begins(self, one: SplitLinear) -> Callable[..., None]:
+    def _on_begin(self, one: SplitLinear) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any) -> None:
             if one.style == "rowwise":
                 if self._open is None:
-                    self._say(f"{one.name} is rowwise, and no colwise module comes before it in its layer")
+                    self._report(f"{one.name} is rowwise, and no colwise module comes before it in its layer")
             elif one.style == "rowwise_split_input" and self._open is not None:
-                self._say(
+                self._report(
                     f"{one.name} is rowwise_split_input, and takes what {self._open} has split; make it rowwise"
                 )
             elif arguments and isinstance(arguments[0], torch.Tensor):
@@ -403,7 +421,7 @@ class SplitRegionChecker(TorchFunctionMode):
 
         return hook
 
-    def _ends(self, one: SplitLinear) -> Callable[..., None]:
+    def _on_end(self, one: SplitLinear) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
             self._open = one.name if one.style == "colwise" else None
             if arguments and isinstance(arguments[0], torch.Tensor) and isinstance(output, torch.Tensor):
@@ -413,10 +431,10 @@ class SplitRegionChecker(TorchFunctionMode):
 
         return hook
 
-    def _meets(self, name: str) -> Callable[..., None]:
+    def _on_other(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any) -> None:
             if self._open is not None and not self._is_summed(name):
-                self._say(
+                self._report(
                     f"{name} runs after {self._open}, where each device has other features, and has parameters or "
                     "buffers of its own; name it in the plan as replicated_with_grad_allreduce if it works on each "
                     "head alone"
@@ -427,17 +445,17 @@ class SplitRegionChecker(TorchFunctionMode):
     def _is_summed(self, name: str) -> bool:
         return any(one.rpartition(".")[0] == name for one in self._plan.summed_parameters)
 
-    def _say(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         if self.problem is None:
             self.problem = problem
 
 
 class _OtherPartError(Exception):
-    """A part of the features gives something else than that part of the whole."""
+    """A part of the features gives a result that differs from that part of the whole result."""
 
 
 def _last_part(x: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
-    """Return what the last of so many devices has of a dimension."""
+    """Return the part of a dimension that the last of ``devices`` devices has."""
     size = x.shape[dim] // devices
     return x.narrow(dim, x.shape[dim] - size, size)
 
@@ -448,7 +466,7 @@ def _close(x: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 
 
 def _exchanged_bytes(x: torch.Tensor) -> int:
-    """Return the bytes of a tensor that devices add up, which they do in float32 at least."""
+    """Return the bytes of a tensor that devices sum, which they do in float32 or higher precision."""
     return x.numel() * max(x.element_size(), 4)
 
 

@@ -1,9 +1,10 @@
-"""State transfer between live replicas, from rank to rank, in the order of the plan.
+"""State transfer between ranks, in the order of the plan.
 
-Whole layers travel (``runtime.layers.state``) or, under ZeRO-1, ranges of elements
-(``runtime.zero.part_states``): a length pair, a header and a payload in chunks for each. Each rank does whatever is
-possible at the moment - post sends within a window, receive from all its sources side by side - and never
-waits for one particular peer, so no cycle of sources and targets can stand still.
+Ranks transfer whole layers (``runtime.layers.state``) or, under ZeRO-1, ranges of elements
+(``runtime.zero.part_states``). Each transfer consists of a pair of lengths, a header and a payload in
+chunks. A rank always does whatever is possible at the moment: it posts sends within a window and receives
+from all its sources in parallel. It never waits for one particular peer, so cycles of sources and targets
+cannot deadlock.
 """
 
 from collections import deque
@@ -22,21 +23,22 @@ from runtime.monitoring.progress import ProgressMonitor
 from statemachine.messages.trainer import TransferData
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Of one message. A payload is copied a chunk at a time, out of the tensors and into them, so that what moves takes
-no memory of its own but for a few chunks."""
+"""Size of one message. A payload is copied out of the tensors and into them one chunk at a time, so a transfer
+needs memory for a few chunks only.
+"""
 WINDOW_BYTES = 4 * CHUNK_BYTES
-"""Copies that a source holds at a time."""
+"""Limit of the copies that a source holds at a time."""
 CHUNKS_AHEAD = 2
-"""Chunks that a target waits for at a time, from each source."""
+"""Number of chunks that a target waits for at a time, from each source."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 
 
 class TransferError(RuntimeError):
-    """A peer announced something impossible."""
+    """An announcement by a peer that cannot be right."""
 
 
 class RoutedItem(Protocol):
-    """What one rank sends to one other."""
+    """State that one rank sends to another."""
 
     @property
     def source(self) -> int: ...
@@ -50,49 +52,51 @@ Item_contra = TypeVar("Item_contra", bound=RoutedItem, contravariant=True)
 
 
 class OutgoingPayload(Protocol):
-    """What is sent, as bytes."""
+    """State to send, as bytes."""
 
     @property
     def header(self) -> bytes: ...
 
     @property
     def size_bytes(self) -> int:
-        """Of the payload."""
+        """Size of the payload."""
 
     def read(self, start: int, end: int) -> Tensor:
-        """Return a copy of these bytes of the payload, or a view of what does not change while it is sent."""
+        """Return bytes [start, end) of the payload: a copy, or a view of memory that does not change while it
+        is sent.
+        """
 
 
 class IncomingPayload(Protocol):
-    """What is received, on its way to where it belongs."""
+    """State that is being received."""
 
     def write(self, start: int, chunk: Tensor) -> None:
-        """Take the payload's bytes from ``start`` on. They come in order."""
+        """Write ``chunk`` to the payload's bytes from ``start`` on. Chunks arrive in order."""
 
     def finish(self) -> None:
-        """All bytes are there.
+        """Complete the item after all bytes have arrived.
 
-        :raises StateError: they are of something else.
+        :raises StateError: the bytes belong to something else.
         """
 
 
 class TransferEndpoint(Protocol[Item_contra]):
-    """Makes bytes of what is sent, and takes what comes."""
+    """Conversion between items and bytes, on both ends of a transfer."""
 
     def open_send(self, item: Item_contra) -> OutgoingPayload:
-        """Return what is to be sent."""
+        """Return the payload of an item that this rank sends."""
 
     def open_receive(self, item: Item_contra, header: bytes, size_bytes: int) -> IncomingPayload:
-        """Make ready for what comes.
+        """Prepare to receive an item.
 
-        :raises StateError: it is of something else.
+        :raises StateError: the header belongs to something else.
         """
 
 
 class LayerEndpoint:
-    """Packs whole layers, those that are parked out of host memory.
+    """Transfers of whole layers; parked ones are sent from host memory.
 
-    :param complete: layers held at the resume step; each is added when all of it is there.
+    :param complete: layers held at the resume step; a received layer is added when all of it has arrived.
     """
 
     def __init__(self, states: LayerStates, complete: set[int], parked: ParkedLayers) -> None:
@@ -102,7 +106,7 @@ class LayerEndpoint:
 
     def open_send(self, item: TransferData) -> OutgoingPayload:
         if item.layer not in self._complete:
-            raise TransferError(f"the plan takes layer {item.layer} from here, where it is not complete")
+            raise TransferError(f"the plan sends layer {item.layer} from this rank, where it is not complete")
         parked = self._parked.get(item.layer)
         return self._states.reader(item.layer) if parked is None else parked
 
@@ -114,7 +118,7 @@ class LayerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _CompletedLayer:
-    """A layer that counts when all of it is there."""
+    """A layer that counts as complete once all of it has arrived."""
 
     writer: LayerStateWriter
     layer: int
@@ -129,18 +133,21 @@ class _CompletedLayer:
 
 
 class PayloadPacker(Protocol[Item_contra]):
-    """Makes a payload in one piece."""
+    """Conversion between items and payloads that are handled as a whole."""
 
     def pack(self, item: Item_contra) -> tuple[bytes, Tensor]:
-        """Header and payload, a copy in host memory."""
+        """Return the header, and a copy of the payload in host memory."""
 
     def unpack(self, item: Item_contra, header: bytes, payload: Tensor) -> None:
-        """:raises StateError: these are of something else."""
+        """Take an item from its header and payload.
+
+        :raises StateError: they belong to something else.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class PayloadEndpoint(Generic[Item]):
-    """Sends and receives payloads that are made in one piece."""
+    """Transfers of payloads that are packed and unpacked as a whole."""
 
     packer: PayloadPacker[Item]
 
@@ -197,8 +204,11 @@ class StateExchange(Generic[Item]):
         self.received_bytes = 0
 
     def run(self) -> None:
-        """:raises CommunicationError: aborted, or a peer is lost; what had not arrived whole is void.
-        :raises TransferError: a peer's bug.
+        """Run all transfers of this rank.
+
+        :raises CommunicationError: aborted, or a peer is lost; items that had not arrived completely are
+            void.
+        :raises TransferError: a peer announced something impossible.
         """
         receiving = {source: self._receive_all(source, items) for source, items in self._to_receive.items()}
         awaited: dict[int, PendingOperation] = {}
@@ -233,7 +243,7 @@ class StateExchange(Generic[Item]):
             awaited[source] = pending
 
     def _top_up(self) -> None:
-        """Retire sends that are done and start as many as the window takes."""
+        """Retire completed sends, and start as many new ones as the window allows."""
         for sending in self._sending:
             if sending.pending.is_complete():
                 self._communicator.wait(sending.pending)
@@ -251,7 +261,7 @@ class StateExchange(Generic[Item]):
             self._next = next(self._to_send, None)
 
     def _messages(self, items: list[Item]) -> Iterator[tuple[Tensor, int]]:
-        """Yield what is sent and to whom; a chunk is copied when it is asked for."""
+        """Yield each message with its target; a chunk is copied when it is requested."""
         for item in items:
             outgoing = self._packer.open_send(item)
             header, size = outgoing.header, outgoing.size_bytes
@@ -262,7 +272,9 @@ class StateExchange(Generic[Item]):
                 yield chunk.to(self._device), item.target
 
     def _receive_all(self, source: int, items: list[Item]) -> Iterator[PendingOperation]:
-        """A chain of receives from one source; continue it when the one that it yielded is done."""
+        """Yield the receives from one source in turn; the caller resumes the generator when the last one is
+        complete.
+        """
         for item in items:
             lengths = torch.zeros(2, dtype=torch.int64, device=self._device)
             yield self._communicator.receive(lengths, source, "state")

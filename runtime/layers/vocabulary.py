@@ -1,7 +1,7 @@
-"""Token ids and labels that a Hugging Face model has no row for.
+"""Check of token ids and labels against the sizes of a Hugging Face model's embedding and output layers.
 
-Without this check an id beyond the vocabulary ends a trainer with an ``IndexError`` that names nothing, or with
-an assertion on a GPU that leaves its device unusable.
+Without this check, an id beyond the vocabulary ends a trainer with an ``IndexError`` that names neither the
+sample nor the cause, or with a device-side assertion that leaves the GPU unusable.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _IGNORED = -100
 
 
 class Vocabulary:
-    """Sizes of a model's tables: of its input embeddings, and of what it predicts."""
+    """The number of ids in a model's input embedding and in its output layer."""
 
     def __init__(self, root: nn.Module) -> None:
         self._kind = type(root).__name__
@@ -25,7 +25,7 @@ class Vocabulary:
         self._outputs = _rows(root, "get_output_embeddings")
 
     def find_problem(self, batch: Batch) -> tuple[int, str] | None:
-        """Return the first row of a batch with an id that is outside, and what is wrong with it."""
+        """Return the first row of a batch that has an id out of range, and a description of the problem."""
         if not isinstance(batch, Mapping):
             return None
         for key in _INPUTS:
@@ -46,13 +46,13 @@ class Vocabulary:
 
 
 def _rows(root: nn.Module, getter: str) -> int | None:
-    """Return how many ids an embedding or a head has a row for."""
+    """Return how many ids an embedding or an output layer has a row for."""
     get = getattr(root, getter, None)
     if not callable(get):
         return None
     try:
         table: Any = get()
-    except (RuntimeError, AttributeError):  # Models without such a table refuse to name one.
+    except (RuntimeError, AttributeError):  # Models without such a layer raise.
         return None
     if isinstance(table, nn.Embedding):
         return table.num_embeddings
@@ -60,7 +60,7 @@ def _rows(root: nn.Module, getter: str) -> int | None:
 
 
 def _outside(ids: object, size: int, allowed: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return row and value of the first id that is not below ``size``."""
+    """Return the row and the value of the first id that is outside of [0, size) and not in ``allowed``."""
     if not isinstance(ids, Tensor) or ids.dtype != torch.int64 or ids.dim() < 2 or not ids.numel():
         return None
     low, high = torch.aminmax(ids)

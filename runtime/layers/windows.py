@@ -1,24 +1,24 @@
-"""Cutting a module into layers by running windows of it through the module's own ``forward``.
+"""Cuts a module into layers by running windows of it through the module's own ``forward``.
 
-A module with a chain of blocks (the decoder layers of a language model, the stages of a residual network) is
-cut before each block and after the last one. The layers are: what runs before the first block, each block
-with what runs between it and the next, and what runs after the last block. To run layers [first, end) on a
-microbatch, the module's own ``forward`` runs on that microbatch, so that masks, rotary tables and the loss
-come from the module's own code in every window, with three changes:
+A module with a chain of blocks (the decoder layers of a language model, the stages of a residual network)
+is cut before each block and after the last one. The layers are: the code that runs before the first block,
+each block together with the code between it and the next one, and the code that runs after the last block.
+To run layers [first, end) on a microbatch, the module's own ``forward`` runs on that microbatch, so that
+masks, rotary tables and the loss come from the module's own code in every window, with three changes:
 
-* blocks before the window do nothing, and the window's first block takes what was *received* in place of the
-  arguments that depend on earlier layers;
-* submodules outside of the blocks that hold parameters (embeddings, norms, heads) give zeros of the right
-  shape unless they run inside the window;
-* the first block after the window raises ``_Stop`` with what crosses the cut.
+* Blocks before the window do nothing, and the window's first block takes what was *received* in place of
+  the arguments that depend on earlier layers.
+* Submodules outside of the blocks that hold parameters (embeddings, norms, heads) return zeros of the right
+  shape unless they belong to the window.
+* The first block after the window raises ``_Stop`` with the tensors that cross the cut.
 
-Which arguments depend on earlier layers is *recorded* in one run of the whole module in which every output
-of a block or other submodule requires a gradient. An argument that is the very tensor that the block before
-took, too, is *carried*: every block of the window takes it from what was received.
+Which arguments depend on earlier layers is *recorded* in one run of the whole module, in which every output
+of a block or other submodule requires a gradient. An argument that is the very tensor that the previous
+block took is *carried*: every block of the window takes it from what was received.
 
-The window's results are compared with those of the whole module (``WindowedModule.verify``), so a module whose
-code around the blocks passes on more than the blocks' arguments, or keeps state of its own, is refused and not
-trained wrongly. Every run checks that the blocks run in their order, each once.
+The window's results are compared with those of the whole module (``WindowedModule.verify``). A module that
+keeps state of its own, or whose code around the blocks passes on more than the blocks' arguments, is
+therefore rejected rather than trained wrongly. Every run checks that each block runs once and in order.
 """
 
 import inspect
@@ -48,7 +48,9 @@ DYNAMIC_BLOCKS = (
 
 
 class _Stop(Exception):
-    """Carries what crosses the cut at a window's end out of the module's ``forward``."""
+    """The exception that carries the tensors which cross the cut at a window's end out of the module's
+    ``forward``.
+    """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
@@ -56,18 +58,20 @@ class _Stop(Exception):
 
 @dataclass(slots=True)
 class _Cut:
-    """What was recorded of one block."""
+    """The recorded inputs and outputs of one block."""
 
     needed: list[int]
     """Leaves of its arguments that depend on earlier layers."""
     carried: dict[int, int]
-    """Leaves that are the very tensors which the block before took, and which of its leaves they are."""
+    """Leaves that are the very tensors which the previous block took, with the index of that block's leaf."""
     per_row: list[bool] = field(default_factory=list)
     """For each of ``needed``, whether its dim 0 are the rows."""
     output: Any = None
-    """Structure of what it returns."""
+    """Structure of its output."""
     skipped: list[Any] = field(default_factory=list)
-    """For each leaf of its output: ``_Same`` as its first tensor argument, ``_Zeros``, or the value itself."""
+    """Replacement for each leaf of its output when the block is skipped: ``_Same`` stands for the first tensor
+    argument, ``_Zeros`` for zeros, anything else for itself.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +94,23 @@ class _Window:
     received: tuple[Tensor, ...]
     scopes: "LayerScopes"
     segment: int = 0
-    """The layer that what runs now belongs to."""
+    """The layer to which the code that is running belongs."""
     due: int = 0
-    """The block that is to run next."""
+    """The number of the block that must run next."""
     scope: AbstractContextManager[None] | None = None
     before: list[Any] | None = None
-    """Leaves of the arguments of the block that ran before."""
+    """Leaves of the previous block's arguments."""
     balance: tuple[Tensor, ...] = ()
     """Accumulators of expert balancing."""
 
 
 class LayerScopes:
-    """What surrounds the code of a layer while it runs; the default is nothing."""
+    """Contexts that surround a layer's code while it runs; by default there are none."""
 
     def around(self, layer: int, part: int) -> AbstractContextManager[None]:
-        """Surround code of ``layer`` outside of its block; ``part`` counts from 1 after the block, 0 before."""
+        """Surround code of ``layer`` outside of its block; ``part`` is 0 before the block and counts from 1
+        after it.
+        """
         return nullcontext()
 
     def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -113,13 +119,14 @@ class LayerScopes:
 
 
 class WindowedModule:
-    """A module and its chain of blocks; layer 0 comes before the first block, layer i + 1 is block i.
+    """A module cut at its chain of blocks: layer 0 precedes the first block, layer i + 1 is block i.
 
     :param batch: a microbatch to record with; its rows are in dim 0.
     :param call: runs the module on a batch.
-    :param present: gives modules memory while the module runs as a whole, where they have none.
-    :raises TrainingError: the module cannot be cut; the message says what was tried, where it failed and the
-        ways out.
+    :param present: returns a context in which modules that have no memory have some, while the whole module
+        runs.
+    :raises TrainingError: the module cannot be cut; the message says what was tried, where it failed, and
+        what to do.
     """
 
     def __init__(
@@ -146,7 +153,7 @@ class WindowedModule:
         self._layers_of_unit: dict[str, set[int]] = {}
         self._window: _Window | None = None
         self._shaping = False
-        """Whether a unit runs on the meta device, for the shapes of what it returns."""
+        """Whether a unit is running on the meta device to find the shapes of its outputs."""
         self._cuts: list[_Cut] = []
         self._exit: list[int] = []
         self._exit_per_row: list[bool] = []
@@ -155,7 +162,7 @@ class WindowedModule:
         self._balance = ExpertBalance.find(root)
         order = self._record(batch, rows)
         if split is None and sorted(order) == list(range(len(names))) != order:
-            # A decoder that is registered before its encoder, say.
+            # For example, a decoder that is registered before its encoder.
             self._names = [names[number] for number in order]
             self._blocks = [self._blocks[number] for number in order]
             order = self._record(batch, rows)
@@ -176,11 +183,11 @@ class WindowedModule:
             yield name, module, self.layers_of(name)
 
     def signature(self, batch: Batch) -> Any:
-        """Return what the shapes that cross the cuts depend on."""
+        """Return the signature that the shapes of tensors which cross cuts depend on."""
         return signature(batch)
 
     def name(self, layer: int) -> str:
-        """Name the layer for people."""
+        """Return the layer's name for messages."""
         if 0 < layer <= len(self._blocks):
             return f"{self._names[layer - 1]} ({type(self._blocks[layer - 1]).__name__})"
         if layer == 0:
@@ -188,25 +195,25 @@ class WindowedModule:
         return f"what runs after {self._names[-1]}"
 
     def kind(self, layer: int) -> str:
-        """Name what the layer is, without its place."""
+        """Return the name of the layer's class, which does not contain its position."""
         block = self.block(layer)
         return ("input" if layer == 0 else "output") if block is None else type(block).__name__
 
     @property
     def couples_rows(self) -> bool:
-        """Whether the rows of a microbatch influence each other: expert balancing, batch normalisation."""
+        """Whether the rows of a microbatch influence each other, by expert balancing or batch normalisation."""
         return self._balance is not None or normalises_over_rows(self.root)
 
     def block(self, layer: int) -> nn.Module | None:
-        """Return the block of a layer; the first and the last layer have none."""
+        """Return the block of a layer; ``None`` for the first and the last layer."""
         return self._blocks[layer - 1] if 0 < layer <= len(self._blocks) else None
 
     def in_block(self, name: str) -> bool:
-        """Return whether the submodule is a block or a part of one."""
+        """Return whether the submodule is a block or part of one."""
         return any(name == block or name.startswith(block + ".") for block in self._names)
 
     def code_scopes(self, first: int, end: int) -> Iterator[tuple[int, bool]]:
-        """Yield which code layers [first, end) run, in order: of which layer, and whether of its block."""
+        """Yield the code that layers [first, end) run, in order: the layer, and whether the code is its block."""
         last = self.layer_count - 1
         for layer in range(first, end):
             if 0 < layer < last:
@@ -222,15 +229,16 @@ class WindowedModule:
         for unit, layers in self._layers_of_unit.items():
             if name == unit or name.startswith(unit + "."):
                 return tuple(sorted(layers)) or (self.layer_count - 1,)
-        # A parameter of a module around the blocks: its code runs in every window.
+        # A parameter of a module around the blocks: the code that uses it runs in every window.
         return tuple(range(self.layer_count))
 
     def run(
         self, first: int, end: int, batch: Batch, received: tuple[Tensor, ...], rows: int, scopes: LayerScopes
     ) -> Any:
-        """Run layers [first, end) on a microbatch: the module's output, or the tensors that cross the cut.
+        """Run layers [first, end) on a microbatch; return the module's output, or the tensors that cross the
+        cut.
 
-        :param received: what the window before returned; empty where ``first`` is 0.
+        :param received: the output of the previous window; empty if ``first`` is 0.
         """
         balance: tuple[Tensor, ...] = ()
         if first > 0:
@@ -266,11 +274,11 @@ class WindowedModule:
         tolerance: float = 1e-5,
         with_layer: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
     ) -> None:
-        """Compare the layers run one by one with the whole module, in evaluation mode.
+        """Compare the layers, run one by one, with the whole module in evaluation mode.
 
-        :param compare: makes one tensor of the module's output.
-        :param tolerance: relative difference that is taken for rounding.
-        :param held: gives a layer memory, where it has none.
+        :param compare: converts the module's output to one tensor.
+        :param tolerance: relative difference that is attributed to rounding.
+        :param with_layer: returns a context in which a layer that has no memory has some.
         :raises TrainingError: they differ.
         """
         self._check_state(batch)
@@ -282,7 +290,7 @@ class WindowedModule:
                     wanted = compare(self._call(self.root, batch))
                 tensors: Any = ()
                 for layer in range(self.layer_count):
-                    with with_layer(layer), self._without(layer):
+                    with with_layer(layer), self._only_layer(layer):
                         tensors = self._verified(layer, batch, tensors, rows)
                 found = compare(tensors)
         finally:
@@ -309,9 +317,9 @@ class WindowedModule:
             ) from error
 
     def _check_state(self, batch: Batch) -> None:
-        """Refuse a module that changes buffers around its blocks when it trains.
+        """Reject a module that changes buffers around its blocks during training.
 
-        That code runs in every window, on stand-ins in all but one.
+        That code runs in every window, and on stand-ins in all but one.
         """
         with self._whole():
             self._check_own_buffers(batch)
@@ -342,16 +350,16 @@ class WindowedModule:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Inside, the module can be run as a whole: what is around the blocks has memory."""
+        """Allow the module to run as a whole within this context: its code around the blocks has memory."""
         with self._present([m for m in self.root.modules() if id(m) in self._ancestors]):
             yield
 
     # --- recording -------------------------------------------------------------------------------
 
     def _record(self, batch: Batch, rows: int) -> list[int]:
-        """Run the whole module once and note in which order its parts run and what depends on what.
+        """Run the whole module once and record in which order its parts run and what depends on what.
 
-        :returns: numbers of the blocks as they ran.
+        :returns: numbers of the blocks in the order in which they ran.
         """
         self._layers_of_unit = {name: set() for name in self._units}
         was_training = self.root.training
@@ -394,8 +402,8 @@ class WindowedModule:
                 first = next((a for a in taken[-1] if isinstance(a, Tensor) and a.is_floating_point()), None)
                 cut = found[number]
                 cut.output = structure
-                cut.skipped = [_skipped(leaf, first) for leaf in leaves]
-                fresh = [_marked(leaf) for leaf in leaves]
+                cut.skipped = [_describe_skipped(leaf, first) for leaf in leaves]
+                fresh = [_require_gradient(leaf) for leaf in leaves]
                 results.append(fresh)
                 return tree.tree_unflatten(fresh, structure)
 
@@ -407,8 +415,11 @@ class WindowedModule:
                 segment = self.layer_count - 1 if order and len(order) == len(self._blocks) else last
                 self._layers_of_unit[name].add(segment)
                 leaves, structure = tree.tree_flatten(output)
-                # Where it depends on a block already, the way back to the block is left as it is.
-                marked = [leaf if getattr(leaf, "requires_grad", False) else _marked(leaf) for leaf in leaves]
+                # If it already depends on a block, its path back to the block stays as it is.
+                marked = [
+                    leaf if getattr(leaf, "requires_grad", False) else _require_gradient(leaf)
+                    for leaf in leaves
+                ]
                 return tree.tree_unflatten(marked, structure)
 
             return hook
@@ -474,7 +485,10 @@ class WindowedModule:
     # --- running ---------------------------------------------------------------------------------
 
     def _patch(self) -> None:
-        """Have blocks and units ask the window what to do. Instance attributes leave names as they are."""
+        """Replace the ``forward`` of blocks and units by one that consults the window.
+
+        These are instance attributes, so names of modules and parameters do not change.
+        """
         for number, block in enumerate(self._blocks):
             original = block.forward
 
@@ -522,13 +536,13 @@ class WindowedModule:
                 return output
             return self._skip(cut, leaves, window)
         if layer == window.first:
-            for leaf, tensor in zip(cut.needed, _taken(window.received, cut.per_row), strict=True):
+            for leaf, tensor in zip(cut.needed, _from_rows(window.received, cut.per_row), strict=True):
                 leaves[leaf] = tensor
         elif window.before is not None:
             for leaf, earlier in cut.carried.items():
                 leaves[leaf] = window.before[earlier]
         if layer >= window.end:
-            crossing = _given([leaves[i] for i in cut.needed], cut.per_row, window.rows)
+            crossing = _to_rows([leaves[i] for i in cut.needed], cut.per_row, window.rows)
             raise _Stop((*crossing, *window.balance))
         self._leave(window)
         window.before = leaves
@@ -539,22 +553,22 @@ class WindowedModule:
         if last:
             if window.end <= layer + 1:
                 results, _ = tree.tree_flatten(output)
-                crossing = _given([results[i] for i in self._exit], self._exit_per_row, window.rows)
+                crossing = _to_rows([results[i] for i in self._exit], self._exit_per_row, window.rows)
                 raise _Stop((*crossing, *window.balance))
             window.segment = self.layer_count - 1
-        # What runs after the last block is a layer of its own, wherever the window begins.
+        # The code after the last block is its own layer, wherever the window begins.
         self._switch(window, window.segment, 0 if last else 1)
         return output
 
     def _skip(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
         first = next((a for a in leaves if isinstance(a, Tensor) and a.is_floating_point()), None)
         device = first.device if first is not None else None
-        results = [_filled(leaf, first, window.rows, device) for leaf in cut.skipped]
+        results = [_fill_skipped(leaf, first, window.rows, device) for leaf in cut.skipped]
         return tree.tree_unflatten(results, cut.output)
 
     def _received_output(self, cut: _Cut, leaves: list[Any], window: _Window) -> Any:
         results, structure = tree.tree_flatten(self._skip(cut, leaves, window))
-        for leaf, tensor in zip(self._exit, _taken(window.received, self._exit_per_row), strict=True):
+        for leaf, tensor in zip(self._exit, _from_rows(window.received, self._exit_per_row), strict=True):
             results[leaf] = tensor
         return tree.tree_unflatten(results, structure)
 
@@ -570,7 +584,7 @@ class WindowedModule:
         return self._stand_in(name, original, arguments, named)
 
     def _stand_in(self, name: str, original: Any, arguments: Any, named: Any) -> Any:
-        """Return zeros of the shapes that the unit would return, found on the meta device."""
+        """Return zeros of the shapes that the unit would return, determined on the meta device."""
         leaves, structure = tree.tree_flatten((arguments, named))
         device = next((t.device for t in leaves if isinstance(t, Tensor)), torch.device("cpu"))
         key = (name, tuple((tuple(t.shape), t.dtype) if isinstance(t, Tensor) else repr(t) for t in leaves))
@@ -604,7 +618,7 @@ class WindowedModule:
         return tree.tree_unflatten(zeros, made)
 
     def _switch(self, window: _Window, layer: int, part: int) -> None:
-        """Leave the scope that is open and enter that of ``layer``, where the window has it."""
+        """Leave the open scope and enter that of ``layer`` if the window contains it."""
         self._leave(window)
         if window.first <= layer < window.end:
             window.scope = window.scopes.around(layer, part)
@@ -625,8 +639,10 @@ class WindowedModule:
             yield
 
     @contextmanager
-    def _without(self, layer: int) -> Iterator[None]:
-        """Put on meta inside what layers other than ``layer`` hold outside of the blocks, as training does."""
+    def _only_layer(self, layer: int) -> Iterator[None]:
+        """Move the parameters outside of the blocks that belong to layers other than ``layer`` to meta, as in
+        training.
+        """
         saved: list[tuple[nn.Module, str, nn.Parameter]] = []
         kept = {
             id(parameter)
@@ -655,10 +671,10 @@ class WindowedModule:
 def find_blocks(root: nn.Module) -> list[str]:
     """Return the names of the blocks of the outermost lists of equal blocks, in model order.
 
-    Lists with less than a quarter of the largest one's parameters are no chains of blocks. Without any such
-    list, the submodules of the largest ``nn.Sequential`` are the blocks.
+    Lists with less than a quarter of the largest one's parameters do not count as chains of blocks. If
+    there is no such list, the submodules of the largest ``nn.Sequential`` are the blocks.
 
-    :raises TrainingError: there is no such list.
+    :raises TrainingError: there is neither.
     """
     lists: list[tuple[str, nn.Module, int]] = []
     chains: list[tuple[str, nn.Module, int]] = []
@@ -708,7 +724,7 @@ def _check_split(root: nn.Module, names: Sequence[str]) -> None:
 
 
 def _ancestors(root: nn.Module, blocks: Sequence[nn.Module]) -> set[int]:
-    """Return ids of all modules that contain a block, and of containers outside that are never called."""
+    """Return the ids of all modules that contain a block, and of containers outside that are never called."""
     wanted = {id(block) for block in blocks}
     return {
         id(module)
@@ -740,14 +756,14 @@ def _units(root: nn.Module, ancestors: set[int], blocks: Sequence[nn.Module]) ->
 # --- leaves --------------------------------------------------------------------------------------
 
 
-def _marked(leaf: Any) -> Any:
-    """Return a floating-point tensor as one that requires a gradient, others as they are."""
+def _require_gradient(leaf: Any) -> Any:
+    """Return a floating-point tensor as one that requires a gradient, and other leaves as they are."""
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         return leaf.detach().requires_grad_()
     return leaf
 
 
-def _skipped(leaf: Any, first: Tensor | None) -> Any:
+def _describe_skipped(leaf: Any, first: Tensor | None) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     if first is not None and leaf.shape == first.shape and leaf.dtype == first.dtype:
@@ -755,7 +771,7 @@ def _skipped(leaf: Any, first: Tensor | None) -> Any:
     return _Zeros(tuple(leaf.shape), leaf.dtype)
 
 
-def _filled(leaf: Any, first: Tensor | None, rows: int, device: torch.device | None) -> Any:
+def _fill_skipped(leaf: Any, first: Tensor | None, rows: int, device: torch.device | None) -> Any:
     if isinstance(leaf, _Same):
         return first
     if isinstance(leaf, _Zeros):
@@ -768,21 +784,23 @@ def _has_rows(leaf: Tensor, rows: int) -> bool:
     return leaf.dim() > 0 and leaf.shape[0] == rows
 
 
-def _given(tensors: list[Tensor], per_row: list[bool], rows: int) -> list[Tensor]:
-    """Return what crosses a cut with the rows in dim 0; what has none is repeated for each row."""
+def _to_rows(tensors: list[Tensor], per_row: list[bool], rows: int) -> list[Tensor]:
+    """Return the tensors that cross a cut with the rows in dim 0; a tensor without rows is repeated for each
+    row.
+    """
     return [
         tensor if has_rows else tensor.unsqueeze(0).expand(rows, *tensor.shape)
         for tensor, has_rows in zip(tensors, per_row, strict=True)
     ]
 
 
-def _taken(tensors: tuple[Tensor, ...], per_row: list[bool]) -> list[Tensor]:
-    """Undo ``_given``."""
+def _from_rows(tensors: tuple[Tensor, ...], per_row: list[bool]) -> list[Tensor]:
+    """Return the inverse of ``_given``."""
     return [tensor if has_rows else tensor[0] for tensor, has_rows in zip(tensors, per_row, strict=True)]
 
 
 def _loss_of(output: Any) -> Any:
-    """Return the loss in a ``ModelOutput`` (an ordered mapping) where there is one, else all of the output."""
+    """Return the loss in a ``ModelOutput`` (an ordered mapping) if it has one, otherwise the whole output."""
     if not isinstance(output, Mapping):
         return output
     loss = output.get("loss")
@@ -795,9 +813,10 @@ def _few(tensor: Tensor) -> str:
 
 
 def make_caller(*, has_loss: bool) -> Callable[[nn.Module, Batch], Any]:
-    """Return how a module is run on a batch.
+    """Return a function that runs a module on a batch.
 
-    By keyword for a dictionary, with the entries that ``forward`` takes; by position for a tuple; else alone.
+    A dictionary is passed by keyword, with the entries that ``forward`` takes, a tuple by position,
+    anything else as the only argument.
 
     :param has_loss: the loss is not the module's own, so the last entry of a tuple is its target.
     """

@@ -1,6 +1,7 @@
-"""One generation's layout as one rank sees it: its seat in a pipeline, its neighbours, owners of layers.
+"""One generation's layout as seen by one rank: its assignment, its neighbours, and the owners of layers.
 
-Pure functions of the plan (``WorldData``), so every rank derives the same groups in the same order.
+All functions are pure functions of the plan (``WorldData``), so every rank derives the same groups in the
+same order.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,12 @@ Peers = dict[int, tuple[int, int]]
 
 
 class WorldError(ValueError):
-    """The plan contradicts itself or the job: a peer's bug, named with the numbers."""
+    """A plan that contradicts itself or the job: a peer's bug. The message contains the numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Rows ``[start, end)`` of this rank's part of a microbatch are exchanged with ``peer``."""
+    """Rows ``[start, end)`` of this rank's part of a microbatch that it exchanges with ``peer``."""
 
     peer: int
     start: int
@@ -31,7 +32,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankAssignment:
-    """What one rank computes."""
+    """The work of one rank in a generation: its layers, microbatches, rows and neighbours."""
 
     rank: int
     stage: int
@@ -41,20 +42,22 @@ class RankAssignment:
     first_microbatch: int
     microbatches: int
     first_row: int
-    """Of this rank's part within each microbatch: the devices of a stage split it by rows."""
+    """First row of this rank's part of each microbatch; the devices of a stage split microbatches by rows."""
     rows: int
     microbatch_rows: int
-    """Of whole microbatches."""
+    """Rows of a whole microbatch."""
     activations_from: tuple[Route, ...]
-    """Where activations come from; empty on the first stage."""
+    """Sources of activations; empty on the first stage."""
     activations_to: tuple[Route, ...]
-    """Where activations go; empty on the last stage."""
+    """Targets of activations; empty on the last stage."""
     gradients_to: tuple[Route, ...]
-    """Where gradients of activations go; empty on the first stage."""
+    """Targets of gradients of activations; empty on the first stage."""
     gradients_from: tuple[Route, ...]
-    """Where they come from; empty on the last stage."""
+    """Sources of gradients of activations; empty on the last stage."""
     is_representative: bool = True
-    """What it computes counts. Of devices that compute the same rows one does."""
+    """Whether this rank's results count. Among devices that compute the same rows, exactly one is
+    representative.
+    """
     recompute: Recompute = "none"
     """How its layers get their activations in the backward pass."""
 
@@ -72,7 +75,7 @@ class RankAssignment:
 
 
 def is_sharded(stage: WorldStage) -> bool:
-    """Return whether each device of the stage has a part of its layers only."""
+    """Return whether each device of the stage has only a part of the stage's layers."""
     return stage.within != "replicate" and len(stage.ranks) > 1
 
 
@@ -89,9 +92,9 @@ def has_shards(world: WorldData) -> bool:
 def _taken(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     """Return the rows that each rank of a stage computes.
 
-    Where rows are ``coupled`` they stay together: the first device takes all of them; where the devices have shards
-    of the layers, all take all, as each is needed for putting parameters together. Devices that are tensor-parallel
-    take all rows.
+    Coupled rows stay together: the first device computes all of them. If the devices have shards of the
+    layers, all devices compute all rows, because each is needed to gather parameters. Tensor-parallel
+    devices compute all rows.
     """
     whole, none = (0, microbatch_rows), (microbatch_rows, microbatch_rows)
     if not (coupled or is_tensor_parallel(stage)):
@@ -100,8 +103,8 @@ def _taken(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
     return {rank: whole if rank == stage.ranks[0] or is_sharded(stage) else none for rank in stage.ranks}
 
 
-def _told(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
-    """Return the rows of which each rank of a stage passes on what it computed: each row once."""
+def _passed_on(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
+    """Return the rows whose results each rank of a stage passes on; each row has exactly one such rank."""
     taken = _taken(stage, microbatch_rows, coupled=coupled)
     if coupled or is_tensor_parallel(stage):
         return {stage.ranks[0]: taken[stage.ranks[0]]}
@@ -111,17 +114,20 @@ def _told(stage: WorldStage, microbatch_rows: int, *, coupled: bool) -> Peers:
 def rank_assignment(
     world: WorldData, rank: int, microbatch_rows: int, *, coupled: bool = False
 ) -> RankAssignment:
-    """:raises WorldError: the rank sits nowhere."""
+    """Return the assignment of ``rank``.
+
+    :raises WorldError: the plan does not contain the rank.
+    """
     for pipeline in world.pipelines:
         for number, stage in enumerate(pipeline.stages):
             if rank not in stage.ranks:
                 continue
             taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
-            told = partial(_told, microbatch_rows=microbatch_rows, coupled=coupled)
+            passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
             before = pipeline.stages[number - 1] if number > 0 else None
             behind = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
             start, end = taken(stage)[rank]
-            speaks = rank in told(stage)
+            speaks = rank in passed_on(stage)
             passed = (start, end) if speaks else (0, 0)
             return RankAssignment(
                 rank=rank,
@@ -134,18 +140,18 @@ def rank_assignment(
                 first_row=start,
                 rows=end - start,
                 microbatch_rows=microbatch_rows,
-                activations_from=() if before is None else _routes(told(before), start, end),
+                activations_from=() if before is None else _routes(passed_on(before), start, end),
                 activations_to=() if behind is None else _routes(taken(behind), *passed),
                 gradients_to=() if before is None else _routes(taken(before), *passed),
-                gradients_from=() if behind is None else _routes(told(behind), start, end),
+                gradients_from=() if behind is None else _routes(passed_on(behind), start, end),
                 is_representative=speaks,
                 recompute=stage.recompute,
             )
-    raise WorldError(f"rank {rank} has no place in the plan")
+    raise WorldError(f"rank {rank} is not in the plan")
 
 
 def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
-    """Return whom rows ``[start, end)`` are exchanged with. :param peers: the rows of each rank."""
+    """Return the peers that rows ``[start, end)`` are exchanged with. :param peers: the rows of each rank."""
     routes = []
     for peer, (their_start, their_end) in peers.items():
         first, last = max(start, their_start), min(end, their_end)
@@ -157,15 +163,15 @@ def _routes(peers: Peers, start: int, end: int) -> tuple[Route, ...]:
 def communication_edges(
     world: WorldData, microbatch_rows: int, *, coupled: bool = False
 ) -> frozenset[CommunicationEdge]:
-    """Who passes rows to whom, and who sends layers to whom before the first step."""
+    """Return the pairs of ranks that exchange rows, or transfer layers before the first step."""
     talks: set[CommunicationEdge] = set()
     taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
-    told = partial(_told, microbatch_rows=microbatch_rows, coupled=coupled)
+    passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
     for pipeline in world.pipelines:
         for stage, behind in pairwise(pipeline.stages):
             ways: tuple[tuple[Channel, Peers, Peers], ...] = (
-                ("activation", told(stage), taken(behind)),
-                ("gradient", told(behind), taken(stage)),
+                ("activation", passed_on(stage), taken(behind)),
+                ("gradient", passed_on(behind), taken(stage)),
             )
             for channel, sources, targets in ways:
                 for source, rows in sources.items():
@@ -179,7 +185,7 @@ def communication_edges(
 
 
 def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:
-    """For each layer the ranks that hold it, ascending, over all pipelines."""
+    """Return for each layer the ranks that hold it, ascending, over all pipelines."""
     owners: dict[int, list[int]] = {}
     for pipeline in world.pipelines:
         for stage in pipeline.stages:
@@ -189,16 +195,17 @@ def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:
 
 
 def stages_of_layer(world: WorldData, layer: int) -> tuple[WorldStage, ...]:
-    """The stage that owns it in each pipeline, in the order of the pipelines."""
+    """Return the stage that owns the layer in each pipeline, in the order of the pipelines."""
     return tuple(
         stage for p in world.pipelines for stage in p.stages if stage.first_layer <= layer < stage.end_layer
     )
 
 
 def check_world(world: WorldData, layers: int, microbatches: int) -> None:
-    """Every layer once in each pipeline, every microbatch once over all, every rank in one seat.
+    """Check that each pipeline has every layer once, and that every microbatch and every rank is assigned
+    once.
 
-    :raises WorldError: otherwise.
+    :raises WorldError: the plan violates this.
     """
     ranks: list[int] = []
     spans: list[tuple[int, int]] = []
@@ -207,7 +214,7 @@ def check_world(world: WorldData, layers: int, microbatches: int) -> None:
         for stage in pipeline.stages:
             if stage.first_layer != end or stage.end_layer <= end or not stage.ranks:
                 raise WorldError(
-                    f"pipeline {number}: stage {stage.first_layer}–{stage.end_layer} behind layer {end}"
+                    f"pipeline {number}: stage {stage.first_layer}–{stage.end_layer} follows layer {end}"
                 )
             end = stage.end_layer
             ranks += stage.ranks
@@ -217,7 +224,7 @@ def check_world(world: WorldData, layers: int, microbatches: int) -> None:
     _check_spans(spans, microbatches)
     size = len(world.hosts)
     if sorted(ranks) != list(range(size)):
-        raise WorldError(f"ranks {sorted(ranks)} sit in the pipelines, there are hosts for {size}")
+        raise WorldError(f"the pipelines have ranks {sorted(ranks)}, but there are hosts for {size}")
     for transfer in world.transfers:
         inside = 0 <= transfer.source < size and 0 <= transfer.target < size and 0 <= transfer.layer < layers
         if not inside or transfer.source == transfer.target:
@@ -228,7 +235,7 @@ def _check_spans(spans: Sequence[tuple[int, int]], microbatches: int) -> None:
     end = 0
     for start, stop in sorted(spans):
         if start != end or stop < start:
-            raise WorldError(f"microbatches {start}–{stop} of a pipeline behind {end}: a gap or an overlap")
+            raise WorldError(f"microbatches {start}–{stop} of a pipeline follow {end}: a gap or an overlap")
         end = stop
     if end != microbatches:
         raise WorldError(f"the pipelines compute {end} microbatches, the job has {microbatches}")

@@ -1,1 +1,1 @@
-"""What a trainer's threads do when: for whoever waits for them, times them or draws them."""
+"""Records of what a trainer's threads do and for how long: progress, waits, compute times and traces."""

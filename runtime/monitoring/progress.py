@@ -1,14 +1,13 @@
-"""How far the main thread is, for those who watch it from other threads.
+"""The main thread's progress and waits, for other threads that monitor it.
 
-The control thread sends ``progress``, ``waiting`` and ``reading`` with every beat. Waiting for peers is not a
-hang of this trainer; standing still without waiting is, soon in a step and late while samples are read. All
-waits of the training loop pass through ``wait``: it is the one place where a stage is idle (a pipeline
-bubble), which is where time is accounted, and where other work may be done.
+The control thread sends ``progress``, ``waiting`` and ``reading`` with every heartbeat. Waiting for peers
+is not a hang of this trainer. Standing still without waiting is: after a short time in a step, and after a
+long time while samples are read. All waits of the training loop pass through ``wait``. It is the only place
+where a stage is idle (a pipeline bubble), so idle time is measured there, and other work may run there.
 
-A device may still compute while the host waits already, so events on its stream time a bubble, and not the host's
-clock. The host never waits for a device outside of ``waiting_for_device``: that is no bubble, and no hang
-either, since the
-device's own waits for peers are waited for here first.
+A device may still be computing while the host already waits, so events on the device's stream measure a
+bubble, and the host's clock does not. The host waits for a device only in ``waiting_for_device``. That is
+neither a bubble nor a hang, because the device's own waits for peers have ended before.
 """
 
 import threading
@@ -25,74 +24,85 @@ from runtime.groups.communicator import Communicator, PendingOperation
 from runtime.monitoring.tracing import TraceRecorder
 
 StepWait = Literal["bubble", "gather", "sync", "vote"]
-"""What a step waits for: a neighbour's activations or gradients, the stage's other devices' parameters, sums of
-gradients, everybody."""
+"""Reason for a wait in a step: a neighbour's activations or gradients, parameters on the stage's other
+devices, sums of gradients, or all ranks.
+"""
 HostWait = Literal["bubble", "gather", "sync", "vote", "device"]
-"""``waiting_for_device``: the host waits for what its own device computes or copies."""
+"""Reason for a wait of the host; ``device`` means that its own device computes or copies."""
 
 
 class InjectedError(RuntimeError):
-    """Chaos: what the user's code might have raised."""
+    """An injected error that stands for one in the user's code."""
 
 
 class ProgressMonitor:
-    """Written by the main thread, read by the control thread; single attributes need no lock."""
+    """Progress, waits and injected faults of the main thread.
+
+    The main thread writes and the control thread reads single attributes, which need no lock.
+    """
 
     def __init__(self) -> None:
         self.progress = 0
         self.waiting = False
         self.reading = False
-        """Samples of the data set: user code that may wait for a disk, which is no hang for much longer."""
+        """Whether samples are being read: user code that may wait much longer for a disk before it counts as
+        hung.
+        """
         self.build_progress = ""
-        """What is done before the trainer is prepared, for people who wait for it."""
+        """Description of the current preparation, for people who wait for it; empty when the trainer is
+        prepared.
+        """
         self.bubble_s = 0.0
-        """Waited for peers since ``begin_step``, as far as the device has come."""
+        """Time spent waiting for peers since ``begin_step``, as far as the device has got."""
         self.sync_s = 0.0
-        """Of that, for sums of gradients."""
+        """Part of ``bubble_s`` spent waiting for sums of gradients."""
         self.waiting_for: HostWait | None = None
         self.slowness = 1.0
-        """Chaos: computing takes so many times as long."""
-        self.raises = ""
-        """Chaos: computing raises once, with these words."""
+        """Injected fault: factor by which computing takes longer."""
+        self.injected_error = ""
+        """Injected fault: message of an error that computing raises once."""
         self.peer_wait: threading.Event | None = None
-        """Set while ``waiting`` for peers, for who has work for such times."""
+        """Set while the main thread waits for peers, for threads that work only during such waits."""
         self.trace = TraceRecorder()
         self.runtime: DeviceRuntime = HostRuntime()
-        """The device that the main thread gives work to."""
+        """The device that the main thread uses."""
         self._untimed: deque[tuple[StepWait | None, Event, Event]] = deque()
-        """Waits whose ends the device has not come to."""
+        """Waits whose ends the device has not reached."""
         self._sleep_s = 0.0
 
     def set_build_progress(self, build_progress: str) -> None:
-        """A part of the preparation begins. :param doing: in words; empty: it is over."""
+        """Describe the part of the preparation that begins; an empty description means that it is over."""
         self.build_progress = build_progress
         self.tick()
 
     def begin_step(self) -> None:
-        """Waits are counted from here on."""
+        """Reset the measured waits at the beginning of a step."""
         self._untimed.clear()
         self.bubble_s = self.sync_s = 0.0
 
     def request_sleep(self, seconds: float) -> None:
-        """Chaos: have the main thread stand still at its next operation."""
+        """Inject a fault: the main thread sleeps at its next operation."""
         self._sleep_s = seconds
 
     def tick(self) -> None:
-        """The main thread begins another operation."""
+        """Record progress at the beginning of an operation of the main thread."""
         self.progress += 1
         if self._sleep_s > 0:
             sleep_s, self._sleep_s = self._sleep_s, 0.0
             time.sleep(sleep_s)
 
     def raise_injected_error(self) -> None:
-        """:raises InjectedError: chaos wants it; once."""
-        if self.raises:
-            detail, self.raises = self.raises, ""
+        """Raise an injected error once, if there is one.
+
+        :raises InjectedError: an error was injected.
+        """
+        if self.injected_error:
+            detail, self.injected_error = self.injected_error, ""
             raise InjectedError(detail)
 
     @contextmanager
     def reading_data(self) -> Iterator[None]:
-        """The data set is asked for samples."""
+        """Set ``reading`` within this context."""
         self.reading = True
         try:
             yield
@@ -102,7 +112,9 @@ class ProgressMonitor:
 
     @contextmanager
     def idle(self, what: StepWait | None = None) -> Iterator[None]:
-        """Nothing to do but wait for others. :param what: for the trace, where it is part of a step."""
+        """Record that the main thread only waits for others within this context. :param what: reason, if it is
+        part of a step.
+        """
         self.waiting, self.waiting_for = True, what
         if self.peer_wait is not None:
             self.peer_wait.set()
@@ -123,9 +135,9 @@ class ProgressMonitor:
             self.progress += 1
 
     def account_bubbles(self) -> None:
-        """Add the waits that the device has come through to ``bubble_s`` and ``sync_s``; does not wait.
+        """Add the waits that the device has completed to ``bubble_s`` and ``sync_s``, without waiting.
 
-        To be called after a VOTE, too: the device has come through all of them then.
+        Call this after a VOTE, too, when the device has completed all of them.
         """
         while self._untimed and self._untimed[0][2].done():
             what, began, ended = self._untimed.popleft()
@@ -135,7 +147,9 @@ class ProgressMonitor:
 
     @contextmanager
     def waiting_for_device(self) -> Iterator[None]:
-        """The host waits for its own device: no bubble, as the device computes."""
+        """Record that the host waits for its own device within this context; this is no bubble because the
+        device computes.
+        """
         self.waiting, self.waiting_for = True, "device"
         try:
             yield
@@ -144,19 +158,21 @@ class ProgressMonitor:
             self.progress += 1
 
     def read_values(self, tensor: Tensor) -> Any:
-        """Return a tensor's numbers as (nested) lists, when the device has computed them."""
+        """Return a tensor's numbers as (nested) lists once the device has computed them."""
         with self.waiting_for_device():
             return self.runtime.values(tensor)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in host memory, when the device has computed it; itself, where it is there."""
+        """Return a tensor in host memory once the device has computed it; a tensor that is there already is
+        returned itself.
+        """
         with self.waiting_for_device():
             return self.runtime.to_host(tensor)
 
     def wait(
         self, communicator: Communicator, pending: PendingOperation, what: StepWait | None = None
     ) -> None:
-        """``communicator.wait``, as idle time where it has to wait."""
+        """Call ``communicator.wait``, and account for the time as idle if it has to wait."""
         if pending.is_complete():
             communicator.wait(pending)
             return

@@ -1,8 +1,8 @@
-"""How long this device computes on a microbatch, without any waiting for others.
+"""Time that this device computes on a microbatch, without waits.
 
-Measured where the layers run, so that neither a pipeline bubble nor the reading of samples counts: what is
-left compares with the profile of the same layers, and a device that has become slow shows, whatever the
-others do. A host may only order the work, so events on the device's stream are what is read.
+It is measured where the layers run, so neither pipeline bubbles nor the reading of samples count. The
+result is comparable with the profile of the same layers and reveals a device that has become slow, whatever
+the other devices do. A host may only enqueue the work, so events on the device's stream are measured.
 """
 
 import statistics
@@ -16,7 +16,7 @@ from runtime.monitoring.progress import ProgressMonitor
 
 
 class Stopwatch:
-    """One per generation and rank; ``begin_step`` at each step."""
+    """The compute times of one rank in one generation; call ``begin_step`` at each step."""
 
     def __init__(self, runtime: DeviceRuntime, monitor: ProgressMonitor) -> None:
         self._runtime = runtime
@@ -28,7 +28,7 @@ class Stopwatch:
 
     @contextmanager
     def time_microbatch(self, microbatch: int) -> Iterator[None]:
-        """The forward or the backward pass of a microbatch; no waiting for peers inside."""
+        """Time the forward or the backward pass of a microbatch; it must not wait for peers inside."""
         began, ended = self._runtime.event(), self._runtime.event()
         began.record()
         with self._slowed():
@@ -38,7 +38,7 @@ class Stopwatch:
 
     @contextmanager
     def _slowed(self) -> Iterator[None]:
-        """Chaos: take ``pace.slowness`` times as long, by sleeping; or raise."""
+        """Inject faults: raise, or take ``slowness`` times as long by sleeping."""
         self._monitor.raise_injected_error()
         slowness = self._monitor.slowness
         if slowness <= 1.0:
@@ -53,9 +53,10 @@ class Stopwatch:
         return time.perf_counter()
 
     def microbatch_ms(self) -> float:
-        """Median over the step's microbatches of forward and backward together; 0 where there were none.
+        """Return the median over the step's microbatches of forward and backward together; 0 if there were
+        none.
 
-        To be asked when the device has done the step: after its VOTE.
+        Call this when the device has finished the step: after its VOTE.
         """
         spent_ms: defaultdict[int, float] = defaultdict(float)
         for microbatch, began, ended in self._events:

@@ -1,6 +1,6 @@
-"""The run's own trace: what a trainer's threads did when, recorded only while somebody asked for it.
+"""Traces of a trainer: what its threads did when, recorded only on request.
 
-A *span* is a kind, a beginning and an end. While nothing is recorded, a span costs one look at an attribute.
+A *span* is a kind, a beginning and an end. While nothing is recorded, a span costs one attribute access.
 """
 
 import time
@@ -10,39 +10,43 @@ from contextlib import contextmanager
 from statemachine.messages.trace import SpanData, Trace, Traced
 
 MAX_SPANS = 10_000
-"""Of one request: half a MiB as JSON. Those behind are counted, not kept."""
+"""Limit for one request: half a MiB as JSON. Further spans are counted but not kept."""
 MAX_STEPS = 1_000
 
 KINDS = (
     "step", "forward", "backward", "bubble", "sync", "vote", "apply", "snapshot", "stall", "help", "copy",
 )  # fmt: skip
-"""``copy`` is on the copier's thread, the rest on the main thread:
+"""Kinds of spans. ``copy`` runs on the copier's thread, the others on the main thread:
 
-* ``step``: all of a step; ``forward`` and ``backward``: of a microbatch (on CUDA: until it was ordered);
-* ``bubble``, ``sync``, ``vote``: waiting for a neighbour's activations or gradients, for sums, for everybody;
-* ``apply``: the optimizer; ``snapshot``: what is copied at the commit; ``stall``: waiting for copies;
+* ``step``: a whole step; ``forward`` and ``backward``: those of a microbatch (on CUDA: until they were
+  enqueued);
+* ``bubble``, ``sync``, ``vote``: waiting for a neighbour's activations or gradients, for sums, for all
+  ranks;
+* ``apply``: the optimizer; ``snapshot``: copies at the commit; ``stall``: waiting for copies;
 * ``copy``, ``help``: one slice, with the bytes that were read for it.
 """
 
 
 class TraceRecorder:
-    """Of one trainer. ``on`` is set and cleared by the main thread; other threads may ``add`` meanwhile."""
+    """The traces of one trainer. The main thread sets and clears ``on``; other threads may ``add`` meanwhile."""
 
     def __init__(self) -> None:
         self.on = False
-        self._wanted: Trace | None = None
-        self._asked: Trace | None = None
+        self._active: Trace | None = None
+        self._requested: Trace | None = None
         self._spans: list[SpanData] = []
         self._dropped = 0
         self._first_step = 0
 
     def request(self, request: Trace) -> None:
-        """From any thread: record, from its first step on or the next. A newer request replaces an older."""
-        self._asked = request
+        """Request a recording from ``first_step`` or the next step on. Any thread may call this; a newer
+        request replaces an older.
+        """
+        self._requested = request
 
     @contextmanager
     def span(self, kind: str, number: int = 0) -> Iterator[None]:
-        """What the caller does inside. :param number: the microbatch, or the step."""
+        """Record what the caller does within this context. :param number: the microbatch, or the step."""
         if not self.on:
             yield
             return
@@ -53,7 +57,7 @@ class TraceRecorder:
             self.add(kind, began_s, time.time(), number)
 
     def add(self, kind: str, began_s: float, ended_s: float, number: int = 0, size_bytes: int = 0) -> None:
-        """Times are those of ``time.time``, which the processes of a host share."""
+        """Record a span; times are those of ``time.time``, which the processes of a host share."""
         if not self.on:
             return
         if len(self._spans) >= MAX_SPANS:
@@ -72,25 +76,26 @@ class TraceRecorder:
     # --- main thread -------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """``step`` is about to be computed."""
-        asked = self._asked
-        if asked is not None and step >= asked.first_step:
-            self._asked, self._wanted = None, asked
+        """Start a requested recording, if it is due, before ``step`` is computed."""
+        requested = self._requested
+        if requested is not None and step >= requested.first_step:
+            self._requested, self._active = None, requested
             self._spans, self._dropped, self._first_step = [], 0, step
             self.on = True
 
     def end_step(self, generation: int, rank: int, step: int, *, over: bool = False) -> Traced | None:
-        """``step`` is committed. The answer, where it was the last that was asked for.
+        """Return the recording if ``step``, which was committed, is the last one requested, otherwise
+        ``None``.
 
-        :param over: no step follows in this generation: answer with what there is.
+        :param over: no step follows in this generation, so return what has been recorded.
         """
-        wanted = self._wanted
-        if wanted is None or (step - self._first_step + 1 < wanted.steps and not over):
+        active = self._active
+        if active is None or (step - self._first_step + 1 < active.steps and not over):
             return None
-        self.on, self._wanted = False, None
+        self.on, self._active = False, None
         spans, self._spans = self._spans, []
         return Traced(
-            request=wanted.request,
+            request=active.request,
             generation=generation,
             rank=rank,
             spans=tuple(spans),

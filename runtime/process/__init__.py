@@ -1,1 +1,1 @@
-"""The trainer process, and the zygote that forks it."""
+"""The trainer process: how it is forked, how it talks to its node, and its main loop."""

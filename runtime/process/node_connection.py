@@ -1,6 +1,6 @@
 """A trainer's connection to its node, and the mailbox between its control thread and its main thread.
 
-The control thread reads instructions, sends beats, and aborts communication at the very moment a Quiesce
+The control thread reads instructions, sends heartbeats, and aborts communication as soon as a Quiesce
 arrives, whatever the main thread is doing. The main thread takes instructions one by one when it is idle.
 """
 
@@ -37,7 +37,7 @@ HEARTBEAT_S = 0.05
 
 
 class Mailbox:
-    """What the main thread has to do next. The newest generation supersedes all older ones."""
+    """The instructions for the main thread. The newest generation supersedes all older ones."""
 
     def __init__(self, monitor: ProgressMonitor) -> None:
         self._monitor = monitor
@@ -46,25 +46,27 @@ class Mailbox:
         self._quiesce: Quiesce | None = None
         self._resume: ResumeRank | None = None
         self._generation = 0
-        """Highest that was heard of."""
+        """The highest generation of any instruction received."""
         self._resumed = 0
-        """Highest that the main thread took a Resume of."""
+        """The highest generation of which the main thread took a Resume."""
         self._abort = False
-        """An abort came that the main thread has not answered yet, even if a newer Quiesce replaced it."""
+        """Whether an abort has arrived that the main thread has not answered, even if a newer Quiesce replaced
+        it.
+        """
         self._communicator: Communicator | None = None
         self._snap = 0
-        """Generation that a snapshot was ordered in; 0: none is."""
+        """Generation in which a snapshot was ordered; 0 if none is."""
         self._last_snap: StartSnapshot | None = None
-        """The order of the snapshot behind the last step."""
+        """The order of the snapshot after the last step."""
         self.on_keep_snapshot: Callable[[int, int], None] | None = None
-        """Given the two steps of each KeepSnapshot, on the control thread."""
+        """Called on the control thread with the two steps of each order to retain a snapshot."""
         self.on_repair_write: Callable[[RepairWrite], None] | None = None
-        """Given each Mend, there, too."""
+        """Called on the control thread with each repair write."""
 
     # --- control thread --------------------------------------------------------------------------
 
     def deliver(self, instruction: Instruction) -> None:
-        """What is for now is done now; the rest waits for the main thread."""
+        """Execute an instruction that needs no main thread, and store any other for it."""
         with self._condition:
             match instruction:
                 case PrepareJob():
@@ -74,7 +76,7 @@ class Mailbox:
                 case Slow(factor=factor):
                     self._monitor.slowness = factor
                 case RaiseError(detail=detail):
-                    self._monitor.raises = detail
+                    self._monitor.injected_error = detail
                 case ResumeRank(generation=generation):
                     if generation >= self._generation:
                         self._generation = generation
@@ -99,7 +101,7 @@ class Mailbox:
 
     def _deliver_quiesce(self, quiesce: Quiesce) -> None:
         if quiesce.generation < self._generation or quiesce.generation <= self._resumed:
-            return  # A newer one was heard, or this generation is already training.
+            return  # A newer one has arrived, or this generation is already training.
         self._generation = quiesce.generation
         self._quiesce = quiesce
         self._resume = None
@@ -111,7 +113,7 @@ class Mailbox:
     # --- main thread -----------------------------------------------------------------------------
 
     def next(self) -> PrepareJob | Quiesce | ResumeRank | StartSnapshot:
-        """Wait for something to do."""
+        """Wait for the next instruction and return it."""
         while True:
             with self._condition:
                 if self._prepares:
@@ -129,10 +131,13 @@ class Mailbox:
                         return snap
                 with self._monitor.idle():
                     self._condition.wait()
-            self._monitor.tick()  # Outside of the lock: chaos may make it sleep.
+            self._monitor.tick()  # An injected fault may sleep here, so this is outside of the lock.
 
     def attach(self, communicator: Communicator) -> None:
-        """From now on an abort reaches ``communicator``; one that has already come does so here."""
+        """Make later aborts reach ``communicator``.
+
+        :raises CommunicationAborted: an abort has already arrived.
+        """
         with self._condition:
             self._communicator = communicator
             if self._abort:
@@ -141,11 +146,13 @@ class Mailbox:
 
     @property
     def stop_requested(self) -> bool:
-        """A Quiesce waits to be answered: in boundary mode the vote carries this to everybody."""
+        """Whether a Quiesce waits to be answered; in boundary mode the vote carries this to all ranks."""
         return self._quiesce is not None
 
     def take_snapshot_order(self) -> bool:
-        """A snapshot was ordered in the generation that is training; asked once a step."""
+        """Return whether a snapshot was ordered in the training generation, and clear the order; called once
+        per step.
+        """
         with self._condition:
             wanted = self._snap == self._resumed
             if wanted:
@@ -154,10 +161,13 @@ class Mailbox:
 
 
 class NodeConnection:
-    """The unix socket to the node daemon. Nothing keeps a trainer alive without it."""
+    """The unix socket to the node daemon. A trainer ends when it loses this connection."""
 
     def __init__(self, path: str, device: int, mailbox: Mailbox, monitor: ProgressMonitor) -> None:
-        """:raises OSError: nobody listens at ``path``."""
+        """Connect and start the control thread.
+
+        :raises OSError: nothing listens at ``path``.
+        """
         self._mailbox = mailbox
         self._monitor = monitor
         self._lock = threading.Lock()
@@ -167,7 +177,7 @@ class NodeConnection:
         threading.Thread(target=self._control, name="control", daemon=True).start()
 
     def send(self, report: Report) -> None:
-        """From any thread. Ends the process when the daemon is gone."""
+        """Send a report; any thread may call this. The process ends if the daemon is gone."""
         try:
             with self._lock:
                 self._socket.sendall(encode(report))
@@ -180,7 +190,7 @@ class NodeConnection:
         except OSError:
             os._exit(0)
         except BaseException as error:
-            # Without its control thread a trainer could not be stopped: better gone, with a reason.
+            # A trainer without its control thread could not be stopped, so it ends with a reason.
             os.write(2, f"control thread: {type(error).__name__}: {error}\n".encode())
             os._exit(3)
 

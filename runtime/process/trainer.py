@@ -1,8 +1,8 @@
-"""The trainer: the process that trains on one device, and what its main thread does all its life.
+"""The trainer: the process that trains on one device, and the loop of its main thread.
 
-It is forked by the zygote (``run_trainer``) and told by its node what to do (``statemachine.messages.trainer``).
-Being stopped by a failure elsewhere is normal here: the main thread comes back from wherever it was, keeps
-its state, reports, and waits for the next generation in the same process.
+The zygote forks it (``run_trainer``), and its node sends it instructions
+(``statemachine.messages.trainer``). Being stopped by a failure elsewhere is normal: the main thread returns
+from wherever it was, keeps its state, reports, and waits for the next generation in the same process.
 """
 
 import gc
@@ -58,12 +58,12 @@ from statemachine.messages.trainer import (
 from storage.description import encode_description
 
 
-class _ForeignError(RuntimeError):
-    """The state to go on from is of another model."""
+class _DifferentModelError(RuntimeError):
+    """Staged state that belongs to a different model."""
 
 
 class Trainer:
-    """:param device: index of the device within the node."""
+    """The main loop of a trainer. :param device: index of the device within the node."""
 
     def __init__(self, socket_path: str, device: int) -> None:
         self._device = device
@@ -73,12 +73,12 @@ class Trainer:
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._expired = 0
-        """Groups whose timeout was too short for a step: see ``group_timeout_s``."""
+        """Number of groups whose timeout was too short for a step; see ``group_timeout_s``."""
         self._progress_at = 0.0
-        """When the present group committed a step, or began to form."""
+        """Time when the current group last committed a step, or began to form."""
 
     def run(self) -> int:
-        """Serve until the process is ended; returns an exit code only when something was raised."""
+        """Serve until the process is ended; return an exit code only after an error."""
         where: Literal["prepare", "restore", "training"] = "prepare"
         try:
             while True:
@@ -92,17 +92,17 @@ class Trainer:
                     case ResumeRank():
                         self._resume(instruction)
                     case StartSnapshot():
-                        self._snap_last(instruction)
+                        self._take_last_snapshot(instruction)
         except (TrainingError, GroupError) as error:
             self._link.send(Raised(where=where, detail=str(error)))
-        except _ForeignError as error:
+        except _DifferentModelError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
         except Exception as error:
             self._link.send(Raised(where=where, detail=self._explained(error)))
         return 1
 
     def _explained(self, error: Exception) -> str:
-        """Return the user's traceback, or where memory went if there was too little."""
+        """Return the user's traceback, or the breakdown of memory if memory was exhausted."""
         engine = self._engine
         if engine is None or not is_out_of_memory(error):
             return user_traceback(error)
@@ -114,7 +114,7 @@ class Trainer:
         self._monitor.tick()
         data = prepare.training
         device = torch_device(data)
-        # One trainer of the cluster measures the model, and verifies it; the others start without waiting for that.
+        # One trainer of the cluster measures and verifies the model; the others do not wait for it.
         verified = not prepare.profile and not data.profile_given
         engine = Engine(data, device, self._monitor, verified=verified)
         self._monitor.tick()
@@ -124,11 +124,11 @@ class Trainer:
         if self._engine is not None:
             self._engine.close()
         self._engine = engine
-        # A full collection walks everything that torch and the model consist of: 0.3 s that a recovery
-        # must not have to pay. What is here now stays anyway.
+        # A full collection visits all objects of torch and the model, which takes 0.3 s. A recovery must
+        # not pay for that, and these objects stay anyway.
         gc.collect()
         gc.freeze()
-        # What checking and measuring the model took would stay with this process.
+        # Memory that checking and measuring the model used would otherwise stay with this process.
         give_back_memory()
         self._monitor.set_build_progress("")
         if prepare.describe:
@@ -136,7 +136,7 @@ class Trainer:
         self._link.send(Prepared(job_id=prepare.job_id, profile=profile))
 
     def _describe(self, engine: Engine, job_id: str) -> None:
-        """Send the description of the model. Training does not depend on it: whatever is wrong is printed."""
+        """Send the description of the model. Training does not depend on it, so any error is only printed."""
         try:
             description = encode_description(
                 describe(engine.model.root_module, engine.model.training.files_from)
@@ -148,7 +148,7 @@ class Trainer:
         self._link.send(ModelDescribed(job_id=job_id, description=description))
 
     def _keep_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:
-        """Into the arena that the node has for this device, if it has."""
+        """Write snapshots into the node's arena for this device, if there is one."""
         self._mailbox.on_keep_snapshot = self._mailbox.on_repair_write = None
         if self._engine is not None and self._engine.snapshots is not None:
             self._engine.snapshots.close()
@@ -177,7 +177,7 @@ class Trainer:
             engine.model,
             prepare.training,
             devices_per_node=prepare.devices_per_node,
-            # A large model takes longer than a hang may: each layer is progress.
+            # A large model takes longer than the timeout of a hang, so each layer counts as progress.
             progress=lambda done, total: self._monitor.set_build_progress(
                 f"measuring layer {min(done + 1, total)} of {total}"
             ),
@@ -209,8 +209,8 @@ class Trainer:
         """Train under a generation until it is stopped, broken, or the last step is committed."""
         engine = self._engine
         if engine is None:
-            raise RuntimeError("a Resume came before any Prepare")
-        self._close()  # Everybody has reported since: nobody needs the old groups any more.
+            raise RuntimeError("received a Resume before any Prepare")
+        self._close()  # All ranks have reported since, so none needs the old groups any more.
         again = engine.stage_layers(resume) if resume.restore else frozenset()
         engine.commit_or_discard(resume.step, resume.vote, resume.lineage, again)
         if resume.rank < 0:
@@ -219,7 +219,7 @@ class Trainer:
             try:
                 engine.restore(Path(resume.restore), resume)
             except StateError as error:
-                raise _ForeignError(str(error)) from error
+                raise _DifferentModelError(str(error)) from error
             except StagingCorruptedError as error:
                 self._link.send(
                     StagingCorrupted(generation=resume.generation, part=error.part, detail=str(error))
@@ -250,16 +250,20 @@ class Trainer:
                 self._link.send(PeerSuspected(generation=resume.generation, detail=str(error)))
 
     def _note_expired(self, resume: ResumeRank) -> None:
-        """Count a group whose step was not over when the timeout was.
+        """Count a group whose step was not over when the timeout expired.
 
-        Whoever's operation expires first ends the group for all. So each rank goes by the time since the last commit,
-        which is the same for all, and not by its own error: their timeouts would differ, and the shortest one counts.
+        The first operation to expire ends the group for all ranks. Each rank therefore uses the time since
+        the last commit, which is the same for all, instead of its own error: otherwise the timeouts would
+        differ, and the shortest one counts.
         """
         if time.monotonic() - self._progress_at >= 0.9 * group_timeout_s(resume.world.step_s, 0):
             self._expired += 1
 
     def _train(self, engine: Engine, resume: ResumeRank, communicator: Communicator) -> None:
-        """:raises CommunicationError: as soon as the control plane, or a peer's end, stops it."""
+        """Train in a group until the job is done or a stop is requested.
+
+        :raises CommunicationError: the control plane, or the failure of a peer, stopped it.
+        """
         generation = resume.generation
         entered = engine.enter(resume, communicator)
         self._link.send(
@@ -291,14 +295,14 @@ class Trainer:
                     )
                 )
                 engine.call_hook(result.step_s)
-                self._say_diverged(generation, engine, result)
+                self._report_divergence(generation, engine, result)
                 if result.snapshot_requested:
-                    self._snap(engine, generation)
-                self._tell_trace(engine, resume)
+                    self._begin_snapshot(engine, generation)
+                self._report_trace(engine, resume)
                 if result.stop_requested:
                     return
         finally:
-            self._tell_trace(engine, resume, over=True)
+            self._report_trace(engine, resume, over=True)
         self._link.send(
             Finished(
                 generation=generation,
@@ -308,7 +312,7 @@ class Trainer:
             )
         )
 
-    def _say_diverged(self, generation: int, engine: Engine, result: StepResult) -> None:
+    def _report_divergence(self, generation: int, engine: Engine, result: StepResult) -> None:
         for one in result.diverged:
             self._link.send(
                 OptimizerReplicaDiverged(
@@ -316,15 +320,17 @@ class Trainer:
                 )
             )
 
-    def _tell_trace(self, engine: Engine, resume: ResumeRank, *, over: bool = False) -> None:
+    def _report_trace(self, engine: Engine, resume: ResumeRank, *, over: bool = False) -> None:
         traced = self._monitor.trace.end_step(
             resume.generation, resume.rank, engine.committed_step, over=over
         )
         if traced is not None:
             self._link.send(traced)
 
-    def _snap(self, engine: Engine, generation: int) -> None:
-        """Behind Stepped: whoever hears that a snapshot is complete has heard of its step."""
+    def _begin_snapshot(self, engine: Engine, generation: int) -> None:
+        """Begin a snapshot after ``Stepped`` was sent, so that a receiver of the snapshot's completion knows
+        its step.
+        """
         step = engine.committed_step
         self._link.send(SnapshotStarted(generation=generation, step=step))
         if engine.snapshots is None:
@@ -333,11 +339,11 @@ class Trainer:
         else:
             engine.begin_snapshot(generation)
 
-    def _snap_last(self, snap: StartSnapshot) -> None:
-        """All steps are done: nothing is left to copy it beside."""
+    def _take_last_snapshot(self, snap: StartSnapshot) -> None:
+        """Take the snapshot of the last step, which no later step can overlap."""
         engine = self._engine
         if engine is not None and engine.owned_layers and engine.committed_step >= engine.data.steps:
-            self._snap(engine, snap.generation)
+            self._begin_snapshot(engine, snap.generation)
             if engine.snapshots is not None:
                 engine.snapshots.finish()
 
@@ -348,7 +354,7 @@ class Trainer:
 
 
 def run_trainer(socket_path: str, device: int) -> int:
-    """Be the trainer of ``device`` in this process; returns its exit code, if at all."""
+    """Be the trainer of ``device`` in this process; return its exit code after an error."""
     gc.enable()
     bound_memory()
     torch.set_num_threads(1)

@@ -1,15 +1,15 @@
-"""The zygote: a single-threaded process that imported torch once and forks trainers from it.
+"""The zygote: a single-threaded process that has imported torch and forks trainers.
 
-Importing torch takes 0.8 to 1.6 s, and transformers as long again; a fork of a process that has them takes tens
-of milliseconds, so a crashed trainer is back well within a second. A fork copies only the calling thread, so a
-lock that any other thread held would stay locked for ever in the child: the zygote never starts a thread, and
-checks.
+Importing torch takes 0.8 to 1.6 s, and transformers as long again. A fork of a process that has imported
+them takes tens of milliseconds, so a crashed trainer is back well within a second. A fork copies only the
+calling thread, so a lock held by any other thread would stay locked forever in the child. The zygote
+therefore never starts a thread, and checks that there is only one.
 
-``python -m runtime.process.zygote --parent PID`` is started by the node daemon, which speaks ``Spawn`` and
-reads ``Warm | Spawned | Exited`` over stdin and stdout (``runtime.wire.zygote_protocol``).
+The node daemon starts ``python -m runtime.process.zygote --parent PID``, writes ``Spawn`` to its stdin and
+reads ``ZygoteReady | Spawned | Exited`` from its stdout (``runtime.wire.zygote_protocol``).
 
 Nothing outlives its parent: the kernel kills the zygote when the daemon ends, and each trainer when the
-zygote ends (PR_SET_PDEATHSIG), so that SIGKILL of the daemon leaves no orphan behind.
+zygote ends (PR_SET_PDEATHSIG), so SIGKILL of the daemon leaves no orphan process.
 """
 
 import argparse
@@ -32,20 +32,22 @@ from runtime.wire.zygote_protocol import Exited, Spawn, Spawned, ZygoteNotice, Z
 from statemachine.messages.trainer import Output
 
 for _library in ("OMP", "OPENBLAS", "MKL"):
-    # Their pools would start threads at import. A trainer gets its parallelism from the stages.
+    # Their thread pools would start at import. A trainer gets its parallelism from the stages.
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
 
 _PARTS = {
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
 }
-"""transformers loads its parts when they are asked for: these have most of what every model needs."""
+"""Further modules to load. transformers loads its submodules lazily; these contain most of what every model
+needs.
+"""
 
 
 def main() -> int:
     """Serve until stdin ends.
 
-    :raises SystemExit: code 2 when the daemon is already gone.
+    :raises SystemExit: code 2 if the daemon is already gone.
     """
     parser = argparse.ArgumentParser(
         prog="python -m runtime.process.zygote", description=__doc__.split("\n")[0]
@@ -54,25 +56,25 @@ def main() -> int:
     parser.add_argument("modules", nargs="*", help="modules to load besides torch")
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the daemon's business.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The daemon handles Ctrl-C in a terminal.
     notices = os.dup(1)
-    os.dup2(2, 1)  # Whatever prints while torch is imported must not get between the frames.
+    os.dup2(2, 1)  # Output during the import of torch must not get between the frames.
     started = time.monotonic()
-    gc.disable()  # All that importing makes stays: collecting meanwhile is a sixth of the time.
+    gc.disable()  # Everything that imports create stays: collecting meanwhile takes a sixth of the time.
     import runtime.process.trainer  # noqa: F401  # the point of a zygote: everything heavy is loaded before a fork
 
     preload(arguments.parent, arguments.modules, notices)
     gc.collect()
-    gc.freeze()  # Children never walk these objects, which would copy their pages.
+    gc.freeze()  # Children never visit these objects, which would copy their pages.
     notify(notices, ZygoteReady(pid=os.getpid(), import_s=time.monotonic() - started))
     serve(requests=0, notices=notices)
     return 0
 
 
 def preload(parent: int, modules: list[str], notices: int) -> None:
-    """Load the modules; one that is not installed, fails, or starts threads is left out, the latter two with a word.
+    """Load the modules, except those that are not installed, fail, or start threads; log the latter two.
 
-    A module that starts threads cannot be unloaded, so this process then begins again without it.
+    A module that starts threads cannot be unloaded, so this process then starts again without it.
     """
     for module in modules:
         try:
@@ -103,7 +105,7 @@ def notify(descriptor: int, notice: ZygoteNotice) -> None:
 
 
 def serve(requests: int, notices: int) -> None:
-    """Fork on request and report exits until ``requests`` ends."""
+    """Fork on request, and report exits, until ``requests`` ends."""
     wakeup_read, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda _number, _frame: None)
@@ -128,7 +130,7 @@ def serve(requests: int, notices: int) -> None:
 
 
 def reap(notices: int) -> None:
-    """Report every child that has ended."""
+    """Report every child process that has ended."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -149,13 +151,13 @@ def fork(spawn: Spawn, private: tuple[int, ...]) -> int:
     if pid == 0:
         become_trainer(spawn, zygote, private)
     with contextlib.suppress(PermissionError, ProcessLookupError):  # It is already gone.
-        # The child does the same. Whoever comes first, killpg works from the moment Spawned is sent.
+        # The child does the same. Whichever comes first, killpg works from the moment Spawned is sent.
         os.setpgid(pid, pid)
     return pid
 
 
 def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoReturn:
-    """What the forked child does: shed the zygote, connect its output, train, exit."""
+    """Turn the forked child into a trainer: drop the zygote's state, connect its output, train, and exit."""
     code = 1
     try:
         os.setpgid(0, 0)
@@ -172,7 +174,7 @@ def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoRet
         from runtime.process.trainer import run_trainer
 
         code = run_trainer(spawn.socket_path, spawn.device)
-    except BaseException:  # Whatever it is, a child must not return into the zygote's loop.
+    except BaseException:  # After any error, the child must not return into the zygote's loop.
         sys.excepthook(*sys.exc_info())
     finally:
         try:
@@ -184,7 +186,7 @@ def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoRet
 
 
 def connect_output(spawn: Spawn) -> None:
-    """Make stdout and stderr a stream to the daemon, which keeps the tail of it for its events."""
+    """Connect stdout and stderr to the daemon, which keeps their tail for its events."""
     stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     stream.connect(spawn.socket_path)
     stream.sendall(encode(Output(device=spawn.device, pid=os.getpid())))
@@ -195,7 +197,7 @@ def connect_output(spawn: Spawn) -> None:
         reconfigure = getattr(text, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(line_buffering=True)
-    faulthandler.enable()  # A crash in native code says where, in the event that reports the exit.
+    faulthandler.enable()  # A crash in native code prints a traceback for the event that reports the exit.
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The model and the network, measured: what the planner reckons with."""
+"""Measurements that the planner needs: layers, links between devices, and floating-point operations."""

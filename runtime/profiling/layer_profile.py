@@ -1,13 +1,13 @@
-"""Measures a model layer by layer on a microbatch: what the planner cuts stages by.
+"""Measures a model layer by layer on a microbatch, which the planner needs to form stages.
 
-Times are medians after a warm-up; layers that do the same work share theirs. Memory is what autograd really
-saves, not an estimate. Each layer is measured without recomputation and, where the job may use them, with the ways
-to recompute (``runtime.layers.recompute``). The devices of a stage split a microbatch by rows, so a stage of d
-devices takes what one takes for ⌈rows / d⌉ rows, which is measured, too.
+Times are medians after a warm-up; layers that do the same work share theirs. Memory is measured: it is what
+autograd actually saves. Each layer is measured without recomputation and, if the job may use them, with
+each mode of recomputation (``runtime.layers.recompute``). The devices of a stage split a microbatch by
+rows, so a stage of d devices takes as long as one device for ⌈rows / d⌉ rows, which is measured, too.
 
-``python -m runtime.profiling.layer_profile --parent PID [--devices-per-node M]`` reads a ``TrainingData`` (msgpack
-or JSON) on stdin and writes lines of ``runtime.wire.measurement`` on stdout; what the user has to change is
-said on stderr, with exit code 2.
+``python -m runtime.profiling.layer_profile --parent PID [--devices-per-node M]`` reads a ``TrainingData``
+(msgpack or JSON) on stdin and writes lines of ``runtime.wire.measurement`` to stdout. Errors that the user
+has to fix are written to stderr, with exit code 2.
 """
 
 import argparse
@@ -56,28 +56,28 @@ from statemachine.messages.trainer import TrainingData
 _WARM_UPS = 2
 _FEWEST_REPEATS, _MOST_REPEATS = 7, 31
 _SHORT_S = 0.03
-"""A layer is measured again, up to the most repeats, while it has taken less than this."""
+"""A layer is measured again, up to the largest number of repeats, until it has taken this long."""
 _ENOUGH_S = 0.1
-"""A layer that has taken this long is measured a few times only: noise is small against it."""
+"""A layer that has taken this long is measured only a few times, because noise is small in comparison."""
 _FEW_REPEATS = 3
 _LONG_S = 0.5
-"""A layer that has taken this long is not measured again: noise is small against it."""
+"""A layer that has taken this long is not measured again, because noise is small in comparison."""
 _EQUAL_WITHIN = 1.5
-"""A layer that looks like an earlier one is measured by itself when its time differs by more than this factor."""
-_WAYS: dict[ActivationCheckpointing, tuple[Recompute, ...]] = {
+"""A layer that looks like an earlier one is measured separately if its time differs by more than this factor."""
+_RECOMPUTE_MODES: dict[ActivationCheckpointing, tuple[Recompute, ...]] = {
     "none": (),
     "full": ("full",),
     "selective": ("full", "selective"),
     "auto": ("full", "selective"),
 }
-"""Ways to recompute that are measured. What ``full`` keeps says how much is computed again under either."""
+"""Modes of recomputation that are measured. The memory kept by ``full`` tells how much either mode recomputes."""
 _Case = tuple[int, Recompute]
-"""On how many rows a layer is measured, and how it recomputes."""
+"""Number of rows that a layer is measured on, and its mode of recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Seconds of the repeats of one layer on so many rows, or of several layers that do the same work."""
+    """Seconds of the repeats of one layer on ``rows`` rows, or of several layers that do the same work."""
 
     rows: int
     forwards: list[float]
@@ -102,8 +102,8 @@ class _Times:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
-    """One layer and what it is run on."""
+class _LayerInput:
+    """One layer and its input."""
 
     model: Model
     layer: int
@@ -111,8 +111,8 @@ class _Given:
     batch: Batch
     rows: int
 
-    def first_rows(self, count: int) -> "_Given":
-        """Return the same with copies of the first rows: a view would keep the memory of all of them."""
+    def first_rows(self, count: int) -> "_LayerInput":
+        """Return the same with copies of the first rows; views would keep the memory of all rows alive."""
         part: Any = self.x
         if part is not None:
             part = tuple(t[:count] for t in part) if isinstance(part, tuple) else part[:count]
@@ -123,7 +123,7 @@ class _Given:
         return replace(self, x=part, batch=batch, rows=count)
 
     def outputs(self, x: Activation | None) -> tuple[Tensor, ...]:
-        """Return what the layer passes on; the loss where it is the last one."""
+        """Return the layer's output tensors, or the loss if it is the last layer."""
         output = self.model.forward(self.layer, self.layer + 1, x, step=1, row=0, batch=self.batch)
         if self.layer < self.model.layer_count - 1:
             return flatten(output)
@@ -145,9 +145,9 @@ def profile_model(
     devices_per_node: int = 1,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> LayerMeasurements:
-    """Profile the layers of a model, one after the other. Leaves parameters and buffers as they were.
+    """Measure the layers of a model one after the other, leaving parameters and buffers unchanged.
 
-    :param progress: called with the number of layers that are done, and of all.
+    :param progress: called with the number of layers that are done and the number of all layers.
     :raises TrainingError: the job recomputes selectively, and a layer cannot.
     """
     training, rows = model.training, data.microbatch_rows
@@ -157,7 +157,7 @@ def profile_model(
     optimizer_bytes = _optimizer_bytes(training, model)
     sizes: list[LayerProfile] = []
     cases: list[dict[_Case, _Measured]] = []
-    looks: dict[Hashable, dict[_Case, _Times]] = {}
+    times_by_signature: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
     unselectable: list[str] = []
     splits: dict[Hashable, TensorSplit | None] = {}
@@ -169,28 +169,30 @@ def profile_model(
     with model.preserve_buffers(), model.override_recompute("none"):
         for layer in range(model.layer_count):
             with model.temporarily_provided(layer):
-                given = _Given(model=model, layer=layer, x=activation, batch=batch, rows=rows)
-                look = _look(given)
-                equal = looks.setdefault(look, {})
+                given = _LayerInput(model=model, layer=layer, x=activation, batch=batch, rows=rows)
+                signature = _layer_signature(given)
+                equal = times_by_signature.setdefault(signature, {})
                 times = _time_layer(given, "none", equal)
                 if peak is not None:
-                    if look not in flops:
-                        flops[look] = count_flops(partial(given.outputs, _as_received(activation)))
-                    total_flops += flops[look]
+                    if signature not in flops:
+                        flops[signature] = count_flops(partial(given.outputs, _as_received(activation)))
+                    total_flops += flops[signature]
                 parts, problem = _measure_parts(given, counts, equal)
                 unmeasured += [problem] if problem else []
                 kept_bytes, activation, output_bytes = _kept_bytes(given, "none")
-                again, problem = _measure_recomputation(given, _WAYS[data.activation_checkpointing], equal)
+                recomputed, problem = _measure_recomputation(
+                    given, _RECOMPUTE_MODES[data.activation_checkpointing], equal
+                )
                 if problem and data.activation_checkpointing == "selective":
                     raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
                 unselectable += [problem] if problem else []
-                cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **again})
+                cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **recomputed})
                 for case, found in cases[-1].items():
                     equal.setdefault(case, found.times)
-                if look not in splits:
-                    splits[look] = _tensor_split(given)
+                if signature not in splits:
+                    splits[signature] = _tensor_split(given)
                 size = _sizes(model, layer, optimizer_bytes, output_bytes)
-                sizes.append(replace(size, tensor=splits[look]))
+                sizes.append(replace(size, tensor=splits[signature]))
             progress(layer + 1, model.layer_count)
     for _, parameter in model.named_parameters(range(model.layer_count)):
         parameter.grad = None
@@ -221,16 +223,18 @@ def profile_model(
 
 
 def _rows_of_fullest(rows: int, devices_per_node: int, *, coupled: bool) -> dict[int, int]:
-    """For each number of devices that a stage can have, from 2: rows of the device that has most
-    (``runtime.groups.communicator.run_of``)."""
+    """Return, for each number of devices that a stage can have (from 2), the rows of the device that has most.
+
+    ``runtime.groups.communicator.member_range`` divides the rows.
+    """
     return {
         devices: rows if coupled else -(-rows // devices)
         for devices in range(2, min(devices_per_node, rows) + 1)
     }
 
 
-def _look(given: _Given) -> Hashable:
-    """Return what layers have in common that probably do the same work: kind, tensors, and shapes of inputs."""
+def _layer_signature(given: _LayerInput) -> Hashable:
+    """Return what layers that probably do the same work have in common: kind, tensors, and shapes of inputs."""
     model, layer = given.model, given.layer
     tensors = tuple((t.value.shape, t.value.dtype, t.trainable) for t in model.tensors_of(layer))
     inputs = () if given.x is None else tuple((t.shape, t.dtype) for t in flatten(given.x))
@@ -239,7 +243,7 @@ def _look(given: _Given) -> Hashable:
 
 
 def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_bytes: int) -> LayerProfile:
-    """Return the layer's bytes that do not depend on the case; its times are not known yet."""
+    """Return the layer's sizes in bytes that do not depend on the case; its times are not known yet."""
     tensors = model.tensors_of(layer)
     sizes = {t.name: t.value.numel() * t.value.element_size() for t in tensors}
     return LayerProfile(
@@ -256,17 +260,17 @@ def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_byt
 def _with_measurements(
     sizes: LayerProfile, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
 ) -> LayerProfile:
-    """Return the profile of a layer once all layers that share its times are measured."""
+    """Return the profile of a layer after all layers that share its times have been measured."""
     times = {case: measured.times.measured() for case, measured in found.items()}
     whole = times[rows, "none"]
     whole_ms = whole.forward.median_ms + whole.backward.median_ms
 
-    def recomputation(way: Recompute) -> Recomputation | None:
-        if (rows, way) not in found:
+    def recomputation(mode: Recompute) -> Recomputation | None:
+        if (rows, mode) not in found:
             return None
-        again = times[rows, way]
-        longer_ms = again.forward.median_ms + again.backward.median_ms - whole_ms
-        return Recomputation(activation_bytes=found[rows, way].kept_bytes, recompute_ms=max(longer_ms, 0.0))
+        recomputed = times[rows, mode]
+        longer_ms = recomputed.forward.median_ms + recomputed.backward.median_ms - whole_ms
+        return Recomputation(activation_bytes=found[rows, mode].kept_bytes, recompute_ms=max(longer_ms, 0.0))
 
     return replace(
         sizes,
@@ -289,11 +293,12 @@ def _with_measurements(
 
 
 def _measure_parts(
-    given: _Given, counts: list[int], equal: dict[_Case, _Times]
+    given: _LayerInput, counts: list[int], equal: dict[_Case, _Times]
 ) -> tuple[dict[_Case, _Measured], str | None]:
-    """Measure the layer on the first rows of the microbatch, for each count; return also what went wrong.
+    """Measure the layer on the first rows of the microbatch, for each count; also return what went wrong.
 
-    Some layers cannot compute on a few rows (batch normalisation on one): no reason not to have a profile.
+    Some layers cannot compute on a few rows (batch normalisation on one row), which must not prevent a
+    profile.
     """
     parts: dict[_Case, _Measured] = {}
     for count in reversed(counts):
@@ -306,30 +311,33 @@ def _measure_parts(
 
 
 def _measure_recomputation(
-    given: _Given, ways: tuple[Recompute, ...], equal: dict[_Case, _Times]
+    given: _LayerInput, modes: tuple[Recompute, ...], equal: dict[_Case, _Times]
 ) -> tuple[dict[_Case, _Measured], str | None]:
-    """Measure the layer with each way to recompute; return also what went wrong.
+    """Measure the layer with each mode of recomputation; also return what went wrong.
 
     A layer that changes the output of a matrix product in place cannot be recomputed selectively.
     """
-    again: dict[_Case, _Measured] = {}
-    for way in ways:
+    recomputed: dict[_Case, _Measured] = {}
+    for mode in modes:
         try:
-            again[given.rows, way] = _Measured(_time_layer(given, way, equal), _kept_bytes(given, way)[0])
+            recomputed[given.rows, mode] = _Measured(
+                _time_layer(given, mode, equal), _kept_bytes(given, mode)[0]
+            )
         except RuntimeError as error:
-            if way != "selective":
+            if mode != "selective":
                 raise
-            return again, f"layer {given.layer} cannot be recomputed selectively: {error}"
-    return again, None
+            return recomputed, f"layer {given.layer} cannot be recomputed selectively: {error}"
+    return recomputed, None
 
 
-def _time_layer(given: _Given, way: Recompute, equal: dict[_Case, _Times]) -> _Times:
+def _time_layer(given: _LayerInput, mode: Recompute, equal: dict[_Case, _Times]) -> _Times:
     """Time the forward and the backward pass.
 
-    :param equal: times of earlier layers that look the same: a repeat that agrees with them is added to them.
+    :param equal: times of earlier layers that look the same; a repeat that agrees with them is added to
+        them.
     """
-    known = equal.get((given.rows, way))
-    with given.model.override_recompute(way):
+    known = equal.get((given.rows, mode))
+    with given.model.override_recompute(mode):
         if known is not None:
             few = _repeat(given, warm_ups=0, most=1)
             if few.agrees(known):
@@ -338,7 +346,7 @@ def _time_layer(given: _Given, way: Recompute, equal: dict[_Case, _Times]) -> _T
         return _repeat(given, warm_ups=_WARM_UPS, most=_MOST_REPEATS)
 
 
-def _repeat(given: _Given, *, warm_ups: int, most: int) -> _Times:
+def _repeat(given: _LayerInput, *, warm_ups: int, most: int) -> _Times:
     forwards: list[float] = []
     backwards: list[float] = []
     device = given.model.device
@@ -362,9 +370,12 @@ def _repeat(given: _Given, *, warm_ups: int, most: int) -> _Times:
     return _Times(given.rows, forwards, backwards)
 
 
-def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
-    """Return the bytes of the distinct memory that is kept for the backward pass, that of the loss included;
-    the layer's output, and its bytes."""
+def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, int]:
+    """Return the bytes of distinct memory kept for the backward pass, the layer's output, and the output's
+    bytes.
+
+    The memory includes that of the loss.
+    """
     model, layer = given.model, given.layer
     parameters = {t.value.untyped_storage().data_ptr() for t in model.tensors_of(layer)}
     saved: dict[int, int] = {}
@@ -383,7 +394,7 @@ def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
 
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        model.override_recompute(way, select),
+        model.override_recompute(mode, select),
     ):
         output = model.forward(layer, layer + 1, _as_received(given.x), step=1, row=0, batch=given.batch)
         if layer == model.layer_count - 1:
@@ -396,8 +407,8 @@ def _kept_bytes(given: _Given, way: Recompute) -> tuple[int, Activation, int]:
     return sum(saved.values()) + sum(selected.values()), passed, output_bytes
 
 
-def _tensor_split(given: _Given) -> TensorSplit | None:
-    """Return what tensor parallelism divides of the layer; ``None``: nothing."""
+def _tensor_split(given: _LayerInput) -> TensorSplit | None:
+    """Return the parts of the layer that tensor parallelism divides, or ``None`` if it divides nothing."""
     model, layer = given.model, given.layer
     plan, regions = model.tensor_plan, model.split_regions()
     linears = [one for one in plan.linears if one.layer == layer] if plan is not None else []
@@ -432,7 +443,7 @@ def _tensor_split(given: _Given) -> TensorSplit | None:
 
 
 def _as_received(x: Activation | None) -> Activation | None:
-    """As a stage gets it from the stage before: a leaf that gradients flow to."""
+    """Return the input as a stage receives it from the previous stage: leaves that gradients flow to."""
     if x is None:
         return None
     tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flatten(x))
@@ -440,9 +451,10 @@ def _as_received(x: Activation | None) -> Activation | None:
 
 
 def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
-    """Return what the user's optimizer keeps for each parameter: found by a step on the meta device, without memory.
+    """Return the bytes that the user's optimizer keeps for each parameter, from a step on the meta device.
 
-    An optimizer that cannot do that (fused ones) makes a step for one parameter at a time, which is of zeros.
+    An optimizer that cannot do such a step (a fused one) makes a real one for one parameter of zeros at a
+    time.
     """
     named = model.named_parameters(range(model.layer_count))
     if not named:
@@ -468,7 +480,7 @@ def _optimizer_bytes(training: Training, model: Model) -> dict[str, int]:
 
 
 def _shard_problem(training: Training, model: Model) -> str | None:
-    """Return why the devices of a stage cannot hold shards of this model, in words; ``None``: they can."""
+    """Return why the devices of a stage cannot hold shards of this model, or ``None`` if they can."""
     named = model.named_parameters(range(model.layer_count))
     if not named:
         return None
@@ -481,7 +493,7 @@ def _shard_problem(training: Training, model: Model) -> str | None:
 def _zeros_like(
     like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return parameters of zeros: those in ``stepped`` on the device, others on the meta device."""
+    """Return parameters of zeros: those in ``stepped`` on the device, the others on the meta device."""
     return [
         (name, nn.Parameter(torch.zeros_like(value, device=device if name in stepped else "meta")))
         for name, value in like
@@ -491,7 +503,7 @@ def _zeros_like(
 def _state_bytes(
     training: Training, like: list[tuple[str, nn.Parameter]], stepped: set[str], device: torch.device
 ) -> dict[str, int]:
-    """Return the bytes of state that a step leaves for the parameters in ``stepped``."""
+    """Return the bytes of state that a step creates for the parameters in ``stepped``."""
     named = _zeros_like(like, stepped, device)
     optimizer = training.optimizer(named)
     for name, parameter in named:
@@ -508,7 +520,7 @@ def _state_bytes(
 
 
 def device_time_s(device: torch.device) -> float:
-    """Seconds on a monotonic clock at which the device has done what it was given."""
+    """Return a monotonic time in seconds after the device has finished all work given to it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
@@ -534,20 +546,20 @@ def _processor() -> str:
             if name.strip() == "model name" and value.strip():
                 return value.strip()
     except OSError:
-        pass  # No such file everywhere.
+        pass  # This file does not exist everywhere.
     return platform.processor() or platform.machine()
 
 
 def main() -> int:
-    """``ftd profile`` and ``ftd plan`` run this in a process of its own: they have no torch."""
+    """Measure layers for ``ftd profile`` and ``ftd plan``, which do not import torch."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.profiling.layer_profile", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the caller")
     parser.add_argument("--devices-per-node", type=int, default=1)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
-    say = claim_stdout()
+    report = claim_stdout()
 
     raw = sys.stdin.buffer.read()
     try:
@@ -562,12 +574,12 @@ def main() -> int:
             Model(load_training(data), data, device),
             data,
             devices_per_node=arguments.devices_per_node,
-            progress=lambda done, total: say(Progress(done=done, total=total)),
+            progress=lambda done, total: report(Progress(done=done, total=total)),
         )
     except TrainingError as error:
         sys.stderr.write(f"{error}\n")
         return INVALID_EXIT
-    say(found)
+    report(found)
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Measures what it takes to move bytes between devices of this host: one way, and summed over a group.
+"""Measures transfers between devices of this host: from one device to another, and sums over a group.
 
 ``python -m runtime.profiling.link_profile --parent PID`` reads a ``LinkMeasurementRequest`` as JSON on
-stdin, forks a rank
-for each device and writes lines of ``runtime.wire.measurement`` on stdout. The ranks talk as trainers do,
-through the communicator of the job's backend: gloo over loopback, or NCCL between the GPUs of this host. With
-fewer than two GPUs there is nothing that NCCL could be measured between, and the answer is empty.
+stdin, forks a rank for each device, and writes lines of ``runtime.wire.measurement`` to stdout. The ranks
+communicate as trainers do, through the communicator of the job's backend: gloo over loopback, or NCCL
+between the GPUs of this host. With fewer than two GPUs there is nothing to measure with NCCL, and the
+result is empty.
 
 The NCCL side is *not run in this project's tests, which have no GPU*.
 """
@@ -41,16 +41,16 @@ from runtime.wire.measurement import (
 
 HOST = "127.0.0.1"
 MESSAGE_SIZES_BYTES = (1 << 12, 1 << 15, 1 << 18, 1 << 20, 1 << 22)
-"""Ascending: where time runs out, it is the largest that are left out."""
+"""Ascending: if time runs out, the largest are skipped."""
 _ALWAYS_MEASURED = 2
-"""Sizes of each kind that are measured whatever it takes: a line has two unknowns."""
+"""Number of sizes of each kind that are measured however long it takes: a line has two unknowns."""
 _FEWEST_REPEATS, _MOST_REPEATS = 3, 31
 
 
 class LinkBenchmark:
-    """One rank's part in the measuring; all ranks call the same methods in the same order.
+    """One rank's part in the measurements; all ranks call the same methods in the same order.
 
-    Rank 0 takes the times and tells the others how often to repeat.
+    Rank 0 measures the times and sends the other ranks the number of repeats.
     """
 
     def __init__(self, communicator: Communicator, device: torch.device, budget_s: float) -> None:
@@ -64,7 +64,10 @@ class LinkBenchmark:
         return self._communicator.rank == 0
 
     def measure_send(self, size_bytes: int, *, always: bool) -> PointToPointTiming | None:
-        """There and back between ranks 0 and 1, halved; ``None`` where no time is left, or on other ranks."""
+        """Measure a round trip between ranks 0 and 1, and return half of it.
+
+        :returns: ``None`` if no time is left, and on ranks other than 0.
+        """
         members = (0, 1)
         if self._communicator.rank not in members:
             return None
@@ -86,7 +89,10 @@ class LinkBenchmark:
     def measure_all_reduce(
         self, size_bytes: int, members: Members, *, always: bool
     ) -> AllReduceTiming | None:
-        """Sum over ``members``; ``None`` where no time is left, or on all ranks but the first."""
+        """Measure a sum over ``members``.
+
+        :returns: ``None`` if no time is left, and on ranks other than 0.
+        """
         if self._communicator.rank not in members:
             return None
         payload = self._payload(size_bytes)
@@ -109,7 +115,9 @@ class LinkBenchmark:
         self._communicator.confirm(self._communicator.receive(payload, peer, "activation"))
 
     def _repeat(self, run: Callable[[], None], members: Members, always: bool) -> list[float]:
-        """Seconds of each run behind a first, which warms up and shows how many there is time for."""
+        """Return the seconds of each run after a first one, which warms up and shows how many repeats there is
+        time for.
+        """
         affordable = always or time.monotonic() < self._ends_at
         if not self._agreed(int(affordable), members):
             return []
@@ -118,7 +126,7 @@ class LinkBenchmark:
         return [self._timed(run) for _ in range(self._agreed(wanted, members))]
 
     def _agreed(self, number: int, members: Members) -> int:
-        """Rank 0's number, on all members."""
+        """Return rank 0's number on all members."""
         value = torch.tensor([float(number) if self.is_first else 0.0], device=self._device)
         self._communicator.confirm(self._communicator.all_reduce(value, members))
         return int(value.item())
@@ -132,9 +140,9 @@ class LinkBenchmark:
 def measure_links(
     communicator: Communicator, device: torch.device, budget_s: float, report: Callable[[Progress], None]
 ) -> tuple[tuple[PointToPointTiming, ...], tuple[AllReduceTiming, ...]]:
-    """All sizes and groups; what rank 0 returns is the result, the others return nothing.
+    """Measure all sizes and groups; only rank 0 returns results.
 
-    :param communicator: formed with ``measured_groups`` its size.
+    :param communicator: formed with the groups that ``measured_groups`` returns for its size.
     """
     meter = LinkBenchmark(communicator, device, budget_s)
     groups = [tuple(range(members)) for members in range(2, communicator.size + 1)]
@@ -155,14 +163,14 @@ def measure_links(
 
 
 def measured_groups(size: int) -> list[Members]:
-    """The groups that are measured in a world of ``size`` ranks: 2, 3, … of them, from rank 0 on."""
+    """Return the groups to measure in a world of ``size`` ranks: the first 2, 3, … ranks."""
     return [tuple(range(members)) for members in range(2, size)]
 
 
 def run_rank(
     order: LinkMeasurementRequest, rank: int, size: int, report: Callable[[msgspec.Struct], None]
 ) -> None:
-    """Meet the others, measure; rank 0 says the result."""
+    """Form the groups and measure; rank 0 reports the result."""
     device = torch.device("cuda", rank) if order.backend == "nccl" else CPU
     if order.backend == "nccl":
         torch.cuda.set_device(device)
@@ -174,7 +182,7 @@ def run_rank(
         sent, reduced = measure_links(
             communicator, device, order.budget_s, report if rank == 0 else lambda progress: None
         )
-        # Nobody leaves while another still receives.
+        # No rank leaves while another is still receiving.
         communicator.confirm(communicator.all_reduce(torch.zeros(1, device=device), communicator.world))
     if rank == 0:
         over = "NCCL between the GPUs of one host" if order.backend == "nccl" else "gloo over loopback"
@@ -182,14 +190,14 @@ def run_rank(
 
 
 def fork_ranks(order: LinkMeasurementRequest, size: int, report: Callable[[msgspec.Struct], None]) -> int:
-    """Run all ranks in processes of their own; when one fails, end the others. Returns an exit code."""
+    """Run all ranks in separate processes and return an exit code; if one fails, the others are killed."""
     parent = os.getpid()
     running: set[int] = set()
     try:
         for rank in range(size):
             pid = os.fork()
             if pid == 0:
-                _be_rank(order, rank, size, report, parent)
+                _become_rank(order, rank, size, report, parent)
             running.add(pid)
         while running:
             pid, status = os.wait()
@@ -204,16 +212,16 @@ def fork_ranks(order: LinkMeasurementRequest, size: int, report: Callable[[msgsp
     return 0
 
 
-def _be_rank(
-    order: LinkMeasurementRequest, rank: int, size: int, say: Callable[[msgspec.Struct], None], parent: int
+def _become_rank(
+    order: LinkMeasurementRequest, rank: int, size: int, report: Callable[[msgspec.Struct], None], parent: int
 ) -> None:
-    """What a forked child does; it never returns."""
+    """Turn a forked child into a rank; never returns."""
     code = 1
     try:
         die_with_parent(parent)
-        run_rank(order, rank, size, say)
+        run_rank(order, rank, size, report)
         code = 0
-    except BaseException:  # Whatever it is, a child must not go on as its parent.
+    except BaseException:  # After any error, the child must not continue as its parent.
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
@@ -221,13 +229,13 @@ def _be_rank(
 
 
 def main() -> int:
-    """``ftd profile`` runs this: it has no torch."""
+    """Measure links for ``ftd profile``, which does not import torch."""
     parser = argparse.ArgumentParser(
         prog="python -m runtime.profiling.link_profile", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the caller")
     die_with_parent(parser.parse_args().parent)
-    say = claim_stdout()
+    report = claim_stdout()
     try:
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=LinkMeasurementRequest)
     except msgspec.DecodeError as error:
@@ -236,9 +244,9 @@ def main() -> int:
     devices = torch.cuda.device_count() if order.backend == "nccl" else order.max_members
     size = min(order.max_members, devices)
     if size < 2:
-        say(LinkMeasurements(where="nowhere: there are not two GPUs", sent=(), reduced=()))
+        report(LinkMeasurements(where="nowhere: there are not two GPUs", sent=(), reduced=()))
         return 0
-    return fork_ranks(order, size, say)
+    return fork_ranks(order, size, report)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""Numbers for MFU (model FLOPs utilisation; Chowdhery et al., PaLM, appendix B): what a model computes, and the
-peak of the device that computes it."""
+"""Figures for MFU (model FLOPs utilisation; Chowdhery et al., PaLM, appendix B): the operations of a model,
+and the peak performance of the device that computes it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,12 +26,13 @@ _PEAK_TFLOPS: tuple[tuple[str, Mapping[str, float]], ...] = (
     ("V100", {"float16": 125, "float32": 15.7, "float64": 7.8}),
     ("T4", {"float16": 65, "float32": 8.1}),
 )
-"""Dense peaks by precision, as the vendor's data sheets have them: TFLOPS, tensor cores where the precision uses
-them. The first entry whose words are all among those of the device's name counts."""
+"""Dense peaks in TFLOPS by precision, from the vendor's data sheets, with tensor cores if the precision uses
+them. The first entry whose words all occur in the device's name counts.
+"""
 
 
 def peak_flops(data: TrainingData, device: torch.device) -> float | None:
-    """Return the operations per second that the device can do at most; ``None`` where nobody knows them."""
+    """Return the device's peak in operations per second, or ``None`` if it is unknown."""
     if data.device_peak_tflops > 0:
         return data.device_peak_tflops * _TERA
     if device.type != "cuda":
@@ -39,7 +41,7 @@ def peak_flops(data: TrainingData, device: torch.device) -> float | None:
 
 
 def known_peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak of a device with this name, as CUDA gives it: ``NVIDIA H100 80GB HBM3``."""
+    """Return the peak of a device with this name, as CUDA reports it: ``NVIDIA H100 80GB HBM3``."""
     words = set(device_name.replace("-", " ").split())
     for name, peaks in _PEAK_TFLOPS:
         if words.issuperset(name.split()):
@@ -49,12 +51,13 @@ def known_peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def count_flops(compute: Callable[[], Sequence[torch.Tensor]]) -> int:
-    """Return the floating-point operations of ``compute`` and of the backward pass from what it returns.
+    """Return the floating-point operations of ``compute`` and of the backward pass from its outputs.
 
-    Matrix products, convolutions and attention count, as in ``torch.utils.flop_counter``; a multiplication and
-    an addition are two. Compiled modules run without their compiled code, in which nothing can be seen.
+    Matrix products, convolutions and attention count, as in ``torch.utils.flop_counter``; a multiplication
+    and an addition are two operations. Compiled modules run without their compiled code, whose operations
+    cannot be observed.
     """
-    with torch.compiler.set_stance("force_eager"), _Count() as count:
+    with torch.compiler.set_stance("force_eager"), _FlopCounter() as count:
         roots = [t for t in compute() if t.requires_grad]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
@@ -62,8 +65,8 @@ def count_flops(compute: Callable[[], Sequence[torch.Tensor]]) -> int:
     return flops
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums up the operations of everything that runs under it."""
+class _FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A mode that sums the operations of everything that runs under it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

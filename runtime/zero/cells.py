@@ -1,11 +1,13 @@
-"""Who keeps which fractions of a layer where stages share it out among their devices. Pure; no torch.
+"""Which ranks own which fractions of a layer that stages share out among their devices. Pure functions; no
+torch.
 
-A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that replicates
-gives all of them to each device. Pipelines may be cut differently, so what counts are the *cells* between the
-cuts of all stages that have a layer: of each cell every stage has the whole on one device or on all.
+A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that
+replicates gives all of them to each device. Pipelines may be cut differently. The unit is therefore a
+*cell*: the fractions between two neighbouring cuts of any of the stages that have a layer. Every stage has
+the whole of a cell either on one device or on all of its devices.
 
-Gradients of a cell are summed among all who have it. With ZeRO-1 those who have a cell share out the optimizer's
-state of it: of m stages stage i keeps the i-th of m parts.
+Gradients of a cell are summed over all ranks that have it. With ZeRO-1, these ranks divide the cell's
+optimizer state: of m stages, stage i keeps the i-th of m parts.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,7 +25,7 @@ Fractions = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """Fractions ``[start, end)``; for each stage the ranks that have them, ascending."""
+    """Fractions ``[start, end)``, and for each stage the ranks that have them, ascending."""
 
     start: Fraction
     end: Fraction
@@ -35,26 +37,29 @@ class Cell:
         return tuple(sorted(rank for ranks in self.holders for rank in ranks))
 
     def elements(self, numel: int) -> tuple[int, int]:
-        """Return ``[start, end)`` of a vector of ``numel`` elements."""
+        """Return the elements ``[start, end)`` of a vector of ``numel`` elements."""
         return int(self.start * numel), int(self.end * numel)
 
     def part(self, index: int, count: int) -> tuple[Fraction, Fraction]:
-        """The ``index``-th of ``count`` equal parts."""
+        """Return the ``index``-th of ``count`` equal parts."""
         step = (self.end - self.start) / count
         return self.start + index * step, self.start + (index + 1) * step
 
 
 def stage_of(world: WorldData, rank: int) -> WorldStage:
-    """:raises WorldError: the rank has no place in the plan."""
+    """Return the stage of ``rank``.
+
+    :raises WorldError: the plan does not contain the rank.
+    """
     for pipeline in world.pipelines:
         for stage in pipeline.stages:
             if rank in stage.ranks:
                 return stage
-    raise WorldError(f"rank {rank} has no place in the plan")
+    raise WorldError(f"rank {rank} is not in the plan")
 
 
 def share_of(stage: WorldStage, rank: int) -> Fractions:
-    """Return what a rank of the stage has of each of its layers."""
+    """Return the fractions of each of the stage's layers that a rank has."""
     if not is_sharded(stage):
         return 0, 1, 1
     index = stage.ranks.index(rank)
@@ -62,7 +67,7 @@ def share_of(stage: WorldStage, rank: int) -> Fractions:
 
 
 def cells_of(stages: Sequence[WorldStage]) -> tuple[Cell, ...]:
-    """Return the cells of what these stages have in common, ascending."""
+    """Return the cells of a layer that all of these stages have, ascending."""
     counts = {len(stage.ranks) if is_sharded(stage) else 1 for stage in stages}
     cuts = sorted({Fraction(cut, count) for count in counts for cut in range(count + 1)})
     return tuple(
@@ -78,7 +83,7 @@ def _holders(stage: WorldStage, start: Fraction) -> tuple[int, ...]:
 
 
 def common_cells(world: WorldData, layers: Collection[int]) -> tuple[Cell, ...]:
-    """Return the cells of what all of ``layers`` share: of the stages that have any of them."""
+    """Return the cells of vectors that all of ``layers`` share, over the stages that have any of these layers."""
     stages = [
         stage
         for pipeline in world.pipelines
@@ -89,7 +94,9 @@ def common_cells(world: WorldData, layers: Collection[int]) -> tuple[Cell, ...]:
 
 
 def owned_parts(world: WorldData, rank: int, layer: int, *, zero1: bool) -> tuple[Fractions, ...]:
-    """Return the parts of a layer of which ``rank``, which has the layer, keeps the optimizer's state; ascending."""
+    """Return the parts of a layer for which ``rank`` keeps the optimizer's state, ascending; the rank must
+    have the layer.
+    """
     stages = stages_of_layer(world, layer)
     mine = next(index for index, stage in enumerate(stages) if rank in stage.ranks)
     if not zero1:
@@ -100,7 +107,7 @@ def owned_parts(world: WorldData, rank: int, layer: int, *, zero1: bool) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAssignment:
-    """With AOR, ``holder`` repeats ``owner``'s updates of a part of a layer."""
+    """With AOR, ``holder`` repeats the updates that ``owner`` makes to a part of a layer."""
 
     part: Fractions
     owner: int
@@ -108,9 +115,10 @@ class ReplicaAssignment:
 
 
 def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment, ...]:
-    """Return who keeps a replica (AOR) of what of a layer: an owner in the pipeline before; empty with one pipeline.
+    """Return the replicas (AOR) of a layer's parts; empty with one pipeline.
 
-    Where all ranks of a stage have the same, the lowest one keeps the replica, and answers for the stage.
+    The holder is an owner in the previous pipeline. If all ranks of a stage have the same part, the lowest
+    one holds the replica and represents the stage.
     """
     stages = stages_of_layer(world, layer)
     if len(stages) < 2:
@@ -127,17 +135,17 @@ def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment
 
 
 def holds_replicas(world: WorldData, rank: int) -> bool:
-    """Return whether ``rank`` keeps replicas (AOR) of another owner's parts."""
+    """Return whether ``rank`` holds replicas (AOR) of another owner's parts."""
     stage = stage_of(world, rank)
     return len(world.pipelines) > 1 and (is_sharded(stage) or rank == min(stage.ranks))
 
 
 def replica_parts(world: WorldData, rank: int, layer: int) -> tuple[Fractions, ...]:
-    """Return the parts of a layer of which ``rank`` keeps a replica (AOR)."""
+    """Return the parts of a layer of which ``rank`` holds a replica (AOR)."""
     return tuple(one.part for one in replica_assignments(world, layer) if one.holder == rank)
 
 
 def lowest_terms(start: Fraction, end: Fraction) -> Fractions:
-    """Return both over their least common denominator."""
+    """Return both fractions over their least common denominator."""
     of = lcm(start.denominator, end.denominator)
     return int(start * of), int(end * of), of

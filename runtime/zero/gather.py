@@ -1,7 +1,8 @@
-"""Behind an update of parts (ZeRO-1): each owner of a bucket gets the parameters that others have updated.
+"""Gathering of parameters after an update of parts (ZeRO-1): each owner of a bucket gets what others have
+updated.
 
-The ranks of a bucket's group send each other what ``runtime.zero.parts.contributions`` says, in pieces of
-equal size, so that no copy of the whole model is needed beside the model itself.
+The ranks of a bucket's group send each other the ranges that ``runtime.zero.parts.gather_ranges`` returns,
+in chunks of equal size, so that no second copy of the whole model is needed.
 """
 
 from collections import deque
@@ -20,7 +21,7 @@ from statemachine.messages.trainer import WorldData
 from storage.buckets import Bucket
 
 CHUNK_BYTES = 2 * 1024 * 1024
-"""Received by one operation, from all members together."""
+"""Bytes received by one operation, from all members together."""
 _UNDER_WAY = 2
 
 Copies = tuple[list[Tensor], list[Tensor]]
@@ -28,7 +29,7 @@ Copies = tuple[list[Tensor], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
+class _Chunk:
     members: Members
     sent: Tensor
     received: Tensor
@@ -37,18 +38,24 @@ class _Piece:
 
 
 class ParameterGather:
-    """Belongs to one generation: after an abort a stuck operation may still write into its buffers."""
+    """The gathering operations of one generation.
+
+    They are not reused, because after an abort a stuck operation may still write into its buffers.
+    """
 
     def __init__(self, device: torch.device, communicator: Communicator) -> None:
         self._communicator = communicator
         self._device = device
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._pieces: list[_Piece] = []
+        self._chunks: list[_Chunk] = []
 
     def add_buckets(
         self, model: Model, shape: ParameterLayout, buckets: Collection[Bucket], world: WorldData
     ) -> None:
-        """Gather whole parameters. :param buckets: of the whole model, as for the gradients, whose groups it uses."""
+        """Add the gathering of whole parameters.
+
+        :param buckets: buckets of the whole model, as for the gradients, whose groups are used here, too.
+        """
         values = {
             name: parameter.detach().view(-1)
             for name, parameter in model.named_parameters(range(model.layer_count))
@@ -61,14 +68,14 @@ class ParameterGather:
             if ranges:
                 places = list(zip(bucket.parameters, bucket.offsets, bucket.numels, strict=True))
                 runs = [(offset, values[name][:numel]) for name, offset, numel in places]
-                self._lay_out(bucket.owners, bucket.dtype, ranges, runs)
+                self._plan_chunks(bucket.owners, bucket.dtype, ranges, runs)
 
     def add_cells(
         self, shape: ParameterLayout, world: WorldData, value_of: Callable[[ParameterSlice], Tensor]
     ) -> None:
-        """Gather what this rank has of vectors, where stages shard.
+        """Add the gathering of this rank's elements of vectors, for worlds in which stages shard.
 
-        :param value_of: the memory of elements that this rank has.
+        :param value_of: returns the memory of elements that this rank has.
         """
         for vector in shape.vectors:
             for cell in common_cells(world, vector.layers):
@@ -80,34 +87,35 @@ class ParameterGather:
                     (vector.parameter_range(one.name)[0] + one.start - start, value_of(one))
                     for one in vector.slices(start, end)
                 ]
-                self._lay_out(owners, vector.dtype, cell_gather_ranges(vector, cell, world), runs)
+                self._plan_chunks(owners, vector.dtype, cell_gather_ranges(vector, cell, world), runs)
 
     def run(self, monitor: ProgressMonitor) -> None:
-        """The parameters of all layers of this rank are whole.
+        """Make the parameters of all layers of this rank whole.
 
-        :raises CommunicationError: aborted, or a peer is lost; some of them are not.
+        :raises CommunicationError: aborted, or a peer is lost; some parameters are not whole.
         """
-        under_way: deque[tuple[_Piece, PendingOperation]] = deque()
-        for piece in self._pieces:
+        under_way: deque[tuple[_Chunk, PendingOperation]] = deque()
+        for chunk in self._chunks:
             if len(under_way) == _UNDER_WAY:
                 self._finish(*under_way.popleft(), monitor)
-            _copy(piece.packing)
+            _copy(chunk.packing)
             under_way.append(
-                (piece, self._communicator.all_gather(piece.received, piece.sent, piece.members))
+                (chunk, self._communicator.all_gather(chunk.received, chunk.sent, chunk.members))
             )
         while under_way:
             self._finish(*under_way.popleft(), monitor)
 
-    def _finish(self, piece: _Piece, pending: PendingOperation, monitor: ProgressMonitor) -> None:
+    def _finish(self, chunk: _Chunk, pending: PendingOperation, monitor: ProgressMonitor) -> None:
         monitor.wait(self._communicator, pending)
-        _copy(piece.unpacking)
+        _copy(chunk.unpacking)
         monitor.tick()
 
-    def _lay_out(
+    def _plan_chunks(
         self, members: Members, name: str, ranges: dict[int, list[Range]], runs: list[tuple[int, Tensor]]
     ) -> None:
-        """:param ranges: what each of the members sends. :param runs: where elements are, ascending: from which one
-        on, and their memory."""
+        """Plan the chunks of one group. :param ranges: ranges that each member sends. :param runs: memory of
+        elements by the first element, ascending.
+        """
         dtype = getattr(torch, name)
         most = max(CHUNK_BYTES // dtype.itemsize // len(members), 1)
         left = max(sum(end - start for start, end in ranges[rank]) for rank in members)
@@ -124,14 +132,16 @@ class ParameterGather:
                     targets, sources = packing if own else unpacking
                     targets.append(part if own else value)
                     sources.append(value if own else part)
-            piece = _Piece(
+            chunk = _Chunk(
                 members=members, sent=sent, received=received, packing=packing, unpacking=unpacking
             )
-            self._pieces.append(piece)
+            self._chunks.append(chunk)
 
     def _buffers_for(self, dtype: str, count: int, members: int) -> tuple[Tensor, Tensor]:
-        """Two sets take turns: when one is used again, what it was used for before has been finished."""
-        turn = len(self._pieces) % _UNDER_WAY
+        """Return a pair of buffers. Two pairs take turns: when one is used again, its previous operation has
+        been finished.
+        """
+        turn = len(self._chunks) % _UNDER_WAY
         found = []
         for place, numel in ((2 * turn, count), (2 * turn + 1, count * members)):
             buffer = self._buffers.get((dtype, place))
@@ -145,7 +155,7 @@ class ParameterGather:
 def _values_of(
     runs: Sequence[tuple[int, Tensor]], ranges: Sequence[Range], first: int, last: int
 ) -> list[tuple[Tensor, int]]:
-    """Elements ``[first, last)`` of the ranges put together, each run with its place behind ``first``."""
+    """Return elements ``[first, last)`` of the concatenated ranges: memory, with the offset from ``first``."""
     found = []
     done = 0
     for start, end in ranges:

@@ -1,8 +1,9 @@
-"""Parts of layers on one rank: what is kept of each, ranges of them as bytes, and new parts out of those.
+"""Parts of layers on one rank: the parts that it holds, ranges of them as bytes, and new parts made from
+those.
 
-A rank keeps its own part of each layer and, with AOR, a replica of the next one's. What it kept stays as it
-is until the first commit under a new plan; new parts are put together from what is kept and what was
-received, range by range. A part that did not change is the same objects, not a copy.
+A rank holds its own part of each layer and, with AOR, a replica of another owner's part. Held parts stay as
+they are until the first commit under a new plan. New parts are put together from held parts and received
+ranges. A part that did not change is the same object, not a copy.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -25,12 +26,14 @@ from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 from storage.layerstate import ALIGNMENT_BYTES, PART_FORMAT, PartEntry, PartHeader, padded_size
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What torch's optimizers keep once for a whole parameter; all else has its shape, be that ``()``."""
+"""State that torch's optimizers keep once for a whole parameter; everything else has the parameter's shape,
+even if that is ``()``.
+"""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PartState:
-    """The part ``(start, end, of)`` of a layer (``runtime.zero.parts``)."""
+    """The state of the part ``(start, end, of)`` of a layer (``runtime.zero.parts``)."""
 
     layer: int
     start: int
@@ -48,7 +51,7 @@ class PartState:
 
 
 class PartStates:
-    """The parts of one rank, and what has arrived for new ones."""
+    """The parts of one rank, and the ranges received for new ones."""
 
     def __init__(self, model: Model, optimization: ShardedOptimization, shape: ParameterLayout) -> None:
         self._model = model
@@ -57,7 +60,7 @@ class PartStates:
         self._decoder = msgspec.msgpack.Decoder(PartHeader)
         self._kept: list[PartState] = []
         self._index: dict[str, list[tuple[SliceState, bool]]] | None = None
-        """What is kept, by the parameter's name; made when it is needed."""
+        """Held slices by the parameter's name, with whether each is a replica's; built when needed."""
         self._layers_of = {name: vector.layers for vector in shape.vectors for name in vector.names}
         self.complete: set[int] = set()
         """Layers whose parameters are whole in the model."""
@@ -66,9 +69,10 @@ class PartStates:
     # --- what is kept ----------------------------------------------------------------------------
 
     def hold_whole(self, layers: Iterable[int]) -> None:
-        """These layers were made or restored whole, with the optimizer's state of all of their elements.
+        """Hold all of these layers, which were created or restored whole, with the optimizer's state of all
+        elements.
 
-        What is shared with earlier layers is kept with the first of those that are here.
+        Parameters shared with earlier layers belong to the first of those that are present.
         """
         here = sorted(layers)
         self.held = [
@@ -92,9 +96,9 @@ class PartStates:
     def make_part(
         self, layer: int, vectors: Iterable[ParameterVector], part: Fractions, *, replica: bool = False
     ) -> PartState:
-        """A part of ``vectors``, put together from what is kept and what has arrived.
+        """Return a part of ``vectors``, put together from held and received state.
 
-        :raises StateError: some of it is nowhere, or its pieces contradict each other.
+        :raises StateError: some of it is missing, or its slices contradict each other.
         """
         start, end, of = part
         slices = []
@@ -113,7 +117,9 @@ class PartStates:
         self._arrived = {}
 
     def hold_part(self, layer: int, start: int, end: int, of: int) -> None:
-        """Keep a part of a layer that was just made or restored whole, with the optimizer's state of all of it."""
+        """Hold a part of a layer that was just created or restored whole, with the optimizer's state of all of
+        it.
+        """
         slices = []
         for vector in self._shape.vectors_of_layer(layer, tied=True):
             for one in vector.slices(*vector.part_range(start, end, of)):
@@ -133,11 +139,11 @@ class PartStates:
                 self._optimization.whole_states.pop(name, None)
 
     def copy_held_values(self, vectors: Iterable[ParameterVector], complete: Collection[int]) -> None:
-        """Give the elements of vectors that this rank computes with, where they are, the values that it has."""
+        """Copy held values to the elements of ``vectors`` that this rank computes with."""
         for vector in vectors:
             for name in vector.names:
                 whole = not set(complete).isdisjoint(vector.layers) and self._optimization.has_memory(name)
-                for one, value in self._values_here(name, whole=whole):
+                for one, value in self._held_values(name, whole=whole):
                     own = self._optimization.own_slice(one)
                     if own is None:
                         continue
@@ -146,19 +152,19 @@ class PartStates:
                     if target.data_ptr() != source.data_ptr():
                         target.copy_(source)
 
-    def _values_here(self, name: str, *, whole: bool) -> Iterator[tuple[ParameterSlice, Tensor]]:
-        """Yield what there is of a parameter; what comes later counts more."""
+    def _held_values(self, name: str, *, whole: bool) -> Iterator[tuple[ParameterSlice, Tensor]]:
+        """Yield the values of a parameter that are present; later ones take precedence."""
         if whole:
             parameter = self._optimization.whole_slice(name)
             yield parameter, self._optimization.parameter_slice(parameter)
             return
         for wanted in (True, False):
-            for one, replica in self._kept_of(name):
+            for one, replica in self._held_slices(name):
                 if replica is wanted:
                     yield one.slice, self._value_of(one)
 
-    def _kept_of(self, name: str) -> list[tuple[SliceState, bool]]:
-        """What is kept of a parameter, with whether it is a replica."""
+    def _held_slices(self, name: str) -> list[tuple[SliceState, bool]]:
+        """Return the held slices of a parameter, with whether each is a replica's."""
         if self._index is None:
             self._index = {}
             for part in self._kept:
@@ -168,7 +174,7 @@ class PartStates:
 
     @property
     def held(self) -> list[PartState]:
-        """At the committed step; some of it more than once while a new layout has no commit."""
+        """Parts at the committed step. While a new layout has no commit, some state is held more than once."""
         return self._kept
 
     @held.setter
@@ -176,13 +182,13 @@ class PartStates:
         self._kept, self._index = parts, None
 
     def _value_of(self, one: SliceState) -> Tensor:
-        """Of what is kept."""
+        """Return the values of a held slice."""
         return self._optimization.parameter_slice(one.slice) if one.value is None else one.value
 
     def _source(self, one: ParameterSlice) -> Tensor:
-        """Return the values of elements that are kept.
+        """Return the values of elements that are held.
 
-        :raises StateError: they are not here.
+        :raises StateError: they are not held here.
         """
         there = self.complete.intersection(self._layers_of[one.name])
         if there and self._model.held_layers.isdisjoint(there):
@@ -191,7 +197,7 @@ class PartStates:
         whole = bool(there)
         covering = [
             value[one.start - there.start : one.end - there.start]
-            for there, value in self._values_here(one.name, whole=whole)
+            for there, value in self._held_values(one.name, whole=whole)
             if there.start <= one.start and one.end <= there.end
         ]
         if not covering:
@@ -199,7 +205,7 @@ class PartStates:
         return covering[-1]
 
     def digest(self, part: PartState) -> bytes:
-        """16 bytes of values and optimizer state: the same with the owner and with its replica."""
+        """Return a digest of 16 bytes over values and optimizer state, which an owner and its replica share."""
         digest = xxhash.xxh3_128()
         for one in part.slices:
             value = self._value_of(one)
@@ -216,9 +222,9 @@ class PartStates:
     # --- as bytes --------------------------------------------------------------------------------
 
     def pack(self, move: PartTransfer) -> tuple[bytes, Tensor]:
-        """Header and payload, a copy on the device.
+        """Return the header and the payload, a copy on the device.
 
-        :raises StateError: it is not here.
+        :raises StateError: the state is not held here.
         """
         header, tensors = self._describe(move)
         payload = torch.zeros(header.size_bytes, dtype=torch.uint8, device=self._model.device)
@@ -227,9 +233,10 @@ class PartStates:
         return msgspec.msgpack.encode(header), payload
 
     def unpack(self, move: PartTransfer, header: bytes, payload: Tensor) -> None:
-        """Parameters and buffers into the model, the optimizer's state to what has arrived.
+        """Write parameters and buffers into the model, and add optimizer state to what has been received.
 
-        :raises StateError: it is not what ``move`` says, or does not fit this model; nothing was changed.
+        :raises StateError: it is not what the transfer announced, or does not fit this model; nothing was
+            changed.
         """
         try:
             decoded = self._decoder.decode(header)
@@ -303,13 +310,13 @@ class PartStates:
         return header, [tensor for _, tensor in found]
 
     def _covering(self, one: ParameterSlice) -> SliceState:
-        for mine, _ in self._kept_of(one.name):
+        for mine, _ in self._held_slices(one.name):
             if mine.slice.start <= one.start and one.end <= mine.slice.end:
                 return mine
         raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
 
     def _state_of(self, one: ParameterSlice, *, host: bool) -> ParameterState:
-        kept = self._kept_of(one.name)
+        kept = self._held_slices(one.name)
         pieces: list[SliceState] = [*(piece for piece, _ in kept), *self._arrived.get(one.name, ())]
         own = [piece for piece, replica in kept if not replica]
         if not host:
@@ -320,7 +327,7 @@ class PartStates:
         return self._joined(one, pieces, host=host)
 
     def _joined(self, one: ParameterSlice, pieces: Sequence[SliceState], *, host: bool) -> ParameterState:
-        """A state of its own, from pieces that cover the slice, some of it perhaps more than once."""
+        """Return a new state, joined from slices that cover ``one``, some of it perhaps more than once."""
         device = torch.device("cpu") if host else self._model.device
         beside = (
             device
@@ -371,7 +378,7 @@ class PartStates:
     def _check(self, move: PartTransfer, header: PartHeader, payload: Tensor) -> None:
         place = f"layer {move.layer}, {move.content} of elements {move.start}–{move.end}"
         if (header.format, header.layer) != (PART_FORMAT, move.layer):
-            raise StateError(f"{place}: format {header.format} of layer {header.layer} came")
+            raise StateError(f"{place}: received format {header.format} of layer {header.layer}")
         if payload.dtype != torch.uint8 or payload.dim() != 1 or payload.numel() != header.size_bytes:
             raise StateError(
                 f"{place}: a payload of {payload.numel()} bytes, {header.size_bytes} in the header"
@@ -382,7 +389,7 @@ class PartStates:
             end = entry.offset + entry.size_bytes
         slices = () if move.content == "rest" else self._slices_of(move)
         if end > header.size_bytes or not self._is_expected(move, header, slices):
-            raise StateError(f"{place}: it is not what this model has there")
+            raise StateError(f"{place}: this model has something else there")
         if not set(header.scalars) <= {one.name for one in slices}:
             raise StateError(f"{place}: optimizer state for {', '.join(sorted(header.scalars))}")
 
@@ -420,7 +427,7 @@ def _check_entry(place: str, entry: PartEntry, end: int) -> None:
 
 
 def _flattened(state: ParameterState) -> ParameterState:
-    """As the optimizer keeps it for a slice, which has one dimension."""
+    """Return the state as the optimizer keeps it for a slice, which has one dimension."""
     return {
         key: value.reshape(-1)
         if isinstance(value, Tensor) and (value.dim() or key not in _NUMBERS)
@@ -430,9 +437,9 @@ def _flattened(state: ParameterState) -> ParameterState:
 
 
 def _narrowed(piece: SliceState, one: ParameterSlice) -> ParameterState:
-    """What the piece, which covers the slice, has for it: views.
+    """Return views of the state that ``piece``, which covers the slice, has for it.
 
-    :raises StateError: a tensor has not an element for each of the parameter's.
+    :raises StateError: a tensor does not have one element for each of the parameter's.
     """
     start, end = one.start - piece.slice.start, one.end - piece.slice.start
     found: ParameterState = {}

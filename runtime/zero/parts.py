@@ -1,13 +1,15 @@
-"""Layers in parts: who has which elements of a layer, and who sends which to whom. Pure; no torch.
+"""Layers in parts: who has which elements of a layer, and who sends which elements to whom. Pure functions; no
+torch.
 
-Of each dtype a layer's trainable parameters, flattened in model order, are one *vector*; those that are tied
-between the same layers are a vector of their own, which belongs to the first of these. A *part* of a layer is a
-range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of every vector of n
-elements. Who keeps which parts under a plan is in ``runtime.zero.cells``.
+A layer's trainable parameters of one dtype, flattened in model order, are one *vector*. Parameters that are
+tied between the same layers are a separate vector, which belongs to the first of these layers. A *part* of
+a layer is a range of fractions of it, ``(start, end, of)``: elements ``[start·n // of, end·n // of)`` of
+every vector of n elements. ``runtime.zero.cells`` says who owns which parts under a plan.
 
-After a change each rank of the new world needs the parameters of its layers, whole or its share of them, the
-optimizer's state of its new parts, and of those that it keeps a replica of (AOR). ``plan_transfers`` finds for each
-range of elements that a rank has not itself one that has it: every rank derives the same list from the same plan.
+After a change, each rank of the new world needs the parameters of its layers (whole, or its share of them),
+the optimizer's state of its new parts, and that of the parts that it holds a replica of (AOR).
+``plan_transfers`` finds a source for each range of elements that a rank does not have itself. Every rank
+derives the same list from the same plan.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -29,7 +31,9 @@ Range = tuple[int, int]
 
 
 class PartsError(ValueError):
-    """The plan asks for state that nobody of the new world has: a peer's bug, named with the numbers."""
+    """A plan that requires state which no rank of the new world has: a peer's bug. The message contains the
+    numbers.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +47,19 @@ class ParameterSlice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterVector:
-    """Parameter ``names[i]`` is elements ``[offsets[i], offsets[i + 1])``; the last offset is the length."""
+    """Flattened parameters: ``names[i]`` is elements ``[offsets[i], offsets[i + 1])``, and the last offset is
+    the length.
+    """
 
     layers: tuple[int, ...]
-    """Those that use it, ascending; more than one where its parameters are tied."""
+    """Layers that use it, ascending; more than one if its parameters are tied."""
     dtype: str
     names: tuple[str, ...]
     offsets: tuple[int, ...]
 
     @property
     def layer(self) -> int:
-        """The first one that uses it, whose owners have it."""
+        """The first layer that uses the vector, whose owners own it."""
         return self.layers[0]
 
     @property
@@ -64,7 +70,7 @@ class ParameterVector:
         return self.numel * start // of, self.numel * end // of
 
     def slices(self, start: int, end: int) -> tuple[ParameterSlice, ...]:
-        """The range, parameter by parameter; empty ones left out."""
+        """Return the range as slices of parameters, without empty ones."""
         found = []
         for name, (first, last) in zip(self.names, pairwise(self.offsets), strict=True):
             low, high = max(start, first), min(end, last)
@@ -73,17 +79,18 @@ class ParameterVector:
         return tuple(found)
 
     def parameter_range(self, name: str) -> Range:
-        """Where the whole parameter lies."""
+        """Return the range of the whole parameter."""
         index = self.names.index(name)
         return self.offsets[index], self.offsets[index + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartTransfer:
-    """``source`` sends elements ``[start, end)`` of vector ``vector`` to ``target``.
+    """The transfer of elements ``[start, end)`` of vector ``vector`` from ``source`` to ``target``.
 
-    ``parameters``: the values; ``optimizer``: its state for them; ``rest``: what else belongs to ``layer``,
-    persistent buffers and parameters that are not trained (no vector, -1).
+    ``parameters`` are their values, ``optimizer`` the optimizer's state for them, and ``rest`` everything
+    else that belongs to ``layer``: persistent buffers and parameters that are not trained (``vector`` is
+    -1).
     """
 
     source: int
@@ -97,7 +104,7 @@ class PartTransfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterLayout:
-    """What of a model decides about parts."""
+    """The parameter vectors of a model, from which parts follow."""
 
     vectors: tuple[ParameterVector, ...]
 
@@ -108,8 +115,10 @@ class ParameterLayout:
         sizes: Mapping[str, ParameterSize],
         vector_keys: Mapping[str, str] = MappingProxyType({}),
     ) -> "ParameterLayout":
-        """:param parameter_layers: trainable parameters in model order, with the layers that use each.
-        :param apart: parameters that share a vector only with those that have the same word here.
+        """Return the layout of a model.
+
+        :param parameter_layers: trainable parameters in model order, with the layers that use each.
+        :param vector_keys: keys of parameters; only parameters with equal keys share a vector.
         """
         found: dict[tuple[tuple[int, ...], str, str], tuple[list[str], list[int]]] = {}
         for name, layers in parameter_layers.items():
@@ -125,12 +134,12 @@ class ParameterLayout:
         )
 
     def vectors_of_layer(self, layer: int, *, tied: bool = False) -> tuple[ParameterVector, ...]:
-        """Return the vectors that belong to a layer; with ``tied`` all that it computes with."""
+        """Return the vectors that belong to a layer; with ``tied``, all that it computes with."""
         return tuple(v for v in self.vectors if v.layer == layer or (tied and layer in v.layers))
 
 
 def initial_holdings(world: WorldData) -> tuple[PartData, ...]:
-    """What is held where every owner has just been given all that it keeps of its layers."""
+    """Return the holdings in a world where every owner has just been given all of its share of its layers."""
     held = []
     for layer in owners_of_layer(world):
         for stage in stages_of_layer(world, layer):
@@ -154,10 +163,10 @@ def initial_holdings(world: WorldData) -> tuple[PartData, ...]:
 
 
 def gather_ranges(shape: ParameterLayout, bucket: Bucket, world: WorldData) -> dict[int, list[Range]]:
-    """For each owner of the bucket the ranges of it that this rank sends behind an update.
+    """Return for each owner of the bucket the ranges of it that this owner sends after an update.
 
-    Together they are the bucket, each element once: the ranks of a stage share out what they all have. Empty
-    where all owners have all of it.
+    Together they cover each element of the bucket once: the ranks of a stage divide the elements that all
+    of them have. Empty if every owner already has the whole bucket.
     """
     found: dict[int, list[Range]] = {rank: [] for rank in bucket.owners}
     homes = {name: vector for vector in shape.vectors for name in vector.names}
@@ -178,7 +187,9 @@ def gather_ranges(shape: ParameterLayout, bucket: Bucket, world: WorldData) -> d
 
 
 def cell_gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) -> dict[int, list[Range]]:
-    """As ``gather_ranges``, of a cell where stages shard (``common_cells``), in elements behind its first one."""
+    """Return ``gather_ranges`` for a cell of stages that shard (``common_cells``), in elements from the cell's
+    first one.
+    """
     begin, end = cell.elements(vector.numel)
     found: dict[int, list[Range]] = {rank: [] for rank in cell.owners}
     for stage in stages_of_layer(world, vector.layer):
@@ -200,12 +211,12 @@ def cell_gather_ranges(vector: ParameterVector, cell: Cell, world: WorldData) ->
 
 @dataclass(slots=True)
 class _Holdings:
-    """Who has which runs of one vector; primaries before replicas."""
+    """Ranges of one vector that each rank has; primaries before replicas."""
 
     primary: dict[int, list[Range]] = field(default_factory=dict)
     replica: dict[int, list[Range]] = field(default_factory=dict)
     bounds: set[int] = field(default_factory=set)
-    """Where what was added begins and ends: nothing that is kept as one goes over any of them."""
+    """Bounds of all added ranges: no range that is held as a unit crosses any of them."""
 
     def add(self, rank: int, one: Range, *, replica: bool = False) -> None:
         (self.replica if replica else self.primary).setdefault(rank, []).append(one)
@@ -215,7 +226,7 @@ class _Holdings:
         return _merged([*self.primary.get(rank, []), *self.replica.get(rank, [])])
 
     def holders(self, start: int, end: int) -> list[int]:
-        """Of a range that no bound lies in."""
+        """Return the ranks that have a range; no bound may lie inside of it."""
         for held in (self.primary, self.replica):
             ranks = [r for r, ranges in held.items() if any(a <= start and end <= b for a, b in ranges)]
             if ranks:
@@ -226,12 +237,12 @@ class _Holdings:
 def plan_transfers(
     shape: ParameterLayout, world: WorldData, held: Sequence[PartData], *, zero1: bool, replicas: bool
 ) -> tuple[PartTransfer, ...]:
-    """Who sends what to whom before ``world`` can train.
+    """Return the transfers that must happen before ``world`` can train.
 
-    :param held: of the ranks of ``world``.
-    :param zero1: owners share out the optimizer's state; otherwise each has that of all its parameters.
-    :param replicas: AOR is on.
-    :raises PartsError: a part is nowhere.
+    :param held: the parts held by the ranks of ``world``.
+    :param zero1: owners divide the optimizer's state; otherwise each has that of all its parameters.
+    :param replicas: whether AOR is on.
+    :raises PartsError: nobody holds a part that is needed.
     """
     layers = _layers_of_ranks(world)
     load: dict[int, int] = {}
@@ -262,7 +273,8 @@ def plan_transfers(
                     wanted.append(((end - start) * size, move, candidates))
     wanted += _rest(layers, held)
     moves = []
-    # What only one can send first, the rest where it evens that out; large ones before small ones.
+    # Transfers with a single possible source come first; the others then balance the load, large ones
+    # before small ones.
     wanted.sort(
         key=lambda w: (len(w[2]) > 1, -w[0], w[1].vector, w[1].layer, w[1].content, w[1].start, w[1].target)
     )
@@ -282,10 +294,10 @@ def _layers_of_ranks(world: WorldData) -> dict[int, set[int]]:
 
 
 def _holdings(vector: ParameterVector, held: Sequence[PartData], zero1: bool) -> tuple[_Holdings, _Holdings]:
-    """Of the parameters and of the optimizer's state.
+    """Return the holdings of the parameters and of the optimizer's state.
 
-    With ZeRO-1 the owners of the first of tied layers alone keep the optimizer's state; otherwise whoever
-    computes with parameters does.
+    With ZeRO-1, only the owners of the first of tied layers keep the optimizer's state. Otherwise, every
+    rank that computes with parameters does.
     """
     layers = {vector.layer} if zero1 else set(vector.layers)
     values, states = _Holdings(), _Holdings()
@@ -334,7 +346,10 @@ def _needed(
 def _rest(
     layers: Mapping[int, set[int]], held: Sequence[PartData]
 ) -> list[tuple[int, PartTransfer, list[int]]]:
-    """Whoever has anything of a layer was its owner, and has its buffers."""
+    """Return the transfers of everything but trainable parameters.
+
+    A rank that holds any part of a layer was an owner of it, and has its buffers.
+    """
     holders: dict[int, set[int]] = {}
     for entry in held:
         holders.setdefault(entry.layer, set()).add(entry.rank)
@@ -357,7 +372,7 @@ def _rest(
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """Ascending, disjoint, with a gap between any two; empty ones left out."""
+    """Return the ranges ascending and disjoint, with a gap between any two, without empty ones."""
     found: list[Range] = []
     for start, end in sorted(ranges):
         if start >= end:
@@ -370,7 +385,7 @@ def _merged(ranges: Iterable[Range]) -> list[Range]:
 
 
 def _without(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
-    """Both as ``_merged`` gives them."""
+    """Return ``ranges`` without the elements of ``taken``; both must be merged (``_merged``)."""
     left: list[Range] = []
     for start, end in ranges:
         begin = start
@@ -386,7 +401,7 @@ def _without(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
 
 
 def _cut(ranges: Sequence[Range], bounds: Collection[int]) -> list[Range]:
-    """Cut where somebody's part begins or ends."""
+    """Return the ranges cut at ``bounds``."""
     pieces: list[Range] = []
     for start, end in ranges:
         cuts = [start, *sorted(b for b in bounds if start < b < end), end]

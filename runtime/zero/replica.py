@@ -1,10 +1,11 @@
-"""AOR (REFT §4.2): a copy of another owner's part, kept current in host memory by doing its updates again.
+"""AOR (REFT §4.2): a replica of another owner's part, kept current in host memory by repeating the owner's
+updates.
 
-An owner's optimizer state is nobody else's under ZeRO-1, but the gradients are everybody's. So the owner
-before it in the group repeats its updates: the same optimizer, the same options, the same slices of the same
-reduced and clipped gradients, on a thread of its own. The gradients are copied while the main thread gathers
-parameters; the update runs beside the next step's computing. On the same kind of device the arithmetic is
-the same, bit for bit.
+With ZeRO-1, an owner's optimizer state exists on no other rank, but all ranks have the gradients. The
+previous owner in the group therefore repeats the updates, on a separate thread: the same optimizer, options
+and slices of the same reduced and clipped gradients. The gradients are copied while the main thread gathers
+parameters, and the update runs in parallel with the next step's computation. On the same kind of device the
+results are the same, bit for bit.
 """
 
 import sys
@@ -23,7 +24,7 @@ from runtime.zero.part_states import PartState
 from runtime.zero.sharded_optimizer import ShardedOptimization, SliceState
 
 CHECK_STEPS = 50
-"""Behind every so many steps a replica is compared with its owner's part."""
+"""Interval, in steps, at which a replica is compared with its owner's part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +34,10 @@ class _Update:
 
 
 class ReplicaUpdater:
-    """Belongs to one generation.
+    """The replicas that one rank updates in one generation.
 
-    :param parts: with values and states, which this thread changes from here on. ``finish`` before reading.
+    :param parts: parts with values and states, which this thread changes from now on. Call ``finish``
+        before reading them.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class ReplicaUpdater:
         self.parts = list(parts)
         self.slices: list[SliceState] = [one for part in parts for one in part.slices]
         self.error: Exception | None = None
-        """What ended it; the parts are worth nothing then."""
+        """Error that ended the thread; the parts are invalid then."""
         self._optimizer, self._parameters = optimization.make_replica_optimizer(self.slices)
         self._gradients = [torch.empty_like(parameter) for parameter in self._parameters]
         self._device, self._is_async = runtime.device, runtime.is_async
@@ -56,7 +58,7 @@ class ReplicaUpdater:
         self._monitor = monitor
         self._changed = threading.Condition()
         self._update: _Update | None = None
-        """Whose gradients are not copied yet."""
+        """An update whose gradients have not been copied yet."""
         self._applying = False
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="replica", daemon=True)
@@ -65,10 +67,11 @@ class ReplicaUpdater:
     # --- main thread -----------------------------------------------------------------------------
 
     def submit_update(self, gradients: list[Tensor], options: list[dict[str, Any]]) -> None:
-        """Do this update; returns at once. ``gradients`` must not change before ``await_gradients_copied``
+        """Start an update and return at once. ``gradients`` must not change until ``await_gradients_copied``
         has returned.
 
-        :param gradients: of each of ``slices``. :param options: of the parameter groups, in this update.
+        :param gradients: gradients of each of ``slices``.
+        :param options: options of the parameter groups in this update.
         """
         if self._is_async:
             self._side.begin({self._device})
@@ -77,15 +80,15 @@ class ReplicaUpdater:
             self._changed.notify_all()
 
     def await_gradients_copied(self) -> None:
-        """The gradients are copied."""
+        """Wait until the gradients have been copied."""
         self._await(lambda: self._update is None)
 
     def finish(self) -> None:
-        """All updates are done."""
+        """Wait until all updates are done."""
         self._await(lambda: self._update is None and not self._applying)
 
     def close(self) -> None:
-        """Finish, and end the thread."""
+        """Finish all updates and end the thread."""
         self.finish()
         with self._changed:
             self._stopped = True
@@ -93,7 +96,7 @@ class ReplicaUpdater:
         self._thread.join()
 
     def _await(self, ready: Any) -> None:
-        """And show that this is no hang."""
+        """Wait until ``ready()``, and report progress meanwhile, so that this does not count as a hang."""
         with self._changed:
             while not (ready() or self.error is not None):
                 self._changed.wait(0.05)
@@ -117,7 +120,7 @@ class ReplicaUpdater:
                     self._changed.notify_all()
                 self._apply(update.options)
             except Exception as error:
-                # The main thread would wait for ever for a thread that is gone.
+                # Without this the main thread would wait forever for a thread that has ended.
                 print(f"replica: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 self._end(error)
                 return

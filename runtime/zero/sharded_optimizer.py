@@ -1,9 +1,9 @@
-"""The user's optimizer over a part of each layer (ZeRO-1): its parameters are views of the model's.
+"""The user's optimizer over a part of each layer (ZeRO-1), with parameters that are views of the model's.
 
-The factory is called with whole parameters, as without ZeRO-1, which gives the groups and the schedule. Then
-each group gets, instead of a parameter, the slice of it that lies in this rank's part: a view of the
-parameter's own memory, updated in place. That is the same arithmetic, element by element, for optimizers that
-never look across elements; others are refused.
+The factory is called with whole parameters, as without ZeRO-1, and so determines the groups and the
+schedule. Each group then gets, instead of a parameter, the slice of it that lies in this rank's part: a
+view of the parameter's memory, which is updated in place. For optimizers that never combine elements, the
+results are the same, element by element; other optimizers are rejected.
 """
 
 import copy
@@ -36,33 +36,36 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     optim.Adadelta,
     optim.ASGD,
 )
-"""Each element's update depends on this element's gradient, value and state alone."""
+"""Optimizers whose update of an element depends only on the gradient, value and state of this element."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SliceState:
-    """A slice of a parameter, with what the optimizer keeps for it."""
+    """A slice of a parameter, with the optimizer's state for it."""
 
     slice: ParameterSlice
     state: ParameterState = field(default_factory=dict)
-    """The optimizer's own, not a copy; it changes in place. Empty before the first step."""
+    """The optimizer's own state, not a copy; it changes in place. Empty before the first step."""
     value: Tensor | None = None
-    """Of a replica, in host memory. The values of an owner's part are the model's."""
+    """Values of a replica, in host memory. The values of an owner's part are in the model."""
 
 
 class ShardedOptimization(Optimization):
-    """:raises TrainingError: as ``Optimization``; or the optimizer looks across elements."""
+    """The user's optimizer over slices of parameters.
+
+    :raises TrainingError: as for ``Optimization``, or the optimizer combines elements.
+    """
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
         self._groups_of = {name: i for i, names in enumerate(self._names) for name in names}
         self._slices: list[tuple[ParameterSlice, nn.Parameter]] = []
         self._whole_of: dict[str, nn.Parameter] = {}
-        """What the optimizer has for parameters of which this rank updates all elements."""
+        """The optimizer's objects for parameters of which this rank updates all elements."""
         self.shards: StageShards | None = None
-        """Of the newest generation, where this rank's stage shards."""
+        """Shards of the newest generation, if this rank's stage shards."""
         self.whole_states: dict[str, ParameterState] = {}
-        """State of whole parameters, made by the factory or restored, until parts are taken of it."""
+        """State of whole parameters, created by the factory or restored, until parts are made of it."""
         if self._optimizer is not None:
             _check_elementwise(self._optimizer)
             states = self._optimizer.state
@@ -70,7 +73,7 @@ class ShardedOptimization(Optimization):
             states.clear()
 
     def set_slices(self, slices: Iterable[SliceState]) -> None:
-        """From here on the optimizer is over these slices of the present parameters, with these states."""
+        """Run the optimizer over these slices of the current parameters, with these states, from now on."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
         self._slices, self._whole_of = [], {}
         if self._optimizer is None:
@@ -86,7 +89,7 @@ class ShardedOptimization(Optimization):
             self._place(self._optimizer, one.slice.name, parameter, one.state)
 
     def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
-        """As ``Optimization.step``, of the slices alone; ``owned`` are the layers that these are of."""
+        """Update the slices as ``Optimization.step`` does; ``owned`` are the layers that they belong to."""
         if self._optimizer is None:
             return
         for one, parameter in self._slices:
@@ -100,7 +103,9 @@ class ShardedOptimization(Optimization):
     def make_replica_optimizer(
         self, slices: Sequence[SliceState]
     ) -> tuple[Optimizer | None, list[nn.Parameter]]:
-        """An optimizer like this one over the values of ``slices``, in host memory, and its parameters."""
+        """Return an optimizer with the same options over the values of ``slices``, in host memory, and its
+        parameters.
+        """
         if self._optimizer is None:
             return None, []
         twin = copy.copy(self._optimizer)
@@ -115,7 +120,7 @@ class ShardedOptimization(Optimization):
         return twin, parameters
 
     def options(self) -> list[dict[str, Any]]:
-        """Of each group, as they are now, for an optimizer in host memory."""
+        """Return the current options of each group, for an optimizer in host memory."""
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         options = [
             {
@@ -131,33 +136,33 @@ class ShardedOptimization(Optimization):
         return options
 
     def value_of(self, one: ParameterSlice) -> Tensor:
-        """The slice of what this rank computes with, the parameter or its shard of it: memory, not a copy."""
+        """Return the memory of the slice that this rank computes with, in the parameter or its shard."""
         if self.shards is not None and self.shards.contains(one.name):
             return self.shards.value_of(one)
         return self.parameter_slice(one)
 
     def parameter_slice(self, one: ParameterSlice) -> Tensor:
-        """The slice of the present whole parameter: its memory, not a copy."""
+        """Return the memory of the slice in the current whole parameter."""
         return self._objects[one.name].detach().view(-1)[one.start : one.end]
 
     def has_memory(self, name: str) -> bool:
-        """Whether the whole parameter is here."""
+        """Return whether the whole parameter is held here."""
         return not self._objects[name].is_meta
 
     def whole_slice(self, name: str) -> ParameterSlice:
-        """All of a parameter."""
+        """Return all of a parameter as a slice."""
         return ParameterSlice(name=name, start=0, end=self._objects[name].numel())
 
     def in_shards(self, name: str) -> bool:
-        """Whether this rank computes with a parameter of which it has a shard."""
+        """Return whether this rank computes with a shard of the parameter."""
         return self.shards is not None and self.shards.contains(name)
 
     def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
-        """What this rank has, under the present plan, of elements that it computes with."""
+        """Return the intersection of a slice with the elements that this rank has under the current plan."""
         return self.shards.own_slice(one) if self.shards is not None else one
 
     def gradient_of(self, one: ParameterSlice) -> Tensor:
-        """The slice of the gradient; zeros where there is none."""
+        """Return the slice of the gradient; zeros if there is none."""
         if self.shards is not None and self.shards.contains(one.name):
             return self.shards.gradient_of(one)
         parameter = self._objects[one.name]
@@ -166,28 +171,29 @@ class ShardedOptimization(Optimization):
         return parameter.grad.view(-1)[one.start : one.end]
 
     def refresh_parameters(self) -> None:
-        """The model has other parameter objects now."""
+        """Take over the model's current parameter objects."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
 
     def release_dropped(self) -> None:
-        # The states of parts are kept and let go of with the parts.
+        # The states of parts are held and released together with the parts.
         self.refresh_parameters()
 
     def keeps_scalars_on_device(self, name: str) -> bool:
-        """Whether the optimizer keeps also single numbers beside the parameter on its device."""
+        """Return whether the optimizer keeps scalar state on the parameter's device, too."""
         assert self._optimizer is not None
         group = self._optimizer.param_groups[self._groups_of[name]]
         return bool(group.get("capturable") or group.get("fused"))
 
     def parameter_state(self, name: str) -> ParameterState:
-        """As ``Optimization.parameter_state``, of a parameter that this rank updates all of.
+        """Return the state as ``Optimization.parameter_state`` does, for a parameter of which this rank
+        updates all elements.
 
-        :raises RuntimeError: it is shared out.
+        :raises RuntimeError: the parameter's state is divided among ranks.
         """
         if not self._slices or self._optimizer is None:
             return dict(self.whole_states.get(name, {}))
         if (parameter := self._whole_of.get(name)) is None:
-            raise RuntimeError(f"the optimizer's state of {name} is shared out: it is in the parts")
+            raise RuntimeError(f"the optimizer's state of {name} is divided among ranks, in parts")
         shape = self._objects[name].shape
         return {
             key: value.view(shape)
@@ -205,14 +211,14 @@ class ShardedOptimization(Optimization):
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is known to update each element without a look at others."""
+    """Return whether the optimizer is known to update each element independently of all others."""
     kind = type(optimizer)
     base = next((one for one in kind.__mro__ if one in ELEMENTWISE), None)
     return base is not None and inspect.unwrap(kind.step) is inspect.unwrap(base.step)
 
 
 class NotElementwiseError(TrainingError):
-    """The optimizer is not known to update each element by itself."""
+    """An optimizer that is not known to update each element independently of all others."""
 
 
 def _check_elementwise(optimizer: Optimizer) -> None:
@@ -220,7 +226,7 @@ def _check_elementwise(optimizer: Optimizer) -> None:
         return
     kind = type(optimizer)
     raise NotElementwiseError(
-        f"zero1 shares the optimizer's state out element by element, and {kind.__name__} is not known to "
-        f"allow that; take one of {', '.join(one.__name__ for one in ELEMENTWISE)} (or a subclass that "
+        f"zero1 divides the optimizer's state by elements, and {kind.__name__} is not known to "
+        f"allow that; use one of {', '.join(one.__name__ for one in ELEMENTWISE)} (or a subclass that "
         "leaves its step as it is), or set zero1 = false"
     )

@@ -1,9 +1,9 @@
-"""Layers in parts (ZeRO-1, shards) on one rank: its parts, their updates, and the replicas that it keeps.
+"""A rank's layers in parts (ZeRO-1, shards): its own parts, their updates, and the replicas that it holds.
 
-What a rank has at the committed step, parts of older generations and those made for a new one, stays until
-the first update of the new one, as the plan after a failure before that may need it. An update that has
-passed VOTE counts, whether the parameters of the others could be gathered afterwards or not: then they come
-with the next generation's state.
+The parts held at the committed step, those of older generations and those made for a new one, stay until
+the first update of the new generation, because the plan after an earlier failure may need them. An update
+that has passed VOTE counts even if the parameters of the other owners could not be gathered afterwards;
+they then arrive with the next generation's state.
 """
 
 import dataclasses
@@ -43,7 +43,9 @@ from storage.buckets import Bucket
 
 _DIGEST_BYTES = 16
 _TOLERANCE = 1e-3
-"""Between an owner on another kind of device and its replica, relative, after ``CHECK_STEPS`` steps."""
+"""Relative difference between an owner on another kind of device and its replica that is tolerated after
+``CHECK_STEPS`` steps.
+"""
 
 
 _Key = tuple[int, Fractions]
@@ -52,14 +54,16 @@ _Key = tuple[int, Fractions]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
+    """A replica that differed from its owner's part."""
+
     layer: int
     detail: str
 
 
 class ShardedState:
-    """The engine's layers in parts; called by the main thread alone.
+    """The engine's layers in parts; only the main thread calls it.
 
-    :param zero1: owners share out the optimizer's state.
+    :param zero1: owners divide the optimizer's state.
     :param tensor_parallel: stages may be tensor-parallel; the same for all trainers of the job.
     """
 
@@ -85,21 +89,21 @@ class ShardedState:
         self._world: WorldData | None = None
         self._communicator: Communicator | None = None
         self._own: list[PartState] = []
-        """Of the newest generation, as is the replica."""
+        """This rank's own parts in the newest generation, to which the replica belongs, too."""
         self._gather: ParameterGather | None = None
         self._aor = False
         self.first_digests: dict[int, str] = {}
-        """Of the layers that this rank had whole before the first step."""
+        """Digests of the layers that this rank had whole before the first step."""
 
     # --- between generations ---------------------------------------------------------------------
 
     def held_parts(self) -> tuple[StatePart, ...]:
-        """What is kept at the committed step."""
+        """Return the parts held at the committed step."""
         self._finish()
         return tuple(part.to_state_part() for part in self.states.held)
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Release all parts."""
         self.leave()
         self._end_replica()
         self.states.held, self._own = [], []
@@ -107,17 +111,17 @@ class ShardedState:
         self._model.shard((), None)
 
     def set_restored(self, layers: Iterable[int]) -> None:
-        """These were just filled whole, state included, and nothing else is kept."""
+        """Hold these layers, which were just filled whole, state included, and nothing else."""
         self.states.hold_whole(layers)
 
     def begin_restoring(self, layers: Collection[int]) -> None:
-        """``set_restored_part`` follows for each of ``layers``; nothing else is kept."""
+        """Release all parts; ``set_restored_part`` follows for each of ``layers``."""
         self._optimization.shards = None
         self._model.shard(layers, None)
         self.states.held = []
 
     def set_restored_part(self, layer: int, stage: WorldStage, rank: int) -> None:
-        """The layer was just filled whole, state included: keep this rank's share of it, and free the rest."""
+        """Keep this rank's share of a layer that was just filled whole, state included, and free the rest."""
         self._optimization.refresh_parameters()
         with torch.no_grad():
             self.states.hold_part(layer, *share_of(stage, rank))
@@ -132,13 +136,14 @@ class ShardedState:
         complete: set[int],
         digest: Callable[[int], str],
     ) -> int:
-        """Get the parameters of the rank's layers, whole or its share, and make its new parts.
+        """Get the parameters of the rank's layers, whole or its share of them, and make its new parts.
 
-        :param complete: layers that are whole; gets the rank's layers when all of it is there, unless it shards.
-        :param digest: of a layer that is whole; called before the first step.
-        :returns: the bytes received.
-        :raises CommunicationError: aborted, or a peer is lost; what is kept is as it was.
-        :raises PartsError: some of it is nowhere.
+        :param complete: layers that are whole; the rank's layers are added once they have arrived, unless
+            its stage shards.
+        :param digest: returns the digest of a whole layer; called before the first step.
+        :returns: the number of bytes received.
+        :raises CommunicationError: aborted, or a peer is lost; the held parts are unchanged.
+        :raises PartsError: nobody holds some of the state.
         """
         world, rank = resume.world, resume.rank
         stage = stage_of(world, rank)
@@ -146,7 +151,7 @@ class ShardedState:
         self._end_replica()
         self.states.complete = complete
         own = list(range(stage.first_layer, stage.end_layer))
-        self._place(stage, own, communicator)
+        self._allocate(stage, own, communicator)
         with torch.no_grad():
             self._fill(own, complete, digest if resume.step == 0 else None)
             held = initial_holdings(world) if resume.restore else world.held_parts
@@ -181,8 +186,8 @@ class ShardedState:
                 self._gather.add_buckets(self._model, self.shape, buckets, world)
         return received_bytes
 
-    def _place(self, stage: WorldStage, own: list[int], communicator: Communicator) -> None:
-        """Make room for what this rank computes with."""
+    def _allocate(self, stage: WorldStage, own: list[int], communicator: Communicator) -> None:
+        """Allocate memory for the parameters that this rank computes with."""
         shards: StageShards | None = None
         before = self._optimization.shards
         given = self._model, self.shape, own, stage.ranks, communicator, self._monitor
@@ -198,7 +203,7 @@ class ShardedState:
         self._optimization.refresh_parameters()
 
     def _plan_on(self, devices: int) -> TensorPlan:
-        """Return the plan for a stage of so many devices.
+        """Return the tensor-parallel plan for a stage of ``devices`` devices.
 
         :raises TrainingError: there is none.
         """
@@ -206,14 +211,15 @@ class ShardedState:
         problem = self._model.tensor_problem if plan is None else plan.find_problem(devices)
         if plan is None or problem is not None:
             raise TrainingError(
-                f"the plan has a tensor-parallel stage of {devices} devices, and this model cannot: {problem}; measure "
-                "the profile again, or set planner.within_node = shard or replicate"
+                f"the plan has a tensor-parallel stage of {devices} devices, which this model cannot use: {problem}; "
+                "measure the profile again, or set planner.within_node = shard or replicate"
             )
         return plan
 
     def _fill(self, own: list[int], complete: set[int], digest: Callable[[int], str] | None) -> None:
-        """Copy what is here to where this rank computes with it. Of layers that can be provided, one is whole at a
-        time."""
+        """Copy values held here to the memory that this rank computes with. Layers that can be provided are
+        whole one at a time.
+        """
         self.first_digests = {}
         for layer in own:
             self._monitor.tick()
@@ -232,23 +238,26 @@ class ShardedState:
     def _vectors_of(
         self, layer: int, own: Collection[int], *, tied: bool = False
     ) -> tuple[ParameterVector, ...]:
-        """Return the vectors that are kept with a layer: its own; and, where others keep none of it, those that it
-        shares with earlier layers, unless this rank has one of these."""
+        """Return the vectors that are kept with a layer.
+
+        These are the layer's own vectors and, unless others keep none of it, the vectors that it shares
+        with earlier layers of which this rank has none.
+        """
         if self._zero1 and not tied:
             return self.shape.vectors_of_layer(layer)
         vectors = self.shape.vectors_of_layer(layer, tied=True)
         return tuple(v for v in vectors if min(set(own).intersection(v.layers)) == layer)
 
     def leave(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._world = self._communicator = self._gather = None
 
     # --- for snapshots ---------------------------------------------------------------------------
 
     def snapshot_parts(self, layers: Iterable[int], *, replica: bool) -> list[PartState]:
-        """This generation's parts of these layers at the committed step, ascending; or the replicas.
+        """Return this generation's parts of these layers at the committed step, or the replicas, ascending.
 
-        :raises StateError: the replica of one is not to be had.
+        :raises StateError: the replica of one layer is not available.
         """
         if replica:
             self._finish()
@@ -260,11 +269,11 @@ class ShardedState:
             found.setdefault(part.layer, []).append(dataclasses.replace(part, slices=slices))
         missing = [layer for layer in layers if layer not in found]
         if missing:
-            raise StateError(f"no replica of layers {missing} is kept here")
+            raise StateError(f"no replica of layers {missing} is held here")
         return [part for layer in layers for part in found[layer]]
 
     def value_of(self, one: ParameterSlice) -> Tensor:
-        """The slice of what this rank computes with: its memory, not a copy."""
+        """Return the memory of the slice that this rank computes with."""
         return self._optimization.value_of(one)
 
     def schedule(self) -> dict[str, Any]:
@@ -273,12 +282,12 @@ class ShardedState:
     # --- the step --------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Gradients are about to change."""
+        """Prepare for gradients to change: wait until the replica has copied the last ones."""
         if self.replica is not None:
             self.replica.await_gradients_copied()
 
     def update(self, owned: Collection[int], *, skipped: bool) -> None:
-        """APPLY on the own part, from the gradients in ``.grad``; the replica follows on its own."""
+        """Apply the gradients in ``.grad`` to this rank's own parts; the replica follows in its own thread."""
         if self.replica is not None and not skipped:
             gradients = [self._optimization.gradient_of(one.slice) for one in self.replica.slices]
             self.replica.submit_update(gradients, self._optimization.options())
@@ -289,9 +298,9 @@ class ShardedState:
         self.states.held = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 
     def gather_parameters(self) -> None:
-        """With ZeRO-1: have parameters that others updated.
+        """With ZeRO-1, gather the parameters that other owners updated.
 
-        :raises CommunicationError: aborted, or a peer is lost; only the own part is at the new step.
+        :raises CommunicationError: aborted, or a peer is lost; only the own parts are at the new step.
         """
         assert self._gather is not None
         self._gather.run(self._monitor)
@@ -299,7 +308,8 @@ class ShardedState:
     # --- replicas against their owners -------------------------------------------------------------
 
     def check_replicas(self, step: int) -> tuple[Divergence, ...]:
-        """Behind every ``CHECK_STEPS`` steps: compare, and make anew what differs. All are whole.
+        """Every ``CHECK_STEPS`` steps, compare replicas with their owners' parts and replace those that
+        differ.
 
         :raises CommunicationError: aborted, or a peer is lost; replicas that differ are not kept.
         """
@@ -329,20 +339,24 @@ class ShardedState:
         served: dict[int, list[PartState]],
         followed: dict[int, list[_Key]],
     ) -> tuple[dict[_Key, int], list[tuple[int, PartState]]]:
-        """Parts whose replica here differs, with their owner's rank; and own parts that others ask for."""
+        """Return the parts whose replica here differs, with their owner's rank, and own parts that others need
+        again.
+        """
         digests = {peer: b"".join(map(self.states.digest, parts)) for peer, parts in served.items()}
         sizes = {peer: _DIGEST_BYTES * len(keys) for peer, keys in followed.items()}
-        theirs = self._talk(communicator, digests, sizes)
+        theirs = self._exchange_bytes(communicator, digests, sizes)
         replicas = [part for part in self.states.held if part.replica]
         mine = {(part.layer, part.fractions): self.states.digest(part) for part in replicas}
         verdicts: dict[int, bytes] = {}
         differing: dict[_Key, int] = {}
         for peer, keys in followed.items():
-            said = [theirs[peer][i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES] for i in range(len(keys))]
-            bad = [not self._exact or mine.get(key) != one for key, one in zip(keys, said, strict=True)]
+            sent = [theirs[peer][i * _DIGEST_BYTES : (i + 1) * _DIGEST_BYTES] for i in range(len(keys))]
+            bad = [not self._exact or mine.get(key) != one for key, one in zip(keys, sent, strict=True)]
             differing |= {key: peer for key, is_bad in zip(keys, bad, strict=True) if is_bad}
             verdicts[peer] = bytes(bad)
-        answers = self._talk(communicator, verdicts, {peer: len(parts) for peer, parts in served.items()})
+        answers = self._exchange_bytes(
+            communicator, verdicts, {peer: len(parts) for peer, parts in served.items()}
+        )
         asked = [
             (peer, part)
             for peer, parts in served.items()
@@ -354,7 +368,7 @@ class ShardedState:
     def _renew(
         self, communicator: Communicator, differing: dict[_Key, int], asked: list[tuple[int, PartState]]
     ) -> tuple[Divergence, ...]:
-        """Replicas made anew from their owners."""
+        """Replace replicas that differ by new ones from their owners."""
         rank = communicator.rank
         error = self.replica.error if self.replica is not None else None
         old = {(part.layer, part.fractions): part for part in self.states.held if part.replica}
@@ -384,14 +398,14 @@ class ShardedState:
             elif self._exact or not _close(old[part.layer, part.fractions], part):
                 start, end, of = part.fractions
                 detail = (
-                    f"the part from {start}/{of} to {end}/{of} differed from its owner's; it was taken from "
-                    "there again"
+                    f"the part from {start}/{of} to {end}/{of} differed from its owner's; it was copied from "
+                    "the owner again"
                 )
                 diverged.append(Divergence(layer=part.layer, detail=detail))
         return tuple(diverged)
 
     def _moves_of(self, layer: int, part: Fractions, source: int, target: int) -> list[PartTransfer]:
-        """The optimizer's state of a part."""
+        """Return the transfers of the optimizer's state of a part."""
         moves = []
         for number, vector in enumerate(self.shape.vectors):
             start, end = vector.part_range(*part)
@@ -413,23 +427,25 @@ class ShardedState:
 
     @property
     def _exact(self) -> bool:
-        """An owner on another kind of device rounds otherwise than its replica."""
+        """Whether a replica must equal its owner's part: an owner on another kind of device rounds
+        differently.
+        """
         return self._model.device.type == "cpu"
 
-    def _talk(
-        self, communicator: Communicator, said: dict[int, bytes], sizes: dict[int, int]
+    def _exchange_bytes(
+        self, communicator: Communicator, sent: dict[int, bytes], sizes: dict[int, int]
     ) -> dict[int, bytes]:
-        """Send bytes to some ranks, and take so many from others."""
+        """Send bytes to some ranks, and receive the given numbers of bytes from others."""
         device = self._model.device
-        heard = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
+        received = {peer: torch.empty(size, dtype=torch.uint8, device=device) for peer, size in sizes.items()}
         pendings = [
             communicator.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), peer, "state")
-            for peer, data in sorted(said.items())
+            for peer, data in sorted(sent.items())
         ]
-        pendings += [communicator.receive(tensor, peer, "state") for peer, tensor in sorted(heard.items())]
+        pendings += [communicator.receive(tensor, peer, "state") for peer, tensor in sorted(received.items())]
         for pending in pendings:
             self._monitor.wait(communicator, pending)
-        return {peer: bytes(self._monitor.to_host(tensor).numpy()) for peer, tensor in heard.items()}
+        return {peer: bytes(self._monitor.to_host(tensor).numpy()) for peer, tensor in received.items()}
 
     def _exchange(self, moves: Sequence[PartTransfer], communicator: Communicator) -> int:
         exchange = StateExchange(
@@ -443,7 +459,7 @@ class ShardedState:
         return exchange.received_bytes
 
     def _finish(self) -> None:
-        """The replica is at the committed step, or not kept."""
+        """Wait until the replica is at the committed step, and release it if it failed."""
         if self.replica is not None:
             self.replica.finish()
             if self.replica.error is not None:

@@ -1,16 +1,19 @@
-"""Shards of a stage on one of its devices: its run of each vector, gathered while a layer runs (FSDP, ZeRO-3).
+"""Shards of a stage on one of its devices: its range of each vector, gathered while a layer runs (FSDP,
+ZeRO-3).
 
-The k devices of a stage that shards keep a k-th of each vector (``runtime.zero.parts``) of their layers:
-parameters, summed gradients and the optimizer's state. Before a layer runs, forward or backward, its vectors are
-gathered, while the one before it still runs; after it they are freed. What autograd would keep of a gathered
-parameter is a note of where it was, and the backward pass gathers it again. As soon as a vector's gradient of a
-microbatch is complete, it is reduced among the devices, and each adds its run to what it has of the step.
+Each of the k devices of a stage that shards keeps a k-th of each vector (``runtime.zero.parts``) of its
+layers: parameters, summed gradients and the optimizer's state. Before a layer runs, forward or backward,
+its vectors are gathered while the previous layer still runs; after it they are freed. Instead of a gathered
+parameter, autograd saves a note of its position, and the backward pass gathers the vector again. As soon as
+a vector's gradient of a microbatch is complete, it is reduced among the devices, and each adds its range to
+its sum for the step.
 
-The devices compute the same layers on other rows, so they come to the same operations in the same order. Where
-rows influence each other, and so cannot be split, all devices compute all rows: the gradients need not be reduced
-then, and one device speaks for the stage. All operations go through the communicator, so that an abort frees this
-rank wherever it waits. torch's ``fully_shard`` does the same for modules; here vectors are ranges of elements, as
-everywhere, parameters may be tied, and a module's own ``forward`` can run in windows.
+The devices compute the same layers on different rows, so they reach the same operations in the same order.
+If rows influence each other and cannot be split, all devices compute all rows. The gradients then need no
+reduction, and one device represents the stage. All operations go through the communicator, so an abort
+frees this rank wherever it waits. torch's ``fully_shard`` does the same for modules; here vectors are
+ranges of elements as in the rest of the project, parameters may be tied, and a module's own ``forward`` can
+run in windows.
 """
 
 from collections import deque
@@ -35,12 +38,14 @@ from runtime.monitoring.progress import ProgressMonitor
 from runtime.zero.parts import ParameterLayout, ParameterSlice
 
 _UNDER_WAY = 1
-"""Reductions that run beside the backward pass of the next layer; each keeps a whole vector's gradient."""
+"""Number of reductions that run in parallel with the backward pass of the next layer; each keeps a whole
+vector's gradient.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What autograd keeps of a gathered vector: which elements of it, and as what."""
+    """What autograd saves in place of a gathered vector: which elements of it, and their layout."""
 
     vector: int
     offset: int
@@ -49,16 +54,16 @@ class _Note:
 
 
 @dataclass(slots=True, eq=False)
-class _Reducing:
+class _Reduction:
     vector: int
     pending: PendingOperation
     reduced: Tensor
     whole: Tensor
-    """Kept until it is done."""
+    """Kept alive until the reduction is done."""
 
 
 class _Gather(torch.autograd.Function):
-    """The whole vector; backward, its gradient goes to the shards."""
+    """Gathers the whole vector; in the backward pass, its gradient goes to the shards."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, shards: "StageShards", vector: int) -> Tensor:
@@ -72,12 +77,14 @@ class _Gather(torch.autograd.Function):
 
 
 class StageShards:
-    """Belongs to one generation; the main thread's.
+    """The shards of one device in one generation; only the main thread calls it.
 
-    :param layers: of the stage. :param members: the stage's ranks, of which ``communicator.rank`` is one.
-    :param same_rows: all of them compute the same rows, so each has the stage's whole gradients.
-    :param before: those of the last generation; runs that stay the same keep their memory and their values.
-    :param apart: numbers of vectors that no layer gathers to run.
+    :param layers: the stage's layers.
+    :param members: the stage's ranks, which include ``communicator.rank``.
+    :param same_rows: all devices compute the same rows, so each has the stage's whole gradients.
+    :param before: shards of the previous generation; ranges that did not change keep their memory and
+        values.
+    :param ungathered: numbers of vectors that no layer gathers to run.
     """
 
     def __init__(
@@ -103,20 +110,22 @@ class StageShards:
         self.vectors = tuple(
             number for number, vector in enumerate(shape.vectors) if not set(layers).isdisjoint(vector.layers)
         )
-        """Numbers of those that the stage computes with, ascending."""
+        """Numbers of the vectors that the stage computes with, ascending."""
         self.ranges = {
             number: member_range(shape.vectors[number].numel, index, len(members)) for number in self.vectors
         }
-        """Elements of each that are this rank's."""
+        """This rank's elements of each vector."""
         self.values: dict[int, Tensor] = {
             number: before.values[number]
             if before is not None and before.ranges.get(number) == self.ranges[number]
             else self._empty(number)
             for number in self.vectors
         }
-        """This rank's run of each vector's parameters."""
+        """This rank's range of each vector's parameters."""
         self.gradients = {number: torch.zeros_like(value) for number, value in self.values.items()}
-        """Sums over the microbatches of the step, and over the devices of the stage as far as they are reduced."""
+        """Sums over the microbatches of the step, and over the devices of the stage as far as they have been
+        reduced.
+        """
         self._homes = {name: number for number in self.vectors for name in shape.vectors[number].names}
         tensors = {t.name: t for layer in layers for t in model.tensors_of(layer) if t.trainable}
         self._tensors = {
@@ -125,7 +134,9 @@ class StageShards:
         around = tuple(range(model.layer_count))
         everywhere = [n for n in self.vectors if len(around) > 1 and shape.vectors[n].layers == around]
         self._everywhere = tuple(everywhere)
-        """Code of which no layer is known to be the only one uses them: they are whole in all of a forward pass."""
+        """Vectors used by code that cannot be assigned to one layer: they are whole during all of a forward
+        pass.
+        """
         self._used: dict[tuple[int, bool], tuple[int, ...]] = {}
         for layer in layers:
             for block in (True, False):
@@ -139,22 +150,24 @@ class StageShards:
                 )
         self._anchor = torch.zeros((), requires_grad=True)
         self._whole: dict[int, int] = {}
-        """By the address of its storage, a vector that is whole for a forward pass."""
-        self._again: dict[int, Tensor] = {}
+        """Vectors that are whole for a forward pass, by the address of their storage."""
+        self._regathered: dict[int, Tensor] = {}
         """Vectors that are whole for a backward pass."""
-        self._ahead: dict[int, tuple[Tensor, PendingOperation]] = {}
-        """Vectors that are being gathered, as the layer that runs next needs them."""
+        self._prefetched: dict[int, tuple[Tensor, PendingOperation]] = {}
+        """Vectors that are being gathered because the next layer needs them."""
         order = [self._used[scope] for scope in model.code_scopes(layers) if self._used[scope]]
         self._after = dict(pairwise(order))
         self._before = dict(pairwise(reversed(order)))
-        self._reducing: deque[_Reducing] = deque()
+        self._reductions: deque[_Reduction] = deque()
         self._uses = dict.fromkeys(self.vectors, 0)
-        """How often a forward pass used each vector whose backward pass is still to come."""
+        """For each vector, the number of its uses in forward passes whose backward pass is still to come."""
         self._in_forward = False
         self.on_complete: Callable[[int], None] | None = None
-        """Called with a vector when its gradient of the step's last microbatch is reduced, during ``armed``."""
+        """Called with a vector when its gradient of the step's last microbatch has been reduced, while
+        ``armed``.
+        """
         self.armed = False
-        """The next backward pass is the step's last."""
+        """Whether the next backward pass is the step's last."""
         self._failure: CommunicationError | None = None
 
     def _empty(self, number: int) -> Tensor:
@@ -163,25 +176,25 @@ class StageShards:
         return torch.empty(end - start, dtype=dtype, device=self._device)
 
     def begin_step(self) -> None:
-        """No backward pass of the step has begun."""
+        """Prepare for the first backward pass of a step."""
         self.armed = False
         self._uses = dict.fromkeys(self.vectors, 0)
 
     def mark_values_changed(self) -> None:
-        """An update has changed ``values``."""
+        """Record that an update has changed ``values``."""
 
     # --- elements --------------------------------------------------------------------------------
 
     def value_of(self, one: ParameterSlice) -> Tensor:
-        """Return the memory of these elements, which are this rank's."""
+        """Return the memory of these elements, which must be this rank's."""
         return self._of(self.values, one)
 
     def gradient_of(self, one: ParameterSlice) -> Tensor:
-        """Return the memory of the gradients of these elements, which are this rank's."""
+        """Return the memory of the gradients of these elements, which must be this rank's."""
         return self._of(self.gradients, one)
 
     def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
-        """Return what of these elements is this rank's, if anything."""
+        """Return the intersection of the slice with this rank's elements, or ``None`` if it is empty."""
         number = self._homes.get(one.name)
         if number is None:
             return None
@@ -191,7 +204,7 @@ class StageShards:
         return ParameterSlice(name=one.name, start=start, end=end) if start < end else None
 
     def contains(self, name: str) -> bool:
-        """Return whether the parameter is in shards here."""
+        """Return whether this rank has a shard of the parameter's vector."""
         return name in self._homes
 
     def _of(self, flats: dict[int, Tensor], one: ParameterSlice) -> Tensor:
@@ -207,7 +220,7 @@ class StageShards:
     def forward_pass(self) -> Iterator[None]:
         """Surround a forward pass of some of the stage's layers."""
         hooks = (
-            torch.autograd.graph.saved_tensors_hooks(self._noted, self._found)
+            torch.autograd.graph.saved_tensors_hooks(self._save, self._load)
             if torch.is_grad_enabled()
             else nullcontext()
         )
@@ -217,11 +230,11 @@ class StageShards:
                 yield
         finally:
             self._in_forward = False
-            self._ahead.clear()
+            self._prefetched.clear()
 
     @contextmanager
     def gathered(self, layer: int, *, block: bool) -> Iterator[None]:
-        """Inside, the parameters of a layer are whole: those of its block, or those outside of it."""
+        """Gather parameters of a layer within this context: those of its block, or those outside of it."""
         vectors = self._used[layer, block]
         if not vectors:
             yield
@@ -232,7 +245,7 @@ class StageShards:
 
     @contextmanager
     def whole_layer(self, layer: int) -> Iterator[None]:
-        """Inside, all parameters of a layer are whole; the other devices of the stage have to come here, too."""
+        """Gather all parameters of a layer within this context, which all devices of the stage must enter."""
         vectors = [
             number
             for number in self.vectors
@@ -276,8 +289,10 @@ class StageShards:
                 before.append((module, attribute, module._parameters[attribute]))
                 put_parameter(module, attribute, value)
 
-    def _noted(self, tensor: Tensor) -> Any:
-        """Autograd keeps ``tensor``: a note, where it is of a gathered vector."""
+    def _save(self, tensor: Tensor) -> Any:
+        """Return what autograd saves for ``tensor``: a note if it belongs to a gathered vector, else the
+        tensor.
+        """
         if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
             return tensor
         number = self._whole.get(tensor.untyped_storage()._cdata)
@@ -285,15 +300,15 @@ class StageShards:
             return tensor
         return _Note(number, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def _found(self, kept: Any) -> Tensor:
-        """The backward pass needs what was noted."""
+    def _load(self, kept: Any) -> Tensor:
+        """Return the tensor for a saved note, gathering its vector if necessary."""
         if not isinstance(kept, _Note):
             assert isinstance(kept, Tensor)
             return kept
-        if kept.vector not in self._again:
-            self._again[kept.vector] = self.gather(kept.vector)
+        if kept.vector not in self._regathered:
+            self._regathered[kept.vector] = self.gather(kept.vector)
             self._begin(self._before.get((kept.vector,), ()))
-        return self._again[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
+        return self._regathered[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
 
     # --- among the devices -------------------------------------------------------------------------
 
@@ -302,26 +317,26 @@ class StageShards:
 
         :raises CommunicationError: aborted, or a peer is lost.
         """
-        ahead = self._ahead.pop(number, None)
+        ahead = self._prefetched.pop(number, None)
         whole, pending = self._post(number) if ahead is None else ahead
         self._wait(pending)
         return whole
 
     def _begin(self, vectors: tuple[int, ...]) -> None:
-        """Begin to gather vectors, beside what is computed meanwhile."""
+        """Begin to gather vectors in parallel with computation."""
         for number in vectors:
-            if number not in self._ahead and number not in self._again:
-                self._ahead[number] = self._post(number)
+            if number not in self._prefetched and number not in self._regathered:
+                self._prefetched[number] = self._post(number)
 
     def _post(self, number: int) -> tuple[Tensor, PendingOperation]:
         own = self.values[number]
-        # Fresh memory each time: after an abort a stuck thread may still write into it.
+        # Allocate new memory each time: after an abort a stuck thread may still write into the old one.
         whole = torch.empty(self._shape.vectors[number].numel, dtype=own.dtype, device=own.device)
         return whole, self._communicator.all_gather_uneven(whole, own, self._members)
 
     def reduce(self, number: int, gradient: Tensor) -> None:
-        """The gradient of a whole vector, of one microbatch, is complete here: begin to reduce it."""
-        self._again.pop(number, None)
+        """Begin to reduce a vector's gradient of one microbatch, which is complete here."""
+        self._regathered.pop(number, None)
         self._uses[number] -= 1
         if self._has_whole_gradient(number):
             start, end = self.ranges[number]
@@ -331,40 +346,43 @@ class StageShards:
         self._begin_reducing(number, gradient)
 
     def _has_whole_gradient(self, number: int) -> bool:
-        """Return whether each device computes all of a vector's gradient, so that nothing is to be added."""
+        """Return whether each device computes the whole gradient of a vector, so that no sum is needed."""
         return self._same_rows
 
     def _begin_reducing(self, number: int, gradient: Tensor) -> None:
         whole, reduced = gradient.contiguous(), self._empty(number)
         pending = self._communicator.reduce_scatter(reduced, whole, self._members)
-        self._reducing.append(_Reducing(number, pending, reduced, whole))
-        while len(self._reducing) > _UNDER_WAY:
+        self._reductions.append(_Reduction(number, pending, reduced, whole))
+        while len(self._reductions) > _UNDER_WAY:
             self._finish_oldest()
 
     def end_backward(self) -> None:
-        """A microbatch's backward pass is over: finish what it began.
+        """Finish the reductions of a microbatch's backward pass.
 
         :raises CommunicationError: aborted, or a peer is lost.
         """
-        while self._reducing:
+        while self._reductions:
             self._finish_oldest()
-        self._again.clear()
-        self._ahead.clear()
+        self._regathered.clear()
+        self._prefetched.clear()
 
     def check(self) -> None:
-        """:raises CommunicationError: it was raised in a forward or backward pass, perhaps in autograd's words."""
+        """Raise the communication error of a forward or backward pass, which autograd may have wrapped.
+
+        :raises CommunicationError: a pass was aborted, or lost a peer.
+        """
         if self._failure is not None:
             raise self._failure
 
     def _finish_oldest(self) -> None:
-        oldest = self._reducing.popleft()
+        oldest = self._reductions.popleft()
         self._wait(oldest.pending)
         self.gradients[oldest.vector].add_(oldest.reduced)
         self._complete(oldest.vector)
 
     def _complete(self, number: int) -> None:
-        """A gradient of a vector was added; say so if it was the last of the step."""
-        reducing = any(one.vector == number for one in self._reducing)
+        """Record that a gradient of a vector was added, and report it if it was the last of the step."""
+        reducing = any(one.vector == number for one in self._reductions)
         if self.armed and self.on_complete is not None and not self._uses[number] and not reducing:
             self.on_complete(number)
 
@@ -372,12 +390,12 @@ class StageShards:
         try:
             self._monitor.wait(self._communicator, pending, "gather")
         except CommunicationError as error:
-            self._failure = error  # Autograd may put it into other words.
+            self._failure = error  # Autograd may wrap it.
             raise
 
 
 def put_parameter(module: nn.Module, attribute: str, value: Any) -> None:
-    """As ``setattr``, which takes parameters alone."""
+    """Set a parameter to any tensor; ``setattr`` accepts only parameters."""
     module._parameters[attribute] = value
     if isinstance(module, nn.RNNBase) and attribute in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(attribute)] = value

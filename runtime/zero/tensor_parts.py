@@ -1,19 +1,20 @@
 """Tensor parallelism in a stage on one of its devices: parts of its linear modules, computed on all rows.
 
-What each device keeps is what it keeps of a stage with shards (``runtime.zero.shards``): its run of each vector. A
-parameter that is split (``runtime.layers.tensor_plan``) is a vector of its own, so the run of a weight is an equal
-number of its rows, which are output features.
+Each device keeps what it would keep in a stage with shards (``runtime.zero.shards``): its range of each
+vector. A parameter that is split (``runtime.layers.tensor_plan``) is a vector of its own, so the range of a
+weight is an equal number of its rows, which are output features.
 
-A ``colwise`` module computes with that run as it is, and its gradient is added to that of the run in place. A
-``rowwise`` module needs columns, which are input features. They are copied from the weight once for each update, when
-the module runs first, and their gradients go back to the rows once for each step, after its last backward pass: both
-move the weight over the links of the node once for each step, and nothing of it for each microbatch.
+A ``colwise`` module computes with that range directly, and its gradient is added to the range's gradient in
+place. A ``rowwise`` module needs columns, which are input features. They are copied from the weight once
+for each update, when the module first runs, and their gradients are added to the rows once for each step,
+after its last backward pass. Both operations move the weight over the links of the node once for each step,
+and nothing of it for each microbatch.
 
-Activations: what a ``colwise`` module takes is the same on all devices, and its gradient is summed over them; what a
-``rowwise`` module returns is summed, and its gradient is the same on all. All other parameters are gathered while a
-layer runs, as in shards; their gradients are equal on all devices, and each takes its run. Sums of low-precision
-activations are made in float32. All operations go through the communicator, so that an abort frees this rank wherever
-it waits.
+Activations: the input of a ``colwise`` module is the same on all devices, and its gradient is summed over
+them. The output of a ``rowwise`` module is summed, and its gradient is the same on all devices. All other
+parameters are gathered while a layer runs, as in shards; their gradients are equal on all devices, and each
+device keeps its range. Sums of low-precision activations are computed in float32. All operations go through
+the communicator, so an abort frees this rank wherever it waits.
 """
 
 import weakref
@@ -36,7 +37,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class _Exchange(torch.autograd.Function):
-    """What ``forth`` makes of a tensor; backward, what ``back`` makes of its gradient."""
+    """Applies ``forth`` to a tensor and, in the backward pass, ``back`` to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forth: Change, back: Change) -> Tensor:
@@ -54,9 +55,10 @@ def _exchanged(x: Tensor, forth: Change, back: Change) -> Tensor:
 
 
 class StageTensorParts(StageShards):
-    """Belongs to one generation; the main thread's. Parameters as for ``StageShards``.
+    """Tensor-parallel parts of one device in one generation; only the main thread calls it. Parameters as for
+    ``StageShards``.
 
-    :param plan: can be used on so many devices as there are ``members``.
+    :param plan: a plan that ``len(members)`` devices can use.
     """
 
     def __init__(
@@ -88,15 +90,17 @@ class StageTensorParts(StageShards):
         """Vectors of which each device computes a part of the gradient."""
         self._linears: dict[int, list[SplitLinear]] = {}
         self._parts: dict[str, nn.Parameter] = {}
-        """What is computed with, by the name of the parameter."""
+        """Tensors that modules compute with, by the name of the parameter."""
         self._columns: dict[int, nn.Parameter] = {}
-        """By the number of its vector, the columns of the weight of a rowwise module; they are not ``values``."""
+        """Columns of the weights of rowwise modules by the number of their vector; they are separate from
+        ``values``.
+        """
         self._outdated: set[int] = set()
-        """Those of ``_columns`` that are to be copied from the weight before they are used."""
+        """Numbers in ``_columns`` that must be copied from the weight before they are used."""
         self._unreduced: set[int] = set()
-        """Those of ``_columns`` whose gradients of this step are still to be added to those of the rows."""
+        """Numbers in ``_columns`` whose gradients of this step must still be added to those of the rows."""
         self._inputs: dict[int, tuple[Tensor, Tensor]] = {}
-        """Inputs of modules of the block that runs, by identity, with what the modules take in their place."""
+        """Inputs of modules of the current block, by identity, with the tensors that the modules get instead."""
         this = weakref.ref(self)
         for linear in plan.linears:
             if linear.layer not in layers:
@@ -140,7 +144,7 @@ class StageTensorParts(StageShards):
 
     @contextmanager
     def _split(self, linears: Sequence[SplitLinear]) -> Iterator[None]:
-        """Inside, these modules compute their parts."""
+        """Make these modules compute their parts within this context."""
         self._copy_columns(linears)
         handles = []
         before: list[tuple[nn.Module, str, Any]] = []
@@ -176,7 +180,7 @@ class StageTensorParts(StageShards):
                 put_parameter(module, key, value)
 
     def _take(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Modules that take the same tensor have one sum of its gradients."""
+        """Replace a module's input; modules with the same input share one sum of its gradients."""
         x = arguments[0]
         known = self._inputs.get(id(x))
         if known is None:
@@ -197,14 +201,14 @@ class StageTensorParts(StageShards):
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum over the devices.
 
-        It is made of a reduction and a gathering of runs, which wait for devices of this stage alone. All-reduces wait
-        in one lane: behind one of gradients that other stages have a part in, which may wait for this one in turn, a
-        sum that the backward pass needs would never come.
+        The sum consists of a reduce-scatter and a gather, which wait for devices of this stage alone. An
+        all-reduce would queue in the same lane as those of gradients that other stages take part in. Those
+        may in turn wait for this stage, so a sum that the backward pass needs would never complete.
 
         :raises CommunicationError: aborted, or a peer is lost.
         """
         with _disable_current_modes():
-            # Fresh memory each time: after an abort a stuck thread may still write into it.
+            # Allocate new memory each time: after an abort a stuck thread may still write into the old one.
             terms = torch.empty(x.numel(), dtype=_sum_dtype(x.dtype), device=x.device)
             terms.view(x.shape).copy_(x)
             start, end = member_range(x.numel(), self._index, len(self._members))
@@ -214,7 +218,7 @@ class StageTensorParts(StageShards):
             return total.view(x.shape).to(x.dtype)
 
     def gather_features(self, x: Tensor) -> Tensor:
-        """Return what the devices have, one after the other in the last dimension."""
+        """Return the devices' tensors concatenated in the last dimension."""
         with _disable_current_modes():
             count = len(self._members)
             flat = x.new_empty(count * x.numel())
@@ -238,7 +242,7 @@ class StageTensorParts(StageShards):
         return number not in self._partial
 
     def note_gradient(self, number: int) -> None:
-        """The gradient of a part, of one microbatch, was added."""
+        """Record that the gradient of a part, of one microbatch, was added."""
         self._uses[number] -= 1
         if number not in self._columns:
             self._complete(number)
@@ -247,7 +251,7 @@ class StageTensorParts(StageShards):
 
     def end_backward(self) -> None:
         if self.armed:
-            # Parameters that the last microbatch did not use.
+            # These are parameters that the last microbatch did not use.
             for number in sorted(self._unreduced):
                 self._reduce_columns(number)
         super().end_backward()
@@ -268,7 +272,7 @@ class StageTensorParts(StageShards):
 
 
 def _hook(this: "weakref.ref[StageTensorParts]", number: int) -> Callable[[Tensor], None]:
-    """Return what tells the stage of a gradient. It does not keep the stage's memory alive."""
+    """Return a hook that reports a gradient to the stage without keeping the stage's memory alive."""
 
     def arrived(_: Tensor) -> None:
         if (parts := this()) is not None:

@@ -15,19 +15,19 @@ def in_compute(fleet: Fleet, victim: Engine) -> None:
 
 def in_vote(fleet: Fleet, victim: Engine) -> None:
     """The others have complete gradients and wait for its ballot."""
-    victim._ask = die(fleet)  # type: ignore[method-assign]
+    victim._hold_vote = die(fleet)  # type: ignore[method-assign]
 
 
 def behind_vote(fleet: Fleet, victim: Engine) -> None:
     """It and all others have committed; one of these but learns of it from the coordinator."""
     late = fleet.engines[0]
-    ask = late._ask
+    ask = late._hold_vote
 
     def asked(*arguments: object) -> object:
         ask(*arguments)  # type: ignore[arg-type]
         raise CommunicationAborted
 
-    late._ask = asked  # type: ignore[method-assign,assignment]
+    late._hold_vote = asked  # type: ignore[method-assign,assignment]
     in_gather(fleet, victim)
 
 

@@ -1,4 +1,6 @@
-"""Every architecture, cut into stages of unequal pipelines whose layout changes, has the losses of a plain loop."""
+"""Every architecture, cut into stages of unequal pipelines whose layout changes, has the same losses as a
+plain loop.
+"""
 
 import contextlib
 from typing import Any
@@ -34,7 +36,7 @@ def wholly_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_losses_are_those_of_a_plain_loop(architecture: str) -> None:
+def test_losses_equal_those_of_a_plain_loop(architecture: str) -> None:
     job = job_of(architecture)
     expected = plain_loop(lambda: build(architecture), job, STEPS)
     found = train(job, three_and_two, three_and_one, leaves=1)
@@ -51,7 +53,7 @@ def test_with_casts_to_float32_inside_losses_agree_to_its_rounding() -> None:
 
 
 def doubled(layers: int) -> Pipelines:
-    """Six ranks, two devices in each of two stages, and a stage of one beside a stage of one."""
+    """Six ranks: one pipeline has two stages of two devices each, the other two stages of one device each."""
     middle = (layers + 1) // 2
     return (
         pipeline((0, middle, [0, 1]), (middle, layers, [2, 3]), first_microbatch=0, microbatches=3),
@@ -60,7 +62,7 @@ def doubled(layers: int) -> Pipelines:
 
 
 def doubled_otherwise(layers: int) -> Pipelines:
-    """Five ranks: one device hands its rows to two, two to one."""
+    """Five ranks: a stage of one device sends its rows to a stage of two, which sends them to a stage of one."""
     middle = layers // 2
     return (
         pipeline((0, 1, [0]), (1, middle, [1, 2]), (middle, layers, [3]), first_microbatch=0, microbatches=2),
@@ -84,7 +86,9 @@ DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.1},
     "t5": {"dropout_rate": 0.1, "attn_implementation": "eager"},
 }
-"""Attention that is one fused function draws its random numbers by itself."""
+"""Options with dropout. Fused attention draws its random numbers itself, so attention is eager or has no
+dropout.
+"""
 
 
 @pytest.mark.usefixtures("wholly_float64")
@@ -107,7 +111,7 @@ def test_dropout_does_not_depend_on_the_layout(architecture: str) -> None:
 
 
 def recomputing(layout: Layout) -> Layout:
-    """Return the same pipelines, whose stages recompute selectively, fully and not at all, in turn."""
+    """Return the same pipelines with stages that recompute selectively, fully and not at all, in turn."""
     ways: tuple[Recompute, ...] = ("selective", "full", "none")
 
     def recomputed(layers: int) -> Pipelines:
@@ -127,7 +131,9 @@ def recomputing(layout: Layout) -> Layout:
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral", "t5", "resnet"])
 def test_recomputation_does_not_change_a_bit(architecture: str) -> None:
-    """With dropout, auxiliary losses of experts, two streams through the pipeline, running statistics."""
+    """The jobs have dropout, auxiliary losses of experts, two streams through the pipeline, and running
+    statistics.
+    """
     arguments = {"options": DROPOUT[architecture]} if architecture in DROPOUT else {}
     job = job_of(architecture, steps=2, activation_checkpointing="auto", arguments=arguments)
     plain, recomputed = (
@@ -146,7 +152,7 @@ def test_recomputation_does_not_change_a_bit(architecture: str) -> None:
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ["llama", "bert", "t5", "mixtral"])
 def test_microbatches_of_different_lengths(architecture: str) -> None:
-    """Each microbatch is padded to its own longest sample, so that shapes of activations differ."""
+    """Each microbatch is padded to its own longest sample, so the shapes of activations differ."""
     steps = 10
     arguments = {"variable": True}
     job = job_of(architecture, steps=steps, arguments=arguments)
@@ -159,7 +165,7 @@ def test_microbatches_of_different_lengths(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "bert", "t5", "mixtral"])
 @pytest.mark.parametrize("rows", [slice(0, 8), slice(0, 2), slice(6, 8), slice(2, 5)])
 def test_samples_without_labels(architecture: str, rows: slice) -> None:
-    """A global batch, its first or last microbatch, or one and a half in the middle have labels of -100 alone."""
+    """A global batch, its first or last microbatch, or one and a half in the middle, have no label but -100."""
     steps = 4
     job = job_of(architecture, steps=steps)
     arguments = {"unlabelled": Sampler(SAMPLES, job.global_batch, job.seed).indices(2)[rows]}
@@ -196,7 +202,9 @@ def test_sharded_optimizer_state(architecture: str) -> None:
 
 
 def in_parts(layers: int) -> Pipelines:
-    """Six ranks: two devices of a stage compute parts of its layers, beside shards and a stage of one."""
+    """Six ranks: two devices of a stage compute parts of its layers, next to a stage with shards and a stage
+    of one.
+    """
     middle = (layers + 1) // 2
     one, other = (
         pipeline(
@@ -214,7 +222,7 @@ def in_parts(layers: int) -> Pipelines:
 
 
 def in_other_parts(layers: int) -> Pipelines:
-    """Five ranks: what were shards are parts."""
+    """Five ranks: stages that had shards compute parts now."""
     middle = layers // 2
     one = pipeline((0, layers, [0, 1]), first_microbatch=0, microbatches=2)
     other = pipeline((0, middle, [2]), (middle, layers, [3, 4]), first_microbatch=2, microbatches=2)
@@ -229,7 +237,7 @@ def in_other_parts(layers: int) -> Pipelines:
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral", "gemma3", "phi3", "olmo2"])
 def test_tensor_parallel_stages(architecture: str) -> None:
-    """By the plan that Hugging Face gives the model."""
+    """The plan is the one that Hugging Face gives the model."""
     steps = 6
     job = job_of(architecture, steps=steps, within_node="tensor")
     expected = plain_loop(lambda: build(architecture), job, steps)
@@ -286,27 +294,27 @@ def scales(fleet: Fleet) -> set[float]:
 
 
 def lose_the_vote(fleet: Fleet) -> None:
-    """Make a step that rank 0 votes for and does not commit, while all others do."""
+    """Make rank 0 vote for a step without committing it, while all others commit."""
     late = fleet.engines[0]
-    ask = late._ask
+    ask = late._hold_vote
 
     def asked(*arguments: Any) -> None:
         ask(*arguments)
         raise CommunicationAborted
 
-    late._ask = asked  # type: ignore[method-assign,assignment]
+    late._hold_vote = asked  # type: ignore[method-assign,assignment]
 
     def step(rank: int, engine: Engine) -> None:
         with contextlib.suppress(CommunicationAborted):
             engine.step(lambda: False)
 
     fleet.each(step)
-    del late._ask
+    del late._hold_vote
 
 
 @pytest.mark.parametrize("rolls_forward", [1, 4])
 def test_the_loss_scale_halves_at_overflows_and_moves_with_the_layers(rolls_forward: int) -> None:
-    """In a step that overflows or in one that does not, one rank learns of the vote from the recovery alone."""
+    """In a step that overflows, or in one that does not, one rank learns the vote only from the recovery."""
     steps = 8
     job = job_of("llama", steps=steps, precision="float16")
     with Fleet(job, 4) as fleet:
@@ -333,7 +341,7 @@ def test_the_loss_scale_halves_at_overflows_and_moves_with_the_layers(rolls_forw
 
 
 @pytest.mark.usefixtures("wholly_float64")
-def test_whoever_learns_of_a_vote_from_the_recovery_divides_by_its_weight() -> None:
+def test_a_rank_that_learns_a_vote_from_the_recovery_divides_by_its_weight() -> None:
     steps = 6
     job = job_of("bert", steps=steps)
     expected = plain_loop(lambda: build("bert"), job, steps)
@@ -348,7 +356,9 @@ def test_whoever_learns_of_a_vote_from_the_recovery_divides_by_its_weight() -> N
 
 
 def sharded(layers: int) -> Pipelines:
-    """Five ranks: a stage of two devices with shards, one alone, and a pipeline of two that shards."""
+    """Five ranks: one pipeline has a stage of two devices with shards and a stage of one, the other one stage
+    with shards.
+    """
     middle = (layers + 1) // 2
     return (
         pipeline(
@@ -359,7 +369,7 @@ def sharded(layers: int) -> Pipelines:
 
 
 def sharded_otherwise(layers: int) -> Pipelines:
-    """Four ranks: three devices share the input and the first half, one has the other."""
+    """Four ranks: three devices share the input and the first half of the blocks, one device has the rest."""
     middle = layers // 2
     return (
         pipeline(
@@ -371,7 +381,7 @@ def sharded_otherwise(layers: int) -> Pipelines:
 @pytest.mark.usefixtures("wholly_float64")
 @pytest.mark.parametrize("architecture", ["bert", "gpt2", "llama", "mixtral", "resnet", "t5"])
 def test_stages_with_shards(architecture: str) -> None:
-    """Devices of a stage gather each layer while it runs, tied weights and code around the blocks included."""
+    """Devices of a stage gather each layer while it runs, including tied weights and code around the blocks."""
     steps = 4
     job = job_of(architecture, steps=steps, global_batch=12, microbatch_rows=3, within_node="shard")
     expected = plain_loop(lambda: build(architecture), job, steps)

@@ -1,4 +1,4 @@
-"""The commit rule on one engine in this process: roll forward, redo, start anew, skip."""
+"""The commit rule on one engine in this process: roll forward, redo, reset, skip."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def engine_of(data: TrainingData) -> Engine:
 
 
 def enter(engine: Engine, step: int, vote: Vote | None = None) -> None:
-    """Resume alone, with all layers."""
+    """Enter a generation of one rank with all layers."""
     engine.commit_or_discard(step, vote)
     layers = engine.model.layer_count
     microbatches = engine.data.global_batch // engine.data.microbatch_rows
@@ -49,7 +49,7 @@ def no() -> bool:
 
 
 def stop_at_vote(engine: Engine) -> None:
-    """The abort comes when this rank holds complete gradients, but before VOTE."""
+    """Abort when this rank holds complete gradients, but before VOTE."""
 
     def abort() -> bool:
         raise CommunicationAborted
@@ -98,7 +98,7 @@ def test_ready_gradients_survive_and_are_applied(data: TrainingData) -> None:
     engine.step(no)
     stop_at_vote(engine)
     assert (engine.committed_step, engine.ready_step, engine.vote) == (1, 2, others[0])
-    # Its peers passed VOTE of step 2 and committed: it follows, by the vote that they know.
+    # Its peers passed VOTE of step 2 and committed. It follows with the vote that they report.
     enter(engine, 2, others[1])
     assert (engine.committed_step, engine.ready_step, engine.vote) == (2, None, others[1])
     losses = [engine.step(no).vote.loss for _ in range(2)]
@@ -117,7 +117,7 @@ def test_gradients_in_flight_are_discarded_and_the_step_is_redone(data: Training
     assert losses == pytest.approx(expected[1:], rel=1e-12)
 
 
-def test_who_was_away_holds_nothing(data: TrainingData) -> None:
+def test_a_rank_that_was_absent_holds_nothing(data: TrainingData) -> None:
     engine = engine_of(data)
     engine.commit_or_discard(7, Vote(loss=1.0, gradient_norm=1.0))
     assert (
@@ -125,11 +125,11 @@ def test_who_was_away_holds_nothing(data: TrainingData) -> None:
         and engine.complete_layers == set()
         and engine.model.held_layers == frozenset()
     )
-    with pytest.raises(EngineError, match="nobody sent them"):
+    with pytest.raises(EngineError, match="no rank sent them"):
         enter(engine, 7)
 
 
-def test_applying_without_a_vote_is_refused(data: TrainingData) -> None:
+def test_applying_without_a_vote_is_rejected(data: TrainingData) -> None:
     engine = engine_of(data)
     enter(engine, 0)
     stop_at_vote(engine)
@@ -137,7 +137,7 @@ def test_applying_without_a_vote_is_refused(data: TrainingData) -> None:
         engine.commit_or_discard(1, None)
 
 
-def test_a_stop_rides_on_the_vote(data: TrainingData) -> None:
+def test_the_vote_carries_a_stop(data: TrainingData) -> None:
     engine = engine_of(data)
     enter(engine, 0)
     assert engine.step(lambda: True).stop_requested
@@ -146,7 +146,7 @@ def test_a_stop_rides_on_the_vote(data: TrainingData) -> None:
 
 
 def test_gradients_that_are_not_finite_skip_the_update_but_commit(tmp_path: Path) -> None:
-    """Sample 0 makes an infinite gradient; its step commits without an update, all others train."""
+    """Sample 0 causes an infinite gradient. Its step commits without an update; all other steps train."""
     script(
         tmp_path,
         """

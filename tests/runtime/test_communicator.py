@@ -1,4 +1,4 @@
-"""Communicators over real gloo: what they carry, and that ``abort`` always frees the main thread."""
+"""Communicators over real gloo: what they transfer, and that ``abort`` always frees the main thread."""
 
 import itertools
 import os
@@ -39,7 +39,7 @@ from runtime.groups.store import Rendezvous
 from tests.helpers.harness import ROOT, TOKEN, ServerThread
 
 FAR_S = 300.0
-"""A group timeout that no test waits for: who is free before was freed by the abort."""
+"""A group timeout that no test reaches: a thread that is free earlier was freed by the abort."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def make(
 
 
 def on_all(communicators: list[GlooCommunicator], work: Callable[[GlooCommunicator], Any]) -> list[Any]:
-    """``work`` on each rank, every rank on a thread of its own."""
+    """Run ``work`` on each rank, with one thread for each."""
     with ThreadPoolExecutor(len(communicators)) as pool:
         return [f.result(60) for f in [pool.submit(work, c) for c in communicators]]
 
@@ -88,7 +88,7 @@ def communication_threads() -> set[threading.Thread]:
 
 @pytest.fixture
 def others() -> set[threading.Thread]:
-    """Those that tests before this one have left waiting."""
+    """Return the threads that earlier tests have left waiting."""
     return communication_threads()
 
 
@@ -100,7 +100,7 @@ def eventually(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("numel", [12, 7, 1], ids=["equal runs", "unequal runs", "empty runs"])
-def test_runs_of_a_vector_are_gathered_and_reduced(server: ServerThread, numel: int) -> None:
+def test_ranges_of_a_vector_are_gathered_and_reduced(server: ServerThread, numel: int) -> None:
     def work(communicator: GlooCommunicator) -> tuple[list[float], list[float]]:
         rank, members = communicator.rank, (0, 1, 2)
         start, end = member_range(numel, rank, 3)
@@ -204,7 +204,7 @@ def test_abort_while_a_group_is_forming(server: ServerThread, others: set[thread
     early.close()
 
 
-def test_a_refused_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
+def test_a_rejected_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
     rendezvous = Rendezvous(host="127.0.0.1", port=server.port, token="guess", generation=1)
     one = GlooCommunicator(rendezvous, 0, 2, "127.0.0.1")
     with pytest.raises(PeerLost, match="wrong secret"):
@@ -214,7 +214,7 @@ def test_a_refused_rendezvous_is_a_lost_peer(server: ServerThread) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_dies_or_hangs_holds_nobody_up(server: ServerThread, number: int) -> None:
-    """Rank 2 is a process. Ranks 0 and 1 reduce with it; whoever hears nothing is freed by the abort."""
+    """Rank 2 is a process. Ranks 0 and 1 reduce with it; the abort frees a rank that gloo does not notify."""
     peer = subprocess.Popen(
         [sys.executable, "-m", "tests.helpers.peer", str(server.port), "1", "2", "3"],
         stdout=subprocess.PIPE,
@@ -302,8 +302,8 @@ def test_a_backends_message_is_cut_to_what_a_user_needs() -> None:
     assert short_message(RuntimeError()) == "RuntimeError"
 
 
-def test_what_an_abort_made_fail_is_aborted_also_when_its_failure_is_seen_first() -> None:
-    """The waiting thread may get the processor only after the operation that the abort ended."""
+def test_an_operation_that_an_abort_ended_counts_as_aborted_even_if_its_failure_is_seen_first() -> None:
+    """The waiting thread may run only after the operation that the abort ended."""
     failed, done = PendingOperation(), PendingOperation()
     failed.done, failed.error, done.done = True, RuntimeError("the communicator was aborted"), True
     one = SoloCommunicator()
@@ -316,7 +316,7 @@ def test_what_an_abort_made_fail_is_aborted_also_when_its_failure_is_seen_first(
 
 
 class WaitingGroup:
-    """What waits for a peer that will never come, until it is aborted: as NCCL's kernels do."""
+    """A group that waits for a peer that never comes until it is aborted, as NCCL's kernels do."""
 
     def __init__(self) -> None:
         self.asked, self.aborted = threading.Event(), threading.Event()
@@ -333,21 +333,21 @@ class WaitingGroup:
         self.aborted.set()
 
 
-class Acquainted:
-    """What forms a communicator of two at their first send, and waits there for the other, as NCCL does."""
+class LazyPeerGroup:
+    """A group that forms a communicator of two at their first send and waits there for the peer, as NCCL does."""
 
     def __init__(self, met: dict[tuple[int, int], threading.Barrier], rank: int, said: list[Any]) -> None:
         self._met, self._rank, self._said = met, rank, said
 
-    def allreduce(self, _: list[torch.Tensor]) -> "Acquainted":
+    def allreduce(self, _: list[torch.Tensor]) -> "LazyPeerGroup":
         return self
 
-    def send(self, _: list[torch.Tensor], peer: int, tag: int) -> "Acquainted":
+    def send(self, _: list[torch.Tensor], peer: int, tag: int) -> "LazyPeerGroup":
         self._met[self._rank, peer].wait(FAR_S)
         self._said.append((self._rank, peer))
         return self
 
-    def recv(self, _: list[torch.Tensor], peer: int, tag: int) -> "Acquainted":
+    def recv(self, _: list[torch.Tensor], peer: int, tag: int) -> "LazyPeerGroup":
         self._met[peer, self._rank].wait(FAR_S)
         return self
 
@@ -359,12 +359,12 @@ class Acquainted:
             barrier.abort()
 
 
-def acquainted(
+def lazy_peers(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch, size: int, said: list[Any], gpus: int = 8
 ) -> list[NcclCommunicator]:
     pairs = itertools.combinations(range(size), 2)
     met = {pair: threading.Barrier(2) for pair in pairs}
-    monkeypatch.setattr(NcclCommunicator, "_make", lambda self, *_: Acquainted(met, self.rank, said))
+    monkeypatch.setattr(NcclCommunicator, "_make", lambda self, *_: LazyPeerGroup(met, self.rank, said))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(NcclCommunicator, "_device_identity", lambda self: f"GPU {self.rank % gpus}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
@@ -374,11 +374,11 @@ def acquainted(
     return [NcclCommunicator(where, rank, size, torch.device("cpu")) for rank in range(size)]
 
 
-def test_who_will_talk_is_introduced_at_the_rendezvous_and_nobody_waits_in_a_circle(
+def test_pairs_that_will_communicate_connect_while_the_world_forms_without_a_circular_wait(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[int, int]] = []
-    ranks = acquainted(server, monkeypatch, 5, said)
+    ranks = lazy_peers(server, monkeypatch, 5, said)
     ring = [("state", 0, 1), ("state", 1, 2), ("state", 2, 3), ("state", 3, 4), ("state", 0, 4)]
     with ThreadPoolExecutor(len(ranks)) as pool:
         for future in [pool.submit(one.form, [], ring[n:] + ring[:n]) for n, one in enumerate(ranks)]:
@@ -388,11 +388,13 @@ def test_who_will_talk_is_introduced_at_the_rendezvous_and_nobody_waits_in_a_cir
         one.close()
 
 
-def test_ranks_that_share_a_gpu_are_refused_with_what_to_change(
+def test_ranks_that_share_a_gpu_are_rejected_with_what_to_change(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL refuses them, too, but in a way that looks like a lost peer, for which the same group is formed again."""
-    ranks = acquainted(server, monkeypatch, 3, [], gpus=2)
+    """NCCL rejects them, too, but in a way that looks like a lost peer, for which the same group would be
+    formed again.
+    """
+    ranks = lazy_peers(server, monkeypatch, 3, [], gpus=2)
     with ThreadPoolExecutor(len(ranks)) as pool:
         for future in [pool.submit(one.form, []) for one in ranks]:
             with pytest.raises(GroupError, match=r'ranks 0, 2 share one: .*backend = "gloo"'):
@@ -401,11 +403,11 @@ def test_ranks_that_share_a_gpu_are_refused_with_what_to_change(
         one.close()
 
 
-def test_an_abort_frees_who_waits_for_a_peer_that_is_never_introduced(
+def test_an_abort_frees_a_rank_that_waits_for_a_peer_that_never_connects(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, _ = acquainted(server, monkeypatch, 2, [])
-    monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The other one does not come.
+    one, _ = lazy_peers(server, monkeypatch, 2, [])
+    monkeypatch.setattr(one, "_check_devices", lambda _: None)  # The peer does not come.
     blocked = start(lambda: one.form([], [("activation", 0, 1)]))
     eventually(lambda: one._groups.keys() >= {"activation", "gradient", "state", (0, 1)})
     assert not blocked.done()
@@ -415,10 +417,10 @@ def test_an_abort_frees_who_waits_for_a_peer_that_is_never_introduced(
     one.close()
 
 
-def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
+def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
     server: ServerThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without NCCL: its groups are another's here, what is done with them is the communicator's own."""
+    """This runs without NCCL: its groups are doubles here, and the communicator's handling of them is tested."""
     made: list[WaitingGroup] = []
 
     def make_group(*_: object) -> WaitingGroup:
@@ -437,14 +439,14 @@ def test_an_abort_ends_every_group_of_nccl_also_the_one_that_is_forming(
     eventually(lambda: len(made) == 4 and made[-1].asked.is_set())
     assert [os.environ[name] for name in watchdog] == ["0", "0"], "or a peer's death ends this process, too"
     one.abort()
-    one.close()  # As the main thread does at once.
+    one.close()  # The main thread does so at once.
     with pytest.raises(CommunicationAborted):
         blocked.result(30)
     eventually(lambda: all(group.aborted.is_set() for group in made))
 
 
-def test_a_group_of_nccl_that_cannot_be_aborted_keeps_no_other() -> None:
-    """Two communicators may wait for each other's abort."""
+def test_an_nccl_group_that_cannot_be_aborted_does_not_keep_others() -> None:
+    """The aborts of two communicators may wait for each other."""
     first, second = WaitingGroup(), WaitingGroup()
     in_turn = SimpleNamespace(abort=lambda: second.aborted.wait(FAR_S) and first.abort())
     refusing = SimpleNamespace(abort=lambda: (_ for _ in ()).throw(RuntimeError("it took too long")))
@@ -457,7 +459,7 @@ def test_a_group_of_nccl_that_cannot_be_aborted_keeps_no_other() -> None:
     one.close()
 
 
-def test_the_timeout_of_a_group_grows_with_its_steps_and_with_each_group_that_it_ended() -> None:
+def test_the_timeout_of_a_group_grows_with_its_steps_and_with_each_group_that_expired() -> None:
     assert group_timeout_s(0.0, 0) == group_timeout_s(0.17, 0) == MIN_GROUP_TIMEOUT_S
     assert group_timeout_s(60.0, 0) == 1200.0 and group_timeout_s(60.0, 2) == 4800.0
     assert group_timeout_s(0.17, 3) == 8 * MIN_GROUP_TIMEOUT_S

@@ -1,4 +1,6 @@
-"""Modules that are cut into layers: which are found, which are refused and why, and ids beyond the vocabulary."""
+"""Modules that are cut into layers: which are found, which are rejected and why, and ids beyond the
+vocabulary.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -79,11 +81,11 @@ class Chain(nn.Module):
         return out
 
 
-# --- what is found -----------------------------------------------------------------------------------
+# --- modules that are found ------------------------------------------------------------------------------
 
 
 class Around(Chain):
-    """Parameters of its own before, between and after the blocks."""
+    """A module with parameters of its own before, between and after the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +102,7 @@ class Around(Chain):
 
 
 class Named(nn.Module):
-    """Takes and returns everything by name; a scalar is passed on from block to block."""
+    """A module whose blocks take and return everything by name; a scalar is passed on from block to block."""
 
     class Inner(Block):
         def forward(self, *, state: dict[str, Tensor], scale: float) -> dict[str, Tensor]:  # type: ignore[override]
@@ -120,7 +122,7 @@ class Named(nn.Module):
 
 
 class Backwards(nn.Module):
-    """Its second list runs first."""
+    """A module whose second list runs first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,8 +179,8 @@ def build(case: str) -> Training:
 
 
 @pytest.mark.parametrize("case", FOUND)
-def test_pieces_train_as_the_whole(case: str) -> None:
-    """Each layer is a stage of its own beside a pipeline of one."""
+def test_layers_train_like_the_whole(case: str) -> None:
+    """Each layer is a stage of its own, next to a pipeline of one stage."""
     steps = 4
     job = msgspec.structs.replace(
         job_of("", steps=steps), function="tests.runtime.test_cutting:build", arguments={"case": case}
@@ -212,7 +214,7 @@ def test_a_module_that_is_itself_a_sequential_has_its_own_names() -> None:
     assert model.layer_name(2) == "1 (Block)"
 
 
-# --- what is refused ---------------------------------------------------------------------------------
+# --- modules that are rejected ---------------------------------------------------------------------------
 
 
 class NoBlocks(nn.Module):
@@ -259,7 +261,7 @@ class Collected(Chain):
 
 
 class FaintShortcut(Chain):
-    """A difference of 1e-4 is none of rounding."""
+    """A difference of 1e-4, which rounding cannot explain."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = x = self.inner(x)
@@ -287,7 +289,7 @@ class Counting(Chain):
 
 
 class Averaging(Chain):
-    """Changes a buffer of its own in training."""
+    """A module that changes a buffer of its own in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +329,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "changes", "message"), REFUSED)
-def test_a_module_that_cannot_be_cut_is_refused(
+def test_a_module_that_cannot_be_cut_is_rejected(
     kind: type[nn.Module], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TrainingError, match=message):
@@ -335,7 +337,7 @@ def test_a_module_that_cannot_be_cut_is_refused(
 
 
 class Random(Chain):
-    """Leaves out blocks by chance, once ``starts`` is set."""
+    """A module that skips blocks at random once ``starts`` is set."""
 
     starts = False
 
@@ -346,7 +348,7 @@ class Random(Chain):
         return x
 
 
-def test_a_module_that_leaves_out_blocks_later_ends_the_step() -> None:
+def test_a_module_that_skips_blocks_later_ends_the_step() -> None:
     root = Random()
     model = model_of(root)
     root.starts = True
@@ -363,8 +365,8 @@ class OwnCheckpointing(Chain):
         return x
 
 
-def test_a_module_that_checkpoints_its_blocks_itself_is_refused_in_the_first_step() -> None:
-    """Run again without its window, a block would not take what was received."""
+def test_a_module_that_checkpoints_its_blocks_itself_is_rejected_in_the_first_step() -> None:
+    """Run again without its window, a block would not take the received tensors."""
     model = model_of(OwnCheckpointing())
     batch = {"x": torch.ones(4, WIDTH, dtype=torch.float64), "y": torch.ones(4, WIDTH, dtype=torch.float64)}
     output = model.forward(0, model.layer_count, None, step=1, row=0, batch=batch)
@@ -412,7 +414,7 @@ MADE = """
         ({"layerdrop": 0.1}, r"leaves out blocks by chance \(layerdrop\).*set layerdrop = 0"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_refused(
+def test_a_model_that_cannot_be_trained_is_rejected(
     tmp_path: Path, arguments: dict[str, Any], message: str
 ) -> None:
     script(tmp_path, MADE)
@@ -424,7 +426,7 @@ def test_a_model_that_cannot_be_trained_is_refused(
 
 
 class Tokens(nn.Module):
-    """A language model whose loss is given."""
+    """A language model without a loss of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -456,7 +458,7 @@ def wrongly_weighed(output: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, i
     return mean_over_tokens(output, batch), len(output)
 
 
-def test_a_mean_over_unequal_numbers_of_tokens_is_refused_with_the_remedy() -> None:
+def test_a_mean_over_unequal_numbers_of_tokens_is_rejected_with_the_remedy() -> None:
     with pytest.raises(
         TrainingError, match=r"unequal numbers of targets that are -100.*return \(sum, weight\)"
     ):
@@ -464,12 +466,12 @@ def test_a_mean_over_unequal_numbers_of_tokens_is_refused_with_the_remedy() -> N
 
 
 @pytest.mark.parametrize("loss", [sum_over_tokens, wrongly_weighed])
-def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_refused(loss: Any) -> None:
+def test_a_loss_that_is_neither_a_mean_nor_a_sum_over_its_weight_is_rejected(loss: Any) -> None:
     with pytest.raises(TrainingError, match=r"unequal numbers of|so it would depend on how rows are grouped"):
         model_of(Tokens(), dataset=Samples("masked"), loss=loss)
 
 
-def test_a_sum_and_its_weight_are_taken() -> None:
+def test_a_sum_and_its_weight_are_accepted() -> None:
     model = model_of(Tokens(), dataset=Samples("masked"), loss=weighed)
     assert model.nominal_weight > 1
 
@@ -532,7 +534,7 @@ SPOILED = """
 def test_an_id_beyond_the_vocabulary_is_named_with_its_sample(
     tmp_path: Path, architecture: str, key: str, number: int, message: str
 ) -> None:
-    """In the first samples when the model is made, in later ones in their step."""
+    """The error occurs when the model is created if the id is in the first samples, and otherwise in its step."""
     script(tmp_path, SPOILED.format(root=str(ROOT)))
     arguments = {"architecture": architecture, "key": key, "number": number}
     job = data_for("mine.py:build", tmp_path, arguments=arguments | {"spoiled": 1})

@@ -1,4 +1,6 @@
-"""Real trainers, driven frame by frame: numerics of heterogeneous pipelines and of every kind of recovery."""
+"""Real trainers, controlled message by message: numerics of heterogeneous pipelines and of every kind of
+recovery.
+"""
 
 import signal
 import statistics
@@ -47,7 +49,7 @@ SPLIT_ROWS = (pipeline((0, 2, [0, 1, 2]), (2, 4, [3, 4]), first_microbatch=0, mi
 ALONE = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
 
 
-def test_a_trainer_that_reads_samples_says_so(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_trainer_that_reads_samples_reports_it(cluster: Cluster, tmp_path: Path) -> None:
     text = """
     import time
 
@@ -68,7 +70,7 @@ def test_a_trainer_that_reads_samples_says_so(cluster: Cluster, tmp_path: Path) 
     finish([trainer])
 
 
-def test_trainers_that_made_different_models_take_no_step(cluster: Cluster, tmp_path: Path) -> None:
+def test_trainers_that_created_different_models_take_no_step(cluster: Cluster, tmp_path: Path) -> None:
     text = """
     import os
 
@@ -110,7 +112,7 @@ def test_losses_do_not_depend_on_the_layout(
 
 
 def target_of(reports: Sequence[p.TrainerQuiesced]) -> tuple[int, Vote | None]:
-    """The coordinator's rule: the newest step that anybody committed, which all the others can reach."""
+    """Apply the coordinator's rule: the newest step that any rank committed, which all others can reach."""
     best = max(reports, key=lambda r: r.committed_step)
     for report in reports:
         assert best.committed_step in (report.committed_step, report.ready_step)
@@ -122,7 +124,7 @@ def moves(layers: Sequence[int], source: int, target: int) -> list[p.TransferDat
 
 
 def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
-    """Two kills and two joins in 24 steps, wherever in a step they fall."""
+    """There are two kills and two joins in 24 steps, anywhere within a step."""
     steps = 24
     job = data(steps=steps)
     expected, _ = reference_run(load(job), job, steps)
@@ -176,7 +178,9 @@ def test_kills_and_joins_leave_the_losses_as_they_are(cluster: Cluster) -> None:
 
 
 def test_failures_during_a_recovery(cluster: Cluster) -> None:
-    """One dies; while the rest meet, another hangs and never comes; then a third is killed in its steps."""
+    """One rank dies. While the others form a group, a second one hangs and never comes; then a third is killed
+    in its steps.
+    """
     job = data(steps=1000)
     expected, _ = reference_run(load(job), job, 12)
     trainers = start(cluster, 4, job)
@@ -223,7 +227,9 @@ def test_a_neighbour_hints_at_a_dead_peer_and_survives(cluster: Cluster) -> None
 
 
 def test_state_moves_between_all_at_once(cluster: Cluster) -> None:
-    """Everybody is a source and a target: two pipelines swap their halves, and what is held is told right."""
+    """Every rank is a source and a target: two pipelines swap their halves, and the reported holdings are
+    right.
+    """
     job = data(steps=6)
     expected, _ = reference_run(load(job), job, 6)
     trainers = start(cluster, 2, job)
@@ -257,7 +263,7 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
     busy.take(p.TrainerStepped, step=2)
     stale = cluster.resume_frame(0, 1, ALONE, 0)
     idle.send(Quiesce(generation=cluster.generation + 1, mode="abort"))
-    idle.send(stale)  # Of the generation before: to be ignored.
+    idle.send(stale)  # It belongs to the previous generation and is ignored.
     cluster.generation += 1
     assert idle.take(p.TrainerQuiesced).held == (0, 1, 2, 3)
     cluster.generation += 1
@@ -267,7 +273,7 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
     cluster.generation -= 1
     report = busy.take(p.TrainerQuiesced, generation=cluster.generation)
     assert report.committed_step >= 2 and report.ready_step is None
-    # The idle one was away meanwhile: what it holds is of no use now, it must get everything.
+    # The idle rank was absent meanwhile: its state is outdated, so it must receive everything.
     for rank, trainer in enumerate((idle, busy)):
         split = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
         transfers = moves([0, 1], 1, 0)
@@ -278,7 +284,9 @@ def test_idle_trainers_and_superseded_orders(cluster: Cluster) -> None:
 
 
 def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
-    """One of two stages becomes 20 times slower: it shows there, not at the other, and losses stay right."""
+    """One of two stages becomes 20 times slower: its own time shows that, the other's does not, and losses
+    stay right.
+    """
     job = data(steps=16)
     expected, _ = reference_run(load(job), job, 16)
     trainers = start(cluster, 2, job)
@@ -293,6 +301,6 @@ def test_computing_is_timed_without_waiting(cluster: Cluster) -> None:
     assert all(0 < frame.microbatch_ms <= 1e3 * frame.step_s for frame in (*before, *waiting, *slow))
     slow_ms = statistics.median(frame.microbatch_ms for frame in slow)
     assert slow_ms > 4 * statistics.median(frame.microbatch_ms for frame in before)
-    # Against the slow stage in the same steps: both share whatever else the machine does meanwhile.
+    # The comparison uses the same steps because both stages share the machine with other work.
     assert slow_ms > 2 * statistics.median(frame.microbatch_ms for frame in waiting[6:])
     finish(trainers)

@@ -1,4 +1,4 @@
-"""Evaluation on the pipelines: the numbers of a plain loop in every layout, and no trace of it in training."""
+"""Evaluation on the pipelines: the numbers of a plain loop in every layout, and no effect on training."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,9 @@ TWO_AND_ONE = (
 
 
 def gpt_job(directory: Path, **changes: Any) -> p.TrainingData:
-    """Five steps; the state after 2, 4 and 5 is evaluated on 37 samples: two global batches and a bit."""
+    """Return a job of five steps; the state after 2, 4 and 5 is evaluated on 37 samples: two global batches
+    and a bit.
+    """
     script(directory, GPT.format(examples=str(EXAMPLES)))
     fields: dict[str, Any] = {"steps": 5, "evaluation_every_steps": 2, "clip_gradient_norm": 1.0}
     return data_for("mine.py:held_out", directory, **(fields | changes))
@@ -84,7 +86,7 @@ def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
         fleet.evaluate()
         without.enter(without.engines, pipelines)
         without.steps(5)
-        assert fleet.losses == without.losses  # To the bit.
+        assert fleet.losses == without.losses  # They are equal to the last bit.
         digests = fleet.each(lambda _, engine: engine.compute_digests())
         assert digests == without.each(lambda _, engine: engine.compute_digests())
     assert list(fleet.evaluations) == [2, 4, 5]
@@ -96,11 +98,11 @@ def test_evaluations_do_not_depend_on_the_layout_and_leave_training_as_it_is(
         assert found.took_s > 0
 
 
-# --- what fails -----------------------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------------
 
 
 def die(fleet: Fleet, victim: Engine, in_batch: int) -> None:
-    """The victim ends when it comes to a held-out batch; the others wait for it until they are told to stop."""
+    """Make the victim end at a held-out batch; the others wait for it until they are stopped."""
     evaluator = victim._evaluator
     assert evaluator is not None
     real = evaluator.run
@@ -126,10 +128,12 @@ def broken_evaluation(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("in_batch", [0, 2])
-def test_an_evaluation_that_a_failure_ends_is_made_again_by_who_is_left(
+def test_an_evaluation_that_a_failure_ends_is_repeated_by_the_survivors(
     tmp_path: Path, in_batch: int
 ) -> None:
-    """Under ZeRO-1, with another layout afterwards; the committed state and the losses are as without it."""
+    """This uses ZeRO-1 and a different layout afterwards. The committed state and the losses are as without
+    the failure.
+    """
     job = gpt_job(tmp_path, zero1=True)
     training = load(job)
     losses, model = reference_run(training, job, 5)
@@ -159,7 +163,7 @@ def test_an_evaluation_that_a_failure_ends_is_made_again_by_who_is_left(
         assert fleet.evaluations[step].weight == weight
 
 
-def test_a_wish_to_stop_is_honoured_after_the_batch_under_way(tmp_path: Path) -> None:
+def test_a_wish_to_stop_is_honoured_after_the_current_batch(tmp_path: Path) -> None:
     with Fleet(gpt_job(tmp_path), 4) as fleet:
         fleet.enter(fleet.engines, TWO_AND_TWO)
         fleet.steps(2)
@@ -184,7 +188,7 @@ def test_a_wish_to_stop_in_the_last_batch_leaves_the_result(tmp_path: Path) -> N
         assert report_of(fleet.engines[0]).evaluation is not None
 
 
-def test_a_vote_carries_the_evaluation_before_it_and_what_is_known_is_not_evaluated(tmp_path: Path) -> None:
+def test_a_vote_carries_the_evaluation_before_it_and_a_known_state_is_not_evaluated(tmp_path: Path) -> None:
     with Fleet(gpt_job(tmp_path), 1) as fleet:
         fleet.enter(fleet.engines, ALONE)
         fleet.steps(2)
@@ -198,7 +202,7 @@ def test_a_vote_carries_the_evaluation_before_it_and_what_is_known_is_not_evalua
         assert fleet.steps(1)[0].vote.evaluation is None
 
 
-# --- what training must not notice ------------------------------------------------------------------
+# --- no effect on training --------------------------------------------------------------------------
 
 
 def test_buffers_and_generators_are_as_before(tmp_path: Path) -> None:
@@ -243,7 +247,7 @@ def test_workers_read_held_out_batches_ahead(tmp_path: Path, workers: int) -> No
     with Fleet(job, 2) as fleet:
         two = (pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
         fleet.enter(fleet.engines, two)
-        keys = fleet.engines[1]._keys(fleet.engines[1]._seat(_resume(two)))
+        keys = fleet.engines[1]._keys(fleet.engines[1]._assignment_of(_resume(two)))
         found = [next(keys) for _ in range(20)]
         fleet.steps(5)
         fleet.evaluate()
@@ -304,7 +308,7 @@ BAD = """
         ({"length": 8}, {"evaluation_batches": -1}, "evaluation_batches must be at least 0, not -1"),
     ],
 )
-def test_a_held_out_set_that_cannot_be_used_is_refused_at_once(
+def test_a_held_out_set_that_cannot_be_used_is_rejected_at_once(
     tmp_path: Path, arguments: dict[str, Any], fields: dict[str, int], says: str
 ) -> None:
     script(tmp_path, BAD)
@@ -331,5 +335,5 @@ def test_held_out_sets_of_unequal_lengths_are_noticed(tmp_path: Path) -> None:
         whole = [pipeline((0, 1, [rank]), first_microbatch=2 * rank, microbatches=2) for rank in range(2)]
         fleet.enter(fleet.engines, tuple(whole))
         fleet.steps(1)
-        with pytest.raises(TrainingError, match="another number elsewhere"):
+        with pytest.raises(TrainingError, match="a different number elsewhere"):
             fleet.evaluate()

@@ -1,4 +1,4 @@
-"""Flat gradients: sums over owners in pieces, parameters without a gradient, and the norm counted once."""
+"""Gradient buffers: sums over owners in slices, parameters without a gradient, and the norm, counted once."""
 
 import threading
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from tests.helpers.runtime_support import data_for, training_of
 
 
 class Branches(nn.Module):
-    """Only one of its halves is used in a forward pass; the other gets no gradient."""
+    """A module of which a forward pass uses only one half; the other half gets no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ def pair() -> Iterator[list[GlooCommunicator]]:
         yield pair
 
 
-@pytest.mark.parametrize("piece_bytes", [1, 400, 1 << 20])
+@pytest.mark.parametrize("slice_bytes", [1, 400, 1 << 20])
 def test_sums_over_owners(
-    pair: list[GlooCommunicator], monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+    pair: list[GlooCommunicator], monkeypatch: pytest.MonkeyPatch, slice_bytes: int
 ) -> None:
-    monkeypatch.setattr(gradients, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(gradients, "SLICE_BYTES", slice_bytes)
     models = [model(), model()]
     alone = model()
     inputs = [torch.rand(4, 6, dtype=torch.float64) for _ in range(4)]
@@ -60,7 +60,7 @@ def test_sums_over_owners(
         mine = models[rank]
         buckets = derive_buckets(mine.parameter_layers, OWNERS, mine.parameter_sizes)
         grads = GradientBuffers.from_buckets(mine, buckets, pair[rank])
-        for _ in range(2):  # The second step must not see anything of the first.
+        for _ in range(2):  # The second step must not contain anything of the first.
             grads.begin()
             for number, x in enumerate(inputs[2 * rank : 2 * rank + 2]):
                 if number == 1:
@@ -92,15 +92,15 @@ def test_sums_over_owners(
     assert norms[0] == (pytest.approx(squared, rel=1e-12), 0) and norms[1] == (0.0, 0)
 
 
-def test_pieces_cover_a_bucket_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "PIECE_BYTES", 300)
+def test_slices_cover_a_bucket_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "SLICE_BYTES", 300)
     mine = model()
     (bucket,) = derive_buckets(mine.parameter_layers, OWNERS, mine.parameter_sizes)
     flat = torch.arange(float(bucket.numel))
-    pieces = gradients._pieces(bucket, flat)
-    assert len(pieces) > 1
-    assert torch.equal(torch.cat([piece.flat for piece in reversed(pieces)]), flat)
-    assert sorted(name for piece in pieces for name in piece.names) == sorted(bucket.parameters)
+    slices = gradients._slices(bucket, flat)
+    assert len(slices) > 1
+    assert torch.equal(torch.cat([one.flat for one in reversed(slices)]), flat)
+    assert sorted(name for one in slices for name in one.names) == sorted(bucket.parameters)
 
 
 def test_a_bucket_that_is_not_finite_is_counted() -> None:
@@ -114,8 +114,8 @@ def test_a_bucket_that_is_not_finite_is_counted() -> None:
     assert grads.squared_norm() == (0.0, 1)
 
 
-def test_a_second_gradient_in_one_backward_pass_is_refused() -> None:
-    """It would be added behind the all-reduce, silently."""
+def test_a_second_gradient_in_one_backward_pass_is_rejected() -> None:
+    """It would be added after the all-reduce, unnoticed."""
     mine = model()
     owners = {layer: (0,) for layer in range(3)}
     buckets = derive_buckets(mine.parameter_layers, owners, mine.parameter_sizes)

@@ -1,6 +1,7 @@
-"""What goes beside a device's computing, on a device that is late at random (``tests.helpers.late_device``).
+"""Work that runs in parallel with a device's computation, on a device that is late at random
+(``tests.helpers.late_device``).
 
-The same tests with a planted mistake must fail: an order that is left out, or a wait.
+The same tests must fail with an injected bug: a missing ordering between streams, or a missing wait.
 """
 
 import threading
@@ -32,28 +33,28 @@ ALWAYS_LATE = (1.0, 0.02)
 
 
 class Unordered(LateStream):
-    """Planted: streams do not wait for events."""
+    """An injected bug: streams do not wait for events."""
 
     def wait(self, event: LateEvent) -> None:
         pass
 
 
 class Unawaited(LateEvent):
-    """Planted: the host does not wait for events."""
+    """An injected bug: the host does not wait for events."""
 
     def synchronize(self) -> None:
         pass
 
 
 class Impatient(LateStream):
-    """Planted: the host does not wait for a stream."""
+    """An injected bug: the host does not wait for a stream."""
 
     def synchronize(self) -> None:
         pass
 
 
-class Planted(LateRuntime):
-    """A device with a mistake of whoever uses it."""
+class Buggy(LateRuntime):
+    """A device on which its user makes a mistake."""
 
     def __init__(self, mistake: type[LateStream] | type[LateEvent]) -> None:
         self._mistake = mistake
@@ -97,7 +98,7 @@ def test_a_host_that_reads_without_waiting_reads_garbage(late: LateRuntime) -> N
 
 
 class Gate(LateEvent):
-    """An event that a test lets come."""
+    """An event that a test completes."""
 
     def __init__(self, runtime: LateRuntime) -> None:
         super().__init__(runtime)
@@ -145,16 +146,16 @@ def test_training_is_the_same_late_or_not(late: LateRuntime) -> None:
 # --- the communicator -----------------------------------------------------------------------------------
 
 
-def test_what_travels_through_host_memory_arrives_as_it_was_computed() -> None:
+def test_tensors_sent_through_host_memory_arrive_as_they_were_computed() -> None:
     assert talked_well(lambda rank: LateRuntime(rank, late=(0.5, 0.004)), times=5)
 
 
 @pytest.mark.parametrize("mistake", [Unordered, Unawaited])
-def test_an_order_or_a_wait_that_the_communicator_leaves_out_is_found(mistake: type) -> None:
-    assert not talked_well(lambda _: Planted(mistake), times=3)
+def test_a_missing_ordering_or_wait_in_the_communicator_is_found(mistake: type) -> None:
+    assert not talked_well(lambda _: Buggy(mistake), times=3)
 
 
-def test_an_abort_frees_who_waits_for_a_device_s_peer() -> None:
+def test_an_abort_frees_a_rank_that_waits_for_a_peer_of_its_device() -> None:
     with staged_world(2, LateRuntime) as (one, _):
         with one._runtime.computing():
             pending = one.receive(torch.zeros(4), 1, "state")
@@ -168,7 +169,7 @@ def test_an_abort_frees_who_waits_for_a_device_s_peer() -> None:
 
 
 def copied(runtime: LateRuntime) -> bool:
-    """Whether snapshots of a tensor that changes in each step are of the step that they name."""
+    """Return whether snapshots of a tensor that changes in each step are from the step that they name."""
     found: dict[int, np.ndarray[Any, Any]] = {}
 
     def complete(step: int, slot: Slot, *_: object) -> None:
@@ -205,13 +206,13 @@ def copied(runtime: LateRuntime) -> bool:
     return all((found[step] == step).all() for step in range(1, 6))
 
 
-def test_snapshots_of_a_script_are_of_one_step(late: LateRuntime) -> None:
+def test_each_snapshot_of_a_script_is_from_one_step(late: LateRuntime) -> None:
     assert copied(late)
 
 
 @pytest.mark.parametrize("mistake", [Unordered, Impatient])
-def test_an_order_or_a_wait_that_the_copier_leaves_out_is_found(mistake: type) -> None:
-    runtime = Planted(mistake)
+def test_a_missing_ordering_or_wait_in_the_copier_is_found(mistake: type) -> None:
+    runtime = Buggy(mistake)
     assert not copied(runtime)
     runtime.end()
 
@@ -220,9 +221,9 @@ def test_an_order_or_a_wait_that_the_copier_leaves_out_is_found(mistake: type) -
 
 
 def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime]) -> bool:
-    """Steps under one layout, a snapshot, layers that move to another layout, and more steps.
+    """Run steps under one layout, a snapshot, a move of layers to another layout, and more steps.
 
-    :returns: whether losses, norms and parameters are those of a CPU, and the snapshot is of its step.
+    :returns: whether losses, norms and parameters equal those of a CPU, and the snapshot is from its step.
     """
     with Fleet(job, 3) as plain:
         plain.enter(plain.engines, TWO)
@@ -261,7 +262,7 @@ def trained(job: p.TrainingData, arenas: Path, make: Callable[[int], LateRuntime
     return same_votes and found == digests and layers == packed
 
 
-def test_losses_transfers_and_snapshots_are_those_of_a_cpu(tmp_path: Path) -> None:
+def test_losses_transfers_and_snapshots_equal_those_of_a_cpu(tmp_path: Path) -> None:
     assert trained(job(tmp_path), tmp_path, LateRuntime)
 
 
@@ -283,7 +284,7 @@ SHARDED_TURNED = (
     ],
     ids=["zero1 with replicas", "shards with zero1"],
 )
-def test_parts_and_shards_are_those_of_a_cpu(
+def test_parts_and_shards_equal_those_of_a_cpu(
     changes: dict[str, Any], protection: str, pipelines: tuple[Any, Any], tmp_path: Path
 ) -> None:
     def run(fleet: Fleet) -> tuple[list[float], list[dict[int, str]]]:
@@ -302,22 +303,22 @@ def test_parts_and_shards_are_those_of_a_cpu(
 
 
 def without_a_wait(patch: pytest.MonkeyPatch) -> None:
-    """A unit of a snapshot counts as copied when its copies were asked for."""
+    """Inject a bug: a unit of a snapshot counts as copied when its copies were requested."""
     patch.setattr(DeviceMover, "finish", lambda self: None)
 
 
 def without_a_read_s_wait(patch: pytest.MonkeyPatch) -> None:
-    """Parameters are read while they are still being updated."""
+    """Inject a bug: parameters are read while they are still being updated."""
     patch.setattr(LateRuntime, "to_host", lambda self, tensor: tensor.detach().clone())
 
 
 @pytest.mark.parametrize("plant", [without_a_wait, without_a_read_s_wait])
-def test_a_mistake_of_the_engine_is_found(
+def test_a_bug_in_the_engine_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
     try:
         right = trained(job(tmp_path), tmp_path, LateRuntime)
     except (RuntimeError, ValueError, AssertionError):
-        return  # Garbage where lengths, digests or shapes are read.
+        return  # Lengths, digests or shapes that are read are garbage.
     assert not right

@@ -1,4 +1,4 @@
-"""Profiles: sizes are exact, times are positive, the model is left as it was; and the command line."""
+"""Profiles of layers: sizes are exact, times are positive, the model is unchanged; and the command line."""
 
 import gc
 import os
@@ -49,7 +49,7 @@ def test_sizes_are_those_of_the_model() -> None:
     assert all(layer.forward_ms > 0 and layer.backward_ms > 0 for layer in profile.layers)
 
 
-def test_activation_bytes_are_what_autograd_keeps() -> None:
+def test_activation_bytes_are_those_that_autograd_saves() -> None:
     data = data_for("unused.py:build")
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Sequential(nn.Tanh(), nn.Sigmoid()), nn.Linear(6, 1)]
     profile = profile_model(Model(training_of(layers), data), data).profile
@@ -73,7 +73,7 @@ def test_measuring_keeps_no_activations() -> None:
     assert tensors() == before
 
 
-def test_what_a_plain_pass_keeps_is_measured_however_the_job_recomputes() -> None:
+def test_activation_bytes_do_not_depend_on_how_the_job_recomputes() -> None:
     plain, *others = (
         profile_model(Model(load(data), data), data).profile.layers
         for data in (gpt_data(activation_checkpointing=way) for way in ("none", "full", "selective", "auto"))
@@ -114,7 +114,7 @@ def test_recomputation_keeps_inputs_and_if_selective_the_outputs_of_matrix_produ
 
 
 def test_copies_of_weights_in_low_precision_do_not_shrink_with_the_rows() -> None:
-    """Parameters, gradients and optimizer state stay in float32; what autograd keeps is measured."""
+    """Parameters, gradients and optimizer state stay in float32; the memory that autograd keeps is measured."""
     data = data_for("unused.py:build", microbatch_rows=8, precision="bfloat16")
     training = replace(
         training_of([nn.Linear(6, 1)]),
@@ -131,7 +131,7 @@ def test_copies_of_weights_in_low_precision_do_not_shrink_with_the_rows() -> Non
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors that operations make, while they are alive."""
+    """A mode that counts the bytes of tensors created by operations while these tensors are alive."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()
@@ -156,8 +156,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_stage_keeps_what_the_profile_says_of_its_layers(precision: str) -> None:
-    """Bytes that are alive after the forward pass of several blocks, but for the stage's output."""
+def test_a_stage_keeps_as_many_bytes_as_the_profile_predicts(precision: str) -> None:
+    """The profile predicts the bytes that are alive after the forward pass of several blocks, without the
+    stage's output.
+    """
     data = data_for(
         "tests.helpers.architectures:build",
         REPOSITORY,
@@ -199,8 +201,8 @@ class InPlace(nn.Module):
         return result.relu_()
 
 
-def test_a_layer_that_cannot_be_recomputed_selectively_is_said() -> None:
-    """With auto the others ways are left; a job that wants this very one is refused with the remedy."""
+def test_a_layer_that_cannot_be_recomputed_selectively_is_reported() -> None:
+    """With ``auto`` the other modes remain; a job that requires this mode is rejected with the remedy."""
     layers = [InPlace(), nn.Linear(6, 1)]
     data = data_for("unused.py:build", activation_checkpointing="auto")
     found = profile_model(Model(training_of(layers), data), data)
@@ -215,7 +217,7 @@ def test_a_layer_that_cannot_be_recomputed_selectively_is_said() -> None:
 
 
 class Momentum(torch.optim.SGD):
-    """Looks at a whole parameter: its own step divides by the norm."""
+    """An optimizer that combines elements: its own step divides by the norm of a whole parameter."""
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -224,7 +226,7 @@ class Momentum(torch.optim.SGD):
                     parameter.data -= group["lr"] * parameter.grad / parameter.grad.norm()
 
 
-def test_a_model_that_cannot_be_sharded_says_why() -> None:
+def test_the_profile_says_why_a_model_cannot_be_sharded() -> None:
     layers: list[nn.Module] = [nn.Linear(6, 6), nn.Linear(6, 1)]
     data = data_for("unused.py:build")
     assert profile_model(Model(training_of(layers), data), data).profile.shard_problem is None
@@ -260,7 +262,7 @@ def test_a_layer_without_gradients_costs_nothing_backwards() -> None:
 
 
 def test_an_optimizer_that_needs_memory_is_measured_one_parameter_at_a_time() -> None:
-    """Momentum in one group, none in the other, and two moments and a step in a fused one."""
+    """One group has momentum and another has none; a fused optimizer has two moments and a step."""
 
     def momentum(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         biases = [p for name, p in named if name.endswith("bias")]
@@ -282,14 +284,14 @@ def test_an_optimizer_that_needs_memory_is_measured_one_parameter_at_a_time() ->
     assert found[fused] == [16 * (36 + 6) + 2 * 4, 16 * (6 + 1) + 2 * 4]
 
 
-def test_the_times_are_the_medians_of_what_was_measured() -> None:
+def test_the_times_are_the_medians_of_the_measurements() -> None:
     data = gpt_data()
     found = profile_model(Model(load(data), data), data)
     assert found.names == ("Embedding", "Block", "Block", "Head")
     assert found.device.endswith("thread") or found.device.endswith("threads")
     for layer, (whole,) in zip(found.profile.layers, found.rows, strict=True):
         assert (layer.forward_ms, layer.backward_ms) == (whole.forward.median_ms, whole.backward.median_ms)
-        # The second block adds one repeat to the times of the first, with which it shares them.
+        # The second block adds one repeat to the times of the first, which it shares.
         assert whole.rows == 4 and 7 <= whole.forward.repeats == whole.backward.repeats <= 31 + 1
         for spread in (whole.forward, whole.backward):
             assert spread.minimum_ms <= spread.lower_quartile_ms <= spread.median_ms
@@ -306,7 +308,7 @@ def test_a_spread_is_that_of_the_numbers() -> None:
 
 
 class RowsSeen(nn.Module):
-    """Takes a time that its rows decide, and remembers on how many it was called."""
+    """A layer that takes a time that depends on its rows, and records the numbers of rows of its calls."""
 
     def __init__(self, per_row_s: float = 0.004) -> None:
         super().__init__()
@@ -321,7 +323,7 @@ class RowsSeen(nn.Module):
         return result
 
 
-def test_a_stage_of_several_devices_takes_what_its_fullest_device_takes() -> None:
+def test_a_stage_of_several_devices_takes_as_long_as_its_fullest_device() -> None:
     data = data_for("unused.py:build", microbatch_rows=8)
     layer = RowsSeen()
     found = profile_model(Model(training_of([layer, nn.Linear(6, 1)]), data), data, devices_per_node=5)
@@ -353,7 +355,7 @@ def test_layers_that_do_the_same_work_share_their_times() -> None:
     assert [entry.forward.repeats for (entry,) in found.rows][1:4] == [5, 5, 5], "3, and one for each other"
 
 
-def test_a_layer_that_only_looks_like_another_one_is_measured_by_itself() -> None:
+def test_a_layer_that_only_looks_like_another_one_is_measured_separately() -> None:
     slow, slower = RowsSeen(0.01), RowsSeen(0.03)
     data = data_for("unused.py:build", microbatch_rows=8)
     found = profile_model(Model(training_of([nn.Linear(6, 6), slow, slower, nn.Linear(6, 1)]), data), data)
@@ -367,7 +369,7 @@ def test_no_more_devices_are_measured_than_there_are_rows() -> None:
 
 
 class Several(nn.Linear):
-    """A layer that needs two rows at least."""
+    """A layer that needs at least two rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) < 2:
@@ -375,7 +377,7 @@ class Several(nn.Linear):
         return super().forward(x)
 
 
-def test_a_layer_that_cannot_compute_on_few_rows_is_left_to_the_model() -> None:
+def test_a_layer_that_cannot_compute_on_few_rows_has_no_times_for_them() -> None:
     data = data_for("unused.py:build")
     layers: list[nn.Module] = [Several(6, 6), nn.Linear(6, 1)]
     found = profile_model(Model(training_of(layers), data), data, devices_per_node=4)
@@ -428,7 +430,7 @@ def test_the_command_takes_msgpack_and_json_and_answers_json(tmp_path: Path) -> 
         (msgspec.json.encode(data_for("missing.py:build")), "missing.py does not exist"),
     ],
 )
-def test_what_the_user_has_to_change_is_said_with_exit_code_2(stdin: bytes, message: str) -> None:
+def test_errors_of_the_user_are_reported_with_exit_code_2(stdin: bytes, message: str) -> None:
     done = run(stdin)
     assert done.returncode == 2
     assert message in done.stderr.decode()

@@ -1,4 +1,4 @@
-"""Measuring the network: in one process, in processes of their own, and what is left when it goes wrong."""
+"""Measuring the network: in one process, in separate processes, and what remains when it fails."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ def test_every_size_and_group_is_measured_by_rank_0() -> None:
     assert Progress(done=3, total=3) in told
 
 
-def test_without_time_the_large_sizes_are_left_out() -> None:
+def test_without_time_the_large_sizes_are_skipped() -> None:
     with formed_world(SIZE, measured_groups(SIZE)) as ranks, ThreadPoolExecutor(SIZE) as pool:
         found = list(pool.map(lambda rank: measure_links(rank, CPU, 0.0, lambda progress: None), ranks))
     sent, reduced = found[0]
@@ -62,13 +62,13 @@ def order_for(port: int, token: str, backend: str = "gloo") -> LinkMeasurementRe
     return LinkMeasurementRequest(port=port, token=token, backend=backend, max_members=2, budget_s=0.1)
 
 
-def test_ranks_that_cannot_meet_are_an_error_and_all_end() -> None:
+def test_ranks_that_cannot_form_a_group_report_an_error_and_end() -> None:
     with ServerThread("right") as server:
         out, err = run(order_for(server.port, "wrong")).communicate(timeout=240)
     assert out == b"" and b"rendezvous" in err
 
 
-def test_an_order_that_is_none_is_refused() -> None:
+def test_an_invalid_request_is_rejected() -> None:
     process = run(b"{}")
     out, err = process.communicate(timeout=240)
     assert process.returncode == 2 and out == b"" and b"no LinkMeasurementRequest on stdin" in err

@@ -1,4 +1,4 @@
-"""Out of memory in a step: the message says which stage, how much for what, and what would make it fit."""
+"""Out of memory in a step: the message names the stage, the bytes by use, and what would make it fit."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def build():
 """
 
 
-def test_out_of_memory_in_the_first_step_says_where_memory_went(tmp_path: Path) -> None:
+def test_out_of_memory_in_the_first_step_reports_memory_by_use(tmp_path: Path) -> None:
     script(tmp_path, GREEDY)
     with Cluster() as cluster:
         trainers = cluster.fork(1)

@@ -1,4 +1,4 @@
-"""The layered model: ties, what is held, shapes, and randomness that does not depend on the layout."""
+"""The layered model: ties, held layers, shapes, and randomness that does not depend on the layout."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_frozen_parameters_are_state_but_are_not_trained() -> None:
 
 
 class Holder(nn.Module):
-    """Ties by holding the other layer's whole submodule."""
+    """A layer that shares a weight by holding the other layer's whole submodule."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def test_a_tied_tensor_stays_while_one_of_its_layers_is_held() -> None:
     assert head.norm.weight.is_meta
 
 
-def test_other_buffers_than_persistent_ones_are_kept() -> None:
+def test_non_persistent_buffers_are_kept() -> None:
     layer = nn.Linear(6, 6)
     layer.register_buffer("table", torch.ones(6, dtype=torch.float64), persistent=False)
     layer.register_buffer("count", torch.ones(6, dtype=torch.float64))
@@ -134,7 +134,7 @@ def test_other_buffers_than_persistent_ones_are_kept() -> None:
 
 
 def test_a_recurrent_layer_survives_being_dropped() -> None:
-    """nn.LSTM keeps a second list of its parameters."""
+    """``nn.LSTM`` keeps a second list of its parameters."""
 
     class Recurrent(nn.Module):
         def __init__(self) -> None:
@@ -157,7 +157,7 @@ def test_a_recurrent_layer_survives_being_dropped() -> None:
     assert torch.equal(tensor(model.forward(0, 2, x, step=1, row=0)), tensor(expected))
 
 
-def test_running_a_layer_that_is_not_held_is_refused() -> None:
+def test_running_a_layer_that_is_not_held_is_rejected() -> None:
     model = gpt()
     model.drop([2])
     with pytest.raises(RuntimeError, match=r"layers \[2\] are not held"):
@@ -172,7 +172,7 @@ def tensor(activation: Activation) -> Tensor:
     return activation
 
 
-def test_layers_run_in_pieces_as_in_one() -> None:
+def test_layers_run_separately_as_in_one_pass() -> None:
     model = gpt()
     x, _ = model.training.dataset[0]
     x = x.unsqueeze(0).repeat(4, 1)
@@ -183,7 +183,7 @@ def test_layers_run_in_pieces_as_in_one() -> None:
 
 
 class Pair(nn.Module):
-    """(x, mask) in and out."""
+    """A layer whose input and output are (x, mask)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ def test_activations_may_be_tuples(mode: str) -> None:
     assert all(p.grad is not None for _, p in model.named_parameters([0, 1]))
 
 
-def test_evaluation_keeps_nothing_and_drops_nothing_out() -> None:
+def test_evaluation_saves_no_activations_and_uses_no_dropout() -> None:
     model = model_of(nn.Dropout(0.5), nn.Linear(6, 1))
     x = rows()
     output = tensor(model.forward(0, 1, x, step=1, row=0, train=False))
@@ -230,7 +230,7 @@ def test_evaluation_keeps_nothing_and_drops_nothing_out() -> None:
     assert not torch.equal(tensor(model.forward(0, 1, x, step=1, row=0)), x)
 
 
-def test_building_leaves_running_statistics_alone() -> None:
+def test_building_does_not_change_running_statistics() -> None:
     layer = nn.BatchNorm1d(6)
     model = model_of(layer, nn.Linear(6, 1))
     assert layer.num_batches_tracked == 0
@@ -243,7 +243,7 @@ def test_building_leaves_running_statistics_alone() -> None:
 
 
 class Functional(nn.Module):
-    """Dropout by function, twice, on rows and on rows folded with another dimension."""
+    """Dropout by function, twice: on rows, and on rows folded with another dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.dropout(x, 0.3, training=self.training)
@@ -357,7 +357,7 @@ def test_checkpointing_keeps_only_what_crosses_layers() -> None:
 
 
 def test_a_job_with_dropout_trains_alike_however_it_recomputes() -> None:
-    """Equal to the last bit; ``auto`` keeps everything until a plan says otherwise."""
+    """Results are equal to the last bit. ``auto`` keeps everything until a plan says otherwise."""
     from tests.helpers.reference import reference_losses
 
     def losses(mode: str) -> list[float]:
@@ -397,7 +397,7 @@ def test_running_statistics_count_a_microbatch_once(mode: str) -> None:
     def statistics(mode: str) -> list[Tensor]:
         torch.manual_seed(0)
         model = model_of(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1), activation_checkpointing=mode)
-        # Two microbatches in flight, as in a pipeline.
+        # Two microbatches are in flight, as in a pipeline.
         outputs = [tensor(model.forward(0, 3, rows(4, first), step=1, row=first)) for first in (0, 4)]
         for output in outputs:
             output.square().mean().backward()
@@ -412,7 +412,7 @@ def test_running_statistics_count_a_microbatch_once(mode: str) -> None:
 
 
 class Shared(nn.Module):
-    """Layers that share a weight, which autocast would cast in the first one alone."""
+    """Layers that share a weight, which autocast would cast only in the first one."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -488,6 +488,6 @@ def test_layers_that_do_not_fit_are_named(
         ({"": 1.0}, "a name of 0 characters"),
     ],
 )
-def test_more_metrics_than_a_step_can_carry_are_refused(metrics: dict[str, float], says: str) -> None:
+def test_more_metrics_than_a_step_can_carry_are_rejected(metrics: dict[str, float], says: str) -> None:
     with pytest.raises(TrainingError, match=says):
         model_of(nn.Linear(6, 1), metrics=lambda output, batch: metrics)

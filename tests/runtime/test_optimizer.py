@@ -1,4 +1,6 @@
-"""The user's optimizer and schedule over changing layers: training goes on exactly as if nothing changed."""
+"""The user's optimizer and schedule over changing layers: training continues exactly as if nothing had
+changed.
+"""
 
 from collections.abc import Callable, Collection
 from typing import Any
@@ -74,7 +76,7 @@ def make(optimizer: Any, scheduler: Any = None) -> tuple[Model, Optimization]:
 
 
 def give_gradients(model: Model, step: int, layers: Collection[int] = range(3)) -> None:
-    """Gradients that depend on step and name alone."""
+    """Set gradients that depend only on step and name."""
     for index, (_, parameter) in enumerate(model.named_parameters(range(3))):
         generator = torch.Generator().manual_seed(1000 * step + index)
         value = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
@@ -90,7 +92,7 @@ def advance(
 
 
 def copy_layer(source: tuple[Model, Optimization], target: tuple[Model, Optimization], layer: int) -> None:
-    """Move a layer as a transfer does, the schedule as bytes."""
+    """Move a layer as a transfer does, with the schedule as bytes."""
     (from_model, from_optimization), (to_model, to_optimization) = source, target
     to_model.materialise(layer)
     with torch.no_grad():
@@ -112,7 +114,7 @@ def same(left: Model, right: Model) -> bool:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_layers_that_come_from_elsewhere_are_trained_on_exactly(optimizer: Any) -> None:
+def test_training_continues_exactly_with_layers_from_another_rank(optimizer: Any) -> None:
     undisturbed = make(optimizer, SCHEDULERS["cosine"])
     advance(*undisturbed, range(1, 5))
     joiner = make(optimizer, SCHEDULERS["cosine"])
@@ -144,7 +146,7 @@ def test_a_joiner_continues_the_schedule_exactly(optimizer: str, scheduler: Any)
     assert joiner[1].schedule() == undisturbed[1].schedule()
 
 
-def test_the_schedule_goes_on_where_no_layer_is_owned() -> None:
+def test_the_schedule_advances_where_no_layer_is_owned() -> None:
     busy, idle = (make(OPTIMIZERS["adam"], SCHEDULERS["cosine"]) for _ in range(2))
     idle[0].drop([0, 1, 2])
     advance(*busy, range(1, 4))
@@ -165,7 +167,7 @@ def test_held_layers_that_are_not_owned_stay_as_they_are() -> None:
 
 
 def test_a_missing_gradient_counts_as_zero() -> None:
-    """So that weight decay and moments do not depend on which microbatches a rank computed."""
+    """Weight decay and moments must not depend on which microbatches a rank computed."""
     model, optimization = make(OPTIMIZERS["adamw in two groups"])
     before = [p.detach().clone() for _, p in model.named_parameters([0])]
     optimization.step(range(3))
@@ -184,7 +186,7 @@ def test_a_skipped_step_changes_the_schedule_alone() -> None:
     assert rates_of(optimization) != rates
 
 
-def test_the_state_of_a_dropped_layer_is_forgotten() -> None:
+def test_the_state_of_a_dropped_layer_is_released() -> None:
     model, optimization = make(OPTIMIZERS["adam"])
     advance(model, optimization, range(1, 3))
     assert optimization.parameter_state("1.weight")
@@ -207,7 +209,7 @@ def test_a_model_without_trainable_parameters() -> None:
     optimization.set_schedule({"groups": [], "scheduler": None, "loss_scale": None})
 
 
-def test_the_schedule_of_another_optimizer_is_refused() -> None:
+def test_the_schedule_of_another_optimizer_is_rejected() -> None:
     _, adam = make(OPTIMIZERS["adam"], SCHEDULERS["cosine"])
     for other in (
         make(OPTIMIZERS["sgd"], SCHEDULERS["cosine"]),
@@ -215,7 +217,7 @@ def test_the_schedule_of_another_optimizer_is_refused() -> None:
         make(OPTIMIZERS["adam"], SCHEDULERS["one cycle"]),
         make(OPTIMIZERS["adam"]),
     ):
-        with pytest.raises(ValueError, match="of another optimizer or learning-rate scheduler"):
+        with pytest.raises(ValueError, match="belongs to a different optimizer or learning-rate scheduler"):
             adam.set_schedule(other[1].schedule())
 
 
@@ -256,7 +258,7 @@ def test_optimizers_that_cannot_be_used(optimizer: Any, scheduler: Any, message:
         make(optimizer, scheduler)
 
 
-def test_an_optimizer_whose_state_cannot_move_is_refused_at_its_first_step() -> None:
+def test_an_optimizer_whose_state_cannot_move_is_rejected_at_its_first_step() -> None:
     model, optimization = make(lambda named: Hoarder(parameters(named), lr=0.1))
     give_gradients(model, 1)
     with pytest.raises(TrainingError, match="keeps a list \\('history'\\) for each parameter"):

@@ -1,4 +1,4 @@
-"""Layers that a device has no room for until a generation's first commit: in host memory, or dropped."""
+"""Layers for which a device has no room until a generation's first commit: in host memory, or dropped."""
 
 import gc
 import weakref
@@ -27,14 +27,14 @@ def job() -> TrainingData:
 
 @pytest.fixture
 def fleet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    """With chunks that end in the middle of tensors."""
+    """Return a fleet whose chunks end in the middle of tensors."""
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     with Fleet(job(), 3) as fleet:
         yield fleet
 
 
 def memory_bytes(engine: Engine) -> int:
-    """Of parameters and of the optimizer's state."""
+    """Return the bytes of parameters and of the optimizer's state."""
     tensors = {id(t.value): t.value for layer in range(4) for t in engine.model.tensors_of(layer)}
     named = [name for name, _ in engine.model.named_parameters(engine.model.held_layers)]
     states = [value for name in named for value in engine.optimization.parameter_state(name).values()]
@@ -68,14 +68,15 @@ def test_a_parked_layer_is_sent_from_host_memory_and_freed_at_the_first_commit(f
     expect_reference(fleet)
 
 
-def test_state_that_only_a_parked_layer_has_left_is_sent_to_the_next_plan(fleet: Fleet) -> None:
-    """Who was to take the layer is lost before the first commit; the next plan gives it to another rank, and then
-    back to the one that parked it."""
+def test_state_that_exists_only_in_a_parked_layer_is_sent_under_the_next_plan(fleet: Fleet) -> None:
+    """The rank that should take the layer is lost before the first commit. The next plan gives the layer to
+    another rank, and then back to the one that parked it.
+    """
     fleet.enter(fleet.engines, THREE)
     fleet.steps(2)
     first, _, third = fleet.engines
     fleet.parked = {2: (2, 3)}
-    # Ranks change places: what rank 2 had goes to rank 1, which is lost.
+    # Ranks swap their positions: the state of rank 2 moves to rank 1, which is lost.
     swapped = (pipeline((0, 1, [0]), (1, 2, [2]), (2, 4, [1]), first_microbatch=0, microbatches=4),)
     fleet.enter(fleet.engines, swapped)
     assert third.parked.layers == {2, 3} and third.model.held_layers == {1}
@@ -88,7 +89,7 @@ def test_state_that_only_a_parked_layer_has_left_is_sent_to_the_next_plan(fleet:
     expect_reference(fleet)
 
 
-def test_a_dropped_layer_is_gone_and_comes_from_others(fleet: Fleet) -> None:
+def test_a_dropped_layer_is_freed_and_comes_from_others(fleet: Fleet) -> None:
     pipelines = (
         pipeline((0, 2, [0]), (2, 4, [1]), first_microbatch=0, microbatches=2),
         pipeline((0, 4, [2]), first_microbatch=2, microbatches=2),
@@ -112,7 +113,7 @@ def test_a_dropped_layer_is_gone_and_comes_from_others(fleet: Fleet) -> None:
     expect_reference(fleet)
 
 
-def test_state_that_is_started_anew_leaves_nothing_parked(fleet: Fleet) -> None:
+def test_a_reset_leaves_nothing_parked(fleet: Fleet) -> None:
     fleet.enter(fleet.engines, THREE)
     fleet.steps(1)
     fleet.parked = {1: (1,)}
@@ -126,7 +127,7 @@ def test_state_that_is_started_anew_leaves_nothing_parked(fleet: Fleet) -> None:
     assert not second.parked.layers and not second.complete_layers and not second.model.held_layers
 
 
-def test_what_did_not_arrive_whole_takes_no_memory_in_the_next_generation(
+def test_a_layer_that_arrived_partly_takes_no_memory_in_the_next_generation(
     fleet: Fleet, tmp_path: Path
 ) -> None:
     fleet.enter(fleet.engines, THREE)
@@ -143,7 +144,7 @@ def test_what_did_not_arrive_whole_takes_no_memory_in_the_next_generation(
 
 
 def test_a_generation_leaves_nothing_to_the_next_but_its_state(fleet: Fleet) -> None:
-    """Also without the collector of cycles, which runs seldom: gradients are as large as parameters."""
+    """This must not need the garbage collector, which runs seldom: gradients are as large as parameters."""
     fleet.enter(fleet.engines, THREE)
     fleet.steps(1)
     gc.disable()

@@ -36,7 +36,7 @@ LAYERS = 5
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[ParameterLayout, dict[str, ParameterSize]]:
-    """Parameters of any length, some empty, some tied between two layers, two dtypes."""
+    """Draw parameters of any length, some empty, some tied between two layers, of two dtypes."""
     layers: dict[str, tuple[int, ...]] = {}
     sizes: dict[str, ParameterSize] = {}
     for layer in range(LAYERS):
@@ -69,7 +69,7 @@ def worlds(draw: st.DrawFn) -> WorldData:
 
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[ParameterLayout, WorldData, tuple[PartData, ...], bool, bool]:
-    """An old world of which some ranks live on, with other numbers, and some of these are not whole."""
+    """Draw an old world of which some ranks survive with other numbers; some of these are not whole."""
     shape, _ = draw(shapes())
     old, new = draw(worlds()), draw(worlds())
     lived = draw(st.permutations(range(len(old.hosts))))
@@ -98,7 +98,7 @@ def _part(rank: int, layer: int, part: Fractions, replica: bool, whole: bool) ->
 def having(
     shape: ParameterLayout, held: Sequence[PartData], rank: int, what: str, zero1: bool
 ) -> set[tuple[int, int]]:
-    """(vector, element) pairs, the slow and plain way."""
+    """Return (vector, element) pairs, computed in the slow and plain way."""
     found = set()
     for entry in held:
         if entry.rank != rank:
@@ -132,7 +132,7 @@ def needing(
 
 @settings(max_examples=150)
 @given(situations())
-def test_every_need_is_met_once_by_one_who_can(
+def test_every_needed_element_has_one_source_that_holds_it(
     situation: tuple[ParameterLayout, WorldData, tuple[PartData, ...], bool, bool],
 ) -> None:
     shape, world, held, zero1, replicas = situation
@@ -166,7 +166,7 @@ def test_every_need_is_met_once_by_one_who_can(
                     sent = {(move.vector, e) for e in range(move.start, move.end)}
                     assert sent <= having(shape, held, rank, what, zero1)
                     if what == "optimizer":
-                        # What is kept as one is sent as one.
+                        # A range that is held as a unit is sent as a unit.
                         kept = [having(shape, [entry], rank, what, zero1) for entry in held]
                         assert any(sent <= one for one in kept)
         own = {layer for layer, owners in owners_of_layer(world).items() if rank in owners}
@@ -181,7 +181,7 @@ def test_every_need_is_met_once_by_one_who_can(
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
-def test_contributions_cover_each_bucket_once_and_are_the_parts(
+def test_gather_ranges_cover_each_bucket_once_and_are_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, sizes = described
@@ -209,7 +209,7 @@ def test_contributions_cover_each_bucket_once_and_are_the_parts(
 
 @settings(max_examples=100)
 @given(shapes(), worlds())
-def test_contributions_cover_each_cell_once_and_are_the_parts(
+def test_cell_gather_ranges_cover_each_cell_once_and_are_the_parts(
     described: tuple[ParameterLayout, dict[str, ParameterSize]], world: WorldData
 ) -> None:
     shape, _ = described
@@ -227,7 +227,7 @@ def test_contributions_cover_each_cell_once_and_are_the_parts(
 
 @settings(max_examples=100)
 @given(worlds())
-def test_those_who_have_a_layer_share_out_its_optimizer_state(world: WorldData) -> None:
+def test_owners_of_a_layer_divide_its_optimizer_state(world: WorldData) -> None:
     for layer, ranks in owners_of_layer(world).items():
         for zero1 in (False, True):
             speakers = [
@@ -247,7 +247,7 @@ def test_those_who_have_a_layer_share_out_its_optimizer_state(world: WorldData) 
             (rank, part) for rank in speakers for part in owned_parts(world, rank, layer, zero1=True)
         }
         for one in copied:
-            # Whoever repeats updates has the gradients: it has these elements itself.
+            # A rank that repeats updates has the gradients, because it has these elements itself.
             start, end, of = share_of(stage_of(world, one.holder), one.holder)
             assert Fraction(start, of) <= Fraction(one.part[0], one.part[2])
             assert Fraction(one.part[1], one.part[2]) <= Fraction(end, of)
@@ -274,7 +274,7 @@ def owned(world: WorldData) -> list[PartData]:
 
 
 def two(first: int) -> WorldPipeline:
-    """Layers 0–2 on rank ``first``, 3–4 on the next."""
+    """Return a pipeline with layers 0–2 on rank ``first`` and 3–4 on the next rank."""
     return WorldPipeline(
         stages=(
             WorldStage(first_layer=0, end_layer=3, ranks=(first,)),
@@ -291,7 +291,7 @@ def plain_shape() -> ParameterLayout:
 
 
 def test_sources_share_the_load() -> None:
-    """A third pipeline joins two that are whole: each old owner sends about as much as the other."""
+    """A third pipeline joins two that are whole. Each old owner sends about as much as the other."""
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2), two(4)), transfers=(), hosts=("h",) * 6)
     held = [
@@ -309,14 +309,14 @@ def test_sources_share_the_load() -> None:
         assert abs(sent[left] - sent[right]) <= 1002
 
 
-def test_who_restored_its_layers_itself_needs_nobody() -> None:
+def test_a_rank_that_restored_its_layers_needs_no_transfer() -> None:
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2)), transfers=(), hosts=("h",) * 4)
     assert plan_transfers(shape, world, initial_holdings(world), zero1=True, replicas=True) == ()
 
 
 def test_primaries_come_before_replicas() -> None:
-    """Rank 0 has all of layers 0–2, half of it as a replica; rank 2 has that half; a third pipeline joins."""
+    """Rank 0 has all of layers 0–2, half of it as a replica; rank 2 has that half. A third pipeline joins."""
     shape = plain_shape()
     world = WorldData(pipelines=(two(0), two(2), two(4)), transfers=(), hosts=("h",) * 6)
     held = [

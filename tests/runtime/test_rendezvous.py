@@ -1,4 +1,4 @@
-"""The rendezvous server and the store that talks to it, over real sockets."""
+"""The rendezvous server and the store that uses it, over real sockets."""
 
 import socket
 import threading
@@ -64,7 +64,7 @@ def test_get_waits_until_the_key_is_set(server: ServerThread) -> None:
     two.close()
 
 
-def test_a_wait_times_out_and_the_connection_lives_on(server: ServerThread) -> None:
+def test_a_wait_times_out_and_the_connection_stays_open(server: ServerThread) -> None:
     one = store(server, timeout_s=0.05)
     with pytest.raises(StoreError, match=r"no 'never' within 0\.05 s"):
         one.get("never")
@@ -91,7 +91,7 @@ def test_close_from_another_thread_ends_a_wait_at_once(server: ServerThread) -> 
     assert len(errors) == 1
 
 
-def test_generations_have_name_spaces_of_their_own_and_old_ones_end(server: ServerThread) -> None:
+def test_generations_have_their_own_name_spaces_and_old_ones_end(server: ServerThread) -> None:
     old = store(server, 1)
     old.set("key", b"old")
     errors: list[str] = []
@@ -116,7 +116,7 @@ def test_generations_have_name_spaces_of_their_own_and_old_ones_end(server: Serv
     new.close()
 
 
-def test_the_keys_of_a_generation_go_with_its_last_connection(server: ServerThread) -> None:
+def test_the_keys_of_a_generation_are_removed_with_its_last_connection(server: ServerThread) -> None:
     one = store(server)
     one.set("key", b"value")
     assert server.server.generations == (1,)
@@ -124,12 +124,12 @@ def test_the_keys_of_a_generation_go_with_its_last_connection(server: ServerThre
     eventually(lambda: server.server.generations == ())
 
 
-def test_a_wrong_token_is_refused(server: ServerThread) -> None:
+def test_a_wrong_token_is_rejected(server: ServerThread) -> None:
     with pytest.raises(StoreError, match="wrong secret"):
         StoreConnection(meeting(server, token="guess"), 0, 5.0)
 
 
-def test_nobody_listens() -> None:
+def test_no_server_listens() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -147,7 +147,7 @@ def test_nobody_listens() -> None:
     ],
     ids=["no hello", "oversized", "malformed", "another protocol"],
 )
-def test_strangers_are_refused_and_the_server_lives_on(server: ServerThread, data: bytes) -> None:
+def test_unknown_clients_are_rejected_and_the_server_keeps_running(server: ServerThread, data: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 30) as stranger:
         stranger.sendall(data)
         answer = b""
@@ -176,7 +176,7 @@ def test_limits(server: ServerThread, monkeypatch: pytest.MonkeyPatch) -> None:
     two.close()
 
 
-def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
+def test_a_second_hello_and_a_value_that_is_no_number(server: ServerThread) -> None:
     one = StoreConnection(meeting(server), 0, 5.0)
     with pytest.raises(StoreError, match="second StoreHello"):
         one.request(s.StoreHello(proof=s.make_proof(TOKEN, 1), generation=1, rank=0))
@@ -189,7 +189,9 @@ def test_a_second_hello_and_a_number_that_is_none(server: ServerThread) -> None:
 
 
 def test_another_service_at_the_address_is_a_store_error() -> None:
-    """Its greeting is no frame: whoever waits for a group must hear of it, not a thread's end."""
+    """Its greeting is not a frame. The caller that waits for a group must get the error, instead of a thread
+    that just ends.
+    """
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def greet() -> None:

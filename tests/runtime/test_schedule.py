@@ -26,13 +26,15 @@ MICROBATCHES = st.integers(0, 20)
 
 
 def computations(operations: tuple[Operation, ...]) -> str:
-    """``F0 B0 …`` without what is sent."""
+    """Return the computations as ``F0 B0 …``, without communication."""
     names = {Forward: "F", Backward: "B"}
     return " ".join(f"{names[type(o)]}{o.microbatch}" for o in operations if type(o) in names)
 
 
 def execute(stages: int, microbatches: int) -> list[Operation]:
-    """Run all stages with sends that never block and receives that wait; returns what ran, in order."""
+    """Run all stages with sends that never block and receives that wait; return the operations that ran, in
+    order.
+    """
     lists = [list(one_f_one_b(stage, stages, microbatches)) for stage in range(stages)]
     mail: set[tuple[str, int, int]] = set()
     ran: list[Operation] = []
@@ -78,11 +80,11 @@ def test_fewer_microbatches_than_stages() -> None:
     ]
 
 
-def test_one_stage_talks_to_nobody() -> None:
+def test_one_stage_does_not_communicate() -> None:
     assert set(map(type, one_f_one_b(0, 1, 3))) == {Forward, Backward}
 
 
-def test_receives_stand_before_their_use_and_sends_behind_their_source() -> None:
+def test_receives_precede_their_use_and_sends_follow_their_source() -> None:
     assert one_f_one_b(1, 3, 1) == (
         ReceiveActivation(0),
         Forward(0),
@@ -133,7 +135,7 @@ def test_neighbours_send_and_receive_in_the_same_order(stages: int, microbatches
 
 
 @pytest.mark.parametrize(("stage", "stages", "microbatches"), [(2, 2, 1), (-1, 2, 1), (0, 0, 1), (0, 1, -1)])
-def test_nonsense_is_refused(stage: int, stages: int, microbatches: int) -> None:
+def test_invalid_arguments_are_rejected(stage: int, stages: int, microbatches: int) -> None:
     with pytest.raises(ValueError, match=r"stage|microbatches"):
         one_f_one_b(stage, stages, microbatches)
 
@@ -141,7 +143,7 @@ def test_nonsense_is_refused(stage: int, stages: int, microbatches: int) -> None
 # --- forward only --------------------------------------------------------------------------------
 
 
-def test_forward_only_waits_until_the_next_stage_has_taken_what_was_sent() -> None:
+def test_forward_only_waits_until_the_next_stage_has_received_activations() -> None:
     assert forward_only(1, 3, [4, 5, 7]) == (
         ReceiveActivation(4),
         Forward(4),
@@ -163,7 +165,7 @@ def test_forward_only_waits_until_the_next_stage_has_taken_what_was_sent() -> No
 def test_forward_only_ends_in_any_order_of_events_within_its_memory(
     stages: int, microbatches: int, data: st.DataObject
 ) -> None:
-    """Whichever stage goes on next: what is on its way to a stage never becomes more than is allowed."""
+    """Whichever stage continues next, the activations on their way to a stage never exceed the limit."""
     lists: list[list[ForwardOperation]] = [
         list(forward_only(stage, stages, range(microbatches))) for stage in range(stages)
     ]
@@ -191,6 +193,6 @@ def test_forward_only_ends_in_any_order_of_events_within_its_memory(
                 assert len(on_the_way[stage + 1]) <= MAX_UNRECEIVED
 
 
-def test_forward_only_of_no_stage_is_refused() -> None:
+def test_forward_only_of_no_stage_is_rejected() -> None:
     with pytest.raises(ValueError, match="stage 2 of a pipeline of 2 stages"):
         forward_only(2, 2, [0])

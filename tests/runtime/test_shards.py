@@ -1,4 +1,4 @@
-"""Stages whose devices have shards of their layers: losses as those of one process, wherever somebody dies."""
+"""Stages whose devices have shards of their layers: losses equal those of one process, wherever a rank dies."""
 
 import gc
 import weakref
@@ -61,7 +61,7 @@ def expected() -> list[float]:
     [(ONE_OF_TWO, 2), (ONE_OF_FOUR, 4), (STAGES_OF_TWO, 4), (MIXED, 10)],
     ids=["one of two", "one of four", "stages of two", "mixed"],
 )
-def test_losses_are_those_of_one_process(
+def test_losses_equal_those_of_one_process(
     expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int, zero1: bool
 ) -> None:
     with Fleet(job(zero1=zero1), ranks) as fleet:
@@ -70,11 +70,11 @@ def test_losses_are_those_of_one_process(
         assert [fleet.losses[step] for step in range(1, 4)] == pytest.approx(expected[:3], rel=1e-9)
 
 
-def test_a_plan_that_shards_what_cannot_is_refused() -> None:
-    """The coordinator goes by the profile, which may be of another optimizer."""
+def test_a_plan_that_shards_a_model_that_cannot_be_sharded_is_rejected() -> None:
+    """The coordinator uses the profile, which may have been measured with another optimizer."""
     with (
         Fleet(job(within_node="replicate"), 2) as fleet,
-        pytest.raises(TrainingError, match=r"this model cannot: .* measure the profile again"),
+        pytest.raises(TrainingError, match=r"this model cannot be sharded: .* measure the profile again"),
     ):
         fleet.enter(fleet.engines, ONE_OF_TWO)
 
@@ -98,15 +98,17 @@ def test_layers_may_recompute(expected: list[float], mode: Recompute) -> None:
 def test_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None], zero1: bool
 ) -> None:
-    """A stage of one dies, then two join, so shards become others; then a device of a shard dies."""
+    """A stage of one rank dies, then two ranks join, so the shards change; then a device of a sharded stage
+    dies.
+    """
     if phase is behind_vote and not zero1:
-        phase = in_vote  # Nothing is gathered behind the commit.
+        phase = in_vote  # Nothing is gathered after the commit.
     with Fleet(job(zero1=zero1), 5) as fleet:
         fleet.enter(fleet.engines, PAIRS)
         fleet.steps(1)
         phase(fleet, fleet.engines[4])
         fleet.broken_step()
-        fleet.engines[0].__dict__.pop("_ask", None)
+        fleet.engines[0].__dict__.pop("_hold_vote", None)
         fleet.enter(fleet.engines[:3], LEFT)
         fleet.steps(1)
         fleet.enter([*fleet.engines, *fleet.join(2)], PAIRS)
@@ -145,10 +147,12 @@ def test_each_device_has_its_share_and_no_more() -> None:
 @pytest.mark.parametrize(
     ("pipelines", "ranks"), [(STAGES_OF_ONE, 3), (STAGES_OF_TWO, 4)], ids=["stages of one", "stages of two"]
 )
-def test_whole_layers_out_of_files_are_gone_on_with(
+def test_training_continues_from_whole_layers_in_files(
     tmp_path: Path, expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int
 ) -> None:
-    """As a snapshot or a checkpoint has them. The last layer shares a weight with the first, in another stage."""
+    """Snapshots and checkpoints contain whole layers. The last layer shares a weight with the first, in
+    another stage.
+    """
     with Fleet(job(within_node="replicate"), 1) as fleet:
         fleet.enter(fleet.engines, (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),))
         fleet.steps(2)

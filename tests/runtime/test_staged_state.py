@@ -1,4 +1,6 @@
-"""A trainer takes what its node staged: the very bytes, out of however many pieces, and none that changed."""
+"""A trainer loads layers that its node staged: the exact bytes, from any number of ranges, and none that have
+changed.
+"""
 
 import random
 from itertools import pairwise
@@ -24,7 +26,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int) -> list[PayloadChunk]:
-    """Cut anywhere: some pieces are in the record, some in a file, some in a slot among other bytes."""
+    """Stage a layer cut anywhere: some ranges are in the record, some in a file, some in a slot among other
+    bytes.
+    """
     chance = random.Random(seed)
     before, behind = chance.randbytes(chance.randrange(1000)), chance.randbytes(chance.randrange(1000))
     slot, own = directory / f"slot-{layer}", directory / f"bytes-{layer}"
@@ -59,7 +63,7 @@ def flip(piece: PayloadChunk, place: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_very_state_comes_out_of_any_pieces(tmp_path: Path, seed: int) -> None:
+def test_the_exact_state_is_loaded_from_any_ranges(tmp_path: Path, seed: int) -> None:
     old, new = Trainer(), Trainer()
     for step in (1, 2):
         old.step(step)
@@ -77,7 +81,7 @@ def test_the_very_state_comes_out_of_any_pieces(tmp_path: Path, seed: int) -> No
     assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
 
 
-def test_memory_that_is_there_is_filled_again_and_none_serves_two(tmp_path: Path) -> None:
+def test_existing_memory_is_reused_and_serves_one_tensor_only(tmp_path: Path) -> None:
     old, new = Trainer(), Trainer()
     for trainer in (old, new):
         trainer.step(1)
@@ -109,7 +113,7 @@ def test_memory_that_is_there_is_filled_again_and_none_serves_two(tmp_path: Path
     assert [old.step(step) for step in (3, 4)] == [new.step(step) for step in (3, 4)]
 
 
-def test_what_is_lent_and_changed_is_not_taken(tmp_path: Path) -> None:
+def test_borrowed_memory_that_changed_is_not_loaded(tmp_path: Path) -> None:
     source, target = Trainer(), Trainer()
     header, payload = source.states.pack(1)
     data = payload.numpy().tobytes()
@@ -136,7 +140,7 @@ def test_what_is_lent_and_changed_is_not_taken(tmp_path: Path) -> None:
             staged.verify()
 
 
-def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_path: Path) -> None:
+def test_missing_or_malformed_state_is_corrupt_and_a_different_model_is_reported(tmp_path: Path) -> None:
     source, target = Trainer(), Trainer()
     header, payload = source.states.pack(1)
     pieces = stage(tmp_path, 1, header, payload.numpy().tobytes(), 3)
@@ -163,7 +167,7 @@ def test_what_is_gone_or_malformed_is_spoiled_and_what_is_foreign_is_said(tmp_pa
 def test_a_tensor_whose_bytes_are_not_in_order_is_filled_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one on a device is: by way of memory beside it."""
+    """It is filled through staging memory, like a tensor on a device."""
     old, new = Trainer(), Trainer()
     old.step(1)
     header, payload = old.states.pack(2)

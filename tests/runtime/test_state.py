@@ -1,4 +1,4 @@
-"""A layer's state as bytes: nothing is lost on the way, and nothing that does not fit is taken."""
+"""A layer's state as bytes: nothing is lost on the way, and state that does not fit is rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +33,7 @@ def test_a_joiner_trains_on_to_the_last_bit(precision: str) -> None:
     assert new.digests() == old.digests()
 
 
-def test_a_pristine_layer_travels_too_and_clears_what_was_there() -> None:
+def test_a_pristine_layer_travels_too_and_replaces_older_state() -> None:
     pristine, used = Trainer(), Trainer()
     used.step(1)
     for layer in used.layers:
@@ -44,7 +44,9 @@ def test_a_pristine_layer_travels_too_and_clears_what_was_there() -> None:
 
 
 def test_a_layer_travels_in_chunks_that_end_anywhere() -> None:
-    """Also into tensors that are not row-major; the optimizer has nothing of it before all is there."""
+    """Targets that are not row-major work, too. The optimizer has none of the state before all of it has
+    arrived.
+    """
     old, new = Trainer(), Trainer()
     old.step(1)
     for trainer in (old, new):
@@ -142,7 +144,7 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
 
 
 def entry(**changes: Any) -> Callable[[bytes], bytes]:
-    """The first entry is the parameter 1.norm_1.weight, (8,) float64."""
+    """Return a header whose first entry, the parameter 1.norm_1.weight, (8,) float64, is changed."""
     return edited(lambda header: header["entries"][0].update(changes))
 
 
@@ -158,16 +160,16 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (edited(lambda h: h["entries"].pop(0)), "1.norm_1.weight is missing"),
         (edited(lambda h: h["entries"].insert(0, h["entries"][0])), "overlaps or comes twice"),
         (edited(lambda h: h["scalars"].update(other={"step": 1})), "optimizer state for other"),
-        (edited(lambda h: h["schedule"].update(groups=[])), "of another optimizer"),
+        (edited(lambda h: h["schedule"].update(groups=[])), "belongs to a different optimizer"),
         (edited(lambda h: h.update(schedule={})), "layer 1"),
         (entry(name="1.nothing"), "no parameter or buffer '1.nothing'"),
         (entry(name="2.norm_1.weight"), "no parameter or buffer"),
         (entry(dtype="float8"), r"64 bytes from \d+ of \d+ cannot be \(8,\) of float8"),
         (
             entry(dtype="int64"),
-            r"a parameter of \(8,\) int64 came, this model has a parameter of \(8,\) float64",
+            r"a parameter of \(8,\) int64, but this model has a parameter of \(8,\) float64",
         ),
-        (entry(shape=(4, 2)), r"a parameter of \(4, 2\) float64 came"),
+        (entry(shape=(4, 2)), r"received a parameter of \(4, 2\) float64"),
         (entry(shape=(7,)), r"64 bytes from \d+ of \d+ cannot be \(7,\) of float64"),
         (entry(shape=(-8, -1)), r"64 bytes from \d+ of \d+ cannot be"),
         (entry(offset=-16), r"64 bytes from -16 of \d+ cannot be"),
@@ -178,7 +180,7 @@ def entry(**changes: Any) -> Callable[[bytes], bytes]:
         (entry(role="code"), "malformed"),
     ],
 )
-def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
+def test_a_header_that_does_not_fit_is_rejected_and_changes_nothing(
     edit: Callable[[bytes], bytes], message: str
 ) -> None:
     source, target = Trainer(), Trainer()
@@ -197,14 +199,14 @@ def test_a_header_that_does_not_fit_is_refused_and_changes_nothing(
 @pytest.mark.parametrize(
     "payload", [lambda p: p[:-1], lambda p: p.view(torch.int64), lambda p: p.view(1, -1)]
 )
-def test_a_payload_of_another_size_is_refused(payload: Callable[[Tensor], Tensor]) -> None:
+def test_a_payload_of_a_different_size_is_rejected(payload: Callable[[Tensor], Tensor]) -> None:
     trainer = Trainer()
     header, whole = trainer.states.pack(1)
     with pytest.raises(StateError, match=r"payload of|bytes should be"):
         trainer.states.unpack(1, header, payload(whole))
 
 
-def test_the_header_is_plain_msgpack_that_says_what_the_bytes_are() -> None:
+def test_the_header_is_plain_msgpack_that_describes_the_bytes() -> None:
     trainer = Trainer()
     trainer.step(1)
     header, payload = trainer.states.pack(1)

@@ -1,4 +1,4 @@
-"""``Training.on_step``: called on one rank for every committed step, whatever fails in between."""
+"""``Training.on_step`` is called on one rank for every committed step, whatever fails in between."""
 
 import signal
 from itertools import pairwise
@@ -50,7 +50,7 @@ def called_steps(directory: Path) -> list[int]:
     return [call["step"] for call in calls(directory)]
 
 
-def test_one_rank_calls_it_with_what_the_vote_says(tmp_path: Path) -> None:
+def test_one_rank_calls_it_with_the_results_of_the_vote(tmp_path: Path) -> None:
     with Fleet(hooked_job(tmp_path), 2) as fleet:
         fleet.enter(fleet.engines, BOTH)
         fleet.steps(3)
@@ -63,7 +63,7 @@ def test_one_rank_calls_it_with_what_the_vote_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("first_dies", [True, False], ids=["the one that calls it dies", "another one dies"])
-def test_a_loss_leaves_no_step_out_and_repeats_none_that_a_survivor_has_called(
+def test_a_lost_rank_causes_no_missing_call_and_no_repeated_call_of_a_survivor(
     tmp_path: Path, first_dies: bool
 ) -> None:
     with Fleet(hooked_job(tmp_path), 2) as fleet:
@@ -72,7 +72,7 @@ def test_a_loss_leaves_no_step_out_and_repeats_none_that_a_survivor_has_called(
         survivor = fleet.engines[1 if first_dies else 0]
         fleet.enter([survivor], ALONE)
         fleet.steps(1)
-        # Nobody who is left can know that the dead rank had called it for step 2.
+        # No survivor can know that the dead rank had called it for step 2.
         assert called_steps(tmp_path) == ([1, 2, 2, 3] if first_dies else [1, 2, 3])
         if first_dies:
             assert calls(tmp_path)[2]["step_s"] is None
@@ -93,7 +93,7 @@ def test_a_step_that_was_committed_and_not_called_yet_is_called_by_the_next_grou
         assert called_steps(tmp_path) == [1, 2, 3, 4], "the one that had called it is rank 1 now, and says so"
 
 
-def test_the_last_step_of_a_job_is_not_forgotten(tmp_path: Path) -> None:
+def test_the_last_step_of_a_job_is_not_missed(tmp_path: Path) -> None:
     job = msgspec.structs.replace(hooked_job(tmp_path), steps=2)
     with Fleet(job, 2) as fleet:
         fleet.enter(fleet.engines, BOTH)
@@ -121,7 +121,7 @@ def test_after_a_rollback_it_is_called_for_the_steps_that_run_again(tmp_path: Pa
     assert called_steps(tmp_path) == [1, 2, 3, 4, 5, 4, 5]
 
 
-def test_a_killed_process_leaves_no_step_out(tmp_path: Path) -> None:
+def test_a_killed_process_causes_no_missing_call(tmp_path: Path) -> None:
     with Cluster() as cluster:
         first, second = cluster.fork(2)
         job = msgspec.structs.replace(hooked_job(tmp_path), steps=1_000_000)
@@ -153,7 +153,7 @@ def test_a_hook_that_raises_is_an_error_of_the_user_that_names_it(tmp_path: Path
         assert fleet.engines[0].committed_step == 2
 
 
-def test_a_hook_that_is_no_function_is_refused(tmp_path: Path) -> None:
+def test_a_hook_that_is_not_a_function_is_rejected(tmp_path: Path) -> None:
     script(
         tmp_path,
         """

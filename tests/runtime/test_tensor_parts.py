@@ -1,4 +1,4 @@
-"""Stages whose devices compute parts of their layers: losses as those of one process, wherever somebody dies."""
+"""Stages whose devices compute parts of their layers: losses equal those of one process, wherever a rank dies."""
 
 import gc
 import re
@@ -64,7 +64,7 @@ def expected() -> list[float]:
     [(ONE_OF_TWO, 2), (ONE_OF_FOUR, 4), (STAGES_OF_TWO, 4), (MIXED, 11)],
     ids=["one of two", "one of four", "stages of two", "mixed"],
 )
-def test_losses_are_those_of_one_process(
+def test_losses_equal_those_of_one_process(
     expected: list[float], pipelines: tuple[p.WorldPipeline, ...], ranks: int, zero1: bool
 ) -> None:
     with Fleet(job(zero1=zero1), ranks) as fleet:
@@ -97,7 +97,9 @@ LEFT = (
 def test_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None], zero1: bool
 ) -> None:
-    """Parts become shards and whole layers, and parts again when two join; then ranks change their places."""
+    """Parts become shards and whole layers, and parts again when two ranks join; then ranks swap their
+    positions.
+    """
     if phase is behind_vote and not zero1:
         phase = in_vote  # Nothing is gathered after the commit.
     with Fleet(job(zero1=zero1), 5) as fleet:
@@ -105,7 +107,7 @@ def test_a_death_rolls_nothing_back(
         fleet.steps(1)
         phase(fleet, fleet.engines[4])
         fleet.broken_step()
-        fleet.engines[0].__dict__.pop("_ask", None)
+        fleet.engines[0].__dict__.pop("_hold_vote", None)
         fleet.enter(fleet.engines[:3], LEFT)
         fleet.steps(1)
         fleet.enter([*fleet.engines, *fleet.join(2)], PAIRS)
@@ -140,7 +142,7 @@ def test_each_device_has_its_part_and_columns_and_no_more() -> None:
             assert up.untyped_storage().data_ptr() == value.untyped_storage().data_ptr(), "no copy of it"
 
 
-def test_what_a_replica_saved_is_gone_on_with_and_evaluated(tmp_path: Path, expected: list[float]) -> None:
+def test_training_and_evaluation_continue_from_a_replica(tmp_path: Path, expected: list[float]) -> None:
     with Fleet(job(within_node="replicate"), 1) as fleet:
         fleet.enter(fleet.engines, (pipeline(stage(0, 5, (0,))),))
         fleet.steps(2)
@@ -184,7 +186,7 @@ def test_low_precision_is_summed_in_float32() -> None:
         assert [fleet.losses[step] for step in (1, 2)] == pytest.approx(wanted, rel=1e-2)
 
 
-# --- what cannot be --------------------------------------------------------------------------------
+# --- plans that are rejected -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_low_precision_is_summed_in_float32() -> None:
         ({"shape": (4, 4)}, "computes something else than that part of the whole; split whole heads"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused(changes: dict[str, Any], words: str) -> None:
+def test_an_impossible_plan_is_rejected(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=re.escape(words)):
         Engine(job(arguments=changes), CPU, ProgressMonitor())
 
@@ -230,8 +232,8 @@ def test_layers_that_are_compiled_are_not_split() -> None:
     assert model.tensor_plan is None and model.tensor_problem is not None
 
 
-def test_devices_that_do_not_divide_heads_are_refused() -> None:
-    """The coordinator goes by the profile, which may be of another model."""
+def test_devices_that_do_not_divide_heads_are_rejected() -> None:
+    """The coordinator uses the profile, which may have been measured with another model."""
     three = (pipeline(stage(0, 5, (0, 1, 2))),)
     with (
         Fleet(job(arguments={"width": 48, "heads": 4}), 3) as fleet,

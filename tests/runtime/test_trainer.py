@@ -1,4 +1,6 @@
-"""A trainer's life as a process: zygote, errors of users, chaos, and that nothing outlives its parent."""
+"""The life of a trainer process: zygote, errors of the user, injected faults, and that nothing outlives its
+parent.
+"""
 
 import os
 import signal
@@ -32,7 +34,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Running, and not a zombie that waits to be reaped by whoever is process 1 here."""
+    """Return whether the process runs and is not a zombie that process 1 has yet to reap."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -40,7 +42,7 @@ def alive(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def test_a_trainer_leads_its_group_and_its_exit_is_told(cluster: Cluster) -> None:
+def test_a_trainer_leads_its_group_and_its_exit_is_reported(cluster: Cluster) -> None:
     first, second = cluster.fork(2)
     assert os.getpgid(first.pid) == first.pid != os.getpgid(second.pid)
     first.kill(signal.SIGKILL)
@@ -49,7 +51,7 @@ def test_a_trainer_leads_its_group_and_its_exit_is_told(cluster: Cluster) -> Non
     assert cluster.wait_exit(second.pid) == 0
 
 
-def test_a_trainer_whose_gpu_is_gone_says_which_one_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_whose_gpu_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for asked in ({"backend": "nccl"}, {"device": "cuda"}):
@@ -120,7 +122,7 @@ def test_a_layer_that_raises_while_training_ends_its_trainer(cluster: Cluster, t
     assert cluster.wait_exit(trainers[0].pid) == 1
 
 
-def test_a_trainer_says_what_it_does_until_it_is_prepared(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_trainer_reports_its_build_progress_until_it_is_prepared(cluster: Cluster, tmp_path: Path) -> None:
     script(
         tmp_path,
         """
@@ -174,7 +176,7 @@ def test_an_abort_waits_for_one_layer_and_not_for_a_stage(cluster: Cluster, tmp_
     cluster.prepare(trainers, data)
     alone = (pipeline((0, 16, [0]), first_microbatch=0, microbatches=1),)
     (tmp_path / "slow").touch()
-    for moment_s in (0.7, 2.2):  # Of a step: 1.5 s forward, then 1.5 s backward.
+    for moment_s in (0.7, 2.2):  # A step takes 1.5 s forward, then 1.5 s backward.
         report = cluster.quiesce(trainers)[0]
         cluster.resume(trainers, alone, step=report.committed_step)
         time.sleep(moment_s)
@@ -232,7 +234,7 @@ def test_the_profile_comes_with_prepared(cluster: Cluster) -> None:
     trainer.close()
 
 
-def test_the_model_is_described_where_that_is_asked_for(cluster: Cluster) -> None:
+def test_the_model_is_described_on_request(cluster: Cluster) -> None:
     (trainer,) = cluster.fork(1)
     trainer.send(p.PrepareJob(job_id="job", training=gpt_data(), profile=False, describe=True))
     described = trainer.take(p.ModelDescribed)
@@ -244,7 +246,7 @@ def test_the_model_is_described_where_that_is_asked_for(cluster: Cluster) -> Non
     trainer.close()
 
 
-def test_a_model_that_cannot_be_described_is_trained_all_the_same(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_described_is_trained_anyway(cluster: Cluster, tmp_path: Path) -> None:
     script(
         tmp_path,
         """
@@ -272,7 +274,7 @@ def test_a_model_that_cannot_be_described_is_trained_all_the_same(cluster: Clust
     trainer.close()
 
 
-def test_a_sleeping_main_thread_shows_in_the_beats(cluster: Cluster) -> None:
+def test_a_sleeping_main_thread_shows_in_the_heartbeats(cluster: Cluster) -> None:
     trainers = cluster.fork(1)
     (trainer,) = trainers
     cluster.prepare(trainers, gpt_data(steps=1_000_000))

@@ -25,7 +25,7 @@ def pair() -> Iterator[list[GlooCommunicator]]:
 
 
 def engine_at(step: int) -> Engine:
-    """A trainer that has nothing yet, told to be at ``step``."""
+    """Return an engine without state that was moved to ``step``."""
     with torch.random.fork_rng(devices=[]):
         engine = Engine(gpt_data(), CPU, ProgressMonitor())
     engine.commit_or_discard(step, None)
@@ -83,7 +83,7 @@ def test_a_layer_that_was_half_received_is_not_held(pair: list[GlooCommunicator]
         torch.frombuffer(bytearray(header), dtype=torch.uint8),
     ):
         pair[0].wait(pair[0].send(tensor, 1, "state"))
-    pair[1].abort()  # The header of layer 1 is there, its payload never comes.
+    pair[1].abort()  # The header of layer 1 arrives, but its payload never does.
     thread.join(60)
     assert len(outcome) == 1
     assert target.complete_layers == {0}

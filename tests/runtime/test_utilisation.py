@@ -1,4 +1,4 @@
-"""What MFU is made of: the operations of a model, and the peak of a device."""
+"""The figures behind MFU: the operations of a model, and the peak of a device."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_the_peak_is_that_of_the_device_and_the_precision(
     assert known_peak_flops(device, precision) == (None if tflops is None else tflops * 1e12)
 
 
-def test_a_processor_has_no_peak_unless_the_job_says_so() -> None:
+def test_a_cpu_has_no_peak_unless_the_job_states_one() -> None:
     assert peak_flops(gpt_data(), CPU) is None
     assert peak_flops(gpt_data(device_peak_tflops=0.5), CPU) == 0.5e12
 

@@ -1,4 +1,4 @@
-"""Seats, routes, owners, and plans that contradict themselves."""
+"""Rank assignments, routes, owners, and plans that contradict themselves."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ GOOD = world(
 )
 
 
-def test_seats_and_owners() -> None:
+def test_assignments_and_owners() -> None:
     check_world(GOOD, layers=3, microbatches=4)
     first, second, third, alone = (rank_assignment(GOOD, rank, 4) for rank in range(4))
     assert first.is_first and not first.is_last and alone.is_first and alone.is_last
@@ -38,12 +38,12 @@ def test_seats_and_owners() -> None:
     assert (second.first_row, second.rows, third.first_row, third.rows) == (0, 2, 2, 2)
     assert (alone.first_microbatch, list(alone.layers), alone.activations_from) == (3, [0, 1, 2], ())
     assert owners_of_layer(GOOD) == {0: (0, 3), 1: (1, 2, 3), 2: (1, 2, 3)}
-    with pytest.raises(WorldError, match="rank 7 has no place"):
+    with pytest.raises(WorldError, match="rank 7 is not in the plan"):
         rank_assignment(GOOD, 7, 4)
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_who_talks_to_whom_is_what_the_seats_say(rows: int) -> None:
+def test_communication_edges_follow_from_the_assignments(rows: int) -> None:
     moved = (TransferData(layer=1, source=3, target=1), TransferData(layer=2, source=3, target=1))
     plan = world(*GOOD.pipelines, size=4, transfers=moved)
     met = {
@@ -70,11 +70,15 @@ def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, be
     sent: list[tuple[int, int, int, int]] = []
     received: list[tuple[int, int, int, int]] = []
     for rank in ranks:
-        seat = rank_assignment(plan, rank, rows)
-        for route in seat.activations_to:
-            sent.append((rank, route.peer, seat.first_row + route.start, seat.first_row + route.end))
-        for route in seat.activations_from:
-            received.append((route.peer, rank, seat.first_row + route.start, seat.first_row + route.end))
+        assignment = rank_assignment(plan, rank, rows)
+        for route in assignment.activations_to:
+            sent.append(
+                (rank, route.peer, assignment.first_row + route.start, assignment.first_row + route.end)
+            )
+        for route in assignment.activations_from:
+            received.append(
+                (route.peer, rank, assignment.first_row + route.start, assignment.first_row + route.end)
+            )
     assert sorted(sent) == sorted(received)
     spans = sorted((start, end) for _, _, start, end in sent)
     assert spans[0][0] == 0 and spans[-1][1] == rows
@@ -87,9 +91,9 @@ def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, be
         (world(pipeline((0, 2, [0]), first_microbatch=0, microbatches=4), size=1), "ends at layer 2"),
         (
             world(pipeline((0, 1, [0]), (2, 3, [1]), first_microbatch=0, microbatches=4), size=2),
-            "behind layer 1",
+            "follows layer 1",
         ),
-        (world(pipeline((0, 3, []), first_microbatch=0, microbatches=4), size=0), "behind layer 0"),
+        (world(pipeline((0, 3, []), first_microbatch=0, microbatches=4), size=0), "follows layer 0"),
         (world(pipeline((0, 3, [0]), first_microbatch=1, microbatches=3), size=1), "a gap or an overlap"),
         (world(pipeline((0, 3, [0]), first_microbatch=0, microbatches=3), size=1), "compute 3 microbatches"),
         (world(pipeline((0, 3, [0]), first_microbatch=0, microbatches=4), size=2), "hosts for 2"),
@@ -103,6 +107,6 @@ def test_every_row_goes_from_one_device_to_one_device(rows: int, before: int, be
         ),
     ],
 )
-def test_contradictions_are_named(wrong: WorldData, message: str) -> None:
+def test_contradictions_are_reported(wrong: WorldData, message: str) -> None:
     with pytest.raises(WorldError, match=message):
         check_world(wrong, layers=3, microbatches=4)

@@ -1,4 +1,4 @@
-"""ZeRO-1 and AOR with real trainers: the losses of the plain loop, whatever dies whenever."""
+"""ZeRO-1 and AOR with real trainers: the losses of a plain loop, whatever dies at any time."""
 
 from collections.abc import Iterator
 
@@ -65,7 +65,7 @@ THREE_OWNERS = (
 
 
 def test_kills_and_joins_with_replicas(cluster: Cluster) -> None:
-    """Kills wherever they fall in a step roll nothing back; a join makes three owners of two."""
+    """Kills anywhere in a step roll nothing back; a join turns two owners into three."""
     steps = 18
     job = data(steps=steps)
     expected, _ = reference_run(load(job), job, steps)

@@ -1,4 +1,4 @@
-"""ZeRO-1 where a trainer dies in a chosen moment of a step; and replicas, element by element."""
+"""ZeRO-1 when a trainer dies at a chosen moment of a step; and replicas, element by element."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +48,7 @@ def expected() -> list[float]:
 def test_with_replicas_a_death_rolls_nothing_back(
     expected: list[float], phase: Callable[[Fleet, Engine], None]
 ) -> None:
-    """Two pipelines of two, cut differently; one dies, three go on; two join; another dies."""
+    """Two pipelines of two ranks are cut differently. One rank dies, three continue; two join; another dies."""
     with Fleet(job(), 4) as fleet:
         assert fleet.enter(fleet.engines, TWO_AND_TWO) == 0
         fleet.steps(2)
@@ -57,10 +57,10 @@ def test_with_replicas_a_death_rolls_nothing_back(
         fleet.broken_step()
         committed = 3 if phase in (behind_vote, in_gather) else 2
         if phase is in_gather:
-            # Who was told to stop before its own update comes back to it when all are told to go on.
+            # A rank that was stopped before its own update makes up for it when all are resumed.
             there = [engine for engine in survivors if engine.committed_step == committed]
             assert [report_of(engine).held for engine in there] == [()] * len(there)
-        fleet.engines[0].__dict__.pop("_ask", None)
+        fleet.engines[0].__dict__.pop("_hold_vote", None)
         assert fleet.enter(survivors, TWO_AND_ONE) == committed
         fleet.steps(2)
         survivors = list(fleet.engines)
@@ -68,7 +68,7 @@ def test_with_replicas_a_death_rolls_nothing_back(
         fleet.steps(1)
         phase(fleet, fleet.engines[2])
         fleet.broken_step()
-        fleet.engines[0].__dict__.pop("_ask", None)
+        fleet.engines[0].__dict__.pop("_hold_vote", None)
         left = [engine for number, engine in enumerate(fleet.engines) if number != 2]
         assert fleet.enter(left, TWO_AND_TWO) == committed + 3 + (phase in (behind_vote, in_gather))
         fleet.steps(STEPS - fleet.engines[0].committed_step)
@@ -78,7 +78,7 @@ def test_with_replicas_a_death_rolls_nothing_back(
 
 
 @pytest.mark.parametrize("phase", [in_compute, in_gather])
-def test_without_replicas_the_reports_show_the_hole(phase: Callable[[Fleet, Engine], None]) -> None:
+def test_without_replicas_the_reports_show_the_missing_part(phase: Callable[[Fleet, Engine], None]) -> None:
     with Fleet(job(), 4, protection="none") as fleet:
         fleet.enter(fleet.engines, TWO_AND_TWO)
         fleet.steps(1)
@@ -91,7 +91,9 @@ def test_without_replicas_the_reports_show_the_hole(phase: Callable[[Fleet, Engi
 
 
 def test_a_generation_without_a_commit_changes_nothing(expected: list[float]) -> None:
-    """What was kept is still there when the next plan fails before its first commit, beside what it made."""
+    """Parts held before are still there when the next plan fails before its first commit, next to the parts
+    that it made.
+    """
     with Fleet(job(), 4) as fleet:
         fleet.enter(fleet.engines, TWO_AND_TWO)
         fleet.steps(2)
@@ -111,8 +113,8 @@ def test_a_generation_without_a_commit_changes_nothing(expected: list[float]) ->
         assert [fleet.losses[step] for step in range(1, 6)] == pytest.approx(expected[:5], rel=1e-9)
 
 
-def test_whole_layers_out_of_files_are_shared_out(tmp_path: Path, expected: list[float]) -> None:
-    """As a snapshot or a checkpoint has them, written by a job without ZeRO-1."""
+def test_whole_layers_in_files_are_divided_among_owners(tmp_path: Path, expected: list[float]) -> None:
+    """Snapshots and checkpoints contain whole layers, here written by a job without ZeRO-1."""
     plain = msgspec.structs.replace(job(), zero1=False)
     alone = (pipeline((0, 4, [0]), first_microbatch=0, microbatches=4),)
     with Fleet(plain, 1, protection="none") as fleet:
@@ -177,10 +179,10 @@ def small(directory: Path, name: str, **changes: object) -> p.TrainingData:
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "adagrad"])
-def test_replicas_are_their_owners_bit_for_bit(
+def test_replicas_equal_their_owners_bit_for_bit(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weight decay by group, a schedule, clipping, and a step that is skipped."""
+    """The job has weight decay by group, a schedule, clipping, and a step that is skipped."""
     monkeypatch.setattr(sharding_module, "CHECK_STEPS", 3)
     data = small(tmp_path, name)
     expected, _ = reference_run(load(data), data, 4)
@@ -191,7 +193,7 @@ def test_replicas_are_their_owners_bit_for_bit(
         assert [fleet.losses[step] for step in range(1, 5)] == pytest.approx(expected, rel=1e-5)
         assert_replicas_agree(fleet)
         before = [engine.compute_digests() for engine in fleet.engines]
-        spoil(fleet)
+        overflow(fleet)
         assert all(result.vote.skipped and not result.diverged for result in fleet.steps(1))
         assert [engine.compute_digests() for engine in fleet.engines] == before
         fleet.engines[0]._gradients.__dict__.pop("squared_norm")
@@ -199,8 +201,8 @@ def test_replicas_are_their_owners_bit_for_bit(
         assert_replicas_agree(fleet)
 
 
-def spoil(fleet: Fleet) -> None:
-    """The next step's gradients are not finite on one rank, so everybody skips it."""
+def overflow(fleet: Fleet) -> None:
+    """Make the next step's gradients not finite on one rank, so that all ranks skip it."""
     gradients = fleet.engines[0]._gradients
     assert gradients is not None
     norm = gradients.squared_norm
@@ -219,7 +221,7 @@ def assert_replicas_agree(fleet: Fleet) -> None:
     assert own == replicas and len(own) == 6
 
 
-def test_a_replica_that_differs_is_told_and_made_anew(
+def test_a_replica_that_differs_is_reported_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharding_module, "CHECK_STEPS", 2)
@@ -237,7 +239,7 @@ def test_a_replica_that_differs_is_told_and_made_anew(
         assert "the part from 0/2 to 1/2 differed" in results[3].diverged[0].detail
         assert_replicas_agree(fleet)
         assert all(result.diverged == () for result in fleet.steps(2))
-        # A thread that ended is no replica; the next check makes another.
+        # A thread that has ended updates no replica; the next check starts another.
         sharding.replica._apply = lambda options: 1 / 0  # type: ignore[method-assign,assignment]
         fleet.steps(1)
         assert not any(part.replica for part in sharding.held_parts())
@@ -260,7 +262,7 @@ def test_one_rank_of_a_split_stage_keeps_the_replica(tmp_path: Path, monkeypatch
         assert_replicas_agree(fleet)
 
 
-def test_an_optimizer_that_looks_across_elements_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_that_combines_elements_is_rejected(tmp_path: Path) -> None:
     data = small(tmp_path, "adafactor")
     with (
         torch.random.fork_rng(devices=[]),
