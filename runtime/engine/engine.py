@@ -224,7 +224,7 @@ class Engine:
             self._reset(step, vote, refilled_layers)
         elif self.ready_step is not None and self.ready_step == step:
             if vote is None:
-                raise EngineError(f"step {step} is to be applied, but its vote is missing")
+                raise EngineError(f"step {step} must be applied, but its vote is missing")
             self._apply(vote, gather=False)
         elif self.committed_step == step:
             self._discard()

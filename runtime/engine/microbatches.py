@@ -70,17 +70,22 @@ class StageMicrobatches:
 
     def load(self, microbatch: int) -> None:
         """Load a microbatch now if the stage needs more of it than activations."""
-        seat = self.assignment(microbatch)
-        if self._model.needs_batch or seat.is_first or seat.is_last:
+        assignment = self.assignment(microbatch)
+        if self._model.needs_batch or assignment.is_first or assignment.is_last:
             self.batch(microbatch)
 
     def batch(self, microbatch: int) -> Batch:
         """Return this rank's rows of a microbatch, on its device."""
         if microbatch not in self._batches:
-            seat = self.assignment(microbatch)
+            assignment = self.assignment(microbatch)
             with self._monitor.reading_data():
                 whole = self._read(microbatch)
-            own = slice_rows(whole, seat.first_row, seat.first_row + seat.rows, seat.microbatch_rows)
+            own = slice_rows(
+                whole,
+                assignment.first_row,
+                assignment.first_row + assignment.rows,
+                assignment.microbatch_rows,
+            )
             self._on_host[microbatch] = own
             self._batches[microbatch] = to_device(own, self._model.device)
         return self._batches[microbatch]
@@ -104,11 +109,11 @@ class StageMicrobatches:
         :param received: output of the previous stage; empty on the first stage.
         :returns: the output of the stage's last layer.
         """
-        seat, model = self.assignment(microbatch), self._model
+        assignment, model = self.assignment(microbatch), self._model
         batch = self._batches.get(microbatch)
-        x = None if seat.is_first else self._assembled(microbatch, received)
-        row = (seat.first_microbatch + microbatch) * self._rows + seat.first_row
-        layers = seat.first_layer, seat.end_layer
+        x = None if assignment.is_first else self._assembled(microbatch, received)
+        row = (assignment.first_microbatch + microbatch) * self._rows + assignment.first_row
+        layers = assignment.first_layer, assignment.end_layer
         return model.forward(*layers, x, step=self._step, row=row, batch=batch, train=train)
 
     def forward(
@@ -126,20 +131,22 @@ class StageMicrobatches:
         :param totals: on the last stage, the microbatch's loss and metrics are added to it.
         :returns: the tensors for the next stage, or the last stage's sum of losses.
         """
-        seat, model = self.assignment(microbatch), self._model
+        assignment, model = self.assignment(microbatch), self._model
         self.load(microbatch)
         with self._monitor.trace.span("forward", microbatch), stopwatch.time_microbatch(microbatch):
             output = self.run(microbatch, received, train=train)
-            if seat.is_last:
+            if assignment.is_last:
                 batch = self.batch(microbatch)
                 with torch.set_grad_enabled(train):
-                    total, weight = model.compute_loss(output, batch, seat.rows, self.host_batch(microbatch))
-                if seat.is_representative:
-                    totals.add(total, weight, model.compute_metrics(output, batch, seat.rows))
+                    total, weight = model.compute_loss(
+                        output, batch, assignment.rows, self.host_batch(microbatch)
+                    )
+                if assignment.is_representative:
+                    totals.add(total, weight, model.compute_metrics(output, batch, assignment.rows))
                 outputs: tuple[Tensor, ...] = (total,)
             else:
                 outputs = flatten(output)
-                model.set_output_shape(seat.end_layer - 1, self.signature(microbatch), shape_of(output))
+                model.set_output_shape(assignment.end_layer - 1, self.signature(microbatch), shape_of(output))
         self.release(microbatch)
         return outputs
 

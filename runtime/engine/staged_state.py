@@ -128,7 +128,7 @@ class StagedStateLoader:
         """
         try:
             staged = read_staged(self._directory, layer)
-            sources = [(piece, self._file(piece)) for piece in staged.chunks]
+            sources = [(chunk, self._file(chunk)) for chunk in staged.chunks]
         except (OSError, CorruptDataError) as error:
             raise StagingCorruptedError(f"layer {layer}: {error}") from error
         places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
@@ -149,7 +149,7 @@ class StagedStateLoader:
         self.finish()
         for lender in self._lenders:
             if not lender.there():
-                raise StagingCorruptedError(f"{lender.manifest} is gone or another one")
+                raise StagingCorruptedError(f"{lender.manifest} is missing or was replaced")
 
     def finish(self) -> None:
         """Wait until the last layer has been copied.
@@ -166,19 +166,19 @@ class StagedStateLoader:
         for memory, tensor in loading.others:
             tensor.copy_(torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape))
 
-    def _file(self, piece: PayloadChunk) -> Bytes:
+    def _file(self, chunk: PayloadChunk) -> Bytes:
         """Return all bytes of the file that contains a staged range. :raises OSError, DamagedError: it is
         missing.
         """
-        if not piece.path:
-            return np.frombuffer(piece.data, dtype=np.uint8)
-        if piece.path not in self._files:
-            with Path(piece.path).open("r+b") as file:
-                self._files[piece.path] = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
-        memory = self._files[piece.path]
-        part = piece.part or piece
-        if max(piece.offset + piece.size_bytes, part.offset + part.size_bytes) > len(memory):
-            raise CorruptDataError(f"{piece.path} has only {len(memory)} bytes")
+        if not chunk.path:
+            return np.frombuffer(chunk.data, dtype=np.uint8)
+        if chunk.path not in self._files:
+            with Path(chunk.path).open("r+b") as file:
+                self._files[chunk.path] = map_file(file.fileno(), os.fstat(file.fileno()).st_size)
+        memory = self._files[chunk.path]
+        part = chunk.part or chunk
+        if max(chunk.offset + chunk.size_bytes, part.offset + part.size_bytes) > len(memory):
+            raise CorruptDataError(f"{chunk.path} has only {len(memory)} bytes")
         return memory
 
     def _targets(
@@ -217,20 +217,20 @@ def _memory(tensor: Tensor) -> Bytes | None:
     return memory
 
 
-def _blocks(pieces: Iterable[tuple[PayloadChunk, Bytes]], targets: Sequence[_Target]) -> list[_Block]:
+def _blocks(chunks: Iterable[tuple[PayloadChunk, Bytes]], targets: Sequence[_Target]) -> list[_Block]:
     """Return the blocks to verify and copy; each block of borrowed memory occurs once."""
     ends = [target.end for target in targets]
     found: dict[tuple[str, int], _Block] = {}
     start = 0
-    for piece, file in pieces:
-        for number, block in _cut(piece):
-            low, high = max(piece.offset, block.start), min(piece.offset + piece.size_bytes, block.stop)
-            copies = list(_copies(file, low, high, start + low - piece.offset, targets, ends))
+    for chunk, file in chunks:
+        for number, block in _cut(chunk):
+            low, high = max(chunk.offset, block.start), min(chunk.offset + chunk.size_bytes, block.stop)
+            copies = list(_copies(file, low, high, start + low - chunk.offset, targets, ends))
             if copies:
-                key = piece.path or f"piece at {start}", block.start
-                found.setdefault(key, _Block(piece.part, number, file[block.start : block.stop]))
+                key = chunk.path or f"chunk at {start}", block.start
+                found.setdefault(key, _Block(chunk.part, number, file[block.start : block.stop]))
                 found[key].copies += copies
-        start += piece.size_bytes
+        start += chunk.size_bytes
     return list(found.values())
 
 
@@ -253,14 +253,14 @@ def _copied(blocks: Iterable[_Block]) -> _Block | None:
     return next((block for block in blocks if not block.copy()), None)
 
 
-def _cut(piece: PayloadChunk) -> Iterator[tuple[int, range]]:
+def _cut(chunk: PayloadChunk) -> Iterator[tuple[int, range]]:
     """Yield the blocks of its file that contain the range, with their numbers if they are verified."""
-    part, end = piece.part, piece.offset + piece.size_bytes
+    part, end = chunk.part, chunk.offset + chunk.size_bytes
     if part is None:
-        for first in range(piece.offset, end, BLOCK_BYTES):
+        for first in range(chunk.offset, end, BLOCK_BYTES):
             yield 0, range(first, min(first + BLOCK_BYTES, end))
         return
-    for number in part.covering(piece.offset - part.offset, end - part.offset):
+    for number in part.covering(chunk.offset - part.offset, end - part.offset):
         low, high = part.block(number)
         yield number, range(part.offset + low, part.offset + high)
 

@@ -1,1 +1,3 @@
-"""Groups of ranks: how they meet, talk, and are left when a peer is dead."""
+"""Communication between the ranks of a generation: how groups form, what they exchange, and how an abort frees
+them.
+"""

@@ -254,13 +254,13 @@ class SoloCommunicator(Communicator):
         return PendingOperation(done=True)
 
     def all_gather(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        raise ValueError("a world of one rank has nobody to gather from")
+        raise ValueError("a world of one rank has no peer to gather from")
 
     def all_gather_uneven(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        raise ValueError("a world of one rank has nobody to gather from")
+        raise ValueError("a world of one rank has no peer to gather from")
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
-        raise ValueError("a world of one rank has nobody to reduce with")
+        raise ValueError("a world of one rank has no peer to reduce with")
 
     def close(self) -> None:
         pass

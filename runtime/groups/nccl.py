@@ -101,7 +101,7 @@ class NcclCommunicator(Communicator):
                 raise forming.error from None  # No other group would succeed.
             raise
 
-    def _form(self, groups: Sequence[Members], talks: Collection[CommunicationEdge]) -> None:
+    def _form(self, groups: Sequence[Members], edges: Collection[CommunicationEdge]) -> None:
         torch.cuda.set_device(self._device)
         os.environ.update(_WATCHDOG)
         store = RendezvousStore(self._rendezvous, self.rank, self._timeout_s)
@@ -115,7 +115,7 @@ class NcclCommunicator(Communicator):
                 group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
                 self.check()  # An abort ends only the groups that exist by then.
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
-        self._connect_peers(talks)
+        self._connect_peers(edges)
         torch.cuda.current_stream().synchronize()
 
     def _check_devices(self, store: RendezvousStore) -> None:
@@ -138,13 +138,13 @@ class NcclCommunicator(Communicator):
     def _device_identity(self) -> str:
         return str(torch.cuda.get_device_properties(self._device).uuid)
 
-    def _connect_peers(self, talks: Collection[CommunicationEdge]) -> None:
+    def _connect_peers(self, edges: Collection[CommunicationEdge]) -> None:
         """Form a communicator for each channel of two ranks that send to each other.
 
         All ranks use the same order, so there is no circular wait. Every other pair of neighbours comes
         first, so a long pipeline takes two turns instead of one for each stage.
         """
-        for channel, one, other in sorted(set(talks), key=lambda talk: (talk[0], talk[1] % 2, *talk[1:])):
+        for channel, one, other in sorted(set(edges), key=lambda edge: (edge[0], edge[1] % 2, *edge[1:])):
             if self.rank in (one, other):
                 self.check()
                 token, group = torch.zeros(1, device=self._device), self._groups[channel]
@@ -233,7 +233,7 @@ class NcclCommunicator(Communicator):
 def _end(group: Group) -> None:
     with contextlib.suppress(
         RuntimeError
-    ):  # It took longer than the group's timeout, and nobody waits for it.
+    ):  # It took longer than the group's timeout, and no code waits for it.
         group.abort()
 
 

@@ -87,7 +87,7 @@ class ExpertBalance:
 
     @contextmanager
     def loss_from(self, balance: Callable[[], tuple[Tensor, ...]]) -> Iterator[None]:
-        """Within this context the model's own code computes its auxiliary loss from the accumulators."""
+        """Make the model's own code compute its auxiliary loss from the accumulators within this context."""
 
         def loss(
             gate_logits: Any,

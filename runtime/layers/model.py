@@ -240,7 +240,7 @@ class Model:
             for name, module, layers in self._structure.modules()
         ]
 
-    # --- what it is made of ---------------------------------------------------------------------
+    # --- structure ------------------------------------------------------------------------------
 
     @property
     def root_module(self) -> nn.Module:
@@ -254,7 +254,7 @@ class Model:
 
     @property
     def nominal_weight(self) -> float:
-        """Constant, for each row of a batch, that sums of losses are divided by before the backward pass."""
+        """Constant per row of a batch by which sums of losses are divided before the backward pass."""
         return self._loss.nominal_weight
 
     @property
@@ -335,7 +335,7 @@ class Model:
             signature = None
         self._shapes.setdefault(signature, {})[layer] = shape
 
-    # --- what is held ---------------------------------------------------------------------------
+    # --- held layers ----------------------------------------------------------------------------
 
     def make_contiguous(self) -> None:
         """Make every trainable parameter row-major in memory, so that ranges of its memory are ranges of its
@@ -442,7 +442,7 @@ class Model:
             return nullcontext()
         return self._initial.materialised(modules, self.device, exact=self._exact)
 
-    # --- running it -----------------------------------------------------------------------------
+    # --- running --------------------------------------------------------------------------------
 
     def forward(
         self,

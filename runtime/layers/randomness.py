@@ -90,13 +90,13 @@ class SampleDropout(TorchFunctionMode):
         call, self._calls = self._calls, self._calls + 1
         shape = x.shape[:2] + (1,) * (x.dim() - 2) if per_channel and x.dim() > 2 else x.shape
         by_row = self._rows > 0 and x.dim() > 0 and x.shape[0] % self._rows == 0
-        pieces = self._rows if by_row else 1
+        masks = self._rows if by_row else 1
         uniform = torch.empty(shape, dtype=torch.float32, device=x.device)
-        flat = uniform.view(pieces, -1)
+        flat = uniform.view(masks, -1)
         generator = torch.Generator(device=x.device)
-        for piece in range(pieces):
-            generator.manual_seed(self._stream.mask_seed(piece, call))
-            flat[piece].uniform_(generator=generator)
+        for offset in range(masks):
+            generator.manual_seed(self._stream.mask_seed(offset, call))
+            flat[offset].uniform_(generator=generator)
         scale = 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
         return (uniform >= p).to(x.dtype).mul_(scale)
 

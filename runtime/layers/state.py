@@ -237,7 +237,7 @@ class LayerStates:
                 raise StateError(f"layer {layer} has no parameter or buffer {entry.name!r}")
             _check_entry(layer, entry, expected[entry.name])
             if entry.offset < end or (entry.name, entry.key) in seen:
-                raise StateError(f"layer {layer}: {entry.name} {entry.key} overlaps or comes twice")
+                raise StateError(f"layer {layer}: {entry.name} {entry.key} overlaps or is repeated")
             end = entry.offset + entry.size_bytes
             seen.add((entry.name, entry.key))
         missing = [name for name in expected if (name, "") not in seen]
@@ -317,7 +317,7 @@ class LayerStateWriter:
 def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
     place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
     if entry.offset % ALIGNMENT_BYTES:
-        raise StateError(f"{place}: byte {entry.offset} is no multiple of {ALIGNMENT_BYTES}")
+        raise StateError(f"{place}: offset {entry.offset} is not a multiple of {ALIGNMENT_BYTES}")
     if entry.role == "optimizer":
         if not shared.trainable or not entry.key:
             raise StateError(f"{place}: optimizer state for a tensor that is not trained")

@@ -166,7 +166,7 @@ def make_tensor_plan(
             summed |= {name for name, _ in own.values()}
             continue
         if type(place.module).forward is not nn.Linear.forward:
-            raise TensorPlanError(f"{place.name} is a {type(place.module).__name__} and no nn.Linear")
+            raise TensorPlanError(f"{place.name} is a {type(place.module).__name__}, not an nn.Linear")
         assert isinstance(place.module, nn.Linear)
         linears.append(
             SplitLinear(

@@ -124,8 +124,8 @@ def rank_assignment(
                 continue
             taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
             passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
-            before = pipeline.stages[number - 1] if number > 0 else None
-            behind = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
+            previous = pipeline.stages[number - 1] if number > 0 else None
+            following = pipeline.stages[number + 1] if number + 1 < len(pipeline.stages) else None
             start, end = taken(stage)[rank]
             speaks = rank in passed_on(stage)
             passed = (start, end) if speaks else (0, 0)
@@ -140,10 +140,10 @@ def rank_assignment(
                 first_row=start,
                 rows=end - start,
                 microbatch_rows=microbatch_rows,
-                activations_from=() if before is None else _routes(passed_on(before), start, end),
-                activations_to=() if behind is None else _routes(taken(behind), *passed),
-                gradients_to=() if before is None else _routes(taken(before), *passed),
-                gradients_from=() if behind is None else _routes(passed_on(behind), start, end),
+                activations_from=() if previous is None else _routes(passed_on(previous), start, end),
+                activations_to=() if following is None else _routes(taken(following), *passed),
+                gradients_to=() if previous is None else _routes(taken(previous), *passed),
+                gradients_from=() if following is None else _routes(passed_on(following), start, end),
                 is_representative=speaks,
                 recompute=stage.recompute,
             )
@@ -164,24 +164,24 @@ def communication_edges(
     world: WorldData, microbatch_rows: int, *, coupled: bool = False
 ) -> frozenset[CommunicationEdge]:
     """Return the pairs of ranks that exchange rows, or transfer layers before the first step."""
-    talks: set[CommunicationEdge] = set()
+    edges: set[CommunicationEdge] = set()
     taken = partial(_taken, microbatch_rows=microbatch_rows, coupled=coupled)
     passed_on = partial(_passed_on, microbatch_rows=microbatch_rows, coupled=coupled)
     for pipeline in world.pipelines:
-        for stage, behind in pairwise(pipeline.stages):
+        for stage, following in pairwise(pipeline.stages):
             ways: tuple[tuple[Channel, Peers, Peers], ...] = (
-                ("activation", passed_on(stage), taken(behind)),
-                ("gradient", passed_on(behind), taken(stage)),
+                ("activation", passed_on(stage), taken(following)),
+                ("gradient", passed_on(following), taken(stage)),
             )
             for channel, sources, targets in ways:
                 for source, rows in sources.items():
                     for route in _routes(targets, *rows):
                         one, other = sorted((source, route.peer))
-                        talks.add((channel, one, other))
+                        edges.add((channel, one, other))
     for transfer in world.transfers:
         one, other = sorted((transfer.source, transfer.target))
-        talks.add(("state", one, other))
-    return frozenset(talks)
+        edges.add(("state", one, other))
+    return frozenset(edges)
 
 
 def owners_of_layer(world: WorldData) -> dict[int, tuple[int, ...]]:

@@ -1,1 +1,1 @@
-"""The trainer process: how it is forked, how it talks to its node, and its main loop."""
+"""The trainer process: how it is forked, how it communicates with its node, and its main loop."""

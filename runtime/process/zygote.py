@@ -181,7 +181,7 @@ def become_trainer(spawn: Spawn, zygote: int, private: tuple[int, ...]) -> NoRet
             sys.stdout.flush()
             sys.stderr.flush()
         except OSError:
-            pass  # The daemon is gone; nobody reads this any more.
+            pass  # The daemon is gone, and with it the reader of this output.
         os._exit(code)
 
 

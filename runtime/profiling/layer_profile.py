@@ -387,7 +387,7 @@ def _kept_bytes(given: _LayerInput, mode: Recompute) -> tuple[int, Activation, i
             saved[storage.data_ptr()] = storage.nbytes()
         return (
             tensor.detach()
-        )  # An output that is saved for its own gradient would keep itself alive for ever.
+        )  # An output that is saved for its own gradient would otherwise keep itself alive.
 
     def select(output: Tensor) -> None:
         selected[output.untyped_storage().data_ptr()] = output.untyped_storage().nbytes()

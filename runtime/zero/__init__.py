@@ -1,1 +1,3 @@
-"""ZeRO-1: optimizer state shared out among owners, and replicas of it on the host (AOR)."""
+"""Layers in parts: ZeRO-1, shards and tensor parallelism on one rank, and replicas of parts in host memory
+(AOR).
+"""

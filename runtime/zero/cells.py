@@ -125,12 +125,12 @@ def replica_assignments(world: WorldData, layer: int) -> tuple[ReplicaAssignment
         return ()
     return tuple(
         ReplicaAssignment(
-            part=lowest_terms(*cell.part(whose, len(stages))),
-            owner=min(cell.holders[whose]),
-            holder=min(cell.holders[whose - 1]),
+            part=lowest_terms(*cell.part(number, len(stages))),
+            owner=min(cell.holders[number]),
+            holder=min(cell.holders[number - 1]),
         )
         for cell in cells_of(stages)
-        for whose in range(len(stages))
+        for number in range(len(stages))
     )
 
 

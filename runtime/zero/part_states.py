@@ -201,7 +201,7 @@ class PartStates:
             if there.start <= one.start and one.end <= there.end
         ]
         if not covering:
-            raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
+            raise StateError(f"elements {one.start}–{one.end} of {one.name} are not held here")
         return covering[-1]
 
     def digest(self, part: PartState) -> bytes:
@@ -313,23 +313,23 @@ class PartStates:
         for mine, _ in self._held_slices(one.name):
             if mine.slice.start <= one.start and one.end <= mine.slice.end:
                 return mine
-        raise StateError(f"elements {one.start}–{one.end} of {one.name} are not kept here")
+        raise StateError(f"elements {one.start}–{one.end} of {one.name} are not held here")
 
     def _state_of(self, one: ParameterSlice, *, host: bool) -> ParameterState:
         kept = self._held_slices(one.name)
-        pieces: list[SliceState] = [*(piece for piece, _ in kept), *self._arrived.get(one.name, ())]
-        own = [piece for piece, replica in kept if not replica]
+        sources: list[SliceState] = [*(source for source, _ in kept), *self._arrived.get(one.name, ())]
+        own = [source for source, replica in kept if not replica]
         if not host:
             here = self._model.device.type == "cpu"
-            for piece in pieces:
-                if piece.slice == one and (here or piece in own):
-                    return piece.state
-        return self._joined(one, pieces, host=host)
+            for source in sources:
+                if source.slice == one and (here or source in own):
+                    return source.state
+        return self._joined(one, sources, host=host)
 
-    def _joined(self, one: ParameterSlice, pieces: Sequence[SliceState], *, host: bool) -> ParameterState:
+    def _joined(self, one: ParameterSlice, sources: Sequence[SliceState], *, host: bool) -> ParameterState:
         """Return a new state, joined from slices that cover ``one``, some of it perhaps more than once."""
         device = torch.device("cpu") if host else self._model.device
-        beside = (
+        scalar_device = (
             device
             if not host and self._optimization.keeps_scalars_on_device(one.name)
             else torch.device("cpu")
@@ -337,19 +337,19 @@ class PartStates:
         joined: ParameterState = {}
         done = one.start
         while done < one.end:
-            piece = next((p for p in pieces if p.slice.start <= done < p.slice.end), None)
-            if piece is None:
-                raise StateError(f"nobody sent the optimizer's state of element {done} of {one.name}")
-            part = ParameterSlice(name=one.name, start=done, end=min(one.end, piece.slice.end))
-            state = _narrowed(piece, part)
+            source = next((p for p in sources if p.slice.start <= done < p.slice.end), None)
+            if source is None:
+                raise StateError(f"no rank sent the optimizer's state of element {done} of {one.name}")
+            part = ParameterSlice(name=one.name, start=done, end=min(one.end, source.slice.end))
+            state = _narrowed(source, part)
             if done > one.start and set(state) != set(joined):
-                raise StateError(f"the optimizer keeps different things for parts of {one.name}")
+                raise StateError(f"the optimizer's state has different keys for parts of {one.name}")
             for key, value in state.items():
                 if not isinstance(value, Tensor):
                     known = joined.setdefault(key, value)
                     same = known == value
                 elif value.dim() == 0:
-                    found = joined.setdefault(key, value.to(beside, copy=True))
+                    found = joined.setdefault(key, value.to(scalar_device, copy=True))
                     same = isinstance(found, Tensor) and bool(found.cpu() == value.cpu())
                 else:
                     if key not in joined:
@@ -358,13 +358,13 @@ class PartStates:
                     assert isinstance(target, Tensor)
                     target[done - one.start : part.end - one.start].copy_(value)
                 if not same:
-                    raise StateError(f"{key} of parts of {one.name} differs: they are not of one step")
+                    raise StateError(f"{key} of parts of {one.name} differs: they are from different steps")
             done = part.end
         return joined
 
     def _take_rest(self, layer: int, header: PartHeader, payload: Tensor) -> None:
         if header.schedule is None:
-            raise StateError(f"layer {layer} came without its schedule")
+            raise StateError(f"layer {layer} was received without its schedule")
         try:
             self._optimization.set_schedule(header.schedule)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -436,16 +436,16 @@ def _flattened(state: ParameterState) -> ParameterState:
     }
 
 
-def _narrowed(piece: SliceState, one: ParameterSlice) -> ParameterState:
-    """Return views of the state that ``piece``, which covers the slice, has for it.
+def _narrowed(source: SliceState, one: ParameterSlice) -> ParameterState:
+    """Return views of the state that ``source``, which covers the slice, has for it.
 
     :raises StateError: a tensor does not have one element for each of the parameter's.
     """
-    start, end = one.start - piece.slice.start, one.end - piece.slice.start
+    start, end = one.start - source.slice.start, one.end - source.slice.start
     found: ParameterState = {}
-    for key, value in piece.state.items():
+    for key, value in source.state.items():
         if isinstance(value, Tensor) and value.dim() > 0:
-            if value.numel() != piece.slice.end - piece.slice.start:
+            if value.numel() != source.slice.end - source.slice.start:
                 raise StateError(f"{key} of {one.name} has {tuple(value.shape)} elements: it cannot be cut")
             found[key] = value.detach().view(-1)[start:end]
         else:

@@ -242,7 +242,7 @@ def plan_transfers(
     :param held: the parts held by the ranks of ``world``.
     :param zero1: owners divide the optimizer's state; otherwise each has that of all its parameters.
     :param replicas: whether AOR is on.
-    :raises PartsError: nobody holds a part that is needed.
+    :raises PartsError: no rank holds a part that is needed.
     """
     layers = _layers_of_ranks(world)
     load: dict[int, int] = {}
@@ -258,7 +258,7 @@ def plan_transfers(
                     candidates = holdings.holders(start, end)
                     if not candidates:
                         raise PartsError(
-                            f"nobody has the {_WORDS[what]} of elements {start}–{end} of layer "
+                            f"no rank has the {_WORDS[what]} of elements {start}–{end} of layer "
                             f"{vector.layer} ({vector.dtype}), which rank {rank} needs"
                         )
                     move = PartTransfer(
@@ -360,7 +360,7 @@ def _rest(
             if rank in having:
                 continue
             if not having:
-                raise PartsError(f"nobody has anything of layer {layer}, which rank {rank} needs")
+                raise PartsError(f"no rank has any part of layer {layer}, which rank {rank} needs")
             move = PartTransfer(
                 source=-1, target=rank, layer=layer, content="rest", vector=-1, start=0, end=0
             )
@@ -402,8 +402,8 @@ def _without(ranges: Sequence[Range], taken: Sequence[Range]) -> list[Range]:
 
 def _cut(ranges: Sequence[Range], bounds: Collection[int]) -> list[Range]:
     """Return the ranges cut at ``bounds``."""
-    pieces: list[Range] = []
+    found: list[Range] = []
     for start, end in ranges:
         cuts = [start, *sorted(b for b in bounds if start < b < end), end]
-        pieces += list(pairwise(cuts))
-    return pieces
+        found += list(pairwise(cuts))
+    return found

@@ -143,7 +143,7 @@ class ShardedState:
         :param digest: returns the digest of a whole layer; called before the first step.
         :returns: the number of bytes received.
         :raises CommunicationError: aborted, or a peer is lost; the held parts are unchanged.
-        :raises PartsError: nobody holds some of the state.
+        :raises PartsError: no rank holds some of the state.
         """
         world, rank = resume.world, resume.rank
         stage = stage_of(world, rank)

@@ -130,13 +130,13 @@ def test_borrowed_memory_that_changed_is_not_loaded(tmp_path: Path) -> None:
     with StagedStateLoader(tmp_path, target.states, lambda: None) as staged:
         staged.load_layer(1)
         (tmp_path / "step-1.json").unlink()
-        with pytest.raises(StagingCorruptedError, match="gone or another one"):
+        with pytest.raises(StagingCorruptedError, match="missing or was replaced"):
             staged.verify()
         write_record(
             tmp_path / "step-1.json",
             SnapshotManifest(job_id="job", step=4, generation=1, slot=0, parts=(), layout={}),
         )
-        with pytest.raises(StagingCorruptedError, match="gone or another one"):
+        with pytest.raises(StagingCorruptedError, match="missing or was replaced"):
             staged.verify()
 
 

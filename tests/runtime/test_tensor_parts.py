@@ -197,7 +197,7 @@ def test_low_precision_is_summed_in_float32() -> None:
             "names *.dwn, and the model has no such module",
         ),
         ({"plan": {"*.up": "sideways"}}, "1.up is sideways, which ftd does not know; it knows colwise, "),
-        ({"plan": {"*.norm_1": "colwise"}}, "1.norm_1 is a LayerNorm and no nn.Linear"),
+        ({"plan": {"*.norm_1": "colwise"}}, "1.norm_1 is a LayerNorm, not an nn.Linear"),
         (
             {"plan": {"*.down": "colwise"}},
             "what 1.down (colwise) computes is not put together again by a rowwise module",

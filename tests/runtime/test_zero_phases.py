@@ -86,7 +86,7 @@ def test_without_replicas_the_reports_show_the_missing_part(phase: Callable[[Fle
         fleet.broken_step()
         parts = {(part.layer, part.start) for e in fleet.engines[:3] for part in report_of(e).parts}
         assert parts == {(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)}
-        with pytest.raises(PartsError, match=r"nobody has the .* of elements \d+–\d+ of layer 1 "):
+        with pytest.raises(PartsError, match=r"no rank has the .* of elements \d+–\d+ of layer 1 "):
             fleet.enter(fleet.engines[:3], TWO_AND_ONE)
 
 
