@@ -165,7 +165,7 @@ class LateRuntime(DeviceRuntime):
         """What a process does whose tensors are on this device: all goes to the default stream."""
         return self.on(self.default)
 
-    def adopt(self) -> None:
+    def prepare_thread(self) -> None:
         pass
 
     def synchronize(self) -> None:

@@ -120,7 +120,7 @@ def test_the_next_step_waits_for_a_slow_copy(
 
     alone.snap()
     alone.steps()
-    monkeypatch.setattr(ShardUnit, "make", late)
+    monkeypatch.setattr(ShardUnit, "write", late)
     alone.snap()
     packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned_layers)}
     engine.step(lambda: False)
@@ -163,7 +163,7 @@ def test_what_is_frozen_is_copied_once_into_a_slot(
         copied[-1] += unit.size_bytes
         make(unit, slot, digests)
 
-    monkeypatch.setattr(ShardUnit, "make", counted)
+    monkeypatch.setattr(ShardUnit, "write", counted)
     for step in range(1, 6):
         alone.snap()
         packed = {layer: engine.states.pack(layer) for layer in sorted(engine.owned_layers)}
@@ -333,7 +333,7 @@ def test_what_cannot_be_copied_is_said_and_training_goes_on(
     alone.snap()
     assert alone.steps() == [1]
     with monkeypatch.context() as patch:
-        patch.setattr(ShardUnit, "make", broken)
+        patch.setattr(ShardUnit, "write", broken)
         alone.snap()
         alone.steps()
     alone.snap()
