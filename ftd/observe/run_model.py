@@ -326,7 +326,8 @@ class RunModel:
     """The newest job of a cluster, and the cluster since reading began.
 
     :param most: largest number of steps, recoveries and so on to keep; the newest stay. A bounded model
-    also drops the pipelines of recoveries, whose size grows with the cluster. ``None`` keeps everything.
+        also drops the pipelines of recoveries, whose size grows with the cluster. ``None`` keeps
+        everything.
     """
 
     def __init__(self, *, most: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The dashboard of a real cluster in a real browser: node and coordinator are killed, and the page tells."""
+"""The dashboard of a real cluster in a real browser, while nodes and coordinators are killed."""
 
 import asyncio
 import os
@@ -19,10 +19,10 @@ CHIP = "document.querySelector('.chip[data-node=\"{}\"]')?.dataset.state"
 COMMITTED = (
     "import('/page/main.js').then(({ store }) => store.document.trend[1].reduce((n, p) => n + p[6], 0))"
 )
-"""Steps that the page knows of."""
+"""Number of committed steps that the page knows."""
 PILL = "document.querySelector('#phase')"
 WELL = f"getComputedStyle({PILL}).color === getComputedStyle(document.querySelector('#link')).color"
-"""The phase is as green as the word live is."""
+"""Whether the phase has the same green as the word "live"."""
 THEMED = (
     "document.querySelector('#chart').dataset.line === "
     "getComputedStyle(document.documentElement).getPropertyValue('--line').trim()"
@@ -98,7 +98,7 @@ async def pictures(page: Page, folder: Path, name: str) -> None:
     await page.look(1280, 900, dark=False)
 
 
-def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
+def test_a_killed_node_is_shown_with_the_reason_on_open_and_later_pages(
     ground: Playground, screenshots: Path
 ) -> None:
     async def scene(browser: Browser) -> None:
@@ -135,20 +135,20 @@ def test_a_killed_node_is_seen_with_the_reason_and_a_later_page_knows_it_too(
     ground.stop_job()
 
 
-def test_no_news_is_told_as_such_and_not_as_running(ground: Playground, screenshots: Path) -> None:
+def test_a_silent_broker_is_shown_instead_of_the_phase(ground: Playground, screenshots: Path) -> None:
     async def scene(browser: Browser) -> None:
         page = await opened(browser, ground.cluster.dashboards["coordinator"])
         await page.until(f"{PILL}.textContent === '▶ running' && {WELL}", "a phase that is of now")
         broker = ground.cluster.pid("broker")
         os.kill(broker, signal.SIGSTOP)
         try:
-            await page.until(f"/^[?] no news for [0-9]+ s$/.test({PILL}.textContent)", "how long it is quiet")
-            await page.until("/^[?] .*: no news for [0-9]+ s$/.test(document.title)", "a title that says so")
+            await page.until(f"/^[?] no message for [0-9]+ s$/.test({PILL}.textContent)", "how long it is quiet")
+            await page.until("/^[?] .*: no message for [0-9]+ s$/.test(document.title)", "a title that says so")
             await page.until("document.querySelector('#banner').innerText.includes('broker')", "why")
             assert not await page.value(WELL) and await page.value("document.body.className") == "stale"
-            await page.shoot(screenshots / "no news.png")
+            await page.shoot(screenshots / "no message.png")
             later = await opened(browser, ground.cluster.dashboards["coordinator"])
-            assert "no news" in await later.value(f"{PILL}.textContent"), "a page that comes later"
+            assert "no message" in await later.value(f"{PILL}.textContent"), "a page that comes later"
         finally:
             os.kill(broker, signal.SIGCONT)
         for each in (page, later):
@@ -160,7 +160,7 @@ def test_no_news_is_told_as_such_and_not_as_running(ground: Playground, screensh
     ground.stop_job()
 
 
-def test_a_page_outlives_the_coordinator_and_is_asked_for_the_token_that_came(ground: Playground) -> None:
+def test_a_page_survives_a_restart_of_the_coordinator_and_then_needs_its_token(ground: Playground) -> None:
     async def scene(browser: Browser) -> None:
         page = await opened(browser, ground.cluster.dashboards["coordinator"])
         await asyncio.to_thread(ground.further, 20)

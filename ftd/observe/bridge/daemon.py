@@ -32,8 +32,8 @@ class Bridge:
         options: WebhookOptions,
         finish_s: float,
     ) -> None:
-        """:param filters: an event is sent if any filter matches; without filters all events are sent. :raises
-        ConfigurationError: the dead-letter file cannot be written.
+        """:param filters: an event is sent if any filter matches; without filters all events are sent.
+        :raises ConfigurationError: the dead-letter file cannot be written.
         """
         self._cluster = address.cluster
         self._filters = filters or [EventFilter()]
@@ -62,7 +62,7 @@ class Bridge:
         delivering = asyncio.create_task(self._sender.run())
         try:
             await self._session.wait_connected(CONNECT_S)
-            _log.info("bridging", cluster=self._cluster)
+            _log.info("bridge_started", cluster=self._cluster)
             stopped = asyncio.ensure_future(stop.wait())
             await asyncio.wait([stopped, delivering], return_when=asyncio.FIRST_COMPLETED)
             if delivering.done():
@@ -73,14 +73,16 @@ class Bridge:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
             await self._sender.finish(delivering, self._finish_s)
-        _log.info("ended", delivered=self._sender.delivered, dead_letters=self._sender.dead_letter_file.count)
+        _log.info(
+            "bridge_ended", delivered=self._sender.delivered, dead_letters=self._sender.dead_letter_file.count
+        )
         return self._sender.dead_letter_file.count
 
     def _on_message(self, _topic: str, payload: bytes, _retained: bool) -> None:
         try:
             event: EventMessage = decode_json(payload, EventMessage)
         except WireError as error:
-            _log.warning("no_event", problem=str(error))
+            _log.warning("malformed_event", problem=str(error))
             return
         if not self._repeats.is_new(event.id):
             return
@@ -94,7 +96,7 @@ class Bridge:
         if self._lost_at is not None:
             away_s, self._lost_at = time.monotonic() - self._lost_at, None
             _log.warning(
-                "gap",
+                "events_missed",
                 away_s=round(away_s, 1),
                 remedy="read the events of that time from the coordinator's journal (ftd events)",
             )

@@ -1,6 +1,6 @@
 """Sends alerts to a webhook, one after another, and loses none silently.
 
-An alert goes into the dead-letter file, one JSON line ``{"at", "why", "body"}`` each, if the webhook
+An alert goes into the dead-letter file, one JSON line ``{"at", "reason", "body"}`` each, if the webhook
 rejects it, does not take it within ``retry_for_s``, the queue is full, or the bridge ends first.
 """
 
@@ -55,16 +55,16 @@ class DeadLetterFile:
                 remedy="name a file in a directory that this user may write to",
             ) from None
 
-    def append(self, body: dict[str, Any], why: str) -> None:
+    def append(self, body: dict[str, Any], reason: str) -> None:
         """Append an alert and sync it to disk; if that fails, log the whole alert."""
         self.count += 1
-        line = encode_json({"at": timestamp(), "why": why, "body": body}) + b"\n"
+        line = encode_json({"at": timestamp(), "reason": reason, "body": body}) + b"\n"
         try:
             os.write(self._file, line)
             os.fsync(self._file)
-            _log.error("dead_letter", alert=body["groupKey"], why=why)
+            _log.error("dead_letter", alert=body["groupKey"], reason=reason)
         except OSError as error:
-            _log.critical("dead_letter_lost", why=why, problem=str(error), line=line.decode())
+            _log.critical("dead_letter_lost", reason=reason, problem=str(error), line=line.decode())
 
     def close(self) -> None:
         os.close(self._file)

@@ -35,12 +35,12 @@ only from this server.
 class DashboardAccess:
     """The access rules of one dashboard."""
 
-    def __init__(self, place: DashboardAddress, cluster: str) -> None:
-        self._token = None if place.token is None else place.token.encode()
-        self._hosts = {place.host.lower(), "localhost"}
+    def __init__(self, address: DashboardAddress, cluster: str) -> None:
+        self._token = None if address.token is None else address.token.encode()
+        self._hosts = {address.host.lower(), "localhost"}
         digest = hashlib.sha256(f"ftd dashboard {cluster}".encode()).digest()
         self._pass = hmac.new(self._token or b"", digest, hashlib.sha256).hexdigest()
-        self._cookie = f"ftd_{hashlib.sha256(cluster.encode()).hexdigest()[:12]}_{place.port}"
+        self._cookie = f"ftd_{hashlib.sha256(cluster.encode()).hexdigest()[:12]}_{address.port}"
         """Browsers keep cookies by host, not by port, so the name contains the cluster and the port."""
 
     @property

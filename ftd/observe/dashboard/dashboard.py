@@ -36,14 +36,14 @@ class Dashboard:
     ``await close()``.
     """
 
-    def __init__(self, place: DashboardAddress | None, *, cluster: str) -> None:
-        """:param place: address and token; ``None`` disables the dashboard."""
+    def __init__(self, address: DashboardAddress | None, *, cluster: str) -> None:
+        """:param address: host, port and token; ``None`` disables the dashboard."""
         self._server: DashboardServer | None = None
         self._last_message_at = time.monotonic()
-        if place is not None:
+        if address is not None:
             self._model = DashboardModel()
             self._feed = DeltaFeed(self._model.take_delta, secrets.token_hex(4), quiet_s=self._quiet_s)
-            self._server = DashboardServer(place, self._model, self._feed, cluster=cluster)
+            self._server = DashboardServer(address, self._model, self._feed, cluster=cluster)
 
     async def start(self, journal: EventHistory, state: Mapping[str, Any]) -> None:
         """Load the journal's newest events and steps, then serve.
@@ -57,7 +57,7 @@ class Dashboard:
         try:
             self._model.restore([msgspec.convert(row, EventMessage) for row in rows], steps, stride)
         except Exception:
-            _log.exception("restore")
+            _log.exception("restore_failed")
         self.on_state(state)
         await self._server.start()
 
@@ -78,7 +78,7 @@ class Dashboard:
             self._model.on_event(message, own=own)
             self._feed.changed()
         except Exception:
-            _log.exception("event", shown=message.event)
+            _log.exception("event_failed", shown=message.event)
 
     def on_state(self, state: Mapping[str, Any]) -> None:
         """Replace the cluster's public state."""
@@ -88,7 +88,7 @@ class Dashboard:
             self._model.on_state(state)
             self._feed.changed()
         except Exception:
-            _log.exception("state")
+            _log.exception("state_failed")
 
     def _quiet_s(self) -> float:
         return time.monotonic() - self._last_message_at

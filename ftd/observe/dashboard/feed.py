@@ -42,7 +42,7 @@ class DeltaFeed:
     ) -> None:
         """:param run: identifier of this process, so that positions of an earlier one are not valid here.
         :param quiet_s: returns the seconds since the broker's last message; sent to the pages in every
-        frame.
+            frame.
         """
         self._take = take
         self._run = run
@@ -139,7 +139,7 @@ class DeltaFeed:
             data = encode_json({**delta, "quiet_s": self.quiet_s()})
             frame = b"id: %s\ndata: %s\n\n" % (self.position.encode(), data)
         except Exception:
-            _log.exception("delta")
+            _log.exception("delta_failed")
             return
         self._ring.append(frame)
         self._ring_bytes += len(frame)

@@ -13,21 +13,21 @@ MAX_DONE = 50
 _DROPPED = ("pipelines_before", "pipelines_after")
 
 
-def encode_recovery(course: RecoveryTimeline | None) -> Json | None:
+def encode_recovery(timeline: RecoveryTimeline | None) -> Json | None:
     """Return a recovery in progress. Each element of ``phases`` is ``[name, began_s, ended_s or None]``."""
-    if course is None:
+    if timeline is None:
         return None
     return {
-        "generation": course.generation,
-        "attempts": course.attempts,
-        "step": course.step,
-        "mode": course.mode,
-        "reason": course.reason[:MAX_REASON],
-        "losses": [_loss_json(loss) for loss in course.losses],
-        "phases": [list(phase) for phase in course.phases],
-        "decision": _short(course.decision),
-        "plan": _short(course.plan),
-        "paused": _short(course.pause_reason),
+        "generation": timeline.generation,
+        "attempts": timeline.attempts,
+        "step": timeline.step,
+        "mode": timeline.mode,
+        "reason": timeline.reason[:MAX_REASON],
+        "losses": [_loss_json(loss) for loss in timeline.losses],
+        "phases": [list(phase) for phase in timeline.phases],
+        "decision": _short(timeline.decision),
+        "plan": _short(timeline.plan),
+        "paused": _short(timeline.pause_reason),
     }
 
 
@@ -41,8 +41,8 @@ class CompletedRecoveries:
 
     def add(self, fact: RecoveryCompletedFact, details: Json) -> None:
         """Add a recovery with the details of its event."""
-        course, recovery = fact.timeline, fact.recovery
-        losses = course.losses if course is not None else ()
+        timeline, recovery = fact.timeline, fact.recovery
+        losses = timeline.losses if timeline is not None else ()
         self.count += 1
         self.newest.append(
             {
@@ -55,7 +55,7 @@ class CompletedRecoveries:
                 ),
                 "change": CAUSE_WORDS.get(recovery.cause, recovery.cause),
                 "failure": recovery.failure,
-                "decision": _short(course.decision) if course is not None else None,
+                "decision": _short(timeline.decision) if timeline is not None else None,
                 "losses": [_loss_json(loss) for loss in losses],
             }
         )

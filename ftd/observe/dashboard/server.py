@@ -43,25 +43,25 @@ class DashboardServer:
 
     def __init__(
         self,
-        place: DashboardAddress,
+        address: DashboardAddress,
         model: DashboardModel,
         feed: DeltaFeed,
         *,
         cluster: str,
         silence_s: float = SILENCE_S,
     ) -> None:
-        self._place, self._model, self._feed, self._cluster = place, model, feed, cluster
+        self._address, self._model, self._feed, self._cluster = address, model, feed, cluster
         self._silence_s = silence_s
-        self._access = DashboardAccess(place, cluster)
+        self._access = DashboardAccess(address, cluster)
         self._plotly = PlotlyAsset()
         self._document: tuple[float, bytes] = (-_FRESH_S, b"")
         self._encoding = asyncio.Lock()
-        self._doorway: BoundedHttpServer | None = None
+        self._http_server: BoundedHttpServer | None = None
 
     @property
     def port(self) -> int:
         """Port on which it listens; 0 if it does not."""
-        return self._doorway.port if self._doorway is not None else 0
+        return self._http_server.port if self._http_server is not None else 0
 
     async def start(self) -> None:
         """Start to serve. If the default port is in use, there is no page, because a page must not keep a
@@ -80,21 +80,21 @@ class DashboardServer:
         }.items():
             app.router.add_get(path, handler, allow_head=False)
         app.router.add_post("/login", self._login)
-        self._doorway = BoundedHttpServer(
+        self._http_server = BoundedHttpServer(
             app,
-            RateLimitedLog(_log, "no_http"),
+            RateLimitedLog(_log, "malformed_request"),
             max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._silence_s,
             keepalive_timeout=15.0,
         )
-        place = self._place
+        address = self._address
         try:
-            await self._doorway.start(place.host, place.port)
+            await self._http_server.start(address.host, address.port)
         except OSError as error:
             await self.close()
-            problem = f"the dashboard cannot be served on {place.host}:{place.port}: {error.strerror}"
-            if place.configured:
+            problem = f"the dashboard cannot be served on {address.host}:{address.port}: {error.strerror}"
+            if address.configured:
                 raise ConfigurationError(
                     problem,
                     field="dashboard.listen",
@@ -103,15 +103,17 @@ class DashboardServer:
             _log.warning("not_served", problem=problem, remedy="set dashboard.listen to another address")
             return
         _log.info(
-            "serving", url=f"http://{_bracketed(place.host)}:{self.port}/", token=self._access.requires_token
+            "serving",
+            url=f"http://{_bracketed(address.host)}:{self.port}/",
+            token=self._access.requires_token,
         )
 
     async def close(self) -> None:
         """Close the server and its connections."""
         self._feed.close()
-        if self._doorway is not None:
-            await self._doorway.close()
-        self._doorway = None
+        if self._http_server is not None:
+            await self._http_server.close()
+        self._http_server = None
 
     # --- access --------------------------------------------------------------------------------------
 
@@ -122,8 +124,8 @@ class DashboardServer:
             answer: web.StreamResponse = self._reject(request)
         else:
             if handler != self._login:
-                assert self._doorway is not None, "it came through it"
-                self._doorway.admit(request.protocol)
+                assert self._http_server is not None, "the server has started"
+                self._http_server.admit(request.protocol)
             try:
                 answer = await handler(request)
             except web.HTTPException as rejection:
@@ -131,7 +133,7 @@ class DashboardServer:
             except ConnectionError:
                 raise
             except Exception:
-                _log.exception("request", path=request.path)
+                _log.exception("request_failed", path=request.path)
                 answer = web.Response(status=500, text="internal error; see the coordinator's log")
         if not answer.prepared:
             answer.headers.update(HEADERS)
@@ -181,7 +183,7 @@ class DashboardServer:
         try:
             answer = _packed(await self._plotly.get())
         except OSError as error:
-            _log.error("no_plotly", problem=str(error))
+            _log.error("plotly_missing", problem=str(error))
             raise web.HTTPNotFound from None
         answer.headers["Cache-Control"] = "private, max-age=31536000, immutable"
         return answer

@@ -33,8 +33,9 @@ LEADING = "1 while this coordinator leads the cluster; 0 while it is a standby o
 class ClusterMetrics:
     """Metrics of a coordinator. Pass its events to ``on_event`` and those of the nodes to ``on_node_event``.
 
-    :param state: returns the machine's ``public_state``. :param clock: the clock of the events and of the
-    times in the state. :param leading: returns whether this coordinator leads.
+    :param state: returns the machine's ``public_state``.
+    :param clock: the clock of the events and of the times in the state.
+    :param leading: returns whether this coordinator leads.
     """
 
     def __init__(

@@ -37,53 +37,55 @@ class MetricsServer:
     """
 
     def __init__(
-        self, place: MetricsAddress | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
+        self, address: MetricsAddress | None, registry: CollectorRegistry, *, lifetime_s: float = LIFETIME_S
     ) -> None:
-        """:param place: address and token; ``None`` serves nothing."""
-        self._place, self._registry, self._lifetime_s = place, registry, lifetime_s
-        token = place.token if place is not None else None
+        """:param address: host, port and token; ``None`` serves nothing."""
+        self._address, self._registry, self._lifetime_s = address, registry, lifetime_s
+        token = address.token if address is not None else None
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._rejected = Counter(
             "ftd_metrics_unauthorised",
             "Requests for metrics without the token or with a wrong one.",
             registry=registry,
         )
-        self._complaints = RateLimitedLog(log, "unauthorised")
+        self._unauthorised_log = RateLimitedLog(log, "unauthorised")
         self._rendered: dict[bool, tuple[float, bytes]] = {}
-        self._doorway: BoundedHttpServer | None = None
+        self._http_server: BoundedHttpServer | None = None
 
     async def start(self) -> None:
         """Start to serve.
 
         :raises ConfigurationError: the address cannot be bound.
         """
-        if self._place is None:
+        if self._address is None:
             return
         app = web.Application(middlewares=[self._guard])
         app.router.add_get("/metrics", self._metrics, allow_head=False)
-        self._doorway = BoundedHttpServer(
+        self._http_server = BoundedHttpServer(
             app,
-            self._complaints,
+            self._unauthorised_log,
             max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._lifetime_s,
         )
         try:
-            await self._doorway.start(self._place.host, self._place.port)
+            await self._http_server.start(self._address.host, self._address.port)
         except OSError as error:
             await self.close()
             raise ConfigurationError(
-                f"metrics cannot be served on {self._place.host}:{self._place.port}: {error.strerror}",
-                field=self._place.field,
+                f"metrics cannot be served on {self._address.host}:{self._address.port}: {error.strerror}",
+                field=self._address.field,
                 remedy="is another daemon using it? choose another port, or 0 for no metrics",
             ) from error
-        log.info("serving", host=self._place.host, port=self._place.port, token=self._place.token is not None)
+        log.info(
+            "serving", host=self._address.host, port=self._address.port, token=self._address.token is not None
+        )
 
     async def close(self) -> None:
         """Close the server and its connections."""
-        if self._doorway is not None:
-            await self._doorway.close()
-        self._doorway = None
+        if self._http_server is not None:
+            await self._http_server.close()
+        self._http_server = None
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,7 +93,7 @@ class MetricsServer:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
         if self._authorization is not None and not hmac.compare_digest(given, self._authorization):
             self._rejected.inc()
-            self._complaints.warn(peer=request.remote)
+            self._unauthorised_log.warn(peer=request.remote)
             answer: web.StreamResponse = web.Response(status=401, headers={"WWW-Authenticate": "Bearer"})
         else:
             try:

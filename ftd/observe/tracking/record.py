@@ -40,8 +40,8 @@ class JobRecord:
     def __init__(self, path: Path) -> None:
         """Open or create the file and read it.
 
-        :raises OSError: the file cannot be opened or repaired. :raises ValueError: the file contains a line
-        that is not part of a record.
+        :raises OSError: the file cannot be opened or repaired.
+        :raises ValueError: the file contains a line that is not part of a record.
         """
         self.superseded: list[int] = []
         """Steps from which on all earlier rows were taken back, in the order of the rollbacks."""
@@ -158,7 +158,7 @@ class JobRecord:
             line += os.pread(self._file, 1024, offset + len(line))
             line = line[: line.find(b"\n") + 1] or line
         row = decode_row(line)
-        assert isinstance(row, LoggedRow), "an offset of a row"
+        assert isinstance(row, LoggedRow), "the offset is that of a row"
         return row
 
     def _index_row(self, row: LoggedRow, offset: int) -> None:

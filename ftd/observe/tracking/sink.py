@@ -21,7 +21,7 @@ class TrackingSink(Protocol):
         The writer calls this first, after each error, and after each supersession.
 
         :param superseded: steps from which on all earlier rows were taken back, in the order of the
-        rollbacks.
+            rollbacks.
         """
         ...
 

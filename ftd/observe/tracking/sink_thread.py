@@ -108,6 +108,6 @@ class SinkThread:
         try:
             self._sink.close(outcome)
         except Exception as error:
-            _log.warning("not_closed", sink=self.name, problem=str(error))
+            _log.warning("close_failed", sink=self.name, problem=str(error))
             return False
         return True

@@ -32,7 +32,8 @@ class WandbSink:
     name = "wandb"
 
     def __init__(self, policy: WandbPolicy, directory: Path, run: str, config: Mapping[str, Any]) -> None:
-        """:param directory: parent of the directory ``wandb`` that W&B creates. :param run: the job's id.
+        """:param directory: parent of the directory ``wandb`` that W&B creates.
+        :param run: the job's id.
         :param config: the job's parameters, shown with the run.
         """
         self._policy, self._directory, self._job, self._config = policy, directory, run, config

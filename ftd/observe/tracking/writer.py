@@ -73,8 +73,8 @@ class WriterLock:
     def announce_term(self) -> None:
         """Announce our term, so that an older writer leaves.
 
-        :raises NewerWriterError: a later leader's writer has announced its term. :raises OSError: the
-        directory cannot be read or written.
+        :raises NewerWriterError: a later leader's writer has announced its term.
+        :raises OSError: the directory cannot be read or written.
         """
         try:
             newest = int(json.loads(self._term_file.read_bytes())["term"])
@@ -138,7 +138,7 @@ class TrackingWriter:
             try:
                 waits = not self._work()
             except NewerWriterError:
-                _log.info("superseded", job=self._assignment.job, term=self._assignment.term)
+                _log.info("newer_writer_found", job=self._assignment.job, term=self._assignment.term)
                 break
             except (OSError, ValueError) as error:
                 waits = False
@@ -150,8 +150,9 @@ class TrackingWriter:
     def _work(self) -> bool:
         """Write all new rows. Return False while another writer holds the lock.
 
-        :raises OSError: the record or the journal cannot be read or written. :raises ValueError: the record
-        is corrupt. :raises NewerWriterError: see ``WriterLock.announce_term``.
+        :raises OSError: the record or the journal cannot be read or written.
+        :raises ValueError: the record is corrupt.
+        :raises NewerWriterError: see ``WriterLock.announce_term``.
         """
         if self._writer_lock is None:
             self._writer_lock = WriterLock(self._directory, self._assignment.term)
@@ -220,7 +221,7 @@ class TrackingWriter:
 
     def _start_sinks(self, record: JobRecord) -> list[SinkThread]:
         names = sinks_of(self._assignment.policy)
-        _log.info("logging", job=self._assignment.job, directory=str(self._directory), sinks=names)
+        _log.info("logging_started", job=self._assignment.job, directory=str(self._directory), sinks=names)
         return [
             SinkThread(
                 name, partial(_make_sink, name, self._assignment, self._directory), record, self._report
@@ -286,11 +287,11 @@ def _make_sink(name: str, assignment: WriterAssignment, directory: Path) -> Trac
     if name == "mlflow":
         from ftd.observe.tracking.mlflow_sink import MlflowSink
 
-        assert policy.mlflow is not None, "it is wanted"
+        assert policy.mlflow is not None, "a configured sink has a policy"
         return MlflowSink(policy.mlflow, job, parameters)
     from ftd.observe.tracking.wandb_sink import WandbSink
 
-    assert policy.wandb is not None, "it is wanted"
+    assert policy.wandb is not None, "a configured sink has a policy"
     return WandbSink(policy.wandb, directory, job, parameters)
 
 
@@ -312,7 +313,7 @@ def main() -> None:
                 out, msgspec.json.encode(message) + b"\n"
             )  # A single write keeps the lines of several threads apart.
         except OSError:
-            _log.warning("unreported", message=msgspec.to_builtins(message))
+            _log.warning("report_failed", message=msgspec.to_builtins(message))
 
     line = b""
     while not line.endswith(b"\n"):
@@ -321,7 +322,7 @@ def main() -> None:
             return
         line += byte
     assignment = _TO_WRITER.decode(line)
-    assert isinstance(assignment, WriterAssignment), "it comes first"
+    assert isinstance(assignment, WriterAssignment), "the assignment comes first"
     complete = TrackingWriter(assignment, report).run()
     os._exit(0 if complete else INCOMPLETE)  # Do not wait for the thread of a sink that hangs.
 

@@ -55,8 +55,8 @@ class TrackingWriterProcess:
         on_missing: Callable[[int, int], None],
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """:param on_failed: called with the sink and the problem, once for each outage. :param on_missing:
-        called with the first and last step that the journal lacks.
+        """:param on_failed: called with the sink and the problem, once for each outage.
+        :param on_missing: called with the first and last step that the journal lacks.
         """
         self._journal, self._on_failed, self._on_missing, self._command = (
             journal,
@@ -88,8 +88,8 @@ class TrackingWriterProcess:
     def set_job(self, job: Job | None, term: int, outcome: str | None) -> None:
         """Log this job from now on. Repeated calls with the same arguments do nothing.
 
-        :param job: the job that this coordinator leads; ``None`` if it leads none. :param outcome:
-        ``FINISHED`` or ``FAILED`` once the job has ended.
+        :param job: the job that this coordinator leads; ``None`` if it leads none.
+        :param outcome: ``FINISHED`` or ``FAILED`` once the job has ended.
         """
         logged = None
         if job is not None and job.logging.directory and job.job_id not in self._logged_jobs:
@@ -227,7 +227,7 @@ class TrackingWriterProcess:
             try:
                 self._report(_FROM_WRITER.decode(line))
             except msgspec.DecodeError:
-                _log.warning("not_understood", message=line[:200].decode("utf-8", errors="replace"))
+                _log.warning("malformed_message", line=line[:200].decode("utf-8", errors="replace"))
 
     def _report(self, message: FromWriter) -> None:
         match message:
@@ -238,7 +238,7 @@ class TrackingWriterProcess:
                     self._reported_problem = message.detail
                 self._on_failed(message.sink, message.detail)
             case SinkRestored():
-                _log.info("restored", sink=message.sink)
+                _log.info("sink_restored", sink=message.sink)
             case StepsMissing():
                 self._on_missing(message.first, message.last)
             case StepsSkipped():

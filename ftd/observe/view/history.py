@@ -28,9 +28,9 @@ _NESTED = ("at", "detected_at", "fault_at")
 def build_job_report(job: str, events: Sequence[JsonMap], steps: Sequence[JsonMap]) -> Report:
     """Return the report of a job by its id, or of the newest job with this name.
 
-    :param events: result of ``ClusterClient.history()``, oldest first. :param steps: result of
-    ``ClusterClient.history(what="steps")``. :raises FtdError: no such job is known; the message names the
-    known jobs.
+    :param events: result of ``ClusterClient.history()``, oldest first.
+    :param steps: result of ``ClusterClient.history(what="steps")``.
+    :raises FtdError: no such job is known; the message names the known jobs.
     """
     runs = _split_runs(events)
     found = [

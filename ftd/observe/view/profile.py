@@ -118,7 +118,7 @@ def _network(network: NetworkEntry) -> Table:
 
 def _fits(document: ProfileDocument) -> Text:
     network = document.network
-    assert network is not None, "asked only where there is one"
+    assert network is not None, "only called for a profile with a network"
     lines = (("link", document.link, network.link_error), ("ring", document.ring, network.ring_error))
     fits = [f"{name} {_link(entry)}, off by {error:.0%}" for name, entry, error in lines if entry is not None]
     return Text("fitted: " + "; ".join(fits))

@@ -168,7 +168,7 @@ class BridgeProcess:
                 stderr=log,
                 env={**os.environ, "PYTHONUNBUFFERED": "1"},
             )
-        until(lambda: '"bridging"' in self.log.read_text(), self.log.read_text)
+        until(lambda: '"bridge_started"' in self.log.read_text(), self.log.read_text)
 
     def tell(self, *events: Json) -> None:
         paho.mqtt.publish.multiple(
@@ -178,7 +178,7 @@ class BridgeProcess:
     def buried(self) -> list[tuple[str, str]]:
         """Return fingerprint and reason of each dead letter."""
         lines = [json.loads(line) for line in self.letters.read_text().splitlines()]
-        return [(line["body"]["alerts"][0]["fingerprint"], line["why"]) for line in lines]
+        return [(line["body"]["alerts"][0]["fingerprint"], line["reason"]) for line in lines]
 
     def end(self) -> int:
         self.process.send_signal(signal.SIGTERM)
@@ -270,7 +270,7 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)
     mosquitto.kill()
     mosquitto.start()
-    until(lambda: '"gap"' in bridge.log.read_text(), bridge.log.read_text)
+    until(lambda: '"events_missed"' in bridge.log.read_text(), bridge.log.read_text)
     webhook.answer = 200
     bridge.tell(event("NodeLost", 2))
     until(lambda: webhook.taken == ["e-NodeLost-2"], bridge.log.read_text)
@@ -317,7 +317,7 @@ def test_dead_letters_are_posted_later(webhook: Webhook, tmp_path: Path) -> None
         pytest.skip(f"{' and '.join(missing)} not installed (tools/install-mosquitto brings jq by apt)")
     letters = tmp_path / "ftd-dead-letters.jsonl"
     bodies = [build_alert(message(name), "lab") for name in ("NodeLost", "RolledBack")]
-    letters.write_text("".join(json.dumps({"at": "", "why": "", "body": body}) + "\n" for body in bodies))
+    letters.write_text("".join(json.dumps({"at": "", "reason": "", "body": body}) + "\n" for body in bodies))
     [command] = LATER
     command = command.replace("http://127.0.0.1:9095/alerts", webhook.url)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, timeout=LIMIT_S, check=True)

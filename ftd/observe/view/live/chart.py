@@ -91,7 +91,7 @@ def loss_chart(
     A value that is not finite leaves its column empty.
 
     :param evaluations: steps, with the held-out loss after each. The newest one of a column is drawn; those
-    before the first value are not.
+        before the first value are not.
     """
     columns = resample(history.values, width)
     finite = [v for v in columns if v - v == 0]

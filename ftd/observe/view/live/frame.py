@@ -236,7 +236,7 @@ class LiveFrame:
         return self._loss if self._loss is not None else self._state.get("loss")
 
     def _warning(self, quiet_s: float) -> str:
-        """Return why the cluster does not train, or is not heard from; empty if all is well."""
+        """Return why the cluster does not train, or does not send messages; empty if all is well."""
         phase = self._state.get("phase")
         if self._away_since:
             since = self._away_since

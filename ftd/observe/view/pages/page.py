@@ -33,8 +33,9 @@ td { text-align: right; } .left { text-align: left; } .chosen td { font-weight: 
 def render_page(title: str, parts: Iterable[str], *, style: str = "") -> str:
     """Return a whole document.
 
-    :param title: plain text. :param parts: HTML fragments; empty ones are left out. :param style: CSS for
-    this page only.
+    :param title: plain text.
+    :param parts: HTML fragments; empty ones are left out.
+    :param style: CSS for this page only.
     """
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

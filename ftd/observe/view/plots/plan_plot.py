@@ -53,8 +53,8 @@ _UNITS = ((1e3, "s"), (1.0, "ms"), (1e-3, "µs"))
 def draw_plan(description: Description, *, name: str, other: Description | None = None) -> Figure:
     """Return the figure of the chosen pipelines.
 
-    :param other: the plan under the other objective, for a sentence of comparison. :raises
-    ConfigurationError: the timelines have too many operations to draw.
+    :param other: the plan under the other objective, for a sentence of comparison.
+    :raises ConfigurationError: the timelines have too many operations to draw.
     """
     kinds = named_templates(description)[:MAX_DRAWN]
     for _, row in kinds:
@@ -71,8 +71,8 @@ def draw_plan(description: Description, *, name: str, other: Description | None 
     for index, ((letter, row), tall_in) in enumerate(zip(kinds, heights, strict=True)):
         below_in -= tall_in
         template = description.template(row.nodes)
-        place = (left_in / _WIDTH_IN, below_in / height_in, timeline_in / _WIDTH_IN, tall_in / height_in)
-        axes = figure.add_axes(place)
+        position = (left_in / _WIDTH_IN, below_in / height_in, timeline_in / _WIDTH_IN, tall_in / height_in)
+        axes = figure.add_axes(position)
         axes.set_xlim(0, longest)
         _draw_timeline(axes, timeline_of(template, row.microbatches), row, unit_ms)
         _stage_labels(axes, template)
@@ -81,7 +81,7 @@ def draw_plan(description: Description, *, name: str, other: Description | None 
         axes.set_xlabel(f"time within a step [{unit}]" if last else "", color=FAINT, fontsize=9)
         if with_memory:
             left = (left_in + timeline_in + 0.35) / _WIDTH_IN
-            memory_axes = figure.add_axes((left, place[1], 1 - left - 0.35 / _WIDTH_IN, place[3]))
+            memory_axes = figure.add_axes((left, position[1], 1 - left - 0.35 / _WIDTH_IN, position[3]))
             _draw_memory(memory_axes, template, description, last=last)
         below_in -= gap_in
     _header(figure, description, name, other, with_memory)

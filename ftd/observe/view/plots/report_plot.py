@@ -44,7 +44,7 @@ def plot_report(report: Report, path: Path) -> None:
     """Write the image.
 
     :raises ConfigurationError: no step was committed, the format is not offered, or the file cannot be
-    written.
+        written.
     """
     require_format(path, FORMATS, "--plot")
     if not report.steps:
