@@ -97,8 +97,8 @@ def write_snapshot(
                 generation=1,
                 slot=slot.number,
                 parts=(
-                    SnapshotPart.of("group-0/shard", 0, slot.view[:size]),
-                    SnapshotPart.of("group-0/small", size, slot.view[size:]),
+                    SnapshotPart.from_bytes("group-0/shard", 0, slot.view[:size]),
+                    SnapshotPart.from_bytes("group-0/small", size, slot.view[size:]),
                 ),
                 layout={"groups": [described]},
             )
@@ -128,7 +128,7 @@ class Persisting:
             rate_bytes_s=rate_bytes_s,
             feed=done.set_result,
             stamp=lambda: {"at": 0.0, "cause": ""},
-            tell=lambda job, step: lambda *said: print(*said, file=sys.stderr),
+            report_corruption=lambda job, step: lambda *said: print(*said, file=sys.stderr),
         )
         vote = Vote(loss=0.0, gradient_norm=0.0)
         persister.begin(

@@ -25,14 +25,16 @@ def gb_per_s(size_bytes: int, work: Callable[[], object]) -> float:
 
 def measure(size_bytes: int) -> Result:
     data = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
-    part = SnapshotPart.of("shard", 0, data)
+    part = SnapshotPart.from_bytes("shard", 0, data)
 
     def verify() -> None:
-        assert all(part.is_block_intact(n, data[slice(*part.block(n))]) for n in part.covering(0, size_bytes))
+        assert all(
+            part.is_block_intact(n, data[slice(*part.block(n))]) for n in part.blocks_covering(0, size_bytes)
+        )
 
     rates = {
         "one digest of the whole": gb_per_s(size_bytes, lambda: digest_of(data)),
-        "the same and that of each MiB": gb_per_s(size_bytes, lambda: SnapshotPart.of("s", 0, data)),
+        "the same and that of each MiB": gb_per_s(size_bytes, lambda: SnapshotPart.from_bytes("s", 0, data)),
         "verifying each MiB": gb_per_s(size_bytes, verify),
     }
     result = Result(name="scrub", what="Digests of a snapshot in memory", columns=("", "GB/s of CPU time"))

@@ -49,7 +49,7 @@ def write_snapshot(root: Path, size_bytes: int) -> SnapshotPart:
     arena = Arena.open(root / JOB / "device-0")
     slot = arena.begin(size_bytes)
     slot.view[:] = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
-    part = SnapshotPart.of(PART, 0, slot.view)
+    part = SnapshotPart.from_bytes(PART, 0, slot.view)
     arena.commit(
         SnapshotManifest(
             job_id=JOB, step=STEP, generation=1, slot=slot.number, parts=(part,), layout={"groups": []}
@@ -95,7 +95,7 @@ async def streamed(port: int, into: memoryview) -> float:
         found = await client.manifest(source, JOB, STEP)
         assert found is not None and not found.corrupt
         place = PartLocation(source=source, job_id=JOB, step=STEP, part=found.manifests[0].part(PART))
-        await client.fetch([RangeRequest(places=(place,), first=0, into=into)])
+        await client.fetch([RangeRequest(locations=(place,), first=0, into=into)])
         return time.perf_counter() - began
 
 

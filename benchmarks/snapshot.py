@@ -67,7 +67,7 @@ from runtime.script.tensor_filler import TensorFiller, verified_spans
 from runtime.script.tensor_image import Image
 from runtime.streaming_stores import streaming_environment
 from storage.codes import make_code
-from storage.shards import ShardLayout, decode_bucket, fetch_from, make_shard
+from storage.shards import ShardLayout, decode_bucket, make_fetch, make_shard
 
 LEAST_FREE_BYTES = 4.5
 """Of memory, for each byte of state: two slots, a new process's state, and a touch of as much; and some."""
@@ -202,7 +202,7 @@ def measure_decoding(gib: float) -> list[float]:
     shards = {owner: np.ones(layout.shard_bytes(owner), dtype=np.uint8) for owner in (1, 2)}
     for owner, shard in shards.items():
         make_shard(layout, owner, bucket, shard)
-    fetch = fetch_from(shards)
+    fetch = make_fetch(shards)
 
     image = Image(known={})
     for tensor in tensors:

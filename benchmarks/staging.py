@@ -141,8 +141,8 @@ class Scene:
                 node="n0",
                 arenas=NodeArenas(self._root / "n0", devices=1),
                 client=client,
-                tell=lambda *said: print(*said, file=sys.stderr),
-            ).run(range(self._layers), StagingDirectory(stage, lends=self._lends))
+                report_corruption=lambda *said: print(*said, file=sys.stderr),
+            ).run(range(self._layers), StagingDirectory(stage, borrows=self._lends))
 
 
 def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
@@ -169,7 +169,7 @@ def measure_ours(root: Path, mib: int, repeats: int) -> dict[str, list[tuple[flo
         found.setdefault(name, []).append((seconds[0] / gib, seconds[1] / gib))
 
     warm = [np.ones_like(payload) for payload in payloads]
-    parts = [SnapshotPart.of("part", 0, payload) for payload in payloads]
+    parts = [SnapshotPart.from_bytes("part", 0, payload) for payload in payloads]
     with child("--serve", str(root / "of-2/n1")) as two, child("--serve", str(root / "of-3/n1")) as three:
         ports = []
         for one in (two, three):

@@ -1,10 +1,11 @@
-"""The arena: where snapshots live in host memory, outside of the processes that train (REFT §4, design §7).
+"""The arena, which holds snapshots in host memory outside of the processes that train (REFT §4, design §7).
 
-A directory of a memory file system with up to three *slots*, each one file that is mapped, and a manifest
-for each snapshot that is complete. A snapshot is written into a slot that no manifest names; then its
-manifest is written, which commits it; then older ones may be released. So whoever dies at whatever moment,
-the last complete snapshot is there: one slot holds it, one is written, and the third is used only while one
-snapshot waits to be complete everywhere. Slots stay allocated and mapped: their pages are touched once.
+An arena is a directory of a memory file system with up to three *slots*, each one mapped file, and a
+manifest for each complete snapshot. A snapshot is written into a slot that no manifest names. Then its
+manifest is written, which commits it, and after that older snapshots may be released. So the last complete
+snapshot survives the death of any process at any moment: one slot holds it, one is being written, and the
+third is used only while a snapshot waits to be complete everywhere. Slots stay allocated and mapped, so
+that their pages are touched only once.
 """
 
 import contextlib
@@ -27,16 +28,16 @@ from storage.pages import allocate, map_file, prefault
 Bytes = NDArray[np.uint8]
 
 SLOTS = 3
-"""REFT's bound: never more than three times what is kept."""
+"""REFT's bound: the memory for at most three snapshots."""
 _PAGE_BYTES = mmap.PAGESIZE
 _MANIFEST = "step-{:012d}.json"
 _DRAFT = "slot-{}.draft"
-"""A slot while it grows: killed then, it is as large as it is to be, and has holes."""
+"""Name of a slot while it grows. If the process is killed then, the file has its full size and holes."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A buffer that is being written. ``view`` is its memory, ``size_bytes`` long."""
+    """A buffer that is being written; ``view`` is its memory."""
 
     number: int
     view: Bytes
@@ -44,18 +45,21 @@ class Slot:
 
 @dataclass(slots=True, kw_only=True)
 class Arena:
-    """:param limit_bytes: of all slots together; ``None`` leaves it to the file system."""
+    """One arena.
+
+    :param limit_bytes: limit of all slots together; ``None`` leaves it to the file system.
+    """
 
     directory: Path
     limit_bytes: int | None = None
     problems: list[str] = field(default_factory=list)
-    """What was found damaged when the arena was opened, in words; it was put away."""
+    """Descriptions of what was corrupt when the arena was opened, and was removed."""
     _kept: dict[int, SnapshotManifest] = field(default_factory=dict)
     _maps: dict[int, Bytes] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: Path, *, limit_bytes: int | None = None) -> "Arena":
-        """Make the directory, or find what is in it.
+        """Make the directory, or load what is in it.
 
         :raises OSError: the directory cannot be made or read.
         """
@@ -68,27 +72,27 @@ class Arena:
 
     @property
     def snapshots(self) -> tuple[SnapshotManifest, ...]:
-        """Complete ones, the newest first."""
+        """Complete snapshots, the newest first."""
         return tuple(self._kept[step] for step in sorted(self._kept, reverse=True))
 
     @property
     def allocated_bytes(self) -> int:
         return sum(self._slot_bytes(number) for number in range(SLOTS))
 
-    def bytes_of(self, manifest: SnapshotManifest, part: SnapshotPart) -> Bytes:
-        """The part's memory itself; valid until its snapshot is released."""
+    def view(self, manifest: SnapshotManifest, part: SnapshotPart) -> Bytes:
+        """Return the part's memory itself; valid until its snapshot is released."""
         return self._view(manifest.slot)[part.offset : part.offset + part.size_bytes]
 
     def find_corrupt(self, manifest: SnapshotManifest) -> tuple[str, ...]:
-        """Names of the parts whose bytes are not what was written."""
-        return tuple(p.name for p in manifest.parts if not p.is_intact(self.bytes_of(manifest, p)))
+        """Return the names of the parts whose bytes differ from what was written."""
+        return tuple(p.name for p in manifest.parts if not p.is_intact(self.view(manifest, p)))
 
     # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, size_bytes: int) -> Slot:
-        """A slot for a snapshot of so many bytes: what it held was released.
+        """Return a free slot for a snapshot of ``size_bytes``.
 
-        :raises ArenaFullError: it cannot be made large enough; complete snapshots stay.
+        :raises ArenaFullError: no slot can be made large enough; complete snapshots stay.
         """
         used = {manifest.slot for manifest in self._kept.values()}
         free = [number for number in range(SLOTS) if number not in used]
@@ -98,16 +102,15 @@ class Arena:
                 needed_bytes=size_bytes,
                 free_bytes=0,
             )
-        # The largest that is there: growing costs fresh pages.
+        # The largest existing slot: growing costs fresh pages.
         number = max(free, key=lambda n: (self._slot_bytes(n), -n))
         if self._slot_bytes(number) < size_bytes:
             self._grow(number, size_bytes)
         return Slot(number, self._view(number)[:size_bytes])
 
     def reserve(self, size_bytes: int, slots: int) -> None:
-        """Allocate and map so many slots now, so that the first snapshots need not.
-
-        A slot that holds a snapshot is left as it is.
+        """Allocate and map this number of slots now, so that the first snapshots need not. Slots that hold a
+        snapshot are not changed.
 
         :raises ArenaFullError: they do not fit; what was there stays.
         """
@@ -119,7 +122,7 @@ class Arena:
             self._view(number)
 
     def commit(self, manifest: SnapshotManifest) -> None:
-        """The snapshot is complete: from now on it is what is found here.
+        """Mark a snapshot as complete by writing its manifest.
 
         :raises OSError: the manifest cannot be written; the snapshot is not complete.
         """
@@ -127,15 +130,17 @@ class Arena:
         self._kept[manifest.step] = manifest
 
     def release(self, steps: Iterable[int]) -> None:
-        """These snapshots are not needed any more; their slots may be written again."""
+        """Release the snapshots of these steps; their slots may be written again."""
         for step in steps:
             (self.directory / _MANIFEST.format(step)).unlink(missing_ok=True)
             self._kept.pop(step, None)
 
     def rewrite(self, step: int, generation: int, name: str, offset: int, data: bytes) -> bool:
-        """Write bytes of a part of a complete snapshot again; ``False``: that is not here any more.
+        """Write repaired bytes into a part of a complete snapshot; return false if the snapshot is not here
+        any more.
 
-        :raises KeyError: it has no such part. :raises CorruptDataError: the part has no such bytes.
+        :raises KeyError: it has no such part.
+        :raises CorruptDataError: the bytes are not within the part.
         """
         manifest = self._kept.get(step)
         if manifest is None or manifest.generation != generation:
@@ -143,15 +148,15 @@ class Arena:
         part = manifest.part(name)
         if not 0 <= offset <= part.size_bytes - len(data):
             raise CorruptDataError(f"{name} has {part.size_bytes} bytes, not {offset} and {len(data)} more")
-        self.bytes_of(manifest, part)[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        self.view(manifest, part)[offset : offset + len(data)] = np.frombuffer(data, dtype=np.uint8)
         return True
 
     def close(self) -> None:
-        """Forget the mappings; what is stored stays. Views that are still in use keep theirs alive."""
+        """Drop the mappings; what is stored stays. Views that are still in use keep theirs alive."""
         self._maps.clear()
 
     def remove(self) -> None:
-        """Give the memory back."""
+        """Remove the arena and release its memory."""
         self.close()
         self._kept.clear()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -177,7 +182,7 @@ class Arena:
         return mapping
 
     def _grow(self, number: int, size_bytes: int) -> None:
-        """Allocate and touch the pages now, so that no snapshot meets a page fault, or a full memory."""
+        """Allocate and touch the pages now, so that no snapshot meets a page fault or a full memory."""
         here = self._slot_bytes(number)
         wanted = -(-max(1, size_bytes) // _PAGE_BYTES) * _PAGE_BYTES
         if self.limit_bytes is not None:
@@ -203,7 +208,7 @@ class Arena:
             draft.rename(path)
 
     def _filled(self, descriptor: int, here: int, wanted: int) -> Bytes:
-        """Mapped, as large as ``wanted``; as large as it was when that cannot be."""
+        """Map the file at its new size ``wanted``, or restore its old size if there is no memory."""
         try:
             os.ftruncate(descriptor, wanted)
             mapping = map_file(descriptor, wanted)
@@ -223,7 +228,7 @@ class Arena:
         )
 
     def _find(self) -> None:
-        """Manifests that are whole and whose slots are there; others are put away and named."""
+        """Load intact manifests whose slots are there; remove others and record the problems."""
         for path in sorted(self.directory.glob("step-*.json")):
             try:
                 manifest = read_record(path, SnapshotManifest)

@@ -1,8 +1,8 @@
-"""Buckets: the one unit of gradient all-reduce, of sharding and of state transfer (design §4). No torch.
+"""Buckets, the unit of gradient all-reduce, of sharding and of state transfer (design §4). Without torch.
 
-Ranks own layers; a parameter that is tied between layers is owned by the owners of all of them. A bucket
-is a maximal run of parameters, in model order, with the same owners and the same dtype, laid out back to
-back in one flat array. Every rank derives the same buckets from the same plan, also those it does not
+Ranks own layers; a parameter that is tied between layers is owned by the owners of all of them. A bucket is
+a maximal run of parameters, in model order, with the same owners and the same dtype, laid out back to back
+in one flat array. Every rank derives the same buckets from the same plan, including those that it does not
 own, so the indices agree and can order collectives.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 class ParameterSize:
     numel: int
     dtype: str
-    """A name without the library's prefix: ``float32``."""
+    """Name without the library's prefix, such as ``float32``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +43,8 @@ def derive_buckets(
 
     :param parameter_layers: every parameter of the model in model order, with the layers that use it.
     :param owners_of_layer: the ranks that hold each layer, over all pipelines.
-    :param sizes: of every parameter.
-    :raises ValueError: a layer without an owner, or a parameter without a layer or a size.
+    :param sizes: number of elements and dtype of every parameter.
+    :raises ValueError: a layer has no owner, or a parameter has no layer or size.
     """
     runs: list[tuple[tuple[int, ...], str, list[str]]] = []
     for name, layers in parameter_layers.items():

@@ -1,12 +1,13 @@
-"""Persistent checkpoints: what is left when no host's memory is (design §5, docs/how-to/checkpoints.md).
+"""Persistent checkpoints, the last tier of state when no host's memory holds it (design §5,
+docs/checkpoints.md).
 
-A checkpoint of a step is a directory with one file for each layer, the bytes that
-``runtime.layers.state.LayerStates.pack`` makes, and a manifest, written last. It does not know pipelines or
-nodes: whoever holds a layer writes it, from any number of hosts side by side; one of them commits; and
-whoever needs a layer later reads that layer.
+The checkpoint of a step is a directory with one file for each layer, in the bytes that
+``runtime.layers.state.LayerStates.pack`` makes, and a manifest, which is written last. It does not depend
+on pipelines or nodes: any holder of a layer writes that layer, from any number of hosts in parallel; one of
+them commits; and a reader reads the layers that it needs.
 
-Nothing that is incomplete or damaged is ever taken for a checkpoint: ``CheckpointStore.steps`` goes on
-without it and says in ``problems`` and ``unfinished`` what it met.
+An incomplete or corrupt directory is never taken for a checkpoint: ``CheckpointStore.steps`` skips it and
+describes it in ``problems`` or ``unfinished``.
 """
 
 import re
@@ -33,7 +34,7 @@ from storage.rate_limit import RateLimiter
 from storage.values import LayerFile
 
 FORMAT = 2
-"""Of the manifest and of the files; docs/how-to/checkpoints.md says what each is."""
+"""Format of the manifest and of the files, described in docs/checkpoints.md."""
 READABLE = (1, FORMAT)
 """Formats that this version reads. Format 1 has no description of the model."""
 MANIFEST = "manifest.json"
@@ -52,30 +53,30 @@ def _name_of(step: int) -> str:
 
 
 class DescriptionFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file with the description of the model (``storage.description``); it has its digest in itself."""
+    """The file with the description of the model (``storage.description``), which contains its own digest."""
 
     name: str
     size_bytes: int
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``layers[i]`` is the file of layer i."""
+    """The manifest of a checkpoint; ``layers[i]`` is the file of layer i."""
 
     format: int = FORMAT
     job: str
-    """Name of the job: it stays when the job is submitted again."""
+    """Name of the job, which stays the same when the job is submitted again."""
     job_id: str
     step: int
     vote: dict[str, Any] | None
-    """Of that step: loss, gradient norm; ``None`` before the first."""
+    """Vote of the step, with loss and gradient norm; ``None`` before the first step."""
     fingerprint: str
-    """Of the model: ``storage.layerstate.fingerprint_of``."""
+    """Fingerprint of the model: ``storage.layerstate.fingerprint_of``."""
     written_at: float
     """Seconds since the epoch."""
     ftd_version: str
     layers: tuple[LayerFile, ...]
     description: DescriptionFile | None = None
-    """``None`` where no writer had one."""
+    """File of the model's description; ``None`` if no writer had one."""
 
     @property
     def size_bytes(self) -> int:
@@ -93,20 +94,22 @@ class CheckpointDraft:
 
 @dataclass(slots=True)
 class CheckpointStore:
-    """The checkpoints of one job, in one directory or under one URL. Safe to use from several threads."""
+    """The checkpoints of one job, in one directory or under one URL. It may be used from several threads."""
 
     location: CheckpointLocation
     job: str | None = None
-    """Its name: checkpoints of other jobs are passed over. ``None`` takes whatever is there."""
+    """Name of the job, whose checkpoints alone are used; ``None`` for all that are there."""
     problems: list[str] = field(default_factory=list)
-    """What the last ``steps`` found and went on without, in words."""
+    """Descriptions of the broken checkpoints that the last ``steps`` skipped."""
     unfinished: list[str] = field(default_factory=list)
-    """Likewise what is being written, or whose writer was stopped: no damage, and no checkpoint."""
+    """Descriptions of the checkpoints that are being written, or whose writer was stopped."""
 
     @classmethod
     def at(cls, url: str, *, job: str | None = None, create: bool = False) -> "CheckpointStore":
-        """:param url: a path, ``file://…``, or any URL of fsspec.
-        :param create: make the directory if it is not there; only this does.
+        """Return the store at a location.
+
+        :param url: a path, ``file://…``, or any URL of fsspec.
+        :param create: make the directory if it is missing; it is not made otherwise.
         :raises LocationError: the URL cannot be used, or the directory not made.
         """
         store = cls(open_location(url), job)
@@ -117,12 +120,15 @@ class CheckpointStore:
     # --- writing ---------------------------------------------------------------------------------
 
     def begin(self, step: int, attempt: str = "1") -> CheckpointDraft:
-        """:param attempt: tells the tries at one step apart (the generation of the plan will do), so that
-            a writer of an earlier one cannot spoil a later one. Letters, digits and underscores.
+        """Begin to write the checkpoint of a step.
+
+        :param attempt: name that distinguishes the attempts at one step, such as the plan's generation, so
+            that a late writer of an earlier attempt cannot overwrite a later one. Letters, digits and
+            underscores.
         :raises LocationError: it cannot be written there.
         """
         if not 0 <= step < 10**12 or not _ATTEMPT.fullmatch(attempt):
-            raise ValueError(f"no step and attempt: {step}, {attempt!r}")
+            raise ValueError(f"invalid step or attempt: {step}, {attempt!r}")
         draft = CheckpointDraft(
             step=step, attempt=attempt, directory=self.location.draft(_name_of(step), attempt)
         )
@@ -141,19 +147,20 @@ class CheckpointStore:
 
         :param payload: its bytes in any number of contiguous buffers of any size. Each is read once, in
             order, and not copied; the bytes must not change until this returns.
-        :param flow: bounds the rate, and can cancel.
-        :raises LocationError: it cannot be written, the disk is full; no file is left.
-        :raises CancelledError: likewise.
+        :param flow: limits the rate, and can cancel.
+        :raises LocationError: it cannot be written, or the disk is full; no file is left.
+        :raises TransferCancelledError: the writing was cancelled; no file is left.
         :raises CorruptDataError: header and payload do not belong together.
         """
         name = self.location.data_name(f"layer-{layer:04d}", draft.attempt)
         return write_layer_file(self.location, draft.directory, name, layer, header, payload, flow)
 
     def write_description(self, draft: CheckpointDraft, data: bytes) -> None:
-        """Write what ``storage.description.encode_description`` made, before the layers of the same writer.
+        """Write what ``storage.description.encode_description`` returned, before the layers of the same
+        writer.
 
         :raises LocationError: it cannot be written; no file is left.
-        :raises CorruptDataError: it is no description.
+        :raises CorruptDataError: it is not a description.
         """
         decode_description(data, "the description of the model")
         self.location.write(draft.directory, self._description_name(draft), [memoryview(data)])
@@ -172,9 +179,9 @@ class CheckpointStore:
         written_at: float,
         ftd_version: str,
     ) -> CheckpointManifest:
-        """All writers are done: from now on the checkpoint is there. An older one of this step is replaced.
+        """Commit the checkpoint after all writers are done. An older one of this step is replaced.
 
-        :param files: what all of them returned; every layer of the model once, in any order.
+        :param files: what all writers returned: every layer of the model once, in any order.
         :raises CorruptDataError: a layer is missing, or its file is not there as it was written.
         :raises ForeignCheckpointError: another job's checkpoint of this step is there.
         :raises LocationError: the manifest cannot be written; what was there stays.
@@ -183,7 +190,7 @@ class CheckpointStore:
         if not ordered or [file.layer for file in ordered] != list(range(len(ordered))):
             layers = [file.layer for file in ordered]
             raise CorruptDataError(
-                f"step {draft.step}: layers {layers} were written, which is not each one once"
+                f"step {draft.step}: layers {layers} were written; each layer is needed exactly once"
             )
         manifest = CheckpointManifest(
             job=job,
@@ -207,24 +214,28 @@ class CheckpointStore:
         return manifest
 
     def _description_of(self, draft: CheckpointDraft) -> DescriptionFile | None:
-        """The one that one of the writers wrote, if any did."""
+        """Return the description that a writer wrote, if any did."""
         name = self._description_name(draft)
         size_bytes = self.location.sizes(draft.directory).get(name)
         return None if size_bytes is None else DescriptionFile(name=name, size_bytes=size_bytes)
 
     def abandon(self, draft: CheckpointDraft) -> None:
-        """Remove what was written of it. :raises LocationError: that is not possible."""
+        """Remove what was written of a draft.
+
+        :raises LocationError: it cannot be removed.
+        """
         self.location.abandon(draft.directory, draft.attempt)
 
-    def prune(self, keep: int, *, newest: int | None = None, spared: int | None = None) -> tuple[int, ...]:
-        """Remove all but the newest ``keep`` complete checkpoints of this job; returns the removed steps.
+    def prune(self, keep: int, *, newest: int | None = None, exempt: int | None = None) -> tuple[int, ...]:
+        """Remove all but the newest ``keep`` complete checkpoints of this job, and return the removed steps.
 
-        :param newest: what is of a later step is of a past that was undone, and goes, too. ``None``: of none.
-        :param spared: step of a checkpoint that stays for now, because it is being read.
+        Corrupt or unfinished checkpoints are removed if they are older than the oldest that stays. An
+        unfinished one is also removed if a complete one of its step or a later one is there. So the newest
+        draft is safe.
 
-        What is damaged or unfinished goes when it is older than the oldest that is kept; an unfinished one
-        also when a complete one of its step or a later one is there. So the newest draft is safe.
-
+        :param newest: remove checkpoints of later steps as well, which belong to a history that was undone;
+            ``None`` if nothing was undone.
+        :param exempt: step of a checkpoint that stays for now, because it is being read.
         :raises LocationError: something cannot be removed.
         """
         if keep < 1:
@@ -238,45 +249,46 @@ class CheckpointStore:
         for name in self.location.names():
             if found := _STEP.fullmatch(name):
                 step = int(found[1])
-                if step == spared:
+                if step == exempt:
                     continue
                 unfinished = step not in complete and step <= newest and not self._has_manifest(name)
                 if unfinished or step in undone or (step < oldest and not self._is_foreign(name)):
                     self.location.remove(name)
             elif (found := _DRAFT.fullmatch(name)) and int(found[1]) <= newest:
                 self.location.remove(name)
-        return tuple(sorted({*complete[keep:], *undone} - {spared}))
+        return tuple(sorted({*complete[keep:], *undone} - {exempt}))
 
     # --- reading ---------------------------------------------------------------------------------
 
     def steps(self) -> tuple[int, ...]:
-        """Of complete checkpoints, the newest first; sets ``problems`` and ``unfinished``.
+        """Return the steps of complete checkpoints, the newest first, and set ``problems`` and ``unfinished``.
 
-        Complete: the manifest is sound and every file it names is there in its full size. Whether their
-        bytes are right is seen when they are read, or by ``Checkpoint.verify``.
+        A checkpoint is complete if its manifest is intact and every file that it names is there in its full
+        size. Their bytes are verified when they are read, or by ``Checkpoint.verify``.
 
-        :raises LocationError: the place cannot be read.
+        :raises LocationError: the location cannot be read.
         """
         return tuple(manifest.step for manifest in self.manifests())
 
     def manifests(self) -> tuple[CheckpointManifest, ...]:
-        """As ``steps``, the manifests."""
+        """Return the manifests of the checkpoints that ``steps`` returns."""
         problems, unfinished, found = [], [], []
         for name in self.location.names():
             if _DRAFT.fullmatch(name) or (_STEP.fullmatch(name) and self._is_draft(name)):
-                unfinished.append(f"{name} is passed over: {_UNFINISHED}")
+                unfinished.append(f"{name} is skipped: {_UNFINISHED}")
             elif _STEP.fullmatch(name):
                 try:
                     found.append(self._manifest(name))
                 except (CorruptDataError, ForeignCheckpointError, CheckpointMissingError) as error:
-                    problems.append(f"{name} is passed over: {error}")
+                    problems.append(f"{name} is skipped: {error}")
         self.problems, self.unfinished = problems, unfinished
         return tuple(sorted(found, key=lambda manifest: manifest.step, reverse=True))
 
     def open(self, step: int | None = None) -> "Checkpoint":
-        """The checkpoint of a step, or the newest complete one.
+        """Return the checkpoint of a step, or the newest complete one.
 
-        :raises CheckpointMissingError: there is none. :raises CorruptDataError: it is not complete.
+        :raises CheckpointMissingError: there is none.
+        :raises CorruptDataError: it is not complete.
         :raises ForeignCheckpointError: it is another job's, or of another format.
         """
         if step is None:
@@ -310,7 +322,7 @@ class CheckpointStore:
             raise CorruptDataError(f"{where} is larger than {MAX_BYTES} bytes")
         with self.location.open(directory, MANIFEST) as file:
             data = file.read()
-        # The format first: a manifest of another version is not a damaged one.
+        # The format first: a manifest of another version is not corrupt.
         said = decode_record(data, dict[str, Any], where).get("format")
         if said not in READABLE:
             raise ForeignCheckpointError(f"it is of format {said}; this version reads {FORMAT}")
@@ -334,10 +346,12 @@ class CheckpointStore:
             if not _DESCRIPTION.fullmatch(described.name) or described.size_bytes > _MOST_DESCRIPTION_BYTES:
                 raise CorruptDataError(f"its manifest is wrong about the description: {described}")
             if sizes.get(described.name) != described.size_bytes:
-                raise CorruptDataError(f"{described.name} is missing, or not whole")
+                raise CorruptDataError(f"{described.name} is missing or incomplete")
 
     def _is_draft(self, directory: str) -> bool:
-        """Where drafts have their final name: it waits for its manifest. Elsewhere its manifest was lost."""
+        """Return whether the directory is a draft that waits for its manifest. That is possible only where
+        drafts have their final name; elsewhere the manifest was lost.
+        """
         return self.location.draft(directory, "1") == directory and not self._has_manifest(directory)
 
     def _has_manifest(self, directory: str) -> bool:
@@ -364,27 +378,29 @@ class CheckpointStore:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, to be read. What it returns was checked against its digest."""
+    """A complete checkpoint to read from. Everything that it returns was compared with its digest."""
 
     location: CheckpointLocation
     directory: str
     manifest: CheckpointManifest
 
     def header(self, layer: int) -> LayerHeader:
-        """What layer ``layer`` holds, without reading its payload.
+        """Return what a layer holds, without reading its payload.
 
-        :raises CorruptDataError: it is not what was written. :raises LocationError: it cannot be read.
+        :raises CorruptDataError: it differs from what was written.
+        :raises LocationError: it cannot be read.
         """
         return read_header(self.location, self.directory, self.manifest.layers[layer])
 
     def headers(self) -> tuple[LayerHeader, ...]:
-        """Of all layers, as ``header``."""
+        """Return the headers of all layers."""
         return tuple(self.header(layer) for layer in range(len(self.manifest.layers)))
 
     def description(self) -> ModelDescription:
-        """The description of the model, an empty one where none was written.
+        """Return the description of the model, an empty one if none was written.
 
-        :raises CorruptDataError: it is not what was written. :raises LocationError: it cannot be read.
+        :raises CorruptDataError: it differs from what was written.
+        :raises LocationError: it cannot be read.
         """
         file = self.manifest.description
         if file is None:
@@ -393,18 +409,21 @@ class Checkpoint:
             return decode_description(opened.read(), file.name)
 
     def read_layer(self, layer: int, flow: RateLimiter | None = None) -> tuple[bytes, LayerHeader, Bytes]:
-        """Header, as bytes and decoded, and payload: the first and the last are what
-        ``LayerStates.unpack`` takes. The payload is the caller's own.
+        """Return the header as bytes, the decoded header, and the payload. ``LayerStates.unpack`` takes the
+        first and the last. The payload belongs to the caller.
 
-        :raises CorruptDataError: a byte is not what was written. :raises LocationError: it cannot be read.
-        :raises CancelledError: by the flow.
+        :raises CorruptDataError: a byte differs from what was written.
+        :raises LocationError: it cannot be read.
+        :raises TransferCancelledError: the rate limiter was cancelled.
         """
         return read_layer_file(self.location, self.directory, self.manifest.layers[layer], flow)
 
     def verify(self, flow: RateLimiter | None = None) -> tuple[str, ...]:
-        """Read everything; what is not as it was written, in words. Needs the memory of one piece.
+        """Read everything and return descriptions of what differs from what was written. It needs the memory
+        of one chunk.
 
-        :raises LocationError: something cannot be read. :raises CancelledError: by the flow.
+        :raises LocationError: something cannot be read.
+        :raises TransferCancelledError: the rate limiter was cancelled.
         """
         problems, headers = [], []
         for file in self.manifest.layers:
@@ -417,5 +436,5 @@ class Checkpoint:
         except CorruptDataError as error:
             problems.append(str(error))
         if not problems and fingerprint_of(headers) != self.manifest.fingerprint:
-            problems.append("the model's fingerprint is not that of its layers")
+            problems.append("the fingerprint of the model differs from that of its layers")
         return tuple(problems)

@@ -1,18 +1,20 @@
 """Erasure codes over the segments of one bucket: REFT's ARC and AEC, and a code for two losses (design §7).
 
-A bucket with m owners is cut into m equal *segments*, a segment into equal *cells*. Every owner holds the
-whole bucket, so each computes what it keeps by itself, without network traffic: its own segment, and further
-cells that are the XOR of some cells of the bucket. All schemes here are such codes, so one description
-serves all of them, also combined; what a code withstands is computed from it, not claimed; and decoding is
-one method: solve for the lost cells over GF(2), then XOR.
+A bucket with m owners is cut into m equal *segments*, and a segment into equal *cells*. Every owner has the
+whole bucket, so each computes what it holds by itself, without network traffic: its own segment, and extra
+cells that are the XOR of some cells of the bucket. All schemes here are such codes, also in combination, so
+one description serves all of them. The losses that a code withstands are computed from it, and there is one
+way to decode: solve for the lost cells over GF(2), then XOR.
 
-    arc:k   what the next k owners keep, as it is, their parity included: any k losses, k bucket's bytes extra
+    arc:k   what the next k owners hold, including their parity: any k losses, k times the bucket's bytes
+        extra
     aec     one cell for every other owner's segment, rotated as in RAID-5: one loss, 1/(m·(m − 1)) extra
     aec2    row-diagonal parity, rotated: any two losses, 2/(m·(m − 2)) extra
     aor     nothing here: under ZeRO-1 a replica of the next owner's part is kept current
-    buddy   no code: where a bucket has one owner, another host is sent a copy of its shard
+    buddy   no code: where a bucket has one owner, another host receives a copy of its shard
 
-Row-diagonal parity is after Corbett et al. (FAST 2004): XOR only, so it runs at the speed of memory.
+Row-diagonal parity follows Corbett et al. (FAST 2004). It needs XOR only, so it runs at the speed of
+memory.
 """
 
 from collections.abc import Iterable, Sequence
@@ -26,34 +28,34 @@ Cells = frozenset[int]
 
 BUDDY = "buddy"
 PLAIN = ("none", "aec", "aec2", "aor", BUDDY)
-"""What a job may ask for beside ``arc:k``."""
+"""Schemes of a job besides ``arc:k``."""
 
 MOST_OWNERS_AEC2 = 16
-"""More owners would need thousands of cells a segment."""
+"""Largest group for ``aec2``: more owners would need thousands of cells in a segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """What each of ``owners`` owners keeps of a bucket of ``owners · cells`` cells."""
+    """What each of ``owners`` owners holds of a bucket of ``owners · cells`` cells."""
 
     owners: int
     cells: int
-    """Cells of one segment, c."""
+    """Number of cells of one segment, c."""
     extra: tuple[tuple[Cells, ...], ...]
-    """Per owner, in the order of its arena: each is kept as the XOR of these cells of the bucket."""
+    """For each owner, in the order of its arena: the cells of the bucket whose XOR each extra cell is."""
 
     def segment(self, owner: int) -> range:
-        """The cells that the owner keeps as they are."""
+        """Return the cells that the owner holds unchanged."""
         return range(owner * self.cells, (owner + 1) * self.cells)
 
     @property
     def overhead(self) -> float:
-        """Bytes kept beyond the bucket itself, by all owners, per byte of the bucket."""
+        """Bytes that all owners hold in addition to the bucket itself, as a fraction of the bucket."""
         return sum(map(len, self.extra)) / (self.owners * self.cells)
 
     @cached_property
     def guarantee(self) -> int:
-        """The largest number of owners *any* of which may be lost at once; 0 if no loss is covered."""
+        """Largest number of owners *any* of which may be lost at once; 0 if no loss is covered."""
         losses = 0
         while losses + 1 < self.owners:
             lost = combinations(range(self.owners), losses + 1)
@@ -69,16 +71,18 @@ class StoredCell:
 
     owner: int
     index: int
-    """Below ``Code.cells`` in its segment, then its extra cells in their order."""
+    """Cells of the owner's segment come first (below ``Code.cells``), then its extra cells in their order."""
 
 
-Recipe = dict[int, tuple[StoredCell, ...]]
-"""Cell of the bucket → the stored cells whose XOR it is."""
+CellSources = dict[int, tuple[StoredCell, ...]]
+"""For a cell of the bucket, the stored cells whose XOR it is."""
 
 
 @cache
-def solve_lost_cells(code: Code, lost: frozenset[int]) -> Recipe | None:
-    """How to make the lost owners' segments from what the others keep; ``None`` if it cannot be done."""
+def solve_lost_cells(code: Code, lost: frozenset[int]) -> CellSources | None:
+    """Return how the lost owners' segments are made from the other owners' cells, or ``None`` if that is
+    impossible.
+    """
     unknown = {cell: bit for bit, cell in enumerate(c for owner in sorted(lost) for c in code.segment(owner))}
     pivots: dict[int, tuple[int, int]] = {}
     sources = [
@@ -88,7 +92,8 @@ def solve_lost_cells(code: Code, lost: frozenset[int]) -> Recipe | None:
         for index, cells in enumerate(code.extra[owner])
         if any(cell in unknown for cell in cells)
     ]
-    # Rows are integers: bit b for unknown cell b. Beside each, which sources were added up to make it.
+    # Rows are integers: bit b stands for unknown cell b. Each row records the sources that were added to
+    # make it.
     for number, (cells, _) in enumerate(sources):
         row, made = sum(1 << unknown[cell] for cell in cells if cell in unknown), 1 << number
         for bit, (other, other_made) in pivots.items():
@@ -109,7 +114,7 @@ def solve_lost_cells(code: Code, lost: frozenset[int]) -> Recipe | None:
 def _sum_of(
     code: Code, sources: Sequence[tuple[Cells, StoredCell]], made: int, cell: int
 ) -> tuple[StoredCell, ...]:
-    """The sources in ``made``, and the known cells that are in them an odd number of times."""
+    """Return the sources in ``made``, and the known cells that occur in them an odd number of times."""
     used = [source for number, source in enumerate(sources) if made >> number & 1]
     known: set[int] = set()
     for cells, _ in used:
@@ -123,20 +128,22 @@ def _sum_of(
 
 
 def make_code(scheme: str, owners: int) -> Code:
-    """The code that ``scheme`` (``none``, ``arc:k``, ``aec``, ``aec2``, ``buddy``, or several joined by
-    ``+``) is for so many owners; where there are too few for it, the best that there is: ``aec2`` of two
-    owners is a copy, and what ``buddy`` keeps elsewhere is no part of it.
+    """Return the code of ``scheme`` for this number of owners: ``none``, ``arc:k``, ``aec``, ``aec2``,
+    ``aor``, ``buddy``, or several joined by ``+``.
 
-    :raises ValueError: no such scheme; says which there are.
+    With too few owners for the scheme it is the best code that exists: ``aec2`` of two owners is a copy.
+    The copy that ``buddy`` puts on another host is not part of the code.
+
+    :raises ValueError: there is no such scheme; the message lists the schemes.
     """
     return _make_code(tuple(parse_scheme(scheme)), owners)
 
 
 def parse_scheme(scheme: str, plain: Sequence[str] = PLAIN) -> list[tuple[str, int]]:
-    """``"aec+arc:1"`` → ``[("aec", 0), ("arc", 1)]``.
+    """Return the parts of a scheme with their numbers: ``"aec+arc:1"`` → ``[("aec", 0), ("arc", 1)]``.
 
-    :param plain: names beside ``arc:k``, ``none`` the first.
-    :raises ValueError: no such scheme; says which there are.
+    :param plain: names besides ``arc:k``, ``none`` first.
+    :raises ValueError: there is no such scheme; the message lists the schemes.
     """
     parts: list[tuple[str, int]] = []
     for part in scheme.split("+"):
@@ -156,16 +163,16 @@ def parse_scheme(scheme: str, plain: Sequence[str] = PLAIN) -> list[tuple[str, i
 
 
 def has_buddy(scheme: str) -> bool:
-    """Does it have another host keep the shards of groups with one owner?
+    """Return whether another host holds the shards of groups with one owner.
 
-    :raises ValueError: no such scheme.
+    :raises ValueError: there is no such scheme.
     """
     return (BUDDY, 0) in parse_scheme(scheme)
 
 
 @cache
 def _make_code(parts: tuple[tuple[str, int], ...], owners: int) -> Code:
-    """All parts over cells that suit each of them."""
+    """Combine all parts of a scheme over cells that suit each of them."""
     schemes = [_parity(name, owners) for name, _ in parts if name not in {"arc", "aor"}]
     cells = lcm(1, *(part_cells for part_cells, _ in schemes))
     made = [[(cells // part_cells, keeps[i]) for i in range(owners)] for part_cells, keeps in schemes]
@@ -177,14 +184,14 @@ def _make_code(parts: tuple[tuple[str, int], ...], owners: int) -> Code:
         kept = dict.fromkeys(parity[owner])
         for other in ((owner + ahead) % owners for ahead in range(1, copies + 1)):
             kept |= dict.fromkeys(frozenset({other * cells + cell}) for cell in range(cells))
-            # Two owners' parity is a copy: of what the copying one has anyway.
+            # With two owners, parity is a copy of cells that the other owner holds anyway.
             kept |= dict.fromkeys(some for some in parity[other] if not some <= own)
         extra.append(tuple(kept))
     return Code(owners=owners, cells=cells, extra=tuple(extra))
 
 
 SchemeCells = tuple[int, list[list[Cells]]]
-"""Cells a segment, and what each owner keeps."""
+"""Cells of a segment, and what each owner holds."""
 
 
 def _parity(name: str, owners: int) -> SchemeCells:
@@ -196,7 +203,9 @@ def _parity(name: str, owners: int) -> SchemeCells:
 
 
 def _aec(owners: int) -> SchemeCells:
-    """Owner i keeps the XOR of cell (i − j − 1) mod m of every other owner j: every cell of j once."""
+    """Return the code in which owner i holds the XOR of cell (i − j − 1) mod m of every other owner j, so
+    every cell of j once.
+    """
     cells = owners - 1
     return cells, [
         [frozenset(j * cells + (i - j - 1) % owners for j in range(owners) if j != i)] for i in range(owners)
@@ -204,10 +213,11 @@ def _aec(owners: int) -> SchemeCells:
 
 
 def _aec2(owners: int) -> SchemeCells:
-    """m stripes; of the others' units in stripe s owner s keeps the row parity, s + 1 the diagonal parity.
+    """Return the code of m stripes: of the other owners' units in stripe s, owner s holds the row parity and
+    owner s + 1 the diagonal parity.
 
-    A unit has p − 1 rows, p the first prime ≥ m − 1. With column p − 1 for the row parity, diagonal d is
-    all (row, column) with row + column ≡ d mod p; diagonal p − 1 is not kept.
+    A unit has p − 1 rows, where p is the first prime ≥ m − 1. With column p − 1 for the row parity,
+    diagonal d consists of all (row, column) with row + column ≡ d mod p; diagonal p − 1 is not stored.
     """
     if owners > MOST_OWNERS_AEC2:
         raise ValueError(f"aec2 is for groups of up to {MOST_OWNERS_AEC2} owners, not {owners}")
@@ -220,7 +230,7 @@ def _aec2(owners: int) -> SchemeCells:
 
         def cell(row: int, column: int, stripe: int = stripe, columns: list[int] = columns) -> int:
             owner = columns[column]
-            unit = (stripe - owner - 1) % owners  # The stripes that an owner has data in: all but 2.
+            unit = (stripe - owner - 1) % owners  # An owner has data in all stripes but two.
             return owner * units * rows + unit * rows + row
 
         row_parity = [frozenset(cell(row, column) for column in range(units)) for row in range(rows)]
@@ -239,7 +249,7 @@ def _aec2(owners: int) -> SchemeCells:
 
 
 def _refined(parts: Iterable[tuple[int, Sequence[Cells]]]) -> list[Cells]:
-    """Cells as ``factor`` smaller ones each: the same XOR, part by part."""
+    """Split each cell into ``factor`` smaller ones with the same XOR."""
     return [
         frozenset(cell * factor + part for cell in cells)
         for factor, kept in parts

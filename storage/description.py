@@ -1,9 +1,9 @@
-"""What a checkpoint keeps of a model besides its layers: other names of its tensors, and small files.
+"""The description of a model in a checkpoint: further names of its tensors, and small files.
 
-Layers hold each tensor under one name. Whoever reads a checkpoint with torch wants a tied tensor under all of
-its names, and ``from_pretrained`` wants the files beside the weights: the configuration, the tokenizer. A
-trainer, which has the model, makes the description; a node writes it into a checkpoint; nobody on the way
-needs torch.
+Layers hold each tensor under one name. A reader of a checkpoint in torch needs a tied tensor under all of
+its names, and ``from_pretrained`` needs the files next to the weights: the configuration and the tokenizer.
+A trainer, which has the model, makes the description, and a node writes it into a checkpoint. Nothing in
+between needs torch.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from storage.manifest import checked_body, with_digest
 
 DESCRIPTION_FORMAT = 1
 MAX_FILES_BYTES = 60 * 1024 * 1024
-"""All files together: a description travels in one frame between a trainer and its node."""
+"""Largest size of all files together: a description travels in one frame from a trainer to its node."""
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The default describes a model whose tensors have one name each and that needs no files."""
+    """The description. The default describes a model whose tensors have one name each and that needs no files."""
 
     format: int = DESCRIPTION_FORMAT
     aliases: dict[str, tuple[str, ...]] = {}
@@ -28,16 +28,17 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     architecture: str = ""
     """Name of the model's class in ``transformers``; empty for other models."""
     weight_names: dict[str, tuple[str, ...]] = {}
-    """Names in the weight files of ``from_pretrained`` of each tensor that has other ones there than its
-    canonical name; none where the files do not have it."""
+    """For each tensor with other names in the weight files of ``from_pretrained`` than its canonical name,
+    those names; empty if the files do not contain it.
+    """
     files: dict[str, bytes] = {}
-    """``config.json`` and the other files beside the weights, by name."""
+    """``config.json`` and the other files next to the weights, by name."""
     adapter_names: dict[str, str] = {}
     """Names in ``adapter_model.safetensors`` of the tensors of an adapter, by canonical name."""
     adapter_files: dict[str, bytes] = {}
-    """Files beside the weights of the adapter."""
+    """Files next to the weights of the adapter."""
     left_out: tuple[str, ...] = ()
-    """Names of files that were too large to be kept."""
+    """Names of files that were too large to be included."""
 
     def names_in_weights(self, name: str) -> tuple[str, ...]:
         """Return the names that the weight files have for the tensor with this canonical name."""
@@ -45,12 +46,16 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def encode_description(description: ModelDescription) -> bytes:
-    """Return a line with the digest of what follows, and msgpack."""
+    """Return the description as msgpack, after a line with its digest."""
     return with_digest(msgspec.msgpack.encode(description))
 
 
 def decode_description(data: Any, where: str) -> ModelDescription:
-    """:param where: names it in the error. :raises CorruptDataError: it is not what was encoded."""
+    """Return the encoded description.
+
+    :param where: names the data in the error.
+    :raises CorruptDataError: the data differs from what was encoded.
+    """
     body = checked_body(bytes(data), where)
     description = decode_versioned(body, ModelDescription, where, DESCRIPTION_FORMAT)
     for name in (*description.files, *description.adapter_files):
@@ -60,5 +65,5 @@ def decode_description(data: Any, where: str) -> ModelDescription:
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether ``name`` is that of a file in a directory, and no path."""
+    """Return whether ``name`` is the name of a file in a directory, and not a path."""
     return 0 < len(name) <= 200 and name.isprintable() and "/" not in name and not name.startswith(".")

@@ -1,9 +1,9 @@
-"""Large files written past the page cache, by a thread of their own while the next bytes are prepared.
+"""Writing large files past the page cache, in a thread of its own while the next bytes are prepared.
 
-Through the page cache every page is allocated, filled, written and let go again: CPU time that a training
-beside it lacks, and in a virtual machine whose host takes free memory back most of the time that it takes.
-Two buffers are used again and again instead, also for the next file: fresh memory is as dear. What a file
-system refuses is written as usual.
+Through the page cache every page is allocated, filled, written and freed. That costs CPU time that training
+on the same host lacks, and in a virtual machine whose host reclaims free memory it takes most of the time.
+Instead two buffers are used again and again, also for the next file, since fresh memory is just as
+expensive. If a file system rejects direct writes, the file is written as usual.
 """
 
 import errno
@@ -20,18 +20,21 @@ from numpy.typing import NDArray
 Buffers = list[NDArray[np.uint8]]
 
 BUFFER_BYTES = 4 * 1024 * 1024
-"""A multiple of every disk's block."""
+"""Size of a buffer, a multiple of every disk's block."""
 SYNC_BYTES = 64 * 1024 * 1024
-"""So much is written through the cache before the disk must have it: else the kernel saves up gigabytes of
-dirty memory and holds up whoever allocates, which on a training host is the training."""
+"""Number of bytes written through the cache before they are synchronised. Otherwise the kernel collects
+gigabytes of dirty memory and delays every process that allocates memory, such as the training on this host.
+"""
 _spare: deque[Buffers] = deque(maxlen=2)
-"""Of files that were written; as many as are written at a time, usually."""
+"""Buffers of files that were written, for the next files; about as many as are written at a time."""
 
 
 def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
-    """The disk has it when this returns. :raises OSError: it does not; a part of the file may be there.
+    """Write a file; the disk has it when this returns.
 
-    What ``pieces`` raises ends it, too. A piece is not used any more when the next is asked for.
+    What ``pieces`` raises ends the writing. A piece is not used any more when the next is requested.
+
+    :raises OSError: it cannot be written; a part of the file may be there.
     """
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1, "ftd-disk") as thread:
         sink = _Sink(path, file.fileno())
@@ -62,7 +65,10 @@ def write_synced(path: Path, pieces: Iterable[memoryview]) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Have the disk know the names in a directory. :raises OSError: it does not."""
+    """Synchronise the names in a directory with the disk.
+
+    :raises OSError: the disk does not have them.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -71,7 +77,7 @@ def sync_directory(path: Path) -> None:
 
 
 def _buffers() -> Buffers:
-    """Two, of whole pages, as such writes want them."""
+    """Return two page-aligned buffers, as direct writes need them."""
     try:
         return _spare.pop()
     except IndexError:
@@ -79,7 +85,9 @@ def _buffers() -> Buffers:
 
 
 class _Sink:
-    """Where the buffers go, one after the other. Closing is for when no thread writes any more."""
+    """The file that the buffers are written to, one after the other. Close it only when no thread writes any
+    more.
+    """
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
@@ -88,7 +96,7 @@ class _Sink:
         self._end = self._unsynced = 0
 
     def write(self, buffer: memoryview) -> None:
-        """A full buffer."""
+        """Write a full buffer."""
         if self._direct is None and not self._refused:
             try:
                 self._direct = os.open(self._path, os.O_WRONLY | os.O_DIRECT)
@@ -98,7 +106,8 @@ class _Sink:
             try:
                 self._through(self._direct, buffer)
             except OSError as error:
-                # Some take the flag and then no such write; a full disk is another thing.
+                # Some file systems accept the flag and then reject the write; a full disk is a different
+                # error.
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
                 self.close()
@@ -109,7 +118,7 @@ class _Sink:
         self._unsynced += len(buffer)
         if self._unsynced >= SYNC_BYTES:
             os.fdatasync(self._descriptor)
-            # Nobody reads it soon: its pages are of more use to the training.
+            # Nobody reads the file soon, so its pages are of more use to the training.
             os.posix_fadvise(self._descriptor, 0, self._end, os.POSIX_FADV_DONTNEED)
             self._unsynced = 0
 

@@ -1,19 +1,19 @@
-"""Errors of what is stored. Each says what is wrong, with the numbers, and what would work.
+"""Errors of storage. Each message says what is wrong, with the numbers, and what would work.
 
 StorageError
-├── ArenaFullError     no room for a snapshot: carries how much is needed and how much there is
-├── CorruptDataError       bytes that are not what was written; the reader goes on without them
-├── TooManyLossesError          more owners are lost than a code withstands
-├── LocationError         where checkpoints are kept cannot be used: read-only, gone, unknown, broken
-│   └── LocationFullError    no room for more
-├── CheckpointMissingError       no checkpoint of that step, or none at all
-├── ForeignCheckpointError       a checkpoint of another job, another model or another version of the format
-└── CancelledError     somebody asked to stop writing or reading
+├── ArenaFullError            no room for a snapshot: carries how much is needed and how much is free
+├── CorruptDataError          bytes differ from what was written; the reader goes on without them
+├── TooManyLossesError        more owners are lost than a code withstands
+├── LocationError             a location of checkpoints cannot be used: read-only, missing, unknown, broken
+│   └── LocationFullError     no room for more
+├── CheckpointMissingError    no checkpoint of that step, or none at all
+├── ForeignCheckpointError    a checkpoint of another job, another model or another version of the format
+└── TransferCancelledError    writing or reading was cancelled
 """
 
 
 class StorageError(RuntimeError):
-    """Base of all."""
+    """Base of all errors of this package."""
 
 
 class ArenaFullError(StorageError):
@@ -30,24 +30,24 @@ class CorruptDataError(StorageError):
 
 
 class TooManyLossesError(StorageError):
-    """Nothing that is left says what the lost owners kept."""
+    """The remaining owners' cells do not determine those of the lost owners."""
 
 
 class LocationError(StorageError):
-    """A directory or a URL that cannot be read or written; names it, and what was done there."""
+    """A directory or a URL cannot be read or written; the message names it and the operation."""
 
 
 class LocationFullError(LocationError):
-    """The disk, a quota or a limit on the size of files is used up."""
+    """The disk, a quota or a limit on the size of files is exhausted."""
 
 
 class CheckpointMissingError(StorageError):
-    """Nothing complete is there under that name."""
+    """There is no complete checkpoint under that name."""
 
 
 class ForeignCheckpointError(StorageError):
-    """Sound, and not ours: another job's, another model's, or in a format of another version."""
+    """The checkpoint is intact, but another job's, another model's, or in a format of another version."""
 
 
 class TransferCancelledError(StorageError):
-    """``Flow.cancel`` was called. What was being written is not complete and not restorable."""
+    """The rate limiter was cancelled. What was being written is not complete and cannot be restored."""

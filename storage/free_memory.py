@@ -1,4 +1,4 @@
-"""How much memory a file in a directory may still take, so that nobody finds out by being killed."""
+"""The memory that a file in a directory may still take without getting a process killed."""
 
 import contextlib
 import shutil
@@ -10,12 +10,12 @@ _NO_LIMIT = 1 << 62
 
 
 def free_bytes(directory: Path) -> int:
-    """What the file system has, or the machine, or this process's groups: whichever is least.
+    """Return the least of what the file system, the machine and this process's control groups have free.
 
-    A memory file system counts as free what the machine may have given to others long ago: who allocates that
-    is not refused but, with luck, killed.
+    A memory file system counts memory as free that the machine may have given to other processes.
+    Allocating it does not fail: the kernel kills a process instead.
 
-    :raises OSError: the directory is not there.
+    :raises OSError: the directory does not exist.
     """
     return min(shutil.disk_usage(directory).free, _machine_bytes(), _group_bytes())
 
@@ -29,7 +29,9 @@ def _machine_bytes() -> int:
 
 
 def _group_bytes() -> int:
-    """Below the memory limits of a container: of this process's group and of those above it (cgroup v2)."""
+    """Return what is left below the memory limits of this process's control group and those above it (cgroup
+    v2).
+    """
     try:
         own = _OWN_GROUP.read_text(encoding="ascii").rpartition("::")[2].strip().lstrip("/")
     except OSError:
@@ -43,13 +45,16 @@ def _group_bytes() -> int:
 
 
 def _left_in(group: Path) -> int:
-    """:raises OSError: the group has no such limit."""
+    """Return the bytes left in a control group.
+
+    :raises OSError: the group has no memory limit.
+    """
     limit = (group / "memory.max").read_text(encoding="ascii").strip()
     if limit == "max":
         return _NO_LIMIT
     used = int((group / "memory.current").read_text(encoding="ascii"))
-    # Of what was read from files the kernel gives up pages as soon as memory is wanted: a training that has
-    # read its data set is not full.
+    # The kernel gives up cached file pages as soon as memory is needed: a training that has read its data
+    # set is not full.
     for line in (group / "memory.stat").read_text(encoding="ascii").splitlines():
         name, _, value = line.partition(" ")
         if name == "inactive_file":

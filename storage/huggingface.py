@@ -1,11 +1,12 @@
-"""A checkpoint as a directory that ``from_pretrained`` reads, written without torch.
+"""Export of a checkpoint as a directory that ``from_pretrained`` reads, written without torch.
 
     config.json, generation_config.json, tokenizer.json, …    as the trainer had them
     model.safetensors                                          or, above a size,
     model-00001-of-00003.safetensors, … model.safetensors.index.json
 
-A model with an adapter (``peft``) gives ``adapter_config.json`` and ``adapter_model.safetensors`` instead, or
-its base model. A directory appears only when it is complete. One layer is in memory at a time.
+For a model with an adapter (``peft``), the directory has ``adapter_config.json`` and
+``adapter_model.safetensors`` instead, or the base model. A directory appears only when it is complete. One
+layer is in memory at a time.
 """
 
 import contextlib
@@ -42,13 +43,12 @@ def export_huggingface(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     files: Mapping[str, bytes] | None = None,
 ) -> ExportSummary:
-    """Write ``directory``, which must not be there yet or be empty.
+    """Write ``directory``, which must be missing or empty. If the model has an adapter, the adapter is
+    written.
 
-    Of a model with an adapter the adapter is written.
-
-    :param dtype: of floating-point tensors; ``None``: as they are.
-    :param files: take these files (``config.json``, a tokenizer) in place of those that the checkpoint has.
-    :raises StorageError: the checkpoint is damaged, cannot be read, or has no configuration.
+    :param dtype: type of floating-point tensors; ``None`` keeps their types.
+    :param files: files (``config.json``, a tokenizer) to use instead of those of the checkpoint.
+    :raises StorageError: the checkpoint is corrupt, cannot be read, or has no configuration.
     :raises OSError: the directory cannot be written; nothing is left.
     """
     description = checkpoint.description()
@@ -69,7 +69,7 @@ def export_huggingface(
 
 
 def export_base(checkpoint: Checkpoint, directory: Path, *, dtype: str | None = None) -> ExportSummary:
-    """Write the base model of a model with an adapter, as ``export_huggingface`` writes others."""
+    """Write the base model of a model with an adapter, as ``export_huggingface`` writes other models."""
     description = checkpoint.description()
     _check_config(checkpoint, description.files)
     tensors = _weights(checkpoint, description, dtype)
@@ -85,7 +85,7 @@ def _check_config(checkpoint: Checkpoint, files: Mapping[str, bytes]) -> None:
 
 
 def _weights(checkpoint: Checkpoint, description: ModelDescription, dtype: str | None) -> list[FileTensor]:
-    """The tensors of the (base) model, under each name that ``from_pretrained`` needs."""
+    """Return the tensors of the (base) model, under each name that ``from_pretrained`` needs."""
     return [
         replace(tensor, name=name)
         for tensor in model_tensors(checkpoint, dtype)
@@ -115,7 +115,7 @@ def _write(
     reader = TensorReader(checkpoint)
     shards = _shards(tensors, max_shard_bytes)
     size_bytes = 0
-    with appearing(directory) as draft:
+    with atomic_directory(directory) as draft:
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             name = f"{stem}.safetensors"
@@ -134,7 +134,9 @@ def _write(
 
 
 def _shards(tensors: Sequence[FileTensor], max_shard_bytes: int | None) -> list[list[FileTensor]]:
-    """In the order of the layers, as many tensors in each as it may hold; one that is larger stands alone."""
+    """Divide the tensors into files in the order of the layers; a tensor larger than the limit has a file of
+    its own.
+    """
     shards: list[list[FileTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -147,7 +149,9 @@ def _shards(tensors: Sequence[FileTensor], max_shard_bytes: int | None) -> list[
 
 
 def _with_dtype(config: bytes, tensors: Sequence[FileTensor]) -> bytes:
-    """Have the configuration name the type of the weights: ``from_pretrained`` converts to what it names."""
+    """Return the configuration with the type of the weights, since ``from_pretrained`` converts to the type
+    named there.
+    """
     sizes: dict[str, int] = {}
     for tensor in tensors:
         if tensor.dtype in FLOATING:
@@ -155,14 +159,14 @@ def _with_dtype(config: bytes, tensors: Sequence[FileTensor]) -> bytes:
     said = json.loads(config)
     if sizes:
         most = max(sizes, key=lambda dtype: sizes[dtype])
-        said.pop("torch_dtype", None)  # The name of the same before transformers 5.
+        said.pop("torch_dtype", None)  # The same key before transformers 5.
         said["dtype"] = most
         _name_dtype(said, most)
     return json.dumps(said, indent=2, sort_keys=True).encode() + b"\n"
 
 
 def _name_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Also in the configurations of parts, where they name one."""
+    """Set the type where it is named, also in the configurations of submodels."""
     for key in ("dtype", "torch_dtype"):
         if key in config:
             config[key] = dtype
@@ -172,17 +176,17 @@ def _name_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 @contextlib.contextmanager
-def appearing(directory: Path) -> Iterator[Path]:
-    """Give a directory to write to, which becomes ``directory`` at once when the block ends well.
+def atomic_directory(directory: Path) -> Iterator[Path]:
+    """Yield a directory to write to, which becomes ``directory`` at once when the block ends without an error.
 
-    :raises OSError: it cannot be, or something is there already; nothing is left.
+    :raises OSError: it cannot be made, or ``directory`` is not empty; nothing is left.
     """
     draft = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         yield draft
-        # Over an empty directory it is renamed, too; over one that holds something never.
+        # Renaming replaces an empty directory, but never one with files.
         draft.rename(directory)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

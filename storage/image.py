@@ -1,10 +1,12 @@
-"""How the layers of a group lie in a snapshot: the bucket that its owners share out, and the small part.
+"""The bytes of a group of layers in a snapshot: the bucket that its owners divide into shards, and the small
+part.
 
-A *group* is a maximal run of layers with the same owners. Its *bucket* are the bytes that are the same with
-all of them: parameters and the optimizer's tensors, layer by layer, each layer's in the order of its header
-(``storage.layerstate``), padded as there; owners keep shards of it (``storage.shards``). Buffers differ
-between replicas (running statistics), and headers say what the bytes are: they are the *small part*, a
-``GroupImage``, which every owner keeps as a whole, its own. Both together make each layer's payload again.
+A *group* is a maximal run of layers with the same owners. Its *bucket* consists of the bytes that all
+owners have in common: parameters and the optimizer's tensors, layer by layer, each layer in the order and
+with the padding of its header (``storage.layerstate``). Owners hold shards of it (``storage.shards``).
+Buffers may differ between replicas (running statistics), and headers describe the bytes. Both are in the
+*small part*, a ``GroupImage``, which every owner holds for itself as a whole. Bucket and small part
+together make each layer's payload.
 """
 
 from dataclasses import dataclass
@@ -22,10 +24,10 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PayloadRange:
-    """``size_bytes`` bytes of a layer's payload from ``payload``, padding included.
+    """``size_bytes`` bytes of a layer's payload from ``payload`` on, including padding.
 
-    ``shared``: they are in the bucket, ``offset`` bytes behind the layer's beginning there; else in the
-    layer's buffers from ``offset``.
+    If ``shared``, they are in the bucket, ``offset`` bytes after the layer's beginning there; otherwise
+    they are in the layer's buffers from ``offset`` on.
     """
 
     payload: int
@@ -34,10 +36,10 @@ class PayloadRange:
     offset: int
 
 
-def runs_of(header: LayerHeader) -> tuple[PayloadRange, ...]:
-    """The payload in order, as few runs as possible: a single one where the layer has no buffers.
+def payload_ranges(header: LayerHeader) -> tuple[PayloadRange, ...]:
+    """Return the ranges of the payload in order, as few as possible: a single one if the layer has no buffers.
 
-    :raises CorruptDataError: entries that are not back to back, as ``runtime.layers.state`` packs them.
+    :raises CorruptDataError: entries are not back to back, as ``runtime.layers.state`` packs them.
     """
     runs: list[PayloadRange] = []
     ends = {True: 0, False: 0}
@@ -69,19 +71,22 @@ def runs_of(header: LayerHeader) -> tuple[PayloadRange, ...]:
 
 
 class LayerImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All of a layer but its bytes in the bucket."""
+    """Everything of a layer except its bytes in the bucket."""
 
     layer: int
     offset: int
-    """Where the layer's bytes begin in the group's bucket."""
+    """Offset of the layer's bytes in the group's bucket."""
     size_bytes: int
-    """Of the bucket, from there on."""
+    """Number of the layer's bytes in the bucket."""
     header: bytes
     buffers: bytes
     """The persistent buffers, one after the other, padded."""
 
     def decoded(self) -> LayerHeader:
-        """:raises CorruptDataError: header, buffers and the bytes in the bucket do not fit each other."""
+        """Return the decoded header.
+
+        :raises CorruptDataError: header, buffers and the bytes in the bucket do not fit each other.
+        """
         return decode_header(self.header, self.layer, self.size_bytes + len(self.buffers))
 
 
@@ -97,7 +102,10 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "GroupImage":
-        """:raises CorruptDataError: it is none, or contradicts itself."""
+        """Return the decoded small part.
+
+        :raises CorruptDataError: it is malformed or inconsistent.
+        """
         image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         end = 0
         for layer in image.layers:
@@ -106,7 +114,7 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
                     f"layer {layer.layer} begins at {layer.offset} of its bucket, not at {end}"
                 )
             end += layer.size_bytes
-            shared = sum(run.size_bytes for run in runs_of(layer.decoded()) if run.shared)
+            shared = sum(run.size_bytes for run in payload_ranges(layer.decoded()) if run.shared)
             if shared != layer.size_bytes:
                 raise CorruptDataError(
                     f"layer {layer.layer} has {shared} bytes in common with its replicas, and "
@@ -117,7 +125,10 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return image
 
     def layer(self, number: int) -> LayerImage:
-        """:raises KeyError: it is in another group."""
+        """Return the image of a layer.
+
+        :raises KeyError: the layer is in another group.
+        """
         for layer in self.layers:
             if layer.layer == number:
                 return layer
@@ -125,10 +136,10 @@ class GroupImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 def assemble_payload(layer: LayerImage, shared: Bytes) -> Bytes:
-    """The payload of a layer (``runtime.layers.state``).
+    """Return the payload of a layer (``runtime.layers.state``).
 
-    :param shared: the bucket's ``layer.size_bytes`` bytes from ``layer.offset``. Where the layer has no
-        buffers they are the payload itself, and come back uncopied.
+    :param shared: the bucket's ``layer.size_bytes`` bytes from ``layer.offset`` on. If the layer has no
+        buffers, they are the payload and are returned without a copy.
     :raises CorruptDataError: they do not fit the header.
     """
     header = layer.decoded()
@@ -138,7 +149,7 @@ def assemble_payload(layer: LayerImage, shared: Bytes) -> Bytes:
         return shared
     buffers = np.frombuffer(layer.buffers, dtype=np.uint8)
     payload = np.empty(header.size_bytes, dtype=np.uint8)
-    for run in runs_of(header):
+    for run in payload_ranges(header):
         source = shared if run.shared else buffers
         payload[run.payload : run.payload + run.size_bytes] = source[run.offset : run.offset + run.size_bytes]
     return payload

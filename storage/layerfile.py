@@ -1,4 +1,4 @@
-"""The file of one layer in a checkpoint: the payload, the header, an ending (docs/how-to/checkpoints.md).
+"""The file of one layer in a checkpoint: the payload, the header, and an ending (docs/how-to/checkpoints.md).
 
 ======================  ========================================================================
 payload                 from the beginning of the file
@@ -7,8 +7,8 @@ header                  msgpack of ``storage.layerstate.Header``
 8 bytes                 ``ftdlayer``
 ======================  ========================================================================
 
-The payload comes first, so that its pieces are written at multiples of their own size: behind a header of a
-page, the kernel took nearly twice the time for them (ext4).
+The payload comes first, so that its chunks are written at multiples of their own size. After a header of a
+page, writing them took the kernel nearly twice as long (ext4).
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,7 +26,9 @@ from storage.rate_limit import RateLimiter
 from storage.values import LayerFile
 
 PIECE_BYTES = 1024 * 1024
-"""Written, read and hashed at a time, which a core's cache should hold; a flow counts pieces."""
+"""Number of bytes written, read and hashed at a time, which should fit a core's cache; the unit of rate
+limits.
+"""
 MOST_HEADER_BYTES = 64 * 1024 * 1024
 
 _MAGIC = b"ftdlayer"
@@ -36,7 +38,7 @@ Bytes = NDArray[np.uint8]
 
 
 def is_consistent(file: LayerFile) -> bool:
-    """Return whether its numbers can be those of a file; a manifest may say anything."""
+    """Return whether its numbers are possible for a file; a manifest may say anything."""
     return (
         0 < file.header_bytes <= MOST_HEADER_BYTES
         and file.payload_bytes >= 0
@@ -53,7 +55,7 @@ def write_layer_file(
     payload: Iterable[Any],
     flow: RateLimiter | None,
 ) -> LayerFile:
-    """See ``CheckpointStore.write_layer``."""
+    """Write a layer; see ``CheckpointStore.write_layer``."""
     digest = xxhash.xxh3_128()
     end, payload_bytes = _ending(header), 0
 
@@ -64,7 +66,7 @@ def write_layer_file(
             yield piece
             payload_bytes += len(piece)
             _go_on(flow, len(piece))
-        # Before the file gets its name: what is not the state of a layer is not kept.
+        # Before the file gets its name: reject what is not the state of a layer.
         decode_header(header, layer, payload_bytes)
         digest.update(end)
         yield memoryview(end)
@@ -82,7 +84,10 @@ def write_layer_file(
 
 
 def read_header(place: CheckpointLocation, directory: str, file: LayerFile) -> LayerHeader:
-    """:raises CorruptDataError: it is not what was written."""
+    """Return the header of a layer's file.
+
+    :raises CorruptDataError: it differs from what was written.
+    """
     with place.open(directory, file.name) as source:
         source.seek(file.payload_bytes)
         return decode_header(_header(source, file), file.layer, file.payload_bytes)
@@ -91,7 +96,10 @@ def read_header(place: CheckpointLocation, directory: str, file: LayerFile) -> L
 def read_layer_file(
     place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
 ) -> tuple[bytes, LayerHeader, Bytes]:
-    """Header, as bytes and decoded, and payload. :raises CorruptDataError: a byte is not what was written."""
+    """Return the header as bytes, the decoded header, and the payload.
+
+    :raises CorruptDataError: a byte differs from what was written.
+    """
     payload, digest = np.empty(file.payload_bytes, dtype=np.uint8), xxhash.xxh3_128()
     with place.open(directory, file.name) as source:
         for piece in _cut([payload]):
@@ -107,7 +115,10 @@ def read_layer_file(
 def verify_layer_file(
     place: CheckpointLocation, directory: str, file: LayerFile, flow: RateLimiter | None
 ) -> LayerHeader:
-    """Read all of it with the memory of one piece. :raises CorruptDataError: a byte is not what was written."""
+    """Read the whole file with the memory of one chunk, and return its header.
+
+    :raises CorruptDataError: a byte differs from what was written.
+    """
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
     with place.open(directory, file.name) as source:
         left = file.payload_bytes
@@ -124,12 +135,12 @@ def verify_layer_file(
 
 
 def _ending(header: bytes) -> bytes:
-    """Everything behind the payload."""
+    """Return the bytes after the payload."""
     return header + len(header).to_bytes(8, "little") + _MAGIC
 
 
 def _header(source: BinaryIO, file: LayerFile) -> bytes:
-    """``source`` stands where the payload ends."""
+    """Read the header; ``source`` must be at the end of the payload."""
     ending = bytearray(file.header_bytes + _ENDING_BYTES)
     _fill(source, memoryview(ending), file)
     header = bytes(ending[: file.header_bytes])
@@ -151,7 +162,7 @@ def _cut(buffers: Iterable[Any]) -> Iterator[memoryview]:
 def _fill(source: BinaryIO, piece: memoryview, file: LayerFile) -> None:
     done = 0
     while done < len(piece):
-        # Raw files, too: every reader that fsspec opens has it.
+        # ``readinto`` works for raw files as well; every reader that fsspec opens has it.
         count = source.readinto(piece[done:])  # type: ignore[attr-defined]
         if not count:
             raise CorruptDataError(f"{file.name} ends too early")
@@ -164,5 +175,5 @@ def _check_digest(digest: str, file: LayerFile) -> None:
 
 
 def _go_on(flow: RateLimiter | None, size_bytes: int) -> None:
-    if flow is not None and not flow.passed(size_bytes):
+    if flow is not None and not flow.acquire(size_bytes):
         raise TransferCancelledError("cancelled")

@@ -1,10 +1,10 @@
-"""What the bytes of one layer are: the header beside them (design §3). No torch.
+"""The format of a layer's bytes: the header that describes its payload (design §3). Without torch.
 
-``runtime.layers.state`` packs a layer into a header, msgpack of ``LayerHeader``, and a payload, the tensors one
-after the other. Whoever stores or exports layers reads the header here, and need not know torch.
+``runtime.layers.state`` packs a layer into a header, msgpack of ``LayerHeader``, and a payload, the tensors
+back to back. Code that stores or exports layers reads the header with this module and does not need torch.
 
-Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.zero.parts``). What it sends of
-it is a header, msgpack of ``PartHeader``, and a payload, as for whole layers.
+Under ZeRO-1 an owner has only a part of a layer's optimizer state (``runtime.zero.parts``). It sends this
+part as a header, msgpack of ``PartHeader``, and a payload, as for whole layers.
 """
 
 import math
@@ -19,7 +19,7 @@ from storage.errors import CorruptDataError
 HEADER_FORMAT = 1
 PART_FORMAT = 1
 ALIGNMENT_BYTES = 16
-"""Each tensor begins at a multiple of this."""
+"""Alignment of each tensor in a payload."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -35,7 +35,7 @@ DTYPE_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
-"""Every type that travels, by torch's name without its prefix, and the size of one element."""
+"""Size of one element of every supported type, by torch's name without its prefix."""
 
 
 class _Versioned(Protocol):
@@ -53,11 +53,11 @@ class LayerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Canonical name of the parameter or buffer."""
     role: Literal["parameter", "buffer", "optimizer"]
     key: str
-    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
+    """Key of the optimizer's state (``exp_avg``); empty for the other roles."""
     dtype: str
     shape: tuple[int, ...]
     on_host: bool
-    """The optimizer keeps it in host memory whatever the parameter's device (``step`` of Adam)."""
+    """Whether the optimizer holds it in host memory whatever the parameter's device (``step`` of Adam)."""
     offset: int
     size_bytes: int
 
@@ -67,10 +67,10 @@ class LayerHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     layer: int
     entries: tuple[LayerEntry, ...]
     scalars: dict[str, dict[str, int | float | bool | str | None]]
-    """The optimizer's state of each parameter that is no tensor."""
+    """The optimizer state of each parameter that is not a tensor."""
     schedule: dict[str, Any]
     size_bytes: int
-    """Of the payload."""
+    """Size of the payload."""
 
 
 class PartEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,12 +80,12 @@ class PartEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Canonical name of the parameter or buffer."""
     role: Literal["parameter", "buffer", "optimizer"]
     key: str
-    """Of the optimizer's state (``exp_avg``); empty for the other roles."""
+    """Key of the optimizer's state (``exp_avg``); empty for the other roles."""
     dtype: str
     start: int
-    """The first element."""
+    """First element."""
     count: int | None
-    """``None``: one number for the whole parameter (``step`` of Adam)."""
+    """Number of elements; ``None`` for one number for the whole parameter (``step`` of Adam)."""
     offset: int
     size_bytes: int
 
@@ -95,21 +95,22 @@ class PartHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     layer: int
     entries: tuple[PartEntry, ...]
     scalars: dict[str, dict[str, int | float | bool | str | None]]
-    """The optimizer's state of each parameter that is no tensor."""
+    """The optimizer state of each parameter that is not a tensor."""
     schedule: dict[str, Any] | None
-    """Options of the parameter groups and the learning-rate schedule, for who has nothing yet."""
+    """Options of the parameter groups and the learning-rate schedule, for receivers that have nothing yet."""
     size_bytes: int
-    """Of the payload."""
+    """Size of the payload."""
 
 
 def padded_size(size_bytes: int) -> int:
-    """Return where the next tensor begins after one of so many bytes."""
+    """Return the size including the padding before the next tensor."""
     return size_bytes + -size_bytes % ALIGNMENT_BYTES
 
 
 def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, version: int) -> Decoded:
-    """Return a struct with the field ``format`` out of its msgpack. :param what: names it in the error.
+    """Return the struct, which has a field ``format``, from its msgpack.
 
+    :param what: names the data in the error.
     :raises CorruptDataError: it is malformed, or of another format than ``version``.
     """
     try:
@@ -122,9 +123,10 @@ def decode_versioned(data: bytes | memoryview, kind: type[Decoded], what: str, v
 
 
 def decode_header(data: bytes, layer: int, payload_bytes: int) -> LayerHeader:
-    """The header of ``layer``, whose payload has so many bytes; every entry lies within them.
+    """Return the header of ``layer``, whose payload has ``payload_bytes``; every entry lies within the
+    payload.
 
-    :raises CorruptDataError: it is not one.
+    :raises CorruptDataError: it is not such a header.
     """
     header = decode_versioned(data, LayerHeader, f"the header of layer {layer}", HEADER_FORMAT)
     if (header.layer, header.size_bytes) != (layer, payload_bytes):
@@ -144,9 +146,9 @@ def decode_header(data: bytes, layer: int, payload_bytes: int) -> LayerHeader:
 
 
 def fingerprint_of(headers: Iterable[LayerHeader]) -> str:
-    """Of a model: its layers in order, with the names, types and shapes of what they hold.
+    """Return a digest of a model: its layers in order, with the names, types and shapes of what they hold.
 
-    The same at every step and in every layout; the optimizer and the values do not count.
+    It does not depend on the step, the pipelines, the optimizer or the values.
     """
     digest = xxhash.xxh3_128()
     for header in headers:

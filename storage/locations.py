@@ -1,11 +1,11 @@
-"""Where checkpoints are kept: a directory (a disk, NFS), or any URL that fsspec knows.
+"""Locations of checkpoints: a directory (on a disk or NFS), or any URL that fsspec supports.
 
-Both offer the same few operations on ``directory/name``; names are plain, made and checked by
-``storage.checkpoint``. What differs is how a checkpoint becomes visible at once:
+Both kinds offer the same few operations on ``directory/name``. Names are plain, and are made and checked by
+``storage.checkpoint``. The kinds differ in how a checkpoint becomes visible atomically:
 
-* in a directory: written under a hidden name, fsynced, then renamed;
-* in an object store, which cannot rename: in its place from the beginning, its manifest last, and the
-  attempt in the names of its files, so that a late writer of an earlier attempt overwrites nothing.
+* A directory is written under a hidden name, fsynced, then renamed.
+* An object store cannot rename. Files are written to their final place, the manifest last, with the attempt
+  in their names, so that a late writer of an earlier attempt overwrites nothing.
 """
 
 import contextlib
@@ -26,46 +26,49 @@ _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 
 
 class CheckpointLocation(Protocol):
-    """:raises LocationError: from every method, with words, where the place does not do it."""
+    """A place for checkpoints. Every method raises a ``LocationError`` that says why an operation failed."""
 
     url: str
 
     def create(self) -> None:
-        """Make it if it is not there."""
+        """Make the directory if it is missing."""
 
     def draft(self, final: str, attempt: str) -> str:
-        """Name of the directory in which ``final`` is written by this attempt."""
+        """Return the name of the directory in which this attempt writes ``final``."""
 
     def data_name(self, stem: str, attempt: str) -> str:
-        """Name of a file of data."""
+        """Return the name of a data file."""
 
     def begin(self, draft: str) -> None:
-        """Files can be written to ``draft`` from now on; by several writers, each calls it."""
+        """Prepare ``draft`` for files; every writer calls it."""
 
     def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
-        """A whole file, durable when this returns; none is left if it fails."""
+        """Write a whole file, which is durable when this returns; if it fails, no file is left."""
 
     def open(self, directory: str, name: str) -> AbstractContextManager[BinaryIO]:
-        """To read it, from anywhere in it."""
+        """Open a file to read from anywhere in it."""
 
     def names(self) -> list[str]:
-        """Of the directories."""
+        """Return the names of the directories."""
 
     def sizes(self, directory: str) -> dict[str, int]:
-        """Name and bytes of each file; empty where there is no such directory."""
+        """Return name and size of each file; empty if there is no such directory."""
 
     def publish(self, draft: str, final: str) -> None:
-        """All files are written, the manifest last: the checkpoint is ``final`` now, at once."""
+        """Make a draft ``final`` at once; all its files are written, the manifest last."""
 
     def abandon(self, draft: str, attempt: str) -> None:
         """Remove what this attempt wrote to its draft."""
 
     def remove(self, directory: str) -> None:
-        """No matter whether it is there."""
+        """Remove a directory, if it is there."""
 
 
 def open_location(url: str) -> CheckpointLocation:
-    """:raises LocationError: no such kind of URL, or its package is not installed."""
+    """Return the location of a path or URL.
+
+    :raises LocationError: the URL's scheme is unknown, or its package is not installed.
+    """
     if not url:
         raise LocationError("an empty path; name a directory or a URL such as s3://bucket/checkpoints")
     scheme, separator, path = url.partition("://")
@@ -77,7 +80,7 @@ def open_location(url: str) -> CheckpointLocation:
 
 
 class LocalLocation:
-    """A directory of this host or of NFS."""
+    """A directory of this host or on NFS."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -97,12 +100,13 @@ class LocalLocation:
         with self._told("written"):
             for path in list(self.root.iterdir()):
                 self._settle(path)
-            # Not its parents: where a file system is not mounted any more, another one would be filled.
+            # Do not make its parents: if a file system is not mounted any more, another one would be
+            # filled.
             (self.root / draft).mkdir(exist_ok=True)
 
     def write(self, directory: str, name: str, pieces: Iterable[memoryview]) -> None:
         path = self.root / directory / name
-        # Nobody meets a file with its final name and half of its bytes.
+        # No reader may see a file with its final name and half of its bytes.
         partial = path.with_name(f".{name}.{os.getpid()}")
         try:
             with self._told("written"):
@@ -150,13 +154,14 @@ class LocalLocation:
     def remove(self, directory: str) -> None:
         path = self.root / directory
         with self._told("removed"), contextlib.suppress(FileNotFoundError):
-            # Renamed first: a half removed one must not look like a damaged one.
+            # Rename it first, so that a directory that is half removed does not look like a corrupt
+            # checkpoint.
             doomed = path.with_name(f".{directory.removeprefix('.')}.removed")
             path.rename(doomed)
             shutil.rmtree(doomed)
 
     def _settle(self, path: Path) -> None:
-        """Finish what a process did not that was killed while it replaced or removed a checkpoint."""
+        """Finish a replacement or removal whose process was killed."""
         name = path.name
         if name.endswith(".replaced"):
             final = self.root / name.removeprefix(".").removesuffix(".replaced")
@@ -186,12 +191,12 @@ def _place_error(url: str, done: str, error: OSError) -> LocationError:
     if error.errno in _REFUSED:
         return LocationError(f"{what}: {_REFUSED[error.errno]}{path}")
     if error.errno in _GONE:
-        return LocationError(f"{what}: it is not there, or not there any more{path}")
+        return LocationError(f"{what}: it does not exist (any more){path}")
     return LocationError(f"{what}: {error.strerror or error}{path}")
 
 
 class RemoteLocation:
-    """A URL of fsspec; credentials and options come from its own configuration and the environment."""
+    """A URL of fsspec, which takes credentials and options from its own configuration and the environment."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -222,14 +227,14 @@ class RemoteLocation:
         with self._told("written"):
             file = self._files.open(path, "wb")
         try:
-            # Outside of what is told: where the pieces come from may fail, too, and is not this place.
+            # The source of the pieces may fail as well; its errors are not this location's.
             for piece in pieces:
                 with self._told("written"):
                     file.write(piece)
             with self._told("written"):
                 file.close()
         except BaseException:
-            # Where the store can it forgets what it got; else the part is completed, and removed.
+            # Some stores discard what they received; others complete the file, which is then removed.
             with contextlib.suppress(Exception):
                 file.discard()
             with contextlib.suppress(Exception):
@@ -251,7 +256,7 @@ class RemoteLocation:
         return {name: int(entry["size"]) for name, entry in entries if entry["type"] == "file"}
 
     def publish(self, draft: str, final: str) -> None:
-        """Its manifest was the commit."""
+        """Do nothing: writing the manifest was the commit."""
 
     def abandon(self, draft: str, attempt: str) -> None:
         names = set(self.sizes(draft))
@@ -265,7 +270,7 @@ class RemoteLocation:
     def remove(self, directory: str) -> None:
         path = f"{self._root}/{directory}"
         with self._told("removed"), contextlib.suppress(FileNotFoundError):
-            # The manifest first: without it nothing here counts.
+            # Remove the manifest first: without it the rest does not count.
             for name in sorted(self.sizes(directory), key=lambda n: not n.startswith("manifest")):
                 self._files.rm_file(f"{path}/{name}")
             if self._files.exists(path):
@@ -288,7 +293,9 @@ class RemoteLocation:
         except StorageError:
             raise
         except FileNotFoundError as error:
-            raise LocationError(f"{self.url} cannot be {done}: not there, or not there any more") from error
-        except Exception as error:  # Every store raises its own; all of them mean that it was not done.
+            raise LocationError(f"{self.url} cannot be {done}: it does not exist (any more)") from error
+        except (
+            Exception
+        ) as error:  # Every store raises its own errors; all of them mean that the operation failed.
             said = str(error) or type(error).__name__
             raise LocationError(f"{self.url} cannot be {done}: {said}") from error

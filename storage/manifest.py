@@ -1,9 +1,10 @@
-"""The manifest of one snapshot: what is in which bytes. Written last, by renaming: that is its commit.
+"""The manifest of one snapshot, which says what is in which bytes. Renaming it into place commits the
+snapshot.
 
-A file of two lines: the XXH3 digest of the second, and JSON. A manifest that was cut short, changed, or is
-of another version is refused as a whole; the bytes it speaks of have digests of their own: each part one,
-and a large one beside it one for each block, so that any range of it can be verified by who reads it, and
-damage is found to the block.
+The file has two lines: the XXH3 digest of the second line, and JSON. A manifest that is truncated, changed,
+or of another version is rejected as a whole. The bytes that it describes have digests of their own: one for
+each part, and for a large part also one for each block. So a reader can verify any range of a part, and
+corruption is located to the block.
 """
 
 import contextlib
@@ -20,71 +21,76 @@ from storage.errors import CorruptDataError
 FORMAT = 3
 MAX_BYTES = 64 * 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
-"""A digest for so many bytes: they are still in the cache when they are copied."""
+"""Number of bytes for each block digest; they are still in the cache when they are copied."""
 _HEX = 16
-"""Digits of a block's digest."""
+"""Number of digits of a block's digest."""
 
 T = TypeVar("T")
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A run of bytes with a name of its own: a shard, or what belongs to it."""
+    """A named range of bytes of a slot: a shard, or what belongs to it."""
 
     name: str
     offset: int
     size_bytes: int
     digest: str
-    """XXH3, 128 bits, of the bytes; of ``blocks`` where there are some: bytes are read once."""
+    """XXH3 of the bytes, 128 bits; if there are ``blocks``, XXH3 of those, so that the bytes are read once."""
     blocks: str = ""
-    """XXH3, 64 bits, of each ``BLOCK_BYTES``, the last of what is left, one behind the other. Empty for
-    a part of one block, and where its writer made none: that is verified as a whole."""
+    """XXH3, 64 bits, of each ``BLOCK_BYTES`` and of the shorter last block, concatenated. Empty for a part of
+    one block, and if the writer computed none; such a part is verified as a whole.
+    """
 
     @classmethod
-    def of(cls, name: str, offset: int, data: Any) -> "SnapshotPart":
-        """Of these bytes."""
+    def from_bytes(cls, name: str, offset: int, data: Any) -> "SnapshotPart":
+        """Return the part of these bytes."""
         digests = PartDigester()
         digests.update(data)
         return digests.part(name, offset)
 
     @property
     def in_blocks(self) -> bool:
-        """Can ranges of it be verified?"""
+        """Whether ranges of it can be verified."""
         return bool(self.blocks) or self.size_bytes <= BLOCK_BYTES
 
-    def covering(self, first: int, end: int) -> range:
-        """Numbers of the blocks that bytes [first, end) are in; a single one where it has none."""
+    def blocks_covering(self, first: int, end: int) -> range:
+        """Return the numbers of the blocks that contain bytes [first, end); block 0 if there are no block
+        digests.
+        """
         if not self.blocks:
             return range(1)
         return range(first // BLOCK_BYTES, -(-end // BLOCK_BYTES))
 
     def digest_of_block(self, number: int) -> str:
-        """The digest of one of ``blocks``."""
+        """Return the digest of one of ``blocks``."""
         return self.blocks[number * _HEX : (number + 1) * _HEX]
 
     def block(self, number: int) -> tuple[int, int]:
-        """First byte of a block, and the one behind its last."""
+        """Return the first byte of a block, and the byte after its last."""
         if not self.blocks:
             return 0, self.size_bytes
         return number * BLOCK_BYTES, min(self.size_bytes, (number + 1) * BLOCK_BYTES)
 
     def is_block_intact(self, number: int, data: Any) -> bool:
-        """Are these bytes the block that was written?"""
+        """Return whether these bytes are the block that was written."""
         if not self.blocks:
             return self.is_intact(data)
         return xxhash.xxh3_64_hexdigest(data) == self.digest_of_block(number)
 
     def is_intact(self, data: Any) -> bool:
-        """Are these bytes, all of the part, as they were written?"""
+        """Return whether these bytes, the whole part, are what was written."""
         if not self.blocks:
             return digest_of(data) == self.digest
-        numbers = self.covering(0, self.size_bytes)
+        numbers = self.blocks_covering(0, self.size_bytes)
         return all(self.is_block_intact(n, data[slice(*self.block(n))]) for n in numbers)
 
-    def cut(self, first: int, end: int) -> "SnapshotPart":
-        """The blocks that bytes [first, end) are in, as a part of its own: for who verifies blocks only."""
+    def slice_blocks(self, first: int, end: int) -> "SnapshotPart":
+        """Return the blocks that contain bytes [first, end) as a part of their own, for readers that verify
+        whole blocks.
+        """
         if not self.blocks:
             return self
-        numbers = self.covering(first, end)
+        numbers = self.blocks_covering(first, end)
         low, high = self.block(numbers.start)[0], self.block(numbers.stop - 1)[1]
         blocks = self.blocks[numbers.start * _HEX : numbers.stop * _HEX]
         return SnapshotPart(
@@ -92,27 +98,28 @@ class SnapshotPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     def are_ranges_intact(self, memory: Any, ranges: Iterable[range]) -> bool:
-        """Are the blocks of ``memory``, the whole part, that these bytes are in as they were written?
+        """Return whether the blocks that contain these ranges of ``memory``, the whole part, are what was
+        written.
 
-        Where it is to be verified as a whole that is another's to do.
+        For a part that can be verified only as a whole it returns true; the caller verifies that elsewhere.
         """
-        numbers = {number for some in ranges for number in self.covering(some.start, some.stop)}
+        numbers = {number for some in ranges for number in self.blocks_covering(some.start, some.stop)}
         return not self.in_blocks or all(
             self.is_block_intact(n, memory[slice(*self.block(n))]) for n in numbers
         )
 
 
 class PartDigester:
-    """Of a part whose bytes come one after the other, each run while it is in the cache."""
+    """Computes the digests of a part whose bytes come one after the other, while they are in the cache."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
-        """Taken so far."""
+        """Number of bytes so far."""
         self._first, self._block = xxhash.xxh3_128(), xxhash.xxh3_64()
         self._blocks: list[str] = []
 
     def update(self, data: Any) -> None:
-        """What follows; any contiguous bytes. Other threads run."""
+        """Add the next bytes, any contiguous buffer. Other threads run meanwhile."""
         view = memoryview(data)
         start = 0
         while start < len(view):
@@ -127,12 +134,12 @@ class PartDigester:
                 self._block.reset()
 
     def skip(self, digest: str) -> None:
-        """A whole block follows, and this is its digest; not the only block of its part."""
+        """Add a whole block by its digest; it must not be the only block of its part."""
         self._blocks.append(digest)
         self.size_bytes += BLOCK_BYTES
 
     def part(self, name: str, offset: int) -> SnapshotPart:
-        """All of it was taken."""
+        """Return the part after all bytes were added."""
         digest, blocks = self._first.hexdigest(), ""
         if self.size_bytes > BLOCK_BYTES:
             last = [self._block.hexdigest()] * (self.size_bytes % BLOCK_BYTES > 0)
@@ -144,20 +151,23 @@ class PartDigester:
 
 
 class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Of one snapshot in one arena: its parts are runs of bytes of one slot."""
+    """The manifest of one snapshot in one arena: its parts are ranges of one slot."""
 
     format: int = FORMAT
     job_id: str
     step: int
     generation: int
     slot: int
-    """Which of the arena's buffers holds the bytes."""
+    """Number of the slot that holds the bytes."""
     parts: tuple[SnapshotPart, ...]
     layout: dict[str, Any]
-    """What the bytes mean, for those who wrote them; plain data."""
+    """Meaning of the bytes for their writers, as plain data."""
 
     def part(self, name: str) -> SnapshotPart:
-        """:raises KeyError: there is none of this name."""
+        """Return a part by its name.
+
+        :raises KeyError: there is no such part.
+        """
         for part in self.parts:
             if part.name == name:
                 return part
@@ -169,38 +179,43 @@ class SnapshotManifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 def digest_of(data: Any) -> str:
-    """Of any contiguous buffer; releases the interpreter lock."""
+    """Return the digest of any contiguous buffer; the interpreter lock is released meanwhile."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def encode_record(record: msgspec.Struct) -> bytes:
-    """The two lines."""
+    """Return the two lines."""
     return with_digest(msgspec.json.encode(record))
 
 
 def with_digest(body: bytes) -> bytes:
-    """Return a line with the digest of ``body``, and ``body``."""
+    """Return ``body`` after a line with its digest."""
     return digest_of(body).encode() + b"\n" + body
 
 
 def checked_body(data: bytes, where: str) -> bytes:
-    """Return what ``with_digest`` got. :param where: names it in the error.
+    """Return the body that ``with_digest`` was given.
 
-    :raises CorruptDataError: it was cut short or changed.
+    :param where: names the data in the error.
+    :raises CorruptDataError: it was truncated or changed.
     """
     digest, newline, body = data.partition(b"\n")
     if not newline or digest != digest_of(body).encode():
-        raise CorruptDataError(f"{where} was cut short or changed: its digest does not match")
+        raise CorruptDataError(f"{where} is truncated or changed: its digest does not match")
     return body
 
 
 def record_digest(record: msgspec.Struct) -> str:
-    """The first of the two lines."""
+    """Return the digest of the encoded record, its first line."""
     return digest_of(msgspec.json.encode(record))
 
 
 def decode_record(data: bytes, kind: type[T], where: str) -> T:
-    """:raises CorruptDataError: not what ``encode_record`` made. :param where: names it in the error."""
+    """Return the decoded record.
+
+    :param where: names the data in the error.
+    :raises CorruptDataError: the data differs from what ``encode_record`` returned.
+    """
     body = checked_body(data, where)
     try:
         return msgspec.json.decode(body, type=kind)
@@ -209,7 +224,7 @@ def decode_record(data: bytes, kind: type[T], where: str) -> T:
 
 
 def write_record(path: Path, record: msgspec.Struct) -> None:
-    """Replace the file at once: readers see the old one, or the whole new one.
+    """Replace the file atomically: readers see the old or the new one.
 
     :raises OSError: it cannot be written; what was there stays.
     """
@@ -221,7 +236,7 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
-    except OSError as error:  # Of a file that is written the system does not say which.
+    except OSError as error:  # For an open file the system does not say which.
         raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -229,14 +244,21 @@ def write_record(path: Path, record: msgspec.Struct) -> None:
 
 
 def read_record(path: Path, kind: type[T]) -> T:
-    """:raises CorruptDataError: not what ``write_record`` wrote. :raises OSError: it cannot be read."""
+    """Return the record in a file.
+
+    :raises CorruptDataError: the file differs from what ``write_record`` wrote.
+    :raises OSError: it cannot be read.
+    """
     if path.stat().st_size > MAX_BYTES:
         raise CorruptDataError(f"{path} is larger than {MAX_BYTES} bytes")
     return decode_record(path.read_bytes(), kind, str(path))
 
 
 def check_parts(manifest: SnapshotManifest, size_bytes: int) -> None:
-    """:raises CorruptDataError: parts that overlap, share a name, or are not within ``size_bytes``."""
+    """Check that the parts are consistent.
+
+    :raises CorruptDataError: parts overlap, share a name, or are not within ``size_bytes``.
+    """
     if manifest.format != FORMAT:
         raise CorruptDataError(f"a manifest of format {manifest.format}; this version reads {FORMAT}")
     end = 0

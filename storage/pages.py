@@ -1,8 +1,9 @@
-"""Memory on huge pages, where the kernel can: copied at the speed of memory, not of address tables.
+"""Memory on huge pages where the kernel provides them, so that copying is not limited by address translation.
 
-With pages of 4 KiB a copy loads a new address every 4 KiB, which in a virtual machine costs up to a third of
-the bandwidth. ``MADV_COLLAPSE`` (Linux 6.1) puts pages that are there already together, whatever the
-system's policy for new ones is, and takes no byte more: only whole huge pages inside of a range change.
+With pages of 4 KiB a copy translates a new address every 4 KiB, which in a virtual machine costs up to a
+third of the bandwidth. ``MADV_COLLAPSE`` (Linux 6.1) merges existing pages into huge ones whatever the
+system's policy for new pages is, and takes no additional memory: only whole huge pages inside of a range
+change.
 """
 
 import ctypes
@@ -24,14 +25,15 @@ _POPULATE_READ = 22
 _HUGE = 14
 _COLLAPSE = 25
 _RUN_BYTES = 32 * HUGE_BYTES
-"""Filled by one thread at a time."""
+"""Number of bytes filled by one thread at a time."""
 _THREADS = 4
 _FIXED = 0x10
 _REFUSED = ctypes.c_void_p(-1).value
 
 
 def map_file(descriptor: int, size_bytes: int, *, writable: bool = True) -> Bytes:
-    """The file's bytes, shared, at an address where huge pages may be; unmapped when no view of them is left.
+    """Map the file's bytes, shared, at an address where huge pages are possible. They are unmapped with their
+    last view.
 
     :raises OSError: the kernel refuses.
     """
@@ -43,7 +45,7 @@ def map_file(descriptor: int, size_bytes: int, *, writable: bool = True) -> Byte
     map_.restype = ctypes.c_void_p
     map_.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     unmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    # Addresses first, more than needed, then the file over a part of them.
+    # Reserve more addresses than needed, then map the file over an aligned part of them.
     room = size_bytes + HUGE_BYTES
     begin = map_(None, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
     address = -(-begin // HUGE_BYTES) * HUGE_BYTES if begin != _REFUSED else None
@@ -62,8 +64,9 @@ def map_file(descriptor: int, size_bytes: int, *, writable: bool = True) -> Byte
 def allocate(descriptor: int, view: Bytes, first: int = 0) -> None:
     """Allocate a memory file from byte ``first`` on, under ``view``, the mapping of all of it.
 
-    Each huge page gets one small one, and the kernel puts the hole around it together: it clears 2 MiB at a
-    time, and meets no fault. What it refuses comes as small pages. Bytes that are there may be lost.
+    One small page is written in each huge page, and the kernel is asked to collapse the page with the holes
+    around it. So it clears 2 MiB at a time and handles no page fault. Where it refuses, small pages are
+    allocated. The present bytes may be lost.
 
     :raises OSError: there is too little memory; a part of it may be allocated.
     """
@@ -75,7 +78,7 @@ def allocate(descriptor: int, view: Bytes, first: int = 0) -> None:
             os.pwrite(descriptor, b"\0", place)
         collapse_pages([(view.ctypes.data + start, end - start)])
 
-    # A virtual machine's first touch of a page is its host's work, and takes ten times as long.
+    # In a virtual machine the host handles the first touch of a page, which takes ten times as long.
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for _ in threads.map(run, range(begin, len(view), _RUN_BYTES)):
             pass
@@ -84,38 +87,38 @@ def allocate(descriptor: int, view: Bytes, first: int = 0) -> None:
 
 
 def prefault(view: Bytes) -> None:
-    """Fill the page tables of memory that is mapped: who copies meets no page fault. Other threads run."""
+    """Fill the page tables of mapped memory, so that copying meets no page fault. Other threads run meanwhile."""
     if sys.platform.startswith("linux") and _advise(view.ctypes.data, len(view), _POPULATE_READ):
         return
     np.bitwise_or.reduce(view[:: mmap.PAGESIZE])
 
 
 def prefer_huge(ranges: Iterable[tuple[int, int]]) -> None:
-    """Memory of this process (address, size) that nobody has written yet: as huge pages, where it may be."""
+    """Ask for huge pages for ranges (address, size) of this process's memory that nobody has written yet."""
     if not sys.platform.startswith("linux"):
         return
     for start, end in _merged(ranges):
         if end - start >= HUGE_BYTES:
             begin, size = start // mmap.PAGESIZE * mmap.PAGESIZE, end - start // mmap.PAGESIZE * mmap.PAGESIZE
             _advise(begin, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, _HUGE)
-            # Where the allocator wrote its own notes the pages around them are small already.
+            # Where the allocator has written its own data, the pages around it are small already.
             collapse_pages([(start, end - start)])
 
 
 def collapse_pages(ranges: Iterable[tuple[int, int]]) -> int:
     """Ask for huge pages under these ranges (address, size in bytes), which this process has mapped.
 
-    Best effort: where it is refused (an older kernel, too little contiguous memory, a range that is not
-    mapped any more), nothing changes. Takes a second for 0.3 to 2 GiB of small pages, and next to nothing
-    when it was done before; other threads run.
+    This is best effort: where the kernel refuses (an older kernel, too little contiguous memory, a range
+    that is not mapped any more), nothing changes. It takes a second for 0.3 to 2 GiB of small pages, and
+    next to nothing the second time. Other threads run meanwhile.
 
-    :returns: bytes that lie on huge pages now because of it, or did before.
+    :returns: number of bytes on huge pages, including those that were there before.
     """
     if not sys.platform.startswith("linux"):
         return 0
     done = 0
     for start, end in _merged(ranges):
-        # One at a time: a refusal ends a call, and the kernel's lock is held for one.
+        # One page at a time: a refusal ends a call, and the kernel's lock is held for one call.
         for address in range(-(-start // HUGE_BYTES) * HUGE_BYTES, end - HUGE_BYTES + 1, HUGE_BYTES):
             if _advise(address, HUGE_BYTES, _COLLAPSE):
                 done += HUGE_BYTES
@@ -134,7 +137,9 @@ def _madvise() -> Any:
 
 
 def _merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """As (start, end); neighbours on the same or the next page are one, as the pages between are there."""
+    """Return (start, end) of the ranges. Neighbours on the same or the next page are joined, as all pages
+    between them are there.
+    """
     merged: list[tuple[int, int]] = []
     for start, size_bytes in sorted(ranges):
         if merged and start // mmap.PAGESIZE - merged[-1][1] // mmap.PAGESIZE <= 1:

@@ -1,12 +1,13 @@
-"""How parts of layers lie in a snapshot under ZeRO-1, and whole layers out of all their parts. No torch.
+"""The bytes of layers' parts in a snapshot under ZeRO-1, and the assembly of whole layers from them. Without
+torch.
 
 Each owner of a group has parts of each layer: ranges of the elements of its parameters, and the optimizer's
-state for them. There is no code over them: an owner's shard is its own parts, and with ``arc:1`` what it has of
-the next owner's, its replica, beside it. The small part, a ``ShardedImage``, says which elements of which
-tensors the bytes are, and what a layer is made of; buffers, which differ between replicas, are in it. A tied
-parameter is in the parts of the first of its layers alone, and the others' say so (``WholeLayer.homes``). Parts
-that cover the layer, however it was cut, make its ordinary header and payload (``storage.layerstate``), which do
-not tell how many owners there were.
+state for them. There is no code over them: an owner's shard is its own parts, and with ``arc:1`` it also
+holds a replica of the next owner's parts. The small part, a ``ShardedImage``, says which elements of which
+tensors the bytes are and what a layer consists of; it also contains the buffers, which may differ between
+replicas. A tied parameter is only in the parts of the first of its layers, and the other layers refer to
+that one (``WholeLayer.homes``). Parts that cover the layer, however it was cut, make its ordinary header
+and payload (``storage.layerstate``), which do not depend on the number of owners.
 """
 
 import math
@@ -34,7 +35,7 @@ Scalars = dict[str, dict[str, int | float | bool | str | None]]
 
 
 class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A parameter or buffer of a layer, as its header will name it."""
+    """A parameter or buffer of a layer, as its header names it."""
 
     name: str
     role: Literal["parameter", "buffer"]
@@ -48,7 +49,7 @@ class TensorInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a layer is made of, whoever has which part."""
+    """What a layer consists of, regardless of the parts."""
 
     layer: int
     tensors: tuple[TensorInfo, ...]
@@ -57,7 +58,7 @@ class WholeLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     buffers: bytes
     """The persistent buffers, one after the other, padded."""
     homes: dict[str, int] = {}
-    """Tied parameters whose elements are in the parts of another layer, each with that layer."""
+    """For each tied parameter whose elements are in the parts of another layer, that layer."""
 
 
 class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -70,9 +71,9 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dtype: str
     on_host: bool
     start: int
-    """The first element."""
+    """First element."""
     count: int | None
-    """``None``: one number for the whole parameter (``step`` of Adam)."""
+    """Number of elements; ``None`` for one number for the whole parameter (``step`` of Adam)."""
     offset: int
     size_bytes: int
 
@@ -80,24 +81,25 @@ class TensorRange(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class LayerPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layer: int
     offset: int
-    """Where its bytes begin in the part."""
+    """Offset of its bytes in the part."""
     size_bytes: int
     ranges: tuple[TensorRange, ...]
     scalars: Scalars
-    """The optimizer's state of each parameter that is no tensor."""
+    """The optimizer state of each parameter that is not a tensor."""
 
 
 class PartImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The range ``(start, end, of)`` of all layers of a group, in ascending order: elements [n·start // of,
-    n·end // of) of n."""
+    n·end // of) of n.
+    """
 
     start: int
     end: int
     of: int
     replica: bool
-    """Of what another one owns: it is in the replica, and else in the shard."""
+    """Whether it is another owner's range and in the replica; otherwise it is in the shard."""
     offset: int
-    """Where its bytes begin there."""
+    """Offset of its bytes in the shard or replica."""
     size_bytes: int
     layers: tuple[LayerPart, ...]
 
@@ -108,14 +110,17 @@ class ShardedImage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     format: int = FORMAT
     layers: tuple[WholeLayer, ...]
     held: tuple[PartImage, ...]
-    """Of the shard, and of the replica, if it is kept: each without gaps."""
+    """The ranges in the shard and, if there is one, in the replica, each without gaps."""
 
     def to_bytes(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> "ShardedImage":
-        """:raises CorruptDataError: it is none, or contradicts itself."""
+        """Return the decoded small part.
+
+        :raises CorruptDataError: it is malformed or inconsistent.
+        """
         image = decode_versioned(data, cls, "the small part of a group", FORMAT)
         numbers = [layer.layer for layer in image.layers]
         ends = {False: 0, True: 0}
@@ -152,8 +157,8 @@ def _check_runs(one: LayerPart, begin: int) -> None:
         )
 
 
-def lent(whole: WholeLayer, part: LayerPart) -> LayerPart:
-    """What of a part of another layer belongs to ``whole`` as well; its bytes are the same."""
+def select_tied(whole: WholeLayer, part: LayerPart) -> LayerPart:
+    """Return what of another layer's part belongs to ``whole`` as well; its bytes are the same."""
     names = {name for name, home in whole.homes.items() if home == part.layer}
     return msgspec.structs.replace(
         part,
@@ -165,19 +170,19 @@ def lent(whole: WholeLayer, part: LayerPart) -> LayerPart:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """What parts say of the optimizer's state of one parameter under one key."""
+    """Description of one key of the optimizer state of a parameter, as parts give it."""
 
     dtype: str
     on_host: bool
     whole: bool
-    """One number for the parameter."""
+    """Whether it is one number for the parameter."""
 
 
 def assemble_from_parts(whole: WholeLayer, parts: Sequence[tuple[LayerPart, Bytes]]) -> tuple[bytes, Bytes]:
-    """Header and payload of a layer (``runtime.layers.state``).
+    """Return header and payload of a layer (``runtime.layers.state``).
 
-    :param parts: such that cover the layer, ``lent`` ones too, each with its bytes from ``LayerPart.offset``
-        on. What several have is the same with all.
+    :param parts: parts that cover the layer, including those from ``select_tied``, each with its bytes from
+        ``LayerPart.offset`` on. Elements in several parts are equal.
     :raises CorruptDataError: they do not make up the layer.
     """
     place = f"layer {whole.layer}"
@@ -216,7 +221,7 @@ def assemble_from_parts(whole: WholeLayer, parts: Sequence[tuple[LayerPart, Byte
 
 
 def _check_complete(place: str, entry: LayerEntry, runs: list[range]) -> None:
-    """Raise where an element did not come."""
+    """Raise ``CorruptDataError`` if an element is missing."""
     end = 0
     for run in sorted(runs, key=lambda one: one.start):
         if len(run) and run.start > end:
@@ -229,7 +234,7 @@ def _check_complete(place: str, entry: LayerEntry, runs: list[range]) -> None:
 
 
 def _header_of(whole: WholeLayer, parts: Sequence[LayerPart]) -> LayerHeader:
-    """The layer's ordinary header; the optimizer's keys as the parts name them."""
+    """Return the layer's ordinary header, with the optimizer's keys as the parts name them."""
     place = f"layer {whole.layer}"
     known = {tensor.name: tensor for tensor in whole.tensors if tensor.role == "parameter"}
     states: dict[str, dict[str, _State]] = {}
@@ -302,12 +307,13 @@ class TensorByteRange:
     end: int
 
 
-def tensor_bytes(
+def find_tensors(
     held: Sequence[PartImage], first: int, end: int, *, replica: bool
 ) -> list[tuple[int, TensorByteRange]]:
-    """Return what bytes ``[first, end)`` of a shard, or of a replica, are, each with its distance from ``first``.
+    """Return the tensors' bytes that bytes ``[first, end)`` of a shard or replica are, each with its distance
+    from ``first``.
 
-    What lies between is padding: zeros.
+    The bytes in between are padding: zeros.
     """
     found: list[tuple[int, TensorByteRange]] = []
     for image in held:
@@ -327,9 +333,10 @@ def tensor_bytes(
 
 
 def find_bytes(held: Sequence[PartImage], wanted: TensorByteRange) -> tuple[bool, int, int] | None:
-    """Return where the first of the wanted bytes are, and how many of them follow each other there.
+    """Return where the first of the wanted bytes are, and how many of them are contiguous there.
 
-    :returns: whether they are in the replica, their offset and their number; ``None``: they are not there.
+    :returns: whether they are in the replica, their offset and their number; ``None`` if they are not
+        there.
     """
     for image in held:
         for part in image.layers:
@@ -344,5 +351,5 @@ def find_bytes(held: Sequence[PartImage], wanted: TensorByteRange) -> tuple[bool
 
 
 def _first_byte(run: TensorRange) -> int:
-    """Of the run, in its flattened tensor."""
+    """Return the offset of the range in its flattened tensor."""
     return 0 if run.count is None else run.start * DTYPE_BYTES[run.dtype]

@@ -1,16 +1,16 @@
-"""How fast bytes may go to or come from a disk or a network, and whether they may go on at all."""
+"""Rate limit and cancellation of transfers to or from a disk or a network."""
 
 import threading
 import time
 
 CREDIT_S = 0.25
-"""Whoever comes so late, as a busy machine lets a thread wait, may make up for it."""
+"""Largest delay that a transfer may make up for; a busy machine may delay a thread for this long."""
 
 
 class RateLimiter:
-    """Shared by the threads that move the bytes: together they keep to one rate.
+    """Limits the threads that share it to one common rate, and can cancel them.
 
-    :param bytes_per_s: ``None`` for as fast as it goes.
+    :param bytes_per_s: rate in bytes per second; ``None`` for no limit.
     """
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
@@ -22,15 +22,15 @@ class RateLimiter:
         self._due_s = time.monotonic()
 
     def cancel(self) -> None:
-        """From any thread: whoever moves bytes stops before its next piece, also one that waits."""
+        """Stop all threads before their next chunk, including those that wait. May be called from any thread."""
         self._stopped.set()
 
     @property
     def cancelled(self) -> bool:
         return self._stopped.is_set()
 
-    def passed(self, size_bytes: int) -> bool:
-        """So many bytes were moved: wait until more may be. ``False``: cancelled."""
+    def acquire(self, size_bytes: int) -> bool:
+        """Wait until ``size_bytes`` more bytes fit the rate. Return false if the transfer was cancelled."""
         wait_s = 0.0
         if self._bytes_per_s is not None:
             with self._lock:

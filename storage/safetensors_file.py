@@ -1,8 +1,9 @@
 """Tensors of a checkpoint as safetensors files, layer by layer, without torch.
 
-The package writes such files from tensors that are all in memory at once; here one layer is, whatever the
-size of the model. The format: the length of the header (8 bytes, little-endian), the header (JSON, padded
-with spaces), and the tensors back to back. The tests read it with the package.
+The safetensors package writes files from tensors that are all in memory at once; this module has one layer
+in memory, whatever the size of the model. The format: the length of the header (8 bytes, little-endian),
+the header (JSON, padded with spaces), and the tensors back to back. The tests read the files with the
+package.
 """
 
 import contextlib
@@ -34,16 +35,16 @@ DTYPE_NAMES = {
     "bool": "BOOL",
     "complex64": "C64",
 }
-"""What safetensors files call each type, by torch's name without its prefix."""
+"""Name of each type in safetensors files, by torch's name without its prefix."""
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 _ALIGNMENT_BYTES = 8
 _PIECE_BYTES = 16 * 1024 * 1024
-"""Converted and written at a time; a multiple of every element's size."""
+"""Number of bytes converted and written at a time, a multiple of every element's size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSummary:
-    """The tensors and bytes that were written."""
+    """Number of tensors and bytes that were written."""
 
     tensors: int
     size_bytes: int
@@ -51,14 +52,14 @@ class ExportSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileTensor:
-    """One tensor of a file, and where a checkpoint has it."""
+    """One tensor of a file, and its place in a checkpoint."""
 
     name: str
-    """In the file."""
+    """Name in the file."""
     layer: int
     entry: LayerEntry
     dtype: str
-    """In the file; another one than the checkpoint's between floating-point types only."""
+    """Type in the file; it differs from the checkpoint's only between floating-point types."""
 
     @property
     def size_bytes(self) -> int:
@@ -67,33 +68,34 @@ class FileTensor:
 
 
 class TensorReader:
-    """Reads tensors out of a checkpoint, with the layer that was read last in memory."""
+    """Reads tensors from a checkpoint. It holds the layer that was read last in memory."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._layer = -1
         self._payload: NDArray[np.uint8] = np.empty(0, dtype=np.uint8)
 
-    def pieces(self, tensor: FileTensor) -> Iterator[memoryview]:
-        """Yield the tensor's bytes as the file has them.
+    def chunks(self, tensor: FileTensor) -> Iterator[memoryview]:
+        """Yield the tensor's bytes in the type of the file.
 
-        :raises CorruptDataError: the layer is not what was written. :raises LocationError: it cannot be read.
+        :raises CorruptDataError: the layer differs from what was written.
+        :raises LocationError: it cannot be read.
         """
         if tensor.layer != self._layer:
-            self._payload = np.empty(0, dtype=np.uint8)  # Not two layers at once.
+            self._payload = np.empty(0, dtype=np.uint8)  # Do not hold two layers at once.
             _, _, self._payload = self._checkpoint.read_layer(tensor.layer)
             self._layer = tensor.layer
         entry = tensor.entry
         for start in range(entry.offset, entry.offset + entry.size_bytes, _PIECE_BYTES):
             piece = self._payload[start : min(start + _PIECE_BYTES, entry.offset + entry.size_bytes)]
-            yield converted(piece, entry.dtype, tensor.dtype).data
+            yield convert_dtype(piece, entry.dtype, tensor.dtype).data
 
 
 def model_tensors(checkpoint: Checkpoint, dtype: str | None = None) -> list[FileTensor]:
-    """Return parameters and buffers, those that layers share once, in the order of the layers.
+    """Return parameters and buffers in the order of the layers; those that layers share occur once.
 
-    :param dtype: of floating-point tensors in the file; ``None``: as they are.
-    :raises StorageError: a tensor of a type that the format does not have.
+    :param dtype: type of floating-point tensors in the file; ``None`` keeps their types.
+    :raises StorageError: a tensor has a type that the format does not support.
     """
     seen: set[str] = set()
     tensors = []
@@ -108,12 +110,13 @@ def model_tensors(checkpoint: Checkpoint, dtype: str | None = None) -> list[File
 
 
 def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = None) -> ExportSummary:
-    """Write parameters and buffers as one file, which appears at once: it is renamed when it is whole.
+    """Write parameters and buffers as one file, which is renamed when it is complete.
 
     A tied parameter is written once, under its canonical name.
 
-    :raises CorruptDataError: a layer is not what was written. :raises LocationError: one cannot be read.
-    :raises StorageError: a tensor of a type that the format does not have.
+    :raises CorruptDataError: a layer differs from what was written.
+    :raises LocationError: a layer cannot be read.
+    :raises StorageError: a tensor has a type that the format does not support.
     :raises OSError: the file cannot be written; what was there stays.
     """
     tensors = model_tensors(checkpoint, dtype)
@@ -132,15 +135,16 @@ def export_safetensors(checkpoint: Checkpoint, path: Path, dtype: str | None = N
 def write_safetensors(
     path: Path, tensors: Sequence[FileTensor], reader: TensorReader, metadata: Mapping[str, str]
 ) -> int:
-    """Write a file and have it on the disk; returns its size in bytes.
+    """Write a file to the disk, and return its size in bytes.
 
-    :raises StorageError: a tensor of a type that the format does not have, or of a layer that cannot be read.
+    :raises StorageError: a tensor has a type that the format does not support, or a layer that cannot be
+        read.
     :raises OSError: the file cannot be written.
     """
     with path.open("wb") as file:
         file.write(_header(tensors, metadata))
         for tensor in tensors:
-            for piece in reader.pieces(tensor):
+            for piece in reader.chunks(tensor):
                 file.write(piece)
         file.flush()
         os.fsync(file.fileno())
@@ -148,7 +152,7 @@ def write_safetensors(
 
 
 def count_tensors(path: Path) -> int:
-    """Return the number of tensors in a file, whoever wrote it."""
+    """Return the number of tensors in any safetensors file."""
     with path.open("rb") as file:
         size_bytes = int.from_bytes(file.read(8), "little")
         header = msgspec.json.decode(file.read(size_bytes), type=dict[str, object])
@@ -172,21 +176,23 @@ def _header(tensors: Iterable[FileTensor], metadata: Mapping[str, str]) -> bytes
     return len(body).to_bytes(8, "little") + body
 
 
-def converted(data: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint8]:
+def convert_dtype(data: NDArray[np.uint8], source: str, target: str) -> NDArray[np.uint8]:
     """Return the numbers of type ``source`` in ``data`` as numbers of type ``target``, both as bytes.
 
-    They are rounded as torch does: to nearest, ties to even.
+    They are rounded as in torch: to nearest, ties to even.
 
-    :param source: one of ``FLOATING``, as ``target`` is. Where both are the same, ``data`` itself returns.
+    :param source: one of ``FLOATING``, as is ``target``. If both are the same, ``data`` itself is returned.
     """
     if source == target:
         return data
-    # The bytes of an entry need not lie at a multiple of its element's size once it was cut out of a payload.
+    # An entry that was cut out of a payload need not be aligned to its element's size.
     whole = np.ascontiguousarray(data)
     values: NDArray[Any] = _widened(whole.view(np.uint16)) if source == "bfloat16" else whole.view(source)
     if target == "bfloat16":
         return _bfloat16(values).view(np.uint8)
-    with np.errstate(over="ignore", invalid="ignore"):  # As torch: what is too large becomes infinite.
+    with np.errstate(
+        over="ignore", invalid="ignore"
+    ):  # As in torch, numbers that are too large become infinite.
         return values.astype(target).view(np.uint8)
 
 
@@ -197,7 +203,7 @@ def _widened(halves: NDArray[np.uint16]) -> NDArray[np.float32]:
 def _bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
     with np.errstate(over="ignore", invalid="ignore"):
         bits = values.astype(np.float32).view(np.uint32)
-    rounded = bits + (((bits >> 16) & 1) + 0x7FFF)  # An overflow of NaNs is put right below.
+    rounded = bits + (((bits >> 16) & 1) + 0x7FFF)  # An overflow of NaNs is corrected below.
     halves = (rounded >> 16).astype(np.uint16)
     halves[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0
     return halves

@@ -1,8 +1,8 @@
-"""What an owner keeps of a bucket, in bytes: from a code's cells to copies and XORs of byte ranges.
+"""The bytes that an owner holds of a bucket: a code's cells as copies and XORs of byte ranges.
 
-A bucket is a run of bytes; it is thought to be continued by zeros to a whole number of cells. A *shard* is
-what one owner keeps: its segment, then its extra cells. Every step of making one is a short list of byte
-ranges, so that it can be done in slices of any size, at any time, in any order.
+A bucket is a run of bytes, extended by zeros to a whole number of cells. A *shard* is what one owner holds:
+its segment, then its extra cells. Each shard is made from a short list of byte ranges, so that it can be
+made in slices of any size, at any time, in any order.
 """
 
 import os
@@ -18,18 +18,17 @@ from storage.errors import TooManyLossesError
 
 Bytes = NDArray[np.uint8]
 ALIGNMENT_BYTES = 64
-"""Cells begin at multiples: XOR runs over whole words, and whole cache lines."""
+"""Alignment of cells, so that XOR runs over whole words and whole cache lines."""
 
 _RUN_BYTES = 8 * 1024 * 1024
-"""Restored by one thread at a time."""
+"""Number of bytes decoded by one thread at a time."""
 _BLOCK_BYTES = 512 * 1024
 _THREADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XorRange:
-    """``size_bytes`` bytes of a shard from ``offset``: the XOR of the bucket's bytes from each source on.
-
+    """``size_bytes`` bytes of a shard from ``offset`` on: the XOR of the bucket's bytes from each source on.
     One source is a copy.
     """
 
@@ -40,7 +39,7 @@ class XorRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
-    """Where the bytes of one bucket are in the shards of its owners."""
+    """The placement of one bucket's bytes in the shards of its owners."""
 
     code: Code
     bucket_bytes: int
@@ -54,7 +53,7 @@ class ShardLayout:
         return (self.code.cells + len(self.code.extra[owner])) * self.cell_bytes
 
     def xor_ranges(self, owner: int) -> tuple[XorRange, ...]:
-        """How the owner makes its shard out of the bucket: its segment, then its extra cells."""
+        """Return how the owner makes its shard from the bucket: its segment, then its extra cells."""
         size, cells = self.cell_bytes, self.code.cells
         segment = XorRange(offset=0, size_bytes=cells * size, sources=(owner * cells * size,))
         extra = [
@@ -66,7 +65,7 @@ class ShardLayout:
         return (segment, *extra)
 
     def offset_of(self, stored: StoredCell) -> int:
-        """Where a stored cell begins in its owner's shard."""
+        """Return the offset of a stored cell in its owner's shard."""
         return stored.index * self.cell_bytes
 
 
@@ -84,7 +83,7 @@ def make_shard(layout: ShardLayout, owner: int, bucket: Bytes, shard: Bytes) -> 
 
 
 def xor_into(target: Bytes, source: Bytes) -> None:
-    """``target ^= source``, over the source's length; in words where both are aligned."""
+    """Compute ``target ^= source`` over the source's length, in words if both are aligned."""
     words = len(source) // 8 * 8
     if words and target.ctypes.data % 8 == 0 and source.ctypes.data % 8 == 0:
         wide = target[:words].view(np.uint64)
@@ -96,7 +95,7 @@ def xor_into(target: Bytes, source: Bytes) -> None:
 
 
 def xor_of(target: Bytes, sources: Sequence[Bytes]) -> None:
-    """``target`` becomes the XOR of one or more, of its own length each; of the first two in one pass."""
+    """Set ``target`` to the XOR of the sources, each of its length; the first two take one pass."""
     first, *rest = sources
     words = [array.view(np.uint64) for array in (target, first, *rest[:1]) if _in_words(array)]
     if len(words) == 3:
@@ -113,7 +112,7 @@ def _in_words(array: Bytes) -> bool:
 
 
 Fetch = Callable[[int, int, int], Bytes]
-"""Bytes of the shard of an owner, from an offset, so many."""
+"""Returns bytes of an owner's shard from an offset on, as many as the third argument says."""
 
 
 def decode_bucket(
@@ -126,13 +125,13 @@ def decode_bucket(
 ) -> None:
     """Fill ``bucket`` with the bucket's bytes from ``first`` on, from the shards of the owners ``present``.
 
-    Large ones on several threads, which ``fetch`` must allow.
+    Large ranges are decoded on several threads, so ``fetch`` must be thread-safe.
 
-    :param placed: by the first byte of a recipe: which of its sources is in its place already.
-    :raises TooManyLossesError: what is left does not say what the lost owners kept.
+    :param placed: for the first byte of a range, the source that is in its place already.
+    :raises TooManyLossesError: the present shards do not determine the lost ones.
     """
     runs: list[tuple[int, int, bool, list[tuple[int, int]]]] = []
-    for begin, end, all_sources in recipes(layout, present, first, first + len(bucket)):
+    for begin, end, all_sources in range_sources(layout, present, first, first + len(bucket)):
         there = (placed or {}).get(begin)
         others = [source for source in all_sources if source != there]
         for low in range(begin, end, _RUN_BYTES):
@@ -141,7 +140,7 @@ def decode_bucket(
 
     def fill(run: tuple[int, int, bool, list[tuple[int, int]]]) -> None:
         low, high, begun, sources = run
-        # What several shards make up is made block by block, while the block is in the cache.
+        # Bytes of several shards are combined block by block, while the block is in the cache.
         step = _BLOCK_BYTES if begun + len(sources) > 1 else _RUN_BYTES
         for begin in range(low, high, step):
             target = bucket[begin - first : min(begin + step, high) - first]
@@ -157,12 +156,14 @@ def decode_bucket(
             pass
 
 
-Recipe = tuple[int, int, list[tuple[int, int]]]
-"""A run [low, high) of the bucket: the XOR of what these owners have from these bytes of their shards on."""
+RangeSources = tuple[int, int, list[tuple[int, int]]]
+"""Bytes [low, high) of the bucket: the XOR of these owners' shards, each from the given byte on."""
 
 
-def recipes(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> Iterator[Recipe]:
-    """The bucket's bytes [first, end), ascending.
+def range_sources(
+    layout: ShardLayout, present: frozenset[int], first: int, end: int
+) -> Iterator[RangeSources]:
+    """Yield the sources of the bucket's bytes [first, end), ascending.
 
     :raises TooManyLossesError: see ``decode_bucket``.
     """
@@ -181,7 +182,7 @@ def recipes(layout: ShardLayout, present: frozenset[int], first: int, end: int) 
         yield low, high, [(source.owner, layout.offset_of(source) + within) for source in stored]
 
 
-def remake(
+def recompute_shard(
     layout: ShardLayout, owner: int, present: frozenset[int], fetch: Fetch, offset: int, target: Bytes
 ) -> None:
     """Fill ``target`` with the bytes of the owner's shard from ``offset`` on, from the shards of ``present``:
@@ -200,23 +201,25 @@ def remake(
             xor_into(part, found)
 
 
-def needed_for(
+def ranges_to_recompute(
     layout: ShardLayout, owner: int, present: frozenset[int], offset: int, end: int
 ) -> dict[int, list[range]]:
-    """Which byte ranges of which shards ``remake`` reads for the shard's bytes [offset, end), merged.
+    """Return the byte ranges of each shard that ``recompute_shard`` reads for the shard's bytes [offset, end),
+    merged.
 
     :raises TooManyLossesError: see ``decode_bucket``.
     """
     ranges: dict[int, list[range]] = {}
     for _, start, size, _ in _origins(layout, owner, offset, end):
-        for other, some in needed(layout, present, start, start + size).items():
+        for other, some in ranges_to_decode(layout, present, start, start + size).items():
             ranges.setdefault(other, []).extend(some)
-    return {other: merged(some) for other, some in ranges.items()}
+    return {other: merge_ranges(some) for other, some in ranges.items()}
 
 
 def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator[tuple[int, int, int, bool]]:
-    """Which bytes of the bucket the shard's bytes [offset, end) are the XOR of: offset in the shard, in the
-    bucket, how many, and whether these are the first there. What is behind the bucket's end is zeros.
+    """Yield the bytes of the bucket whose XOR the shard's bytes [offset, end) are: offset in the shard, offset
+    in the bucket, their number, and whether they are the first for these bytes. The bucket is followed by
+    zeros.
     """
     for piece in layout.xor_ranges(owner):
         low, high = max(offset, piece.offset), min(end, piece.offset + piece.size_bytes)
@@ -227,25 +230,28 @@ def _origins(layout: ShardLayout, owner: int, offset: int, end: int) -> Iterator
                 yield low, start, size, number == 0
 
 
-def fetch_from(shards: Mapping[int, Bytes]) -> Fetch:
-    """For shards that are all here."""
+def make_fetch(shards: Mapping[int, Bytes]) -> Fetch:
+    """Return a ``Fetch`` for shards that are all in memory."""
     return lambda owner, offset, size: shards[owner][offset : offset + size]
 
 
-def needed(layout: ShardLayout, present: frozenset[int], first: int, end: int) -> dict[int, list[range]]:
-    """Which byte ranges of which shards ``decode_bucket`` reads for the bucket's bytes [first, end), merged.
+def ranges_to_decode(
+    layout: ShardLayout, present: frozenset[int], first: int, end: int
+) -> dict[int, list[range]]:
+    """Return the byte ranges of each shard that ``decode_bucket`` reads for the bucket's bytes [first, end),
+    merged.
 
     :raises TooManyLossesError: see ``decode_bucket``.
     """
     ranges: dict[int, list[range]] = {}
-    for low, high, sources in recipes(layout, present, first, end):
+    for low, high, sources in range_sources(layout, present, first, end):
         for owner, offset in sources:
             ranges.setdefault(owner, []).append(range(offset, offset + high - low))
-    return {owner: merged(some) for owner, some in ranges.items()}
+    return {owner: merge_ranges(some) for owner, some in ranges.items()}
 
 
-def merged(ranges: Iterable[range]) -> list[range]:
-    """The same bytes, ascending, and no two ranges that touch."""
+def merge_ranges(ranges: Iterable[range]) -> list[range]:
+    """Return the same bytes as ascending ranges that do not touch."""
     found: list[range] = []
     for one in sorted(ranges, key=lambda r: r.start):
         if found and one.start <= found[-1].stop:

@@ -1,9 +1,10 @@
-"""Layers that a node has ready for its trainers: for each a small file that says where its bytes are.
+"""Layers that a node has staged for its trainers: for each a small file that says where its bytes are.
 
-A layer's payload (``runtime.layers.state``) lies in *pieces*: in files that the node made for it, and where a
-snapshot in its memory has the bytes as they are, in the very slot (``storage.arena``). What is lent so was
-not read by the node: who copies it verifies it block by block, and looks behind the copy whether the
-snapshot's manifest is still the same. Slots are written again only after that is gone.
+A layer's payload (``runtime.layers.state``) consists of *chunks*. They are in files that the node made for
+it or, where a snapshot in its memory holds the bytes unchanged, in the snapshot's own slot
+(``storage.arena``). The node has not read such borrowed bytes. The reader verifies them block by block as
+it copies them, and checks afterwards that the snapshot's manifest is still the same. Slots are written
+again only after the manifest is removed.
 """
 
 from collections.abc import Sequence
@@ -16,24 +17,24 @@ from storage.manifest import SnapshotPart
 
 
 class PayloadChunk(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The next ``size_bytes`` of a payload: ``data``, or bytes of the file ``path`` from ``offset``."""
+    """The next ``size_bytes`` of a payload: ``data``, or bytes of the file ``path`` from ``offset`` on."""
 
     size_bytes: int
     path: str = ""
     offset: int = 0
     data: bytes = b""
     part: SnapshotPart | None = None
-    """Of the file: the blocks that the piece is in, for who reads it to verify. ``None``: they are sound."""
+    """Blocks of the file that contain the chunk, for its reader to verify; ``None`` if the chunk is intact."""
 
 
 class BorrowedSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A snapshot whose bytes are lent: the file of its manifest, and how that begins."""
+    """A snapshot whose bytes are borrowed: the path of its manifest, and the manifest's first line."""
 
     manifest: str
     digest: str
 
-    def there(self) -> bool:
-        """Is the snapshot the one that it was?"""
+    def is_present(self) -> bool:
+        """Return whether the snapshot is still the same."""
         try:
             with Path(self.manifest).open("rb") as file:
                 return file.readline().strip() == self.digest.encode()
@@ -42,21 +43,21 @@ class BorrowedSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class StagedLayer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A layer (``runtime.layers.state``), and whose bytes of it are lent."""
+    """A staged layer (``runtime.layers.state``), and the snapshots that it borrows bytes from."""
 
     header: bytes
     chunks: tuple[PayloadChunk, ...]
-    """In the order of the payload."""
+    """Chunks in the order of the payload."""
     borrowed: tuple[BorrowedSnapshot, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        """Of the payload."""
+        """Size of the payload."""
         return sum(piece.size_bytes for piece in self.chunks)
 
 
 def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
-    """Readers see what was there before, or all of this.
+    """Write the file of a staged layer; readers see the old or the new one.
 
     :raises OSError: there is no room.
     """
@@ -67,7 +68,7 @@ def write_staged(directory: Path, layer: int, staged: StagedLayer) -> None:
 
 
 def write_staged_payload(directory: Path, layer: int, header: bytes, payload: bytes | memoryview) -> None:
-    """A layer whose payload is at hand.
+    """Stage a layer whose payload is in memory.
 
     :raises OSError: there is no room.
     """
@@ -80,7 +81,11 @@ def write_staged_payload(directory: Path, layer: int, header: bytes, payload: by
 
 
 def read_staged(directory: Path, layer: int) -> StagedLayer:
-    """:raises OSError: it is not there. :raises CorruptDataError: it is none."""
+    """Return a staged layer.
+
+    :raises OSError: it is not there.
+    :raises CorruptDataError: it is malformed.
+    """
     try:
         return msgspec.msgpack.decode(_path(directory, layer).read_bytes(), type=StagedLayer)
     except msgspec.DecodeError as error:

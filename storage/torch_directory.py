@@ -1,14 +1,14 @@
-"""A checkpoint as a directory for a plain torch loop, written without torch, and without pickle.
+"""Export of a checkpoint as a directory for a plain torch loop, written without torch and without pickle.
 
 =========================  ================================================================================
 ``model.safetensors``      parameters and buffers, a tied one under each of its names
 ``optimizer.safetensors``  ``state.<name>.<key>``: tensors of the optimizer's state
 ``training.json``          ``step``, ``groups`` (options of each parameter group), ``scheduler`` (its state
-                           or null), ``scalars`` (by parameter, the optimizer's state that is no tensor)
+                           or null), ``scalars`` (by parameter, the optimizer state that is not a tensor)
 =========================  ================================================================================
 
-Dictionaries inside of ``groups`` and ``scheduler`` are ``{"pairs": [[key, value], …]}``, as their keys may
-be numbers. docs/how-to/checkpoints.md has the function that loads it.
+Dictionaries inside ``groups`` and ``scheduler`` are written as ``{"pairs": [[key, value], …]}``, since their keys
+may be numbers. docs/how-to/checkpoints.md has the function that loads it.
 """
 
 import json
@@ -17,16 +17,16 @@ from pathlib import Path
 
 from storage.checkpoint import Checkpoint
 from storage.directfile import write_synced
-from storage.huggingface import appearing
+from storage.huggingface import atomic_directory
 from storage.safetensors_file import ExportSummary, FileTensor, TensorReader, model_tensors, write_safetensors
 
 FORMAT = 1
 
 
 def export_torch(checkpoint: Checkpoint, directory: Path) -> ExportSummary:
-    """Write ``directory``, which must not be there yet or be empty.
+    """Write ``directory``, which must be missing or empty.
 
-    :raises StorageError: the checkpoint is damaged or cannot be read.
+    :raises StorageError: the checkpoint is corrupt or cannot be read.
     :raises OSError: the directory cannot be written; nothing is left.
     """
     aliases = checkpoint.description().aliases
@@ -51,7 +51,7 @@ def export_torch(checkpoint: Checkpoint, directory: Path) -> ExportSummary:
         "scheduler": headers[0].schedule.get("scheduler"),
         "scalars": scalars,
     }
-    with appearing(directory) as draft:
+    with atomic_directory(directory) as draft:
         reader = TensorReader(checkpoint)
         size_bytes = write_safetensors(draft / "model.safetensors", model, reader, {"format": "pt"})
         states = list(optimizer.values())

@@ -1,10 +1,10 @@
-"""Plain values of what is stored that messages carry, too."""
+"""Values of checkpoints that messages carry as well."""
 
 from msgspec import Struct
 
 
 class LayerFile(Struct, frozen=True, kw_only=True):
-    """A layer's file in a draft of a checkpoint, and in the manifest of the checkpoint that it becomes."""
+    """A layer's file in the draft of a checkpoint, and in the checkpoint's manifest."""
 
     layer: int
     name: str

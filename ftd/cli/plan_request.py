@@ -94,23 +94,23 @@ class PlanRequest:
         """
         if self.protection is None:
             return None
-        from ftd.snapshots.protection import protection_of
+        from ftd.snapshots.protection import describe_protection
 
         layers = self.profile.layers
         try:
             if self.protection != "auto":
-                return protection_of(seen, layers, self.protection)
+                return describe_protection(seen, layers, self.protection)
             from ftd.coordinator.protection_choice import choose_scheme
 
             choice = choose_scheme(
                 len(seen.instantiation.sizes),
                 self.policy.tolerate,
                 zero1=self.zero1,
-                fullest_bytes=lambda scheme: protection_of(seen, layers, scheme).node_bytes,
+                fullest_bytes=lambda scheme: describe_protection(seen, layers, scheme).node_bytes,
                 limit_bytes=None,
                 nodes=seen.nodes,
             )
-            return replace(protection_of(seen, layers, choice.scheme), reason=choice.reason)
+            return replace(describe_protection(seen, layers, choice.scheme), reason=choice.reason)
         except ValueError as error:
             raise ConfigurationError(
                 str(error),

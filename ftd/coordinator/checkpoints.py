@@ -184,7 +184,7 @@ def commit(
         return CheckpointCommitFailed(**said, detail=_unforeseen(error))
     pruned: tuple[int, ...] = ()
     try:
-        pruned = store.prune(job.checkpoint.keep, newest=effect.step, spared=spared)
+        pruned = store.prune(job.checkpoint.keep, newest=effect.step, exempt=spared)
     except Exception as error:
         # It is there; what is too old goes next time.
         _log.warning("prune", url=job.checkpoint.url, reason=str(error))

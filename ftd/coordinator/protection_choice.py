@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ftd.snapshots.protection import code_for, stated_guarantee
+from ftd.snapshots.protection import make_bounded_code, stated_guarantee
 from planner.values import LayerProfile, Plan
 from statemachine.cluster.snapshots.replica_peers import choose_replica_peers
 from statemachine.cluster.snapshots.snapshots import groups_of
@@ -56,7 +56,7 @@ def choose_protection(
             nodes=len({*plan.nodes, *plan.idle_nodes}),
         )
     try:
-        code_for(wish.scheme, owners)
+        make_bounded_code(wish.scheme, owners)
     except ValueError as error:
         losses = stated_guarantee(wish.scheme, owners)
         choice = choose_scheme(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
@@ -109,7 +109,7 @@ def _candidates(withstood: int, owners: int, *, zero1: bool) -> Iterator[_Candid
     """Schemes that withstand exactly so many losses, the simplest first."""
     for scheme in _schemes(withstood, owners, zero1=zero1):
         try:
-            code = code_for(scheme, owners)
+            code = make_bounded_code(scheme, owners)
         except ValueError:
             continue
         cells = code.owners * code.cells
@@ -146,7 +146,7 @@ def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *,
     buddies = choose_replica_peers(plan, scheme, {*plan.nodes, *plan.idle_nodes})
     for group in groups_of(plan, scheme, zero1=zero1):
         state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
-        layout = ShardLayout(code=code_for(scheme, len(group.owners)), bucket_bytes=state_bytes)
+        layout = ShardLayout(code=make_bounded_code(scheme, len(group.owners)), bucket_bytes=state_bytes)
         for owner, node in enumerate(group.owners):
             size_bytes = state_bytes if group.whole else layout.shard_bytes(owner)
             nodes[node] += size_bytes

@@ -17,7 +17,7 @@ from ftd.coordinator.leadership import Leadership
 from ftd.coordinator.ports import CheckpointOperations
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError, WireError
-from ftd.snapshots.protection import code_for
+from ftd.snapshots.protection import make_bounded_code
 from ftd.transport.wire.codec import MAX_COUNTER
 from ftd.transport.wire.public import (
     Answer,
@@ -183,7 +183,7 @@ class RequestHandler:
         check_protection(scheme, zero1=job.policy.zero1, field="protect")
         owners = len(self._public_state()["pipelines"])
         try:
-            code_for(scheme, max(1, owners))
+            make_bounded_code(scheme, max(1, owners))
         except ValueError as error:
             raise ConfigurationError(str(error), field="protect", remedy="auto takes the best one") from None
 

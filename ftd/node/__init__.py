@@ -1,1 +1,1 @@
-"""``ftd node``: the daemon of one host, its trainers, and what they meet through."""
+"""The ``ftd node`` daemon of one host: its trainers, its rendezvous server and its connection to the broker."""

@@ -1,8 +1,8 @@
-"""Faults on demand: a node does to itself what a test or a demonstration asks for over MQTT.
+"""Fault injection on request: a node causes to itself the fault that a client asks for over MQTT.
 
-Refused, with an answer and an event, unless ``chaos = true`` stands in this node's configuration. A fault
-is announced before it strikes (``ChaosInjected``, with the moment at which it will): the announcement is
-acknowledged by the broker first, so even SIGKILL of this very process is on record with its exact time.
+The node rejects every request, with an answer and an event, unless its configuration says ``chaos = true``.
+It announces a fault before it injects it: the event ``ChaosInjected`` carries the moment of the fault. The
+broker acknowledges that event first, so even SIGKILL of this process is on record with its exact time.
 """
 
 import asyncio
@@ -25,64 +25,65 @@ from statemachine.messages.trainer import RaiseError, Sleep, Slow
 log = structlog.get_logger()
 
 NOTICE_S = 0.02
-"""From the announcement to the fault: an acknowledged publication takes well under a millisecond on
-mosquitto, and a fault that strikes at a moment known beforehand can be measured from it."""
+"""Time from the announcement to the fault. An acknowledged publication takes well under a millisecond on
+mosquitto, and a recovery can be measured from a moment that is known beforehand.
+"""
 ANNOUNCE_TIMEOUT_S = 1.0
 _REMEMBERED = 100
-"""Requests that are not obeyed a second time when they come again."""
+"""Number of answered requests that are remembered, so that a repeated request is not executed a second time."""
 DEFAULT_HANG_S = 3600.0
 DEFAULT_FACTOR = 3.0
-MOST_FACTOR = 1000.0
-MOST_LATE_S = 60.0
+MAX_FACTOR = 1000.0
+MAX_LATE_S = 60.0
 
 
 class FaultActions(Protocol):
-    """What chaos may touch: all of it belongs to this node."""
+    """What fault injection may do to this node, implemented by the daemon."""
 
     def trainer_pids(self, device: int | None) -> list[int]: ...
 
     def zygote_pid(self) -> int | None: ...
 
     def send(self, device: int, frame: Sleep | Slow | RaiseError) -> bool:
-        """To the trainer of this device, if it has one."""
+        """Send a frame to the trainer of this device and return whether there is one."""
 
     def leave(self, reason: str) -> None:
-        """Begin a graceful leave, as SIGTERM does."""
+        """Leave gracefully, as after SIGTERM."""
 
     def disconnect(self, for_s: float) -> None:
-        """Cut the connection to the broker without a goodbye and stay away."""
+        """Cut the connection to the broker without a disconnect message, and reconnect after ``for_s``."""
 
-    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+    def publish_event(self, event: str, reason: str, details: dict[str, Any]) -> None:
         """Publish an event."""
 
-    def answer(self, client: str, answer: Answer) -> None: ...
+    def send_answer(self, client: str, answer: Answer) -> None: ...
 
     async def flush(self, timeout_s: float) -> None:
-        """Return when everything published is acknowledged, or after ``timeout_s``."""
+        """Return when the broker has acknowledged everything published, or after ``timeout_s``."""
 
 
 class SnapshotFaultTarget(Protocol):
-    """What this node keeps of snapshots."""
+    """The snapshots and directories of this node that faults may hit."""
 
-    def stores(self, device: int | None) -> bool:
-        """Is there something to flip?"""
+    def has_snapshot_data(self, device: int | None) -> bool:
+        """Return whether this node holds bytes of a snapshot that ``flip_bit`` could change."""
 
-    def flip(self, device: int | None) -> None:
-        """Change a bit of what one device, or any, keeps of the snapshot that is complete everywhere."""
+    def flip_bit(self, device: int | None) -> None:
+        """Flip one bit of the snapshot that is complete everywhere, in the memory of one device or of any."""
 
     @property
     def memory_directory(self) -> Path:
-        """Where they are."""
+        """Directory of the arenas."""
 
     @property
     def checkpoint_directory(self) -> Path | None:
-        """Where the job's persistent checkpoints go, if that is a directory of this host."""
+        """Directory of the job's persistent checkpoints, or ``None`` where they are not in a local directory."""
 
 
 class NodeFaultInjector:
-    """Takes the payloads of ``chaos/<node>``.
+    """Checks, answers and executes the requests on the topic ``chaos/<node>``.
 
-    :param devices: how many trainers this node has.
+    :param devices: number of trainers of this node.
     """
 
     def __init__(
@@ -94,29 +95,33 @@ class NodeFaultInjector:
         self._hands, self._memory = hands, memory
         self._tasks: set[asyncio.Task[None]] = set()
         self._answered: dict[str, Answer] = {}
-        self.disturbance = MessageFaultInjector(node)
-        """Of the messages between this node and the coordinator."""
+        self.message_faults = MessageFaultInjector(node)
+        """Faults on the messages between this node and the coordinator."""
         self._filler = DiskFiller()
         self._slowed: dict[int, int] = {}
-        """How often each device's trainer was made slow: a later fault outlives the end of an earlier one."""
+        """Number of times that each device's trainer was slowed. The end of an earlier fault must not end a
+        later one.
+        """
 
     def on_request(self, payload: bytes) -> None:
-        """Check, answer, and strike.
+        """Check the request, answer it, and inject the fault.
 
-        :raises WireError: the payload is no chaos request; there is nobody to answer.
+        :raises WireError: the payload is no chaos request, so nobody can be answered.
         """
         request: ChaosRequest = decode_json(payload, ChaosRequest)
         if (known := self._answered.get(request.request)) is not None:
-            self._hands.answer(request.reply, known)  # Asked again: the first answer was lost or late.
+            self._hands.send_answer(
+                request.reply, known
+            )  # The client asked again: the first answer was lost or late.
             return
         if request.dry_run:
             problem = self._lasting_problem(request)
-            self._answer(request, accepted=problem is None, detail=problem or "it could be done")
+            self._answer(request, accepted=problem is None, detail=problem or "this fault can be injected")
             return
         problem = self._problem(request)
         if problem is not None:
             log.warning("chaos_refused", do=request.do, reason=problem)
-            self._hands.announce("ChaosRejected", problem, {"fault": request.do})
+            self._hands.publish_event("ChaosRejected", problem, {"fault": request.do})
             self._answer(request, accepted=False, detail=problem)
             return
         task = asyncio.get_running_loop().create_task(self._strike(request))
@@ -124,11 +129,11 @@ class NodeFaultInjector:
         task.add_done_callback(self._tasks.discard)
 
     def _problem(self, request: ChaosRequest) -> str | None:
-        """Why this request cannot be obeyed, or ``None``."""
+        """Return why this request is rejected, or ``None``."""
         return self._lasting_problem(request) or self._present_problem(request)
 
     def _lasting_problem(self, request: ChaosRequest) -> str | None:
-        """That will be the same in a minute."""
+        """Return a reason that will still hold in a minute, or ``None``."""
         if not self._allowed:
             return (
                 f"chaos is off on {self._node}; set chaos = true under [node] in its ftd.toml "
@@ -138,10 +143,8 @@ class NodeFaultInjector:
             return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
         if request.for_s is not None and not 0 < request.for_s < float("inf"):
             return f"for_s is {request.for_s:g}; give a positive number of seconds"
-        if request.factor is not None and not 1 <= request.factor <= MOST_FACTOR:
-            return (
-                f"factor is {request.factor:g}; give 1 (as quick as it is) to {MOST_FACTOR:g} times as long"
-            )
+        if request.factor is not None and not 1 <= request.factor <= MAX_FACTOR:
+            return f"factor is {request.factor:g}; give 1 (as quick as it is) to {MAX_FACTOR:g} times as long"
         if request.do == "lossy":
             return _weather_problem(request)
         if (
@@ -151,7 +154,7 @@ class NodeFaultInjector:
         ):
             return f"size_mib is {request.size_mib}; give 1 or more"
         if request.do == "fill_memory":
-            return self._filler.problem(self._memory.memory_directory, request.size_mib)
+            return self._filler.find_problem(self._memory.memory_directory, request.size_mib)
         return None
 
     def _present_problem(self, request: ChaosRequest) -> str | None:
@@ -160,13 +163,13 @@ class NodeFaultInjector:
             and not _whole_node(request)
             and not self._pids(request)
         ):
-            return f"{self._node} runs no such trainer now"
+            return f"{self._node} does not run such a trainer now"
         if request.do == "fill_disk":
             if (directory := self._fillable(request)) is None:
                 return f"{self._node} writes no checkpoints into a directory now"
-            return self._filler.problem(directory, request.size_mib)
-        if request.do == "flip" and not self._memory.stores(request.device):
-            return f"{self._node} keeps no part of a snapshot that is complete everywhere now"
+            return self._filler.find_problem(directory, request.size_mib)
+        if request.do == "flip" and not self._memory.has_snapshot_data(request.device):
+            return f"{self._node} holds no part of a snapshot that is complete everywhere now"
         return None
 
     async def _strike(self, request: ChaosRequest) -> None:
@@ -185,7 +188,7 @@ class NodeFaultInjector:
             if (value := getattr(request, name)) is not None:
                 details[name] = value
         log.warning("chaos_injected", **details)
-        self._hands.announce("ChaosInjected", f"{_said(request)}, asked for by {request.reply}", details)
+        self._hands.publish_event("ChaosInjected", f"{_said(request)}, requested by {request.reply}", details)
         self._answer(request, accepted=True, detail=f"{request.do} {self._node}")
         await self._hands.flush(ANNOUNCE_TIMEOUT_S)
         await asyncio.sleep(max(0.0, at - time.monotonic()))
@@ -211,16 +214,16 @@ class NodeFaultInjector:
             case "term":
                 self._hands.leave("ftd chaos term")
             case "flip":
-                self._memory.flip(request.device)
+                self._memory.flip_bit(request.device)
             case "disconnect":
                 self._hands.disconnect(for_s)
             case "raise":
-                # Other words each time: it is not the job's code that is wrong.
+                # The text differs each time, so that the job's own code is not taken to fail repeatedly.
                 words = f"ftd chaos raise {request.request} ({request.reply})"
                 for device in self._struck(request):
                     self._hands.send(device, RaiseError(detail=words))
             case "lossy":
-                self.disturbance.begin(_weather(request), seed=request.seed, for_s=for_s)
+                self.message_faults.begin(_weather(request), seed=request.seed, for_s=for_s)
             case "fill_memory" | "fill_disk":
                 if (directory := self._fillable(request)) is not None:
                     self._filler.fill(directory, for_s)
@@ -228,7 +231,9 @@ class NodeFaultInjector:
                 assert_never(request.do)
 
     def _stop(self, request: ChaosRequest) -> None:
-        """SIGSTOP, and where an end was asked for, a small shell outside that wakes everybody again."""
+        """Stop the processes by SIGSTOP. If the request has a duration, a separate shell continues them after
+        it.
+        """
         pids = self._pids(request)
         if _whole_node(request):
             pids += [pid for pid in (self._hands.zygote_pid(), os.getpid()) if pid is not None]
@@ -242,11 +247,11 @@ class NodeFaultInjector:
                 start_new_session=True,
                 preexec_fn=die_with_parent(),  # noqa: PLW1509  # this daemon has one thread
             )
-        for pid in pids:  # This process comes last.
+        for pid in pids:  # This process stops last.
             os.kill(pid, signal.SIGSTOP)
 
     def _slow(self, request: ChaosRequest) -> None:
-        """A trainer that is started anew meanwhile is as quick as ever."""
+        """Slow the trainers down. A trainer that is started again meanwhile runs at full speed."""
         for device in self._struck(request):
             number = self._slowed[device] = self._slowed.get(device, 0) + 1
             self._hands.send(device, Slow(factor=request.factor or DEFAULT_FACTOR))
@@ -259,13 +264,13 @@ class NodeFaultInjector:
             self._hands.send(device, Slow(factor=1.0))
 
     def _fillable(self, request: ChaosRequest) -> Path | None:
-        """Of ``fill_memory`` and ``fill_disk``."""
+        """Return the directory that a ``fill_memory`` or ``fill_disk`` request fills."""
         if request.do == "fill_memory":
             return self._memory.memory_directory
         return self._memory.checkpoint_directory
 
     def close(self) -> None:
-        """What was taken from others is given back."""
+        """Release the memory and disk space that was filled."""
         self._filler.close()
 
     def _struck(self, request: ChaosRequest) -> tuple[int, ...]:
@@ -279,7 +284,7 @@ class NodeFaultInjector:
         self._answered[request.request] = answer
         while len(self._answered) > _REMEMBERED:
             del self._answered[next(iter(self._answered))]
-        self._hands.answer(request.reply, answer)
+        self._hands.send_answer(request.reply, answer)
 
 
 def _weather(request: ChaosRequest) -> LinkFaults:
@@ -293,13 +298,13 @@ def _weather_problem(request: ChaosRequest) -> str | None:
         if not 0 <= (value := getattr(request, name) or 0.0) <= 1:
             return f"{name} is {value:g}; a probability is 0 to 1"
     late_s = request.late_s or 0.0
-    if not 0 <= late_s <= MOST_LATE_S:
-        return f"late_s is {late_s:g}; give 0 to {MOST_LATE_S:g} seconds"
+    if not 0 <= late_s <= MAX_LATE_S:
+        return f"late_s is {late_s:g}; give 0 to {MAX_LATE_S:g} seconds"
     return None if request.drop or request.duplicate or late_s else "give drop, duplicate or late_s"
 
 
 def _whole_node(request: ChaosRequest) -> bool:
-    """It strikes the daemon, too; ``term`` and ``disconnect`` always do."""
+    """Return whether the fault hits the daemon as well; ``term`` and ``disconnect`` always do."""
     match request.do:
         case "kill" | "stop":
             return request.target == "node"
@@ -310,7 +315,7 @@ def _whole_node(request: ChaosRequest) -> bool:
 
 
 def _said(request: ChaosRequest) -> str:
-    """``kill: the node``, ``slow: trainer 1, for 20 s``."""
+    """Return a label such as ``kill: the node`` or ``slow: trainer 1, for 20 s``."""
     struck = "its trainers" if request.device is None else f"trainer {request.device}"
     told = f"{request.do.replace('_', ' ')}: {'the node' if _whole_node(request) else struck}"
     return told if request.for_s is None else f"{told}, for {request.for_s:g} s"

@@ -1,7 +1,7 @@
-"""``ftd node``: the daemon of one host. It carries out what the agent machine decides.
+"""The daemon ``ftd node`` of one host, which carries out the decisions of the agent machine.
 
-In here: the rendezvous server, the trainers' supervisor, the connection to the broker, and the lives of an
-incarnation. All decisions are in ``statemachine.agent``; this module loads no torch.
+It owns the rendezvous server, the supervisor of the trainers, the connection to the broker, and the node's
+incarnation. All decisions are made in ``statemachine.agent``; this module does not load torch.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from ftd.config.daemon import DaemonConfig
 from ftd.driver import Driver
 from ftd.errors import ConfigurationError
 from ftd.node.chaos import NodeFaultInjector
-from ftd.node.instructions import prepare_instruction, resume_instruction
+from ftd.node.instructions import make_prepare_instruction, make_resume_instruction
 from ftd.node.message_router import NodeMessageRouter
 from ftd.node.publisher import NodePublisher
 from ftd.node.rendezvous import RendezvousServer
@@ -57,8 +57,8 @@ from statemachine.messages.values import NodeFacts
 
 log = structlog.get_logger("ftd.node")
 
-GOODBYE_S = 1.0
-"""How long the goodbye may wait for the broker's acknowledgement."""
+DISCONNECT_TIMEOUT_S = 1.0
+"""Time that the last messages have to be acknowledged by the broker before the connection closes."""
 MAX_SOCKET_PATH_BYTES = 107
 
 AgentEffect = (
@@ -81,7 +81,7 @@ AgentEffect = (
 
 
 class NodeDaemon:
-    """One ``ftd node``: ``await NodeDaemon(config).run()`` lasts until the node has left."""
+    """The node daemon; ``await NodeDaemon(config).run()`` returns when the node has left."""
 
     def __init__(self, config: DaemonConfig) -> None:
         """:raises ConfigurationError: the configuration has no shared secret."""
@@ -104,24 +104,24 @@ class NodeDaemon:
             host=_listening_address(config.host),
             feed=self._driver.feed,
             stamp=self._stamp,
-            tell=self.announce,
+            publish_event=self.publish_event,
             trainers=self,
         )
         self._chaos = NodeFaultInjector(
             node=config.node, devices=config.devices, allowed=config.chaos, hands=self, memory=self._snapshots
         )
         self._traces = TraceService(
-            node=config.node, devices=config.devices, send=self.send, answer=self.answer
+            node=config.node, devices=config.devices, send=self.send, answer=self.send_answer
         )
         self._hearing = NodeMessageRouter(self._topics, self._node, self)
         self._voice: NodePublisher | None = None
         self._signals = 0
 
     async def run(self) -> int:
-        """Serve until the node has left; the exit code.
+        """Serve until the node has left, and return the exit code.
 
         :raises ConfigurationError: the runtime directory or the rendezvous port cannot be used.
-        :raises FtdError: the daemon cannot go on.
+        :raises FtdError: the daemon cannot continue.
         """
         loop = asyncio.get_running_loop()
         self._exit: asyncio.Future[int] = loop.create_future()
@@ -135,7 +135,7 @@ class NodeDaemon:
             cause=self._driver.new_cause,
             environment=self._trainer_environment,
             preload=self._config.preload,
-            aside=self._on_aside,
+            on_side_report=self._on_aside,
         )
         self._starving = StarvationMonitor(self._supervisor.pids, self._driver.feed, self._stamp)
         try:
@@ -146,8 +146,8 @@ class NodeDaemon:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._on_signal, number)
             self._begin_incarnation()
-            # Trainers come later: they are told to by the machine, which does not run yet.
-            await self._snapshots.take_stock()
+            # Trainers start later: the machine, which starts them, does not run yet.
+            await self._snapshots.scan()
             systemd.notify("READY=1", f"STATUS=node {self._node}, {self._config.devices} devices")
             return await self._serve()
         finally:
@@ -155,14 +155,14 @@ class NodeDaemon:
             await self._end()
 
     async def _serve(self) -> int:
-        """Run the machine, and others beside it, until the machine or a signal ends the daemon."""
+        """Run the machine and the background tasks until the machine or a signal ends the daemon."""
         driving = asyncio.ensure_future(self._driver.run())
         beside = [asyncio.ensure_future(work) for work in (systemd.feed_watchdog(), self._starving.run())]
         ending: list[asyncio.Future[Any]] = [self._exit, driving]
         try:
             await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if not self._exit.done():
-                driving.result()  # Only an error ends the driver: hand it on.
+                driving.result()  # Only an error ends the driver: raise it here.
             return self._exit.result()
         finally:
             for task in (driving, *beside):
@@ -170,13 +170,13 @@ class NodeDaemon:
             await asyncio.gather(driving, *beside, return_exceptions=True)
 
     async def _end(self) -> None:
-        """Leave nothing behind: trainers, connection, sockets, files."""
+        """Release everything: trainers, connection, sockets and files."""
         self._driver.stop_timers()
         self._traces.close()
         self._chaos.close()
         await self._supervisor.close()
         if self._voice is not None:
-            await self._voice.close(GOODBYE_S)
+            await self._voice.close(DISCONNECT_TIMEOUT_S)
         await self._rendezvous.close()
         await self._snapshots.close()
         await self._metrics_server.close()
@@ -185,7 +185,7 @@ class NodeDaemon:
     # --- setting up --------------------------------------------------------------------------------
 
     def _make_directory(self) -> None:
-        """A private directory of this very process, so that two daemons of one name cannot collide."""
+        """Make a private directory of this process, so that two daemons of one name cannot collide."""
         excess = len(os.fsencode(self._directory / "trainers.sock")) - MAX_SOCKET_PATH_BYTES
         if excess > 0:
             raise ConfigurationError(
@@ -209,13 +209,15 @@ class NodeDaemon:
         return trainer_environment(device) | self._compile_cache
 
     def _make_compile_cache(self) -> None:
-        """Without one, torch takes a directory below /tmp, and the node works as well."""
+        """Make the directory for compiled code. Without it torch uses a directory below /tmp, and the node
+        works as well.
+        """
         self._compile_cache: dict[str, str] = {}
         try:
             self._compile_cache = prepare_compile_cache(self._config.compile_cache_dir)
         except OSError as error:
             path = str(self._config.compile_cache_dir)
-            log.warning("compile_cache_not_usable", path=path, reason=error.strerror or str(error))
+            log.warning("compile_cache_unusable", path=path, reason=error.strerror or str(error))
 
     async def _listen(self) -> None:
         try:
@@ -228,7 +230,9 @@ class NodeDaemon:
             ) from error
 
     def _begin_incarnation(self) -> None:
-        """A new last will, a new connection under a new client id, and the machine starts over."""
+        """Start a new incarnation: a new last will, a new connection with a new client id, and a reset of the
+        machine.
+        """
         self._incarnation = max(self._incarnation + 1, time.time_ns() // 1000)
         facts = NodeFacts(
             devices=self._config.devices,
@@ -239,18 +243,18 @@ class NodeDaemon:
             snapshot_bytes=self._snapshots.size_bytes,
             secret_fingerprint=secret_fingerprint(self._secret),
         )
-        log.info("begin_incarnation", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
+        log.info("incarnation_began", incarnation=self._incarnation, rendezvous_port=self._rendezvous.port)
         self._driver.feed(AgentStarted(**self._stamp(), incarnation=self._incarnation, facts=facts))
         self._voice = NodePublisher(
             self._config,
             self._incarnation,
-            disturbance=self._chaos.disturbance,
+            message_faults=self._chaos.message_faults,
             clock=self._driver.now,
             on_message=self._hearing.on_message,
             on_connected=lambda: self._driver.feed(BrokerConnected(**self._stamp())),
             on_lost=lambda: self._driver.feed(BrokerDisconnected(**self._stamp())),
             on_acknowledged=self._metrics.common.broker_round_trip.observe,
-            watch=self._metrics.on_published,
+            on_event=self._metrics.on_published,
         )
 
     # --- what happens ------------------------------------------------------------------------------
@@ -259,7 +263,9 @@ class NodeDaemon:
         return {"at": self._driver.now(), "cause": self._driver.new_cause()}
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first leaves gracefully, a second does not wait for the coordinator, a third for nobody."""
+        """Leave gracefully on the first signal, without the coordinator on the second, and at once on the
+        third.
+        """
         self._signals += 1
         if self._signals > 2 and not self._exit.done():
             self._exit.set_result(128 + number)
@@ -268,11 +274,11 @@ class NodeDaemon:
     def _on_trainer(self, event: Event) -> None:
         match event:
             case TrainerReported(report=protocol.TrainerHeartbeat()):
-                self._starving.heard(event.device, event.at)
+                self._starving.record_heartbeat(event.device, event.at)
             case TrainerReported(report=Resumed(generation=generation)):
                 self._snapshots.stager.resumed(event.device, generation)
             case TrainerConnected():
-                self.announce(
+                self.publish_event(
                     "TrainerStarted",
                     f"process {event.pid}",
                     {"device": event.device, "pid": event.pid, "daemon_pid": os.getpid()},
@@ -284,21 +290,23 @@ class NodeDaemon:
             case Traced():
                 self._traces.on_traced(device, frame)
             case protocol.StagingCorrupted():
-                self._snapshots.stager.spoiled(device, frame)
+                self._snapshots.stager.handle_corrupt(device, frame)
             case protocol.ModelDescribed():
-                self._snapshots.described(frame.job_id, frame.description)
+                self._snapshots.set_description(frame.job_id, frame.description)
 
     # --- what the machine wants ----------------------------------------------------------------------
 
     async def _perform(self, effect: effects.Effect) -> None:
-        wanted = cast(AgentEffect, effect)  # Timers are the driver's, and the rest is the coordinator's.
+        wanted = cast(
+            AgentEffect, effect
+        )  # The driver handles timers, and all other effects are the coordinator's.
         match wanted:
             case effects.SendSignal():
-                self._speaking().signal(wanted.signal)
+                self._speaking().send_signal(wanted.signal)
             case effects.PublishNode():
-                self._speaking().state(wanted)
+                self._speaking().publish_state(wanted)
             case effects.EmitEvent():
-                self._speaking().event(wanted)
+                self._speaking().publish_event(wanted)
             case effects.StartTrainer():
                 self._supervisor.start_trainer(wanted.device)
             case effects.KillTrainer():
@@ -315,7 +323,7 @@ class NodeDaemon:
                 self._snapshots.send_copy(wanted)
             case effects.RetainSnapshotCopies():
                 order = wanted.order
-                self._snapshots.keep_copies(order.job_id, order.step, order.restore)
+                self._snapshots.retain_copies(order.job_id, order.step, order.restore)
             case effects.RemoveSnapshots():
                 self._snapshots.remove(wanted.job_id)
             case effects.PersistLayers():
@@ -323,7 +331,7 @@ class NodeDaemon:
             case effects.StopPersisting():
                 self._snapshots.stop_persisting(wanted.attempt)
             case effects.RenewIncarnation():
-                await self._speaking().close(GOODBYE_S)
+                await self._speaking().close(DISCONNECT_TIMEOUT_S)
                 self._begin_incarnation()
             case effects.ExitDaemon():
                 if not self._exit.done():
@@ -337,7 +345,7 @@ class NodeDaemon:
             internal_errors=self._driver.bugs,
             trainers=len(self._supervisor.pids()),
             rendezvous_rejected=self._rendezvous.rejected,
-            **self._snapshots.figures(),
+            **self._snapshots.metrics(),
         )
 
     def _speaking(self) -> NodePublisher:
@@ -347,11 +355,13 @@ class NodeDaemon:
     def _prepare(self, effect: effects.PrepareTrainer) -> None:
         try:
             arena, limit_bytes = self._snapshots.prepare(effect.job, effect.device)
-            # One device's trainer is enough: all of them have the whole model.
+            # One device's trainer is enough, since every trainer has the whole model.
             describe = bool(effect.job.checkpoint.url) and effect.device == 0
-            frame = prepare_instruction(effect.job, effect.profile, arena, limit_bytes, describe=describe)
+            frame = make_prepare_instruction(
+                effect.job, effect.profile, arena, limit_bytes, describe=describe
+            )
         except (msgspec.ValidationError, ValueError) as error:
-            self._supervisor.refuse(effect.device, "unprepared", f"the job cannot be understood: {error}")
+            self._supervisor.fail_trainer(effect.device, "unprepared", f"the job is invalid: {error}")
             return
         self._supervisor.send(effect.device, frame)
 
@@ -359,7 +369,9 @@ class NodeDaemon:
         resume, device = effect.resume, Device(node=self._node, index=effect.device)
 
         def send(staged: str) -> None:
-            self._supervisor.send(effect.device, resume_instruction(resume, device, self._secret, staged))
+            self._supervisor.send(
+                effect.device, make_resume_instruction(resume, device, self._secret, staged)
+            )
 
         self._snapshots.stager.resume(resume, effect.device, send)
 
@@ -371,7 +383,7 @@ class NodeDaemon:
 
     def on_command(self, message: ToNode) -> None:
         if self._voice is not None and message.incarnation == self._incarnation:
-            self._voice.note_command(message.command)
+            self._voice.observe_command(message.command)
         self._driver.feed(CommandArrived(at=self._driver.now(), cause=message.cause, message=message))
 
     def on_chaos(self, payload: bytes) -> None:
@@ -381,7 +393,7 @@ class NodeDaemon:
         self._traces.on_request(payload)
 
     def on_state(self, seen: NodeStateMessage | None) -> None:
-        self._speaking().note_state(seen)
+        self._speaking().observe_state(seen)
 
     # --- chaos' hands ----------------------------------------------------------------------------------
 
@@ -397,23 +409,27 @@ class NodeDaemon:
     def disconnect(self, for_s: float) -> None:
         self._speaking().interrupt(for_s)
 
-    def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None:
-        """Say something on this node's own account, not the machine's."""
+    def publish_event(
+        self, event: str, reason: str, details: dict[str, Any], *, over_mqtt: bool = True
+    ) -> None:
+        """Publish an event that the machine did not decide on."""
         effect = effects.EmitEvent(
             cause=self._driver.new_cause(), name=event, reason=reason, node=self._node, details=details
         )
-        self._speaking().event(effect, aloud=aloud)
+        self._speaking().publish_event(effect, over_mqtt=over_mqtt)
 
     def send(self, device: int, frame: protocol.Instruction) -> bool:
         return self._supervisor.send(device, frame)
 
-    def answer(self, client: str, answer: Answer) -> None:
-        self._speaking().answer(client, answer)
+    def send_answer(self, client: str, answer: Answer) -> None:
+        self._speaking().send_answer(client, answer)
 
     async def flush(self, timeout_s: float) -> None:
         await self._speaking().flush(timeout_s)
 
 
 def _listening_address(host: str) -> str:
-    """Loopback stays on loopback; any other name of this host may not be one it can bind (NAT, DNS)."""
+    """Return the address to listen on: loopback stays loopback, and for any other host name all interfaces,
+    since the name may not be bindable here (NAT, DNS).
+    """
     return host if host in ("127.0.0.1", "::1", "localhost") else "0.0.0.0"

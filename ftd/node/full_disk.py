@@ -1,4 +1,4 @@
-"""Chaos: a file system without room. All of it is given back: by a timer, or by this process's end."""
+"""A full file system as an injected fault. The space is released by a timer, or when this process ends."""
 
 import asyncio
 import os
@@ -11,22 +11,26 @@ import structlog
 
 log = structlog.get_logger("ftd.node")
 
-MOST_MIB = 1024
-"""Without another bound a larger file system is not filled: it may be the machine's memory."""
+MAX_FILL_MIB = 1024
+"""Largest amount of free space that is filled without an explicit limit: the file system may be the machine's
+memory.
+"""
 _MIB = 1 << 20
 _LEAST_BYTES = 64 * 1024
 _TRIES = 20
 
 
 class DiskFiller:
-    """Takes what is free, in files without a name: they go with this process, however it ends."""
+    """Fills the free space of a directory with unnamed files, which disappear with this process however it
+    ends.
+    """
 
     def __init__(self) -> None:
         self._files: list[IO[bytes]] = []
 
-    def problem(self, directory: Path, most_mib: int | None) -> str | None:
-        """Why ``directory`` cannot be filled; ``None`` where it can."""
-        most_mib = most_mib or MOST_MIB
+    def find_problem(self, directory: Path, most_mib: int | None) -> str | None:
+        """Return why ``directory`` cannot be filled, or ``None`` if it can."""
+        most_mib = most_mib or MAX_FILL_MIB
         try:
             free = shutil.disk_usage(directory).free
         except OSError as error:
@@ -39,19 +43,19 @@ class DiskFiller:
         return None
 
     def fill(self, directory: Path, for_s: float) -> None:
-        """Leave no room in ``directory`` for so long. Call it where there is no ``problem``."""
+        """Leave no space in ``directory`` for ``for_s``. Call it only where ``find_problem`` returns ``None``."""
         try:
             file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115  # it is closed by ``_release``
         except OSError as error:
-            log.warning("fill", directory=str(directory), reason=error.strerror)
+            log.warning("fill_failed", directory=str(directory), reason=error.strerror)
             return
         taken = _take(file, directory)
-        log.warning("filled", directory=str(directory), size_bytes=taken)
+        log.warning("disk_filled", directory=str(directory), size_bytes=taken)
         self._files.append(file)
         asyncio.get_running_loop().call_later(for_s, self._release, file)
 
     def close(self) -> None:
-        """Give everything back now."""
+        """Release everything now."""
         for file in tuple(self._files):
             self._release(file)
 
@@ -62,7 +66,9 @@ class DiskFiller:
 
 
 def _take(file: IO[bytes], directory: Path) -> int:
-    """Others may take and give meanwhile: what is free is asked again until hardly anything is."""
+    """Allocate the free space and return the bytes. Others allocate and free meanwhile, so the free space is
+    read again until hardly any is left.
+    """
     taken = 0
     for _ in range(_TRIES):
         free = shutil.disk_usage(directory).free

@@ -1,6 +1,6 @@
 """Instructions to trainers: what a job and a plan of named devices mean for one device.
 
-Rank r is ``plan.devices[r]``: what names a device in the plan names its rank in the instruction.
+Rank r is ``plan.devices[r]``. The plan names devices, the instruction names ranks.
 """
 
 import msgspec
@@ -10,8 +10,13 @@ from statemachine.messages import cluster, trainer
 from statemachine.messages.values import HeldPart, Job
 
 
-def world_data(plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ...] = ()) -> trainer.WorldData:
-    """The training group of a plan; ``hosts`` maps each of its nodes to an address."""
+def make_world_data(
+    plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ...] = ()
+) -> trainer.WorldData:
+    """Return the training group of a plan.
+
+    :param hosts: address of each node of the plan.
+    """
     ranks = {device: rank for rank, device in enumerate(plan.devices)}
     return trainer.WorldData(
         pipelines=tuple(
@@ -54,20 +59,21 @@ def world_data(plan: Plan, hosts: dict[str, str], held_parts: tuple[HeldPart, ..
 
 
 def rank_of(plan: Plan, device: Device) -> int:
-    """The device's rank in the plan, or -1 where it idles."""
+    """Return the device's rank in the plan, or -1 if the plan does not use it."""
     try:
         return plan.devices.index(device)
     except ValueError:
         return -1
 
 
-def resume_instruction(
+def make_resume_instruction(
     resume: cluster.Resume, device: Device, token: str, restore: str = ""
 ) -> trainer.ResumeRank:
-    """The instruction for one device.
+    """Return the instruction for one device to resume training.
 
-    :param restore: the directory in which its layers are staged; empty: it keeps what it holds.
-    :raises ValueError: the rendezvous address is no host:port.
+    :param restore: directory in which the device's layers are staged; empty if it keeps the state that it
+        holds.
+    :raises ValueError: the rendezvous address is not host:port.
     """
     host, _, port = resume.rendezvous.rpartition(":")
     released = next((each for each in resume.plan.released_layers if each.device == device), None)
@@ -76,7 +82,7 @@ def resume_instruction(
         step=resume.step,
         vote=resume.vote,
         rank=rank_of(resume.plan, device),
-        world=world_data(resume.plan, resume.hosts, resume.held_parts),
+        world=make_world_data(resume.plan, resume.hosts, resume.held_parts),
         rendezvous_host=host,
         rendezvous_port=int(port),
         token=token,
@@ -90,7 +96,7 @@ def resume_instruction(
     )
 
 
-def prepare_instruction(
+def make_prepare_instruction(
     job: Job,
     profile: bool,
     arena: str = "",
@@ -98,7 +104,10 @@ def prepare_instruction(
     *,
     describe: bool = False,
 ) -> trainer.PrepareJob:
-    """:raises msgspec.ValidationError: the job's training table is not what a trainer understands."""
+    """Return the instruction for a trainer to prepare for a job.
+
+    :raises msgspec.ValidationError: the job's training table is not valid for a trainer.
+    """
     training = msgspec.convert(job.training, trainer.TrainingData)
     return trainer.PrepareJob(
         job_id=job.job_id,

@@ -1,7 +1,7 @@
-"""Chaos on the way between a node and the coordinator: messages are lost, come twice, come late.
+"""Message faults between a node and the coordinator: messages are dropped, duplicated or delayed.
 
-The broker and TCP do none of that; it is done where signals leave the node and commands reach it. What the
-coordinator says keeps its order, and so does what the node says: MQTT promises that of one sender.
+Neither the broker nor TCP loses messages, so the faults are injected where signals leave the node and where
+commands reach it. Each direction keeps its order, as MQTT promises for one sender.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from random import Random
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFaults:
-    """Probabilities for each message, and by how much it is late at most."""
+    """Probability of each fault for a message, and the longest delay."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -21,7 +21,7 @@ class LinkFaults:
 
 
 class FaultyLink:
-    """One direction."""
+    """One direction of the connection."""
 
     def __init__(self) -> None:
         self._queue: deque[tuple[float, Callable[[], None]]] = deque()
@@ -29,16 +29,16 @@ class FaultyLink:
         self._weather: LinkFaults | None = None
         self._random = Random(0)
 
-    def begin(self, weather: LinkFaults, seed: str) -> None:
-        """From now on; the same seed treats the same messages in the same way."""
-        self._weather, self._random = weather, Random(seed)
+    def begin(self, faults: LinkFaults, seed: str) -> None:
+        """Inject these faults from now on. The same seed treats the same messages in the same way."""
+        self._weather, self._random = faults, Random(seed)
 
     def end(self) -> None:
-        """What is under way still comes."""
+        """Inject no more faults. Delayed messages are still delivered."""
         self._weather = None
 
-    def carry(self, deliver: Callable[[], None]) -> None:
-        """Call ``deliver`` now, or later, or twice, or never."""
+    def deliver(self, deliver: Callable[[], None]) -> None:
+        """Call ``deliver`` now, later, twice or never."""
         weather = self._weather
         if weather is None:
             lost, times, late_s = False, 1, 0.0
@@ -54,7 +54,7 @@ class FaultyLink:
             self._drain()
 
     def _drain(self) -> None:
-        """What is due, in order: whoever is late holds up those behind."""
+        """Deliver what is due, in order: a delayed message holds up those after it."""
         loop = asyncio.get_running_loop()
         self._timer = None
         while self._queue:
@@ -67,22 +67,22 @@ class FaultyLink:
 
 
 class MessageFaultInjector:
-    """Both directions of one node; fair unless ``begin`` says otherwise."""
+    """Both directions of one node. Messages pass unchanged until ``begin`` is called."""
 
     def __init__(self, node: str) -> None:
         self._node = node
         self.outgoing, self.incoming = FaultyLink(), FaultyLink()
         self._end: asyncio.TimerHandle | None = None
 
-    def begin(self, weather: LinkFaults, *, seed: int, for_s: float) -> None:
-        """For so long; a later one takes the place of an earlier one."""
+    def begin(self, faults: LinkFaults, *, seed: int, for_s: float) -> None:
+        """Inject faults for ``for_s``. A later call replaces an earlier one."""
         if self._end is not None:
             self._end.cancel()
         for name, wire in (("out", self.outgoing), ("in", self.incoming)):
-            wire.begin(weather, f"{seed}/{self._node}/{name}")
+            wire.begin(faults, f"{seed}/{self._node}/{name}")
         self._end = asyncio.get_running_loop().call_later(for_s, self.end)
 
     def end(self) -> None:
-        """Fair again."""
+        """Let messages pass unchanged again."""
         self.outgoing.end()
         self.incoming.end()

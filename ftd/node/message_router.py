@@ -1,4 +1,4 @@
-"""What a node hears over MQTT: each payload checked, read, and handed to whom it is for."""
+"""Routing of the MQTT messages that a node receives: each payload is checked, decoded and handed on."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,11 +11,11 @@ from statemachine.messages.cluster import ToNode
 
 
 class NodeMessageHandler(Protocol):
-    """Whom it is handed to; of the daemon."""
+    """What handles the decoded messages; implemented by the daemon."""
 
     @property
     def incarnation(self) -> int:
-        """The present one."""
+        """The present incarnation of the node."""
 
     def on_command(self, message: ToNode) -> None: ...
 
@@ -24,13 +24,17 @@ class NodeMessageHandler(Protocol):
     def on_trace(self, payload: bytes) -> None: ...
 
     def on_state(self, seen: NodeStateMessage | None) -> None:
-        """Somebody's word on this node's own topic; ``None``: what was retained there was deleted."""
+        """Handle a state that somebody published on this node's own topic; ``None`` if the retained one was
+        deleted.
+        """
 
-    def announce(self, event: str, reason: str, details: dict[str, Any], *, aloud: bool = True) -> None: ...
+    def publish_event(
+        self, event: str, reason: str, details: dict[str, Any], *, over_mqtt: bool = True
+    ) -> None: ...
 
 
 class NodeMessageRouter:
-    """See the module."""
+    """Maps each topic that the node subscribes to onto the decoder of its messages."""
 
     def __init__(self, topics: Topics, node: str, ears: NodeMessageHandler) -> None:
         self._node, self._ears, self._all = node, ears, topics.command
@@ -44,8 +48,11 @@ class NodeMessageRouter:
         self._take = take
 
     def on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        """What nobody can act on is refused. On the topic that all nodes hear, the coordinator says so for
-        all of them: a thousand nodes would say it at once."""
+        """Decode a message and hand it on, or report that it was rejected.
+
+        A broken message on the topic that all nodes receive is only logged, since the coordinator reports
+        it; otherwise a thousand nodes would report it at once.
+        """
         take = self._take.get(topic)
         if take is None:
             return
@@ -53,7 +60,9 @@ class NodeMessageRouter:
             take(payload, retained)
         except WireError as error:
             details = {"topic": topic, "why": str(error)}
-            self._ears.announce("MessageRejected", f"{topic}: {error}", details, aloud=topic != self._all)
+            self._ears.publish_event(
+                "MessageRejected", f"{topic}: {error}", details, over_mqtt=topic != self._all
+            )
 
     def _command(self, payload: bytes, retained: bool) -> None:
         check_not_retained(retained)
@@ -66,7 +75,7 @@ class NodeMessageRouter:
             self._ears.on_command(message)
 
     def _chaos(self, payload: bytes, retained: bool) -> None:
-        if not retained:  # A fault that somebody left retained must not strike at every start.
+        if not retained:  # A fault that somebody left retained must not be injected at every start.
             self._ears.on_chaos(payload)
 
     def _trace(self, payload: bytes, retained: bool) -> None:

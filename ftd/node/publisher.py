@@ -1,4 +1,4 @@
-"""What a node says over MQTT: its retained state with the last will, signals, events, answers."""
+"""What a node publishes over MQTT: its retained state with the last will, signals, events and answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,42 +22,46 @@ from statemachine.messages.values import NodeState
 log = structlog.get_logger("ftd.node")
 
 SETTLE_S = 1.0
-"""How long two daemons of one name wait for the coordinator to say which of them the name belongs to."""
+"""Time after which a node publishes its state again next to another live daemon of its name. Meanwhile the
+coordinator rejects one of the two.
+"""
 STATE_PERIOD_S = 0.1
-"""HEALTHY, SNAP, OFFLINE and so on are told at once, what else is in a state so much later, the newest only:
-where a thousand nodes quiesce and resume, that many states would stand in the way of what is urgent."""
+"""Delay of a state message whose state is unchanged; only the newest is published. Changes to HEALTHY, SNAP,
+OFFLINE and so on are published at once. When a thousand nodes quiesce and resume, the other messages would
+delay the urgent ones.
+"""
 
 
 class NodePublisher:
-    """One incarnation of a node on the broker: its own client id, its own last will."""
+    """One incarnation of a node at the broker, with its own client id and last will."""
 
     def __init__(
         self,
         config: DaemonConfig,
         incarnation: int,
         *,
-        disturbance: MessageFaultInjector,
+        message_faults: MessageFaultInjector,
         clock: Callable[[], float],
         on_message: Callable[[str, bytes, bool], None],
         on_connected: Callable[[], None],
         on_lost: Callable[[], None],
         on_acknowledged: Callable[[float], None],
-        watch: Callable[[EmitEvent], None],
+        on_event: Callable[[EmitEvent], None],
     ) -> None:
-        """:param watch: sees every event before one is held back."""
+        """:param on_event: receives every event, also those that are held back."""
         self.incarnation = incarnation
         self._config = config
         self._node = config.node
         self._topics = Topics(cluster=config.cluster)
         self._commands = (self._topics.node_command(self._node), self._topics.command)
         self._clock = clock
-        self._disturbance = disturbance
+        self._disturbance = message_faults
         self._on_message, self._on_connected = on_message, on_connected
-        self._watch = watch
+        self._watch = on_event
         self._gate = EventRateLimiter()
         self._state: NodeStateMessage | None = None
         self._introduced = False
-        """The state was told since the connection was made."""
+        """Whether the state was published since the connection was made."""
         self._state_timer: asyncio.TimerHandle | None = None
         self._rejected = False
         self._topic = self._topics.node_state(self._node)
@@ -71,8 +75,8 @@ class NodePublisher:
                 self._topics.trace(self._node),
                 self._topic,
             ),
-            # Of a thousand nodes the broker would have a thousand acknowledgements to read, and each node's
-            # answer to a command behind its own.
+            # With a thousand nodes, the broker would have to read a thousand acknowledgements, each ahead
+            # of that node's answer to the command.
             unacknowledged=(self._topics.command,),
             will=Will(topic=self._topic, payload=encode_json(will)),
             on_message=self._hear,
@@ -87,9 +91,9 @@ class NodePublisher:
         return self._session.connected
 
     async def close(self, flush_s: float) -> None:
-        """Let what was said be acknowledged, then take leave of the broker."""
+        """Wait for the acknowledgement of what was published, then disconnect."""
         if self._state_timer is not None:
-            self.say_state()
+            self.publish_state_now()
         await self._session.flush(flush_s)
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
@@ -98,15 +102,16 @@ class NodePublisher:
         await self._session.flush(timeout_s)
 
     def interrupt(self, for_s: float) -> None:
-        """Cut the connection without a goodbye and stay away for so long."""
+        """Cut the connection without a disconnect message, and reconnect after ``for_s``."""
         self._session.interrupt(for_s)
 
-    def signal(self, signal: messages.Signal) -> None:
+    def send_signal(self, signal: messages.Signal) -> None:
         message = FromNode(node=self._node, incarnation=self.incarnation, signal=signal)
         topic, payload = self._topics.node_signal(self._node), encode_from_node(message)
-        # Where the connection breaks it is not said again: the next one begins with a Hello, acknowledged or
-        # not. So it need not be; a thousand nodes' answers at once would have to wait for that.
-        self._disturbance.outgoing.carry(lambda: self._session.publish(topic, payload, qos=0))
+        # QoS 0 is enough: a signal that is lost with the connection is not sent again, since the next
+        # connection begins with a Hello in any case. A thousand nodes' answers at once would otherwise wait
+        # for acknowledgements.
+        self._disturbance.outgoing.deliver(lambda: self._session.publish(topic, payload, qos=0))
 
     def _note_connected(self) -> None:
         self._introduced = False
@@ -114,18 +119,21 @@ class NodePublisher:
 
     def _hear(self, topic: str, payload: bytes, retained: bool) -> None:
         if topic in self._commands:
-            self._disturbance.incoming.carry(lambda: self._on_message(topic, payload, retained))
+            self._disturbance.incoming.deliver(lambda: self._on_message(topic, payload, retained))
         else:
             self._on_message(topic, payload, retained)
 
-    def answer(self, client: str, answer: Answer) -> None:
+    def send_answer(self, client: str, answer: Answer) -> None:
         self._session.publish(self._topics.reply(client), encode_json(answer))
 
     # --- events ----------------------------------------------------------------------------------
 
-    def event(self, effect: EmitEvent, *, aloud: bool = True) -> None:
-        """Publish an event; an outage of the broker delays it, a flood of its kind thins it out. Not
-        ``aloud``: it is counted and logged, and that is all."""
+    def publish_event(self, effect: EmitEvent, *, over_mqtt: bool = True) -> None:
+        """Publish an event. An outage of the broker delays it, and a flood of events of its kind is thinned
+        out.
+
+        :param over_mqtt: if false, the event is only counted and logged.
+        """
         self._watch(effect)
         now = self._clock()
         suppressed = self._gate.admit(effect, now)
@@ -139,25 +147,26 @@ class NodePublisher:
             cause=effect.cause,
             **({"details": effect.details} if effect.details else {}),
         )
-        if not aloud:
+        if not over_mqtt:
             return
         message = event_message(effect, monotonic=now, suppressed=suppressed, source=f"node/{self._node}")
         self._session.publish(self._topics.events, encode_event(message), queue_offline=True)
 
     # --- the retained state ------------------------------------------------------------------------
 
-    def state(self, effect: PublishNode) -> None:
+    def publish_state(self, effect: PublishNode) -> None:
         said = self._state_message(effect.state, effect.generation, effect.step, effect.reason)
         before = self._state
-        # The machine says OFFLINE only on purpose; the unwanted end of a node is the last will's to tell.
+        # The machine publishes OFFLINE only when the node leaves on purpose; the last will reports an
+        # unexpected end.
         self._state = msgspec.structs.replace(said, graceful=effect.state is NodeState.OFFLINE)
         if not self._introduced or before is None or before.state is not said.state:
-            self.say_state()
+            self.publish_state_now()
         elif self._state_timer is None:
-            self._state_timer = asyncio.get_running_loop().call_later(STATE_PERIOD_S, self.say_state)
+            self._state_timer = asyncio.get_running_loop().call_later(STATE_PERIOD_S, self.publish_state_now)
 
-    def say_state(self) -> None:
-        """Publish the last state (again), unless the topic belongs to another live node of our name."""
+    def publish_state_now(self) -> None:
+        """Publish the last state (again), unless the topic belongs to another live node of this name."""
         if self._state_timer is not None:
             self._state_timer.cancel()
             self._state_timer = None
@@ -165,28 +174,28 @@ class NodePublisher:
         if self._state is not None and not self._rejected:
             self._session.publish(self._topic, encode_json(self._state), retain=True)
 
-    def note_command(self, command: messages.Command) -> None:
-        """The coordinator's commands show whether the name is ours."""
+    def observe_command(self, command: messages.Command) -> None:
+        """Learn from the coordinator's commands whether this node owns its name."""
         if isinstance(command, messages.Reject):
             if not self._rejected:
-                log.error("rejected", reason=command.reason, remedy="trying again every second")
+                log.error("node_rejected", reason=command.reason, remedy="the daemon retries every second")
             self._rejected = True
         elif not isinstance(command, messages.RequestHello):
             self._rejected = False
 
-    def note_state(self, seen: NodeStateMessage | None) -> None:
-        """Somebody else's word on our topic: say ours again.
+    def observe_state(self, seen: NodeStateMessage | None) -> None:
+        """Publish our state again after somebody else wrote to our topic.
 
-        An older incarnation's last will is answered at once, and so is a coordinator that forgot our name
-        (``None``) when we were on our way back. A live state is a second daemon of our name:
-        the coordinator rejects one of us, which a moment later will have settled who writes here.
+        The last will of an older incarnation is replaced at once, and so is a deleted state (``None``): the
+        coordinator removed our name while we were reconnecting. A live state comes from a second daemon of
+        our name. The coordinator rejects one of us, which settles after a moment who writes here.
         """
         if seen is not None and seen.incarnation == self.incarnation:
             return
         if seen is None or seen.state is NodeState.OFFLINE:
-            self.say_state()
+            self.publish_state_now()
         else:
-            asyncio.get_running_loop().call_later(SETTLE_S, self.say_state)
+            asyncio.get_running_loop().call_later(SETTLE_S, self.publish_state_now)
 
     def _state_message(self, state: NodeState, generation: int, step: int, reason: str) -> NodeStateMessage:
         return NodeStateMessage(

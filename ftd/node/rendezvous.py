@@ -1,13 +1,15 @@
-"""The server that the trainers of a generation meet through: a small key–value store over TCP.
+"""The rendezvous server, through which the trainers of a generation find each other: a small key–value store
+over TCP.
 
-Process groups are formed by exchanging addresses under agreed keys. The server lives in the daemon of
-rank 0's node, so it needs no process of its own, and holds nothing that matters once a group is formed:
-a generation's keys go when its last connection closes or when a newer generation appears, and whoever
-still asks for an older one is refused, which is what keeps a stale trainer out of a new group.
+Process groups are formed by exchanging addresses under agreed keys. The server lives in the daemon of rank
+0's node, so it needs no process of its own, and it holds nothing that matters once a group is formed. A
+generation's keys are dropped when its last connection closes or when a newer generation appears. A client
+that asks for an older generation is rejected, which keeps stale trainers out of new groups.
 
-Frames are the ones of ``runtime.wire.store_protocol``. Untrusted input: nothing but a small ``StoreHello`` is
-read before its proof was compared (in constant time), within a limit that all of it shares; those who
-have not said it are few, and the oldest of them gives way; frames, keys and bytes are bounded.
+The frames are those of ``runtime.wire.store_protocol``. All input is untrusted. Before a client's proof has
+been compared (in constant time), the server reads nothing but a small ``StoreHello``, within one time limit
+for the whole frame. The number of clients that have not sent their proof is bounded, and the oldest of them
+is dropped for a new one. Frames, keys and stored bytes are bounded as well.
 """
 
 import asyncio
@@ -39,26 +41,26 @@ from runtime.wire.store_protocol import (
 log = structlog.get_logger()
 
 MAX_KEYS = 65_536
-"""Of one generation. Process groups need about one key per rank and group."""
+"""Largest number of keys of one generation. Process groups need about one key for each rank and group."""
 MAX_STORED_BYTES = 64 * 1024 * 1024
 MAX_CONNECTIONS = 4096
-MAX_STRANGERS = 256
-"""Connections that have not said who they are."""
+MAX_UNAUTHENTICATED = 256
+"""Largest number of connections that have not proved yet that they belong to the cluster."""
 HELLO_TIMEOUT_S = 10.0
 MAX_GET_TIMEOUT_S = 600.0
 
 
 class RendezvousRejected(Exception):
-    """A request cannot be served; the text is for whoever asked."""
+    """The server does not serve a request; the text is sent to the client."""
 
 
 class _Unproven(RendezvousRejected):
-    """Whoever asked is no trainer of this cluster."""
+    """The client did not prove that it is a trainer of this cluster."""
 
 
 @dataclass(slots=True)
 class _Generation:
-    """The name space of one generation."""
+    """The key space of one generation."""
 
     number: int
     values: dict[str, bytes] = field(default_factory=dict)
@@ -85,7 +87,7 @@ class _Generation:
         return value is not None
 
     def wake(self) -> None:
-        """Everybody who waits for a change looks again; later waiters get a fresh event."""
+        """Wake everybody who waits for a change; later waiters get a new event."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -105,10 +107,12 @@ class _Generation:
 
 
 class RendezvousServer:
-    """``async with RendezvousServer(secret, host=…) as server: … server.port``."""
+    """The server; use it as ``async with RendezvousServer(secret, host=…) as server`` and read
+    ``server.port``.
+    """
 
     def __init__(self, secret: str, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """:param port: 0 takes a free one. Listening happens in ``start``."""
+        """:param port: port to listen on from ``start``; 0 takes a free one."""
         self._secret = secret
         self._host = host
         self._port = port
@@ -121,7 +125,7 @@ class RendezvousServer:
 
     @property
     def rejected(self) -> int:
-        """Connections that could not prove that they belong here, or spoke something else."""
+        """Number of connections without a valid proof or with malformed frames."""
         return self._complaints.count
 
     @property
@@ -130,7 +134,7 @@ class RendezvousServer:
 
     @property
     def generations(self) -> tuple[int, ...]:
-        """Generations that hold keys or connections now: at most one once older trainers are gone."""
+        """Generations that hold keys or connections now: at most one once older trainers have ended."""
         return tuple(self._generations)
 
     async def start(self) -> None:
@@ -159,20 +163,20 @@ class RendezvousServer:
         if task is None or len(self._connections) >= MAX_CONNECTIONS:
             writer.close()
             return
-        if len(self._strangers) >= MAX_STRANGERS:
+        if len(self._strangers) >= MAX_UNAUTHENTICATED:
             next(iter(self._strangers.values())).transport.abort()
         self._connections.add(task)
         self._strangers[task] = writer
         try:
             await self._converse(reader, writer)
         except (ConnectionError, asyncio.CancelledError, TimeoutError):
-            pass  # The trainer went away, said nothing, or this daemon stops: all of them normal.
+            pass  # The trainer disconnected or sent nothing, or this daemon stops: all of them are normal.
         except (ProtocolError, RendezvousRejected) as error:
             peer = writer.get_extra_info("peername")
             if isinstance(error, _Unproven | ProtocolError):
                 self._complaints.warn(reason=str(error), peer=peer)
             else:
-                log.info("superseded", reason=str(error), peer=peer)
+                log.info("generation_superseded", reason=str(error), peer=peer)
             with contextlib.suppress(ConnectionError):
                 writer.write(encode(StoreRejected(reason=str(error))))
         finally:
@@ -181,7 +185,7 @@ class RendezvousServer:
             writer.close()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection: a StoreHello, then requests, each answered before the next is looked at."""
+        """Serve one connection: a StoreHello, then requests, each answered before the next is decoded."""
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             generation = self._enter(await _hello(reader))
         try:
@@ -196,12 +200,17 @@ class RendezvousServer:
             self._leave(generation)
 
     def _enter(self, request: StoreRequest) -> _Generation:
-        """:raises Refused: not a hello, a wrong proof, or a generation that is over."""
+        """Check the first frame and return the generation that the client joins.
+
+        :raises RendezvousRejected: the frame is no hello, its proof is wrong, or its generation is over.
+        """
         if not isinstance(request, StoreHello):
             raise _Unproven("the first frame must be StoreHello")
         proof = make_proof(self._secret, request.generation)
         if not hmac.compare_digest(request.proof.encode(), proof.encode()):
-            raise _Unproven("wrong secret, or the proof of another generation: the same secret on all nodes?")
+            raise _Unproven(
+                "wrong secret, or the proof of another generation: check that all nodes have the same secret"
+            )
         if request.generation < self._newest:
             raise RendezvousRejected(f"generation {request.generation} is over; {self._newest} is forming")
         self._newest = request.generation
@@ -219,7 +228,10 @@ class RendezvousServer:
             del self._generations[generation.number]
 
     async def _answer(self, generation: _Generation, request: StoreRequest) -> StoreReply:
-        """:raises Refused: the generation is over, or a limit is exceeded: the connection ends."""
+        """Serve one request.
+
+        :raises RendezvousRejected: the generation is over or a limit is exceeded, so the connection ends.
+        """
         if generation.superseded:
             raise RendezvousRejected(f"generation {generation.number} is superseded")
         match request:
@@ -249,9 +261,10 @@ class RendezvousServer:
 
 
 async def _hello(reader: asyncio.StreamReader) -> StoreRequest:
-    """The first frame, and not a byte of what follows it.
+    """Read the first frame, and not a byte of what follows it.
 
-    :raises ProtocolError: it is none, or too large for a hello. :raises ConnectionError: the end came before.
+    :raises ProtocolError: the frame is malformed, or too large for a hello.
+    :raises ConnectionError: the connection ended before the frame was complete.
     """
     try:
         head = await reader.readexactly(4)

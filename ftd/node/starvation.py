@@ -1,9 +1,10 @@
-"""Whether a silent trainer could have spoken: how long its threads waited for a processor of this host.
+"""Detection of starved trainers: how long the threads of a silent trainer waited for a processor.
 
-Beats that stay away are the sign of a trainer that was stopped or hangs, and are the same on a host that has
-more to do than it can. The kernel knows them apart: it counts, for each thread, the time in which it was
-ready and others ran (``schedstat``; where it is not counted, nobody is excused). A thread that keeps the
-interpreter's lock and is not let run keeps the beats back as well, so of all threads the longest wait counts.
+Missing heartbeats mean that a trainer was stopped or hangs, or that the host has more work than it can do.
+The kernel tells these cases apart: for each thread it counts the time in which the thread was ready while
+others ran (``schedstat``; where that is not counted, no trainer is excused). A thread that holds the
+interpreter lock and does not get a processor delays the heartbeats as well, so the longest wait of all
+threads counts.
 """
 
 import asyncio
@@ -17,11 +18,11 @@ from statemachine.agent.events import TrainerStarved
 
 PERIOD_S = 0.05
 QUIET_S = 0.15
-"""Behind a beat: they come three times as often. Until then nothing is read."""
+"""Time after a heartbeat before anything is read; heartbeats come three times as often."""
 
 
-def waited_s(pid: int) -> dict[int, float]:
-    """How long each thread of a process has been ready to run and did not, so far."""
+def read_scheduling_delays(pid: int) -> dict[int, float]:
+    """Return for each thread of a process how long it has been ready to run without running so far."""
     found: dict[int, float] = {}
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -31,7 +32,7 @@ def waited_s(pid: int) -> dict[int, float]:
 
 
 class StarvationMonitor:
-    """Looks at trainers that are silent, and says for how much longer each could not run."""
+    """Reports for each silent trainer for how much longer it could not run."""
 
     def __init__(
         self,
@@ -39,18 +40,20 @@ class StarvationMonitor:
         feed: Callable[[TrainerStarved], None],
         stamp: Callable[[], dict[str, Any]],
     ) -> None:
-        """``pids``: of a device's trainer. ``stamp``: what every event begins with."""
+        """:param pids: returns the processes of a device's trainer.
+        :param stamp: returns the fields that every event has.
+        """
         self._pids, self._feed, self._stamp = pids, feed, stamp
         self._heard_at: dict[int, float] = {}
         self._known: dict[int, dict[int, float]] = {}
 
-    def heard(self, device: int, at: float) -> None:
-        """A beat."""
+    def record_heartbeat(self, device: int, at: float) -> None:
+        """Note that a heartbeat of this device's trainer arrived."""
         self._heard_at[device] = at
         self._known.pop(device, None)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check silent trainers until cancelled."""
         while True:
             await asyncio.sleep(PERIOD_S)
             now = time.monotonic()
@@ -59,7 +62,9 @@ class StarvationMonitor:
                     self._look(device)
 
     def _look(self, device: int) -> None:
-        waited = {thread: s for pid in self._pids(device) for thread, s in waited_s(pid).items()}
+        waited = {
+            thread: s for pid in self._pids(device) for thread, s in read_scheduling_delays(pid).items()
+        }
         before, self._known[device] = self._known.get(device), waited
         if before is not None:
             longest_s = max((s - before.get(thread, s) for thread, s in waited.items()), default=0.0)

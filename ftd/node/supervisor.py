@@ -1,9 +1,10 @@
-"""The trainers of one host: forked by a zygote, heard over a unix socket, ended as whole process groups.
+"""The supervisor of the trainers of one host: a zygote forks them, a unix socket connects them, and each ends
+with its whole process group.
 
-The supervisor knows processes and frames and decides nothing: the agent machine says what to start, send
-and end, and every fact about a trainer goes back to it as an event. A trainer that was ended on request
-reports no failure; its successor may be started before it is quite gone, so processes are told apart by
-pid and never by device alone.
+The supervisor handles processes and frames and decides nothing. The agent machine decides what to start,
+send and end, and receives every fact about a trainer as an event. A trainer that was ended on request
+reports no failure. Its successor may start before it has quite ended, so processes are identified by pid
+and never by device alone.
 """
 
 import asyncio
@@ -38,40 +39,40 @@ log = structlog.get_logger()
 
 OUTPUT_TAIL_BYTES = 8192
 ATTACH_TIMEOUT_S = 30.0
-"""From the fork to the trainer's first frame: it has torch already, so this is generous."""
+"""Limit from the fork to the trainer's first frame. The forked process has torch already, so this is generous."""
 _LAST_WORDS_S = 0.05
-"""How long a failure report waits for the rest of a dead trainer's output."""
+"""Time that a failure report waits for the rest of a dead trainer's output."""
 _CLOSED_BUT_ALIVE_S = 1.0
 _MAX_GREETING_BYTES = 4096
 _CAUSES: dict[str, FailureCause] = {"prepare": "unprepared", "restore": "foreign", "training": "raised"}
-"""Cause of the failure of a trainer whose code raised, by where it did."""
+"""Cause of the failure of a trainer whose code raised, by where it raised."""
 _PEER_CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainerProcess:
-    """One trainer process, from the request to fork it until its end is known."""
+    """One trainer process, from the request to fork it until its exit is known."""
 
     device: int
     pid: int | None = None
-    """``None`` until the zygote has forked it."""
+    """Process id; ``None`` until the zygote has forked it."""
     writer: asyncio.StreamWriter | None = None
     output: bytearray = field(default_factory=bytearray)
     output_ended: asyncio.Event = field(default_factory=asyncio.Event)
-    reported: bool = False
-    """Its end is wanted or already told; nothing it does is news any more."""
+    retired: bool = False
+    """Whether the end of the process was requested or reported; its further frames are ignored."""
     exited: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class TrainerSupervisor:
-    """Starts, feeds and ends the trainers of this node.
+    """Starts the trainers of this node, sends them frames and ends them.
 
-    :param directory: private to this user; holds the socket the trainers connect to.
-    :param feed: takes every event, in the order in which things happened.
-    :param cause: makes the cause id of an event that nobody asked for.
-    :param environment: ``device → variables`` added to a trainer's environment.
-    :param preload: modules that trainers find loaded.
-    :param aside: takes what is not for the machine.
+    :param directory: directory private to this user, for the socket that the trainers connect to.
+    :param feed: receives every event, in the order in which things happened.
+    :param cause: returns a new cause id for an event that nobody asked for.
+    :param environment: returns the variables to add to the environment of a device's trainer.
+    :param preload: modules that the zygote imports before it forks.
+    :param on_side_report: receives the reports that are not for the machine.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class TrainerSupervisor:
         cause: Callable[[], str],
         environment: Callable[[int], dict[str, str]],
         preload: Sequence[str] = (),
-        aside: Callable[[int, protocol.DaemonReport], None],
+        on_side_report: Callable[[int, protocol.DaemonReport], None],
     ) -> None:
         self._devices = devices
         self._socket_path = directory / "trainers.sock"
         self._feed = feed
         self._cause = cause
         self._environment = environment
-        self._aside = aside
+        self._aside = on_side_report
         self._current: dict[int, TrainerProcess] = {}
         self._unborn: dict[int, list[TrainerProcess]] = {device: [] for device in range(devices)}
         self._by_pid: dict[int, TrainerProcess] = {}
@@ -103,14 +104,14 @@ class TrainerSupervisor:
         self._zygote = Zygote(on_notice=self._zygote_said, on_end=self._zygote_ended, preload=preload)
 
     async def start(self) -> None:
-        """Listen for trainers and warm the zygote; returns before torch is imported."""
+        """Listen for trainers and start the zygote; return before torch is imported."""
         self._socket_path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._connected, path=str(self._socket_path))
         self._socket_path.chmod(0o600)
         await self._zygote.start()
 
     async def close(self) -> None:
-        """End every trainer and the zygote: at once, but for those that are in their period of grace."""
+        """End every trainer and the zygote, at once except for trainers in their grace period."""
         if self._insisting:
             await asyncio.wait(tuple(self._insisting))
         self._closing = True
@@ -148,28 +149,30 @@ class TrainerSupervisor:
             self._end(trainer, grace_s)
 
     def send(self, device: int, frame: protocol.Instruction) -> bool:
-        """A frame for the device's trainer; lost, ``False``, if there is none (its failure is, or will be, an
-        event)."""
+        """Send a frame to the device's trainer and return whether there is one.
+
+        If there is none, the frame is lost; the trainer's failure is, or will be, an event.
+        """
         trainer = self._current.get(device)
         if trainer is None or trainer.writer is None or trainer.writer.is_closing():
-            log.info("send_without_trainer", device=device, frame=type(frame).__name__)
+            log.info("frame_without_trainer", device=device, frame=type(frame).__name__)
             return False
         trainer.writer.write(encode(frame))
         return True
 
-    def refuse(self, device: int, cause: FailureCause, detail: str) -> None:
-        """Report the device's trainer as failed for a reason found here (a job it could not be told)."""
+    def fail_trainer(self, device: int, cause: FailureCause, detail: str) -> None:
+        """Report the device's trainer as failed for a reason found here, such as a job that cannot be encoded."""
         trainer = self._current.get(device)
         if trainer is not None:
             self._fail(trainer, cause, detail)
 
     def pids(self, device: int | None = None) -> list[int]:
-        """Leaders of the running trainers' process groups, of one device or of all."""
+        """Return the leaders of the process groups of one device's trainer or of all trainers."""
         return [t.pid for t in self._current.values() if t.pid is not None and device in (None, t.device)]
 
     @property
     def socket_path(self) -> Path:
-        """Where trainers connect."""
+        """Socket that trainers connect to."""
         return self._socket_path
 
     @property
@@ -197,20 +200,20 @@ class TrainerSupervisor:
         self._by_pid[notice.pid] = trainer
         if notice.pid in self._births:
             self._births.pop(notice.pid).set()
-        if trainer.reported:  # It was ended before it was born.
+        if trainer.retired:  # It was ended before it was forked.
             signal_group(notice.pid, signal.SIGKILL)
 
     async def _exited(self, trainer: TrainerProcess, notice: zygote_protocol.Exited) -> None:
         trainer.exited.set()
-        signal_group(notice.pid, signal.SIGKILL)  # What it started itself must not outlive it.
-        if not trainer.reported:
+        signal_group(notice.pid, signal.SIGKILL)  # Child processes of the trainer must not outlive it.
+        if not trainer.retired:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(trainer.output_ended.wait(), _LAST_WORDS_S)
             self._fail(trainer, "exited", _exit_sentence(notice.status))
         self._by_pid.pop(notice.pid, None)
 
     def _zygote_ended(self, status: int, detail: str) -> None:
-        """Its trainers die with it, and nobody will tell their exit status."""
+        """Report the zygote's trainers as failed: they die with it, and nobody will report their exit status."""
         if self._closing:
             return
         log.warning("zygote_ended", status=status, detail=detail)
@@ -223,7 +226,7 @@ class TrainerSupervisor:
             trainer.exited.set()
             if trainer.pid is not None:
                 signal_group(trainer.pid, signal.SIGKILL)
-            if not trainer.reported:
+            if not trainer.retired:
                 self._fail(
                     trainer, "exited", f"the zygote that forked it ended ({_exit_sentence(status)}) {detail}"
                 )
@@ -231,7 +234,7 @@ class TrainerSupervisor:
     # --- the trainers ----------------------------------------------------------------------------
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection: a trainer's frames, or the stream of its output."""
+        """Serve one connection: a trainer's frames, or the stream of its output."""
         task = asyncio.current_task()
         assert task is not None
         self._connections.add(task)
@@ -250,8 +253,8 @@ class TrainerSupervisor:
             RecursionError,
             asyncio.IncompleteReadError,
             OSError,
-        ) as error:  # Frames, greetings.
-            log.warning("trainer_connection_refused", reason=str(error))
+        ) as error:  # Malformed frames and greetings.
+            log.warning("trainer_connection_rejected", reason=str(error))
         except asyncio.CancelledError:
             pass  # This daemon ends. asyncio's streams would log a handler that ends as cancelled.
         finally:
@@ -272,7 +275,7 @@ class TrainerSupervisor:
         return greeting
 
     async def _newborn(self, pid: int) -> TrainerProcess | None:
-        """The trainer of this pid. It may connect before the zygote's word of its birth is read."""
+        """Return the trainer of this pid; it may connect before the zygote's notice of the fork is read."""
         if pid not in self._by_pid:
             birth = self._births.setdefault(pid, asyncio.Event())
             with contextlib.suppress(TimeoutError):
@@ -294,7 +297,7 @@ class TrainerSupervisor:
                 try:
                     frames = decoder.feed(data)
                 except ProtocolError as error:
-                    self._fail(trainer, "exited", f"its frames cannot be understood: {error}")
+                    self._fail(trainer, "exited", f"its frames are malformed: {error}")
                     return
                 for frame in frames:
                     self._hear(trainer, frame)
@@ -304,11 +307,11 @@ class TrainerSupervisor:
             self._fail(trainer, "exited", "it closed its connection but did not exit")
 
     def _hear(self, trainer: TrainerProcess, frame: protocol.Report) -> None:
-        if trainer.reported:
+        if trainer.retired:
             return
         match frame:
             case protocol.Attached():
-                self._fail(trainer, "exited", "its frames cannot be understood: it attached twice")
+                self._fail(trainer, "exited", "its frames are malformed: it attached twice")
             case protocol.Raised():
                 self._fail(trainer, _CAUSES[frame.where], frame.detail)
             case Traced() | protocol.StagingCorrupted() | protocol.ModelDescribed():
@@ -323,7 +326,7 @@ class TrainerSupervisor:
         return {"at": time.monotonic(), "cause": self._cause()}
 
     async def _collect(self, trainer: TrainerProcess, reader: asyncio.StreamReader) -> None:
-        """Keep the tail of what the trainer prints, and pass whole lines on to the log."""
+        """Keep the tail of the trainer's output, and log whole lines."""
         line = bytearray()
         try:
             while data := await reader.read(1 << 14):
@@ -332,19 +335,19 @@ class TrainerSupervisor:
                 *whole, rest = (bytes(line) + data).split(b"\n")
                 line = bytearray(rest[-OUTPUT_TAIL_BYTES:])
                 for text in whole:
-                    log.info("trainer_said", device=trainer.device, line=text.decode(errors="replace"))
+                    log.info("trainer_output", device=trainer.device, line=text.decode(errors="replace"))
         finally:
             trainer.output_ended.set()
 
     async def _expect_attachment(self, trainer: TrainerProcess) -> None:
-        await self._zygote.warm()
+        await self._zygote.wait_until_warm()
         await asyncio.sleep(ATTACH_TIMEOUT_S)
-        if trainer.writer is None and not trainer.reported:
+        if trainer.writer is None and not trainer.retired:
             self._fail(trainer, "exited", f"it did not connect within {ATTACH_TIMEOUT_S:g} s of its start")
 
     def _fail(self, trainer: TrainerProcess, cause: FailureCause, what: str) -> None:
-        """Tell the machine that this trainer is lost, and make sure that it is."""
-        if trainer.reported:
+        """Report this trainer as failed, and make sure that it ends."""
+        if trainer.retired:
             return
         if self._current.get(trainer.device) is trainer:
             del self._current[trainer.device]
@@ -362,14 +365,14 @@ class TrainerSupervisor:
         )
 
     def _end(self, trainer: TrainerProcess, grace_s: float) -> None:
-        trainer.reported = True
+        trainer.retired = True
         if trainer.pid is None or trainer.exited.is_set():
             return
         if grace_s <= 0 or self._closing:
             signal_group(trainer.pid, signal.SIGKILL)
             return
         signal_group(trainer.pid, signal.SIGTERM)
-        signal_group(trainer.pid, signal.SIGCONT)  # A stopped process would never see the SIGTERM.
+        signal_group(trainer.pid, signal.SIGCONT)  # A stopped process would never handle the SIGTERM.
         task = asyncio.get_running_loop().create_task(self._insist(trainer, trainer.pid, grace_s))
         self._insisting.add(task)
         task.add_done_callback(self._insisting.discard)
@@ -396,7 +399,7 @@ def _exit_sentence(status: int) -> str:
 
 
 def _peer_pid(writer: asyncio.StreamWriter) -> int:
-    """The kernel's word on who is at the other end of this unix socket."""
+    """Return the process id of the other end of this unix socket, as the kernel reports it."""
     peer: socket.socket = writer.get_extra_info("socket")
     pid, uid, _ = _PEER_CREDENTIALS.unpack(
         peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)

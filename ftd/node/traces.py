@@ -1,6 +1,6 @@
-"""Traces on demand: a client asks over MQTT what a trainer does, the trainer records, the node answers.
+"""Traces on demand: a client asks over MQTT what a trainer does, the trainer records it, and the node answers.
 
-It is watching alone and changes nothing, so neither the coordinator nor the machines take part.
+Tracing only observes, so neither the coordinator nor the state machines take part.
 """
 
 import asyncio
@@ -18,14 +18,16 @@ log = structlog.get_logger()
 MOST_WITHIN_S = 3600.0
 _MOST_WAITING = 16
 _REMEMBERED = 64
-"""Requests whose answer is kept for a client that asks again: its first answer was lost or late."""
+"""Number of requests whose answer is remembered for a client that asks again because the first answer was lost
+or late.
+"""
 
 
 class TraceService:
-    """Takes the payloads of ``trace/<node>`` and the trainers' ``Traced``.
+    """Serves the requests on the topic ``trace/<node>`` with the trainers' ``Traced`` reports.
 
-    :param send: a frame to the trainer of a device; ``False`` where it has none.
-    :param answer: to a client, by its id.
+    :param send: sends a frame to the trainer of a device; ``False`` if there is none.
+    :param answer: sends an answer to a client, by the client's id.
     """
 
     def __init__(
@@ -44,9 +46,9 @@ class TraceService:
         self._answered: dict[str, Answer] = {}
 
     def on_request(self, payload: bytes) -> None:
-        """Check and pass on; the same request is served once.
+        """Check the request and pass it to the trainer; the same request is served once.
 
-        :raises WireError: the payload is no such request; there is nobody to answer.
+        :raises WireError: the payload is no trace request, so nobody can be answered.
         """
         request: TraceRequest = decode_json(payload, TraceRequest)
         if request.request in self._waiting:
@@ -66,7 +68,7 @@ class TraceService:
         self._waiting[request.request] = (request, late)
 
     def on_traced(self, device: int, traced: Traced) -> None:
-        """The trainer's answer; nobody waits for it any more where it comes late."""
+        """Answer the request with the trainer's report; ignore a report that is late."""
         found = self._waiting.pop(traced.request, None)
         if found is None:
             return
@@ -88,7 +90,7 @@ class TraceService:
         )
 
     def close(self) -> None:
-        """Nobody is answered any more."""
+        """Drop the requests that are not answered yet."""
         for _, late in self._waiting.values():
             late.cancel()
         self._waiting.clear()
@@ -101,7 +103,7 @@ class TraceService:
         self._say(request, Answer(request=number, accepted=False, detail=detail))
 
     def _problem(self, request: TraceRequest) -> str | None:
-        """Why this request cannot be obeyed, or ``None``."""
+        """Return why this request is rejected, or ``None``."""
         if not 0 <= request.device < self._devices:
             return f"{self._node} has devices 0 to {self._devices - 1}, not {request.device}"
         if not 1 <= request.steps <= MAX_STEPS:

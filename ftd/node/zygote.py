@@ -1,7 +1,7 @@
-"""The daemon's end of the zygote: start it, ask it to fork, start it again when it dies.
+"""The daemon's side of the zygote: start it, ask it to fork, and restart it when it dies.
 
-``runtime.process.zygote`` imports torch once; this module only speaks ``Spawn`` and reads ``Warm | Spawned |
-Exited`` over its stdin and stdout, so the daemon stays free of torch.
+``runtime.process.zygote`` imports torch once. This module only writes ``Spawn`` to its stdin and reads
+``Warm | Spawned | Exited`` from its stdout, so the daemon stays free of torch.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from runtime.wire import frames, zygote_protocol
 log = structlog.get_logger()
 
 _RESTART_DELAYS_S = (0.0, 0.5, 2.0, 10.0)
-"""Before the n-th restart in a row; a zygote that became warm starts the count anew."""
+"""Delay before the n-th restart in a row; the count starts again when a zygote became warm."""
 _STDERR_TAIL_BYTES = 4096
 
 
@@ -52,8 +52,8 @@ class Zygote:
     async def start(self) -> None:
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
 
-    async def warm(self) -> None:
-        """Returns once torch is imported and forks are quick."""
+    async def wait_until_warm(self) -> None:
+        """Return once torch is imported and forks are quick."""
         await self._warm.wait()
 
     def spawn(self, request: zygote_protocol.Spawn) -> None:
@@ -64,7 +64,7 @@ class Zygote:
             self._waiting.append(request)
 
     async def close(self) -> None:
-        """End it; its trainers are killed by the kernel."""
+        """End the zygote; the kernel kills its trainers."""
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -85,7 +85,7 @@ class Zygote:
             self._on_end(status, said)
 
     async def _live(self) -> tuple[int, str]:
-        """One life of the zygote. :returns: exit status and the tail of its stderr."""
+        """Run one zygote process until it ends, and return its exit status and the tail of its stderr."""
         try:
             process = await asyncio.create_subprocess_exec(
                 *module_command("runtime.process.zygote", "--parent", str(os.getpid()), *self._preload),
@@ -95,7 +95,7 @@ class Zygote:
                 start_new_session=True,
                 env={**os.environ, **streaming_environment(os.environ)},
             )
-        except OSError as error:  # No memory, no process or no descriptor left: perhaps in a moment.
+        except OSError as error:  # No memory, process or descriptor is left: a retry may succeed.
             return 1, f"it could not be started: {error}"
         self._process = process
         assert process.stdout is not None
@@ -115,7 +115,7 @@ class Zygote:
             try:
                 notices = decoder.feed(data)
             except frames.ProtocolError as error:
-                log.error("zygote_not_understood", reason=str(error))
+                log.error("zygote_frames_malformed", reason=str(error))
                 return
             for notice in notices:
                 if isinstance(notice, zygote_protocol.ZygoteReady):
@@ -130,7 +130,7 @@ class Zygote:
         while data := await stream.read(1 << 14):
             kept += data
             del kept[:-_STDERR_TAIL_BYTES]
-            log.info("zygote_said", text=data.decode(errors="replace").rstrip())
+            log.info("zygote_output", text=data.decode(errors="replace").rstrip())
         return kept.decode(errors="replace").strip()
 
     def _write(self, request: zygote_protocol.Spawn) -> None:

@@ -1,1 +1,3 @@
-"""A node's snapshots in its daemon's service: kept, staged for trainers, persisted, read again, repaired."""
+"""The snapshots of a node: holding, sending, restoring, persisting, scrubbing and repairing them in its
+daemon.
+"""

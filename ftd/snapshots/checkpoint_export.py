@@ -1,8 +1,9 @@
-"""Exports of checkpoints for ``from_pretrained``: of ``ftd checkpoint export``, and of jobs that want them.
+"""Exports of checkpoints for ``from_pretrained``, for the command ``ftd checkpoint export`` and for jobs that
+ask for them.
 
-Adapters are merged in a process that has torch. A job's export is a process of its own, too, beside the
-coordinator: ``python -m ftd.snapshots.checkpoint_export``, which answers with ``JobExport`` on stdout. Its exit code is
-``INVALID_EXIT`` where the last line of stderr says why there is no export.
+Adapters are merged in a separate process that has torch. A job's export runs next to the coordinator in a
+process of its own, ``python -m ftd.snapshots.checkpoint_export``, which writes a ``JobExport`` to stdout.
+If it ends with exit code ``INVALID_EXIT``, the last line of stderr says why there is no export.
 """
 
 import argparse
@@ -21,19 +22,19 @@ from runtime.wire.measurement import INVALID_EXIT
 from storage.checkpoint import Checkpoint, CheckpointManifest, CheckpointStore
 from storage.description import is_file_name
 from storage.errors import StorageError
-from storage.huggingface import MAX_SHARD_BYTES, appearing, export_base, export_huggingface
+from storage.huggingface import MAX_SHARD_BYTES, atomic_directory, export_base, export_huggingface
 from storage.safetensors_file import ExportSummary, count_tensors
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".gguf", ".onnx")
 _MOST_BYTES = 256 * 1024 * 1024
-"""A file beside the weights that is larger is none of a tokenizer's."""
+"""Largest file next to the weights that is taken for one of a tokenizer."""
 _ORIGIN = "ftd.json"
 _NICENESS = 10
-"""Of the process that exports beside training."""
+"""Niceness of the process that exports next to training."""
 
 
 class Origin(msgspec.Struct, frozen=True, kw_only=True):
-    """``ftd.json`` in a job's export: the checkpoint that it was made from."""
+    """The file ``ftd.json`` of a job's export, which names the checkpoint that it was made from."""
 
     job: str
     job_id: str
@@ -43,11 +44,11 @@ class Origin(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobExport(msgspec.Struct, frozen=True, kw_only=True):
-    """An export of a job that is complete."""
+    """A complete export of a job."""
 
     directory: str
     size_bytes: int
-    """All weights."""
+    """Bytes of all weights."""
 
 
 def export_to_huggingface(
@@ -59,12 +60,12 @@ def export_to_huggingface(
     files_from: Path | None = None,
     merge: bool = False,
 ) -> ExportSummary:
-    """Write ``directory``, which must not be there yet or be empty.
+    """Write ``directory``, which must be missing or empty.
 
-    :param files_from: take the configuration and the tokenizer from this directory.
-    :param merge: an adapter is merged into its base model; else the adapter alone is written.
+    :param files_from: directory to take the configuration and the tokenizer from.
+    :param merge: merge an adapter into its base model, instead of writing the adapter alone.
     :raises StorageError: see ``storage.huggingface.export_huggingface``.
-    :raises ConfigurationError: there is nothing to merge, or it cannot be merged here.
+    :raises ConfigurationError: there is no adapter to merge, or it cannot be merged here.
     :raises CheckpointError: merging failed.
     :raises OSError: the directory cannot be written; nothing is left.
     """
@@ -82,7 +83,7 @@ def export_to_huggingface(
         export_base(checkpoint, parts / "base", dtype=dtype)
         export_huggingface(checkpoint, parts / "adapter", dtype=dtype)
         _merge(parts, max_shard_bytes)
-        with appearing(directory) as draft:
+        with atomic_directory(directory) as draft:
             for path in (parts / "merged").iterdir():
                 shutil.move(path, draft / path.name)
             for file, data in files.items():
@@ -95,7 +96,7 @@ def export_to_huggingface(
 
 def _merge(parts: Path, max_shard_bytes: int) -> None:
     done = subprocess.run(
-        # Safe path: a module of that name in the current directory must not be imported for ours.
+        # Safe path: a module of that name in the current directory must not be imported instead of ours.
         [
             *(sys.executable, "-P", "-m", "runtime.merge_adapter", "--parent", str(os.getpid())),
             *("--max-shard-bytes", str(max_shard_bytes)),
@@ -114,7 +115,7 @@ def _merge(parts: Path, max_shard_bytes: int) -> None:
 
 
 def _files_of(directory: Path) -> dict[str, bytes]:
-    """The files in ``directory`` that are no weights."""
+    """Return the files in ``directory`` that are not weights."""
     return {
         path.name: path.read_bytes()
         for path in sorted(directory.iterdir())
@@ -129,7 +130,7 @@ def _files_of(directory: Path) -> dict[str, bytes]:
 def export_for_job(url: str, job: str, step: int, parent: Path) -> JobExport:
     """Write the checkpoint of a step to ``parent / "step-…"``, unless that very checkpoint is there already.
 
-    Another one of the same step, of a past that was undone, is replaced.
+    An export of the same step from a history that was undone is replaced.
 
     :raises StorageError: the checkpoint cannot be read, or has no configuration.
     :raises OSError: the directory cannot be written; what was there stays.
@@ -165,9 +166,9 @@ def _origin_of(manifest: CheckpointManifest) -> Origin:
 def run_export(url: str, job: str, step: int, parent: str, limit_s: float) -> JobExport:
     """Run ``export_for_job`` in a process of its own, which ends with this thread.
 
-    :raises CheckpointError: it failed, or was not done after ``limit_s``.
+    :raises CheckpointError: the export failed, or took longer than ``limit_s``.
     """
-    # Safe path: a module of that name in the current directory must not be imported for ours.
+    # Safe path: a module of that name in the current directory must not be imported instead of ours.
     command = [sys.executable, "-P", "-m", "ftd.snapshots.checkpoint_export", "--parent", str(os.getpid())]
     command += [url, job, str(step), parent]
     try:
@@ -182,7 +183,7 @@ def run_export(url: str, job: str, step: int, parent: str, limit_s: float) -> Jo
 
 
 def main() -> int:
-    """Run as a process."""
+    """Run the export of a job as a process."""
     parser = argparse.ArgumentParser(
         prog="python -m ftd.snapshots.checkpoint_export", description=export_for_job.__doc__
     )

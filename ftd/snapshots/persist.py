@@ -1,9 +1,9 @@
-"""Persistent checkpoints on a node: its share of one is written out of memory, its layers are read from one.
+"""Persistent checkpoints on a node: writing its share of one from memory, and reading its layers from one.
 
-Writing goes on beside training: a layer is put together as for a rollback (``ftd.snapshots.restoring.restore``)
-while the one before is written, at the configured rate, in threads of low priority. That the snapshot stays
-meanwhile is the coordinator's word (``KeepSnapshot``); that it did is checked. The coordinator commits what
-all nodes wrote, or abandons it.
+Writing runs next to training. A layer is assembled as for a rollback (``ftd.snapshots.restoring.restore``)
+while the one before is written, at the configured rate, in threads of low priority. The coordinator sees to
+it that the snapshot stays meanwhile (``KeepSnapshot``), and the node checks that it did. The coordinator
+commits what all nodes wrote, or abandons it.
 """
 
 import asyncio
@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import structlog
 
-from ftd.snapshots.restoring.restore import DamageTold, LayerRestoreError, Restorer
-from ftd.snapshots.restoring.staging import LayerStream, Put
+from ftd.snapshots.restoring.restore import LayerRestoreError, ReportCorruption, Restorer
+from ftd.snapshots.restoring.staging import LayerStream, PutLayer
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from statemachine.agent.events import PersistEnded
@@ -35,15 +35,18 @@ from storage.shards import Bytes
 log = structlog.get_logger("ftd.node")
 
 _NICENESS = 10
-"""Of threads that write: training goes first."""
+"""Niceness of the threads that write: training goes first."""
 _READERS = 4
-"""Layers read at once; each takes its memory."""
+"""Number of layers that are read at once; each takes its memory."""
 T = TypeVar("T")
 
 
 class Persister:
-    """:param rate_bytes_s: of what is written; ``None`` for as fast as it goes.
-    :param tell: for a job's snapshot of a step, who is told of damage in it.
+    """Writes this node's share of persistent checkpoints, one checkpoint at a time.
+
+    :param rate_bytes_s: rate limit of the writes; ``None`` for no limit.
+    :param report_corruption: returns, for a job and a step, what is called with corruption in that
+        snapshot.
     """
 
     def __init__(
@@ -56,42 +59,47 @@ class Persister:
         rate_bytes_s: float | None,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
-        tell: Callable[[str, int], DamageTold],
+        report_corruption: Callable[[str, int], ReportCorruption],
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s = rate_bytes_s
-        self._feed, self._stamp, self._tell = feed, stamp, tell
+        self._feed, self._stamp, self._tell = feed, stamp, report_corruption
         self._order: Persist | None = None
         self._flow = RateLimiter()
         self._described: tuple[str, bytes] = ("", b"")
         self._task: asyncio.Task[None] | None = None
 
-    def keep_description(self, job_id: str, description: bytes) -> None:
-        """Write this into checkpoints of the job: with layer 0, if this node writes it."""
+    def set_description(self, job_id: str, description: bytes) -> None:
+        """Write this description into checkpoints of the job, together with layer 0 if this node writes it."""
         try:
             left_out = decode_description(description, "the description of the model").left_out
         except CorruptDataError as error:
-            log.warning("description", job=job_id, reason=str(error))
+            log.warning("description_invalid", job=job_id, reason=str(error))
             return
         if left_out:
-            log.warning("description", job=job_id, reason="files are too large to be kept", files=left_out)
+            log.warning(
+                "description_incomplete",
+                job=job_id,
+                reason="files are too large to be included",
+                files=left_out,
+            )
         self._described = job_id, description
 
     def begin(self, order: Persist) -> None:
-        """Feed ``PersistEnded`` some time. What was begun before is given up."""
+        """Start to write, and feed ``PersistEnded`` when it ends. An earlier order is abandoned."""
         self.stop()
         self._order, self._flow = order, RateLimiter(self._rate_bytes_s)
         self._task = asyncio.ensure_future(self._work(order, self._flow))
 
     def stop(self, attempt: str | None = None) -> None:
-        """Write no more, of this attempt or of whatever it is; nothing is fed any more."""
+        """Stop writing, this attempt or any; nothing is fed any more."""
         if self._task is not None and self._order is not None and attempt in (None, self._order.attempt):
             self._flow.cancel()
             self._task.cancel()
             self._task = None
 
     async def close(self) -> None:
-        """Not waiting for a disk that does not answer."""
+        """Stop without waiting for a disk that does not answer."""
         task = self._task
         self.stop()
         if task is not None:
@@ -103,7 +111,9 @@ class Persister:
             layers = await self._write(order, flow)
         except (LayerRestoreError, StorageError) as error:
             self._fail(order, str(error))
-        except Exception as error:  # Whatever it is, somebody waits for an answer, and training goes on.
+        except (
+            Exception
+        ) as error:  # Whatever it is, the coordinator waits for an answer, and training goes on.
             self._fail(order, f"{type(error).__name__}: {error}")
         else:
             took_s = round(time.monotonic() - began, 3)
@@ -121,7 +131,7 @@ class Persister:
             self._feed(PersistEnded(**self._stamp(), answer=written))
 
     def _fail(self, order: Persist, detail: str) -> None:
-        log.warning("persist", attempt=order.attempt, step=order.record.step, reason=detail)
+        log.warning("persist_failed", attempt=order.attempt, step=order.record.step, reason=detail)
         failed = PersistFailed(
             job_id=order.job_id, attempt=order.attempt, step=order.record.step, detail=detail
         )
@@ -129,10 +139,10 @@ class Persister:
 
     async def _write(self, order: Persist, flow: RateLimiter) -> list[LayerFile]:
         written: list[LayerFile] = []
-        store, draft = await aside(lambda: _begin(order))
+        store, draft = await run_in_thread(lambda: _begin(order))
         job_id, description = self._described
         if job_id == order.job_id and 0 in order.layers:
-            await aside(partial(store.write_description, draft, description), _NICENESS)
+            await run_in_thread(partial(store.write_description, draft, description), _NICENESS)
         under_way: asyncio.Task[LayerFile] | None = None
 
         async def settle() -> None:
@@ -143,7 +153,7 @@ class Persister:
             nonlocal under_way
             await settle()
             write = partial(store.write_layer, draft, layer, header, [payload], flow)
-            under_way = asyncio.ensure_future(aside(write, _NICENESS))
+            under_way = asyncio.ensure_future(run_in_thread(write, _NICENESS))
 
         record = order.record
         async with ShardClient(self._token, tls=self._tls) as client:
@@ -158,14 +168,14 @@ class Persister:
                 node=self._node,
                 arenas=self._arenas,
                 client=client,
-                tell=self._tell(order.job_id, record.step),
+                report_corruption=self._tell(order.job_id, record.step),
             )
             try:
                 await restorer.run(order.layers, LayerStream(put))
                 await settle()
             except BaseException:
                 flow.cancel()
-                if under_way is not None:  # Not waiting for a disk that does not answer.
+                if under_way is not None:  # Do not wait for a disk that does not answer.
                     under_way.cancel()
                     await asyncio.gather(under_way, return_exceptions=True)
                 raise
@@ -177,33 +187,34 @@ def _begin(order: Persist) -> tuple[CheckpointStore, CheckpointDraft]:
     return store, store.begin(order.record.step, order.attempt)
 
 
-async def read_checkpoint(restore: Restore, layers: Sequence[int], put: Put) -> int:
-    """Put each of ``layers`` out of the persistent checkpoint that ``restore`` names; their bytes.
+async def read_checkpoint(restore: Restore, layers: Sequence[int], put: PutLayer) -> int:
+    """Read each of ``layers`` from the persistent checkpoint that ``restore`` names, and return their bytes.
 
-    :raises RestoreError: they cannot be read; ``corrupt`` where the checkpoint itself is to blame.
-    Whatever ``put`` raises ends it, too.
+    What ``put`` raises ends the reading.
+
+    :raises LayerRestoreError: they cannot be read; ``corrupt`` if the checkpoint itself is the cause.
     """
     size_bytes, left = 0, iter(layers)
 
     async def read(checkpoint: Checkpoint) -> None:
         nonlocal size_bytes
         for layer in left:
-            header, _, payload = await aside(partial(checkpoint.read_layer, layer))
+            header, _, payload = await run_in_thread(partial(checkpoint.read_layer, layer))
             await put(layer, header, payload)
             size_bytes += len(payload)
 
     readers: list[asyncio.Task[None]] = []
     try:
-        checkpoint = await aside(lambda: _open(restore, layers))
+        checkpoint = await run_in_thread(lambda: _open(restore, layers))
         readers += [asyncio.ensure_future(read(checkpoint)) for _ in range(_READERS)]
         await asyncio.gather(*readers)
     except CheckpointMissingError as error:
-        # Others found it there: that is not the checkpoint's fault.
-        hint = "is this place the same for this node as for the coordinator?"
+        # The coordinator found it there, so the checkpoint is not at fault.
+        hint = "check that this location is the same for this node and the coordinator"
         raise LayerRestoreError(f"{error}; {hint}") from None
     except StorageError as error:
         damaged = isinstance(error, CorruptDataError | ForeignCheckpointError)
-        raise LayerRestoreError(f"the checkpoint of step {restore.step}: {error}", damaged=damaged) from None
+        raise LayerRestoreError(f"the checkpoint of step {restore.step}: {error}", corrupt=damaged) from None
     finally:
         for reader in readers:
             reader.cancel()
@@ -218,14 +229,14 @@ def _open(restore: Restore, layers: Sequence[int]) -> Checkpoint:
     return checkpoint
 
 
-async def aside(work: Callable[[], T], niceness: int = 0) -> T:
-    """Do it in a thread that nobody waits for when the daemon ends: a network disk may never answer."""
+async def run_in_thread(work: Callable[[], T], niceness: int = 0) -> T:
+    """Run ``work`` in a thread that nobody waits for when the daemon ends: a network disk may never answer."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
         if done.done():
-            return  # Cancelled.
+            return  # The caller was cancelled.
         if error is not None:
             done.set_exception(error)
         else:
@@ -240,7 +251,7 @@ async def aside(work: Callable[[], T], niceness: int = 0) -> T:
             result = work()
         except BaseException as error:
             problem = error
-        with contextlib.suppress(RuntimeError):  # The loop may be gone.
+        with contextlib.suppress(RuntimeError):  # The loop may be closed.
             loop.call_soon_threadsafe(settle, result, problem)
 
     threading.Thread(target=run, name="checkpoint", daemon=True).start()

@@ -1,8 +1,9 @@
-"""What protects a job's snapshots on the pipelines of a preview: the groups, what each withstands, its bytes.
+"""What protects a job's snapshots on the pipelines of a preview: the groups, the losses each withstands, and
+its bytes.
 
-The groups are those of a real plan (``statemachine.cluster.snapshots.snapshots.groups_of``): maximal runs of
-layers that the same stages own, one in each pipeline. So every group has as many owners as there are
-pipelines.
+The groups are those of a real plan (``statemachine.cluster.snapshots.snapshots.groups_of``): maximal runs
+of layers that the same stages own, one stage in each pipeline. So every group has as many owners as there
+are pipelines.
 """
 
 from collections.abc import Sequence
@@ -15,40 +16,42 @@ from storage.arena import SLOTS
 from storage.codes import Code, has_buddy, make_code, parse_scheme
 from storage.shards import ShardLayout
 
-KEPT_SLOTS = SLOTS - 1
-"""Of an arena, but while a snapshot is complete and its predecessor not yet released."""
+HELD_SLOTS = SLOTS - 1
+"""Slots of an arena that hold a snapshot, except between a commit and the release of its predecessor."""
 MOST_CODE_CELLS = 1 << 20
-"""Of a code's tables: ``aec`` of 1,024 owners, within a second."""
+"""Largest size of a code's tables: ``aec`` of 1,024 owners, which takes less than a second."""
 MOST_CHECKED_OWNERS = 8
 MOST_CHECKED_CELLS = 300
-"""Of a bucket, for a guarantee that is tried out with every set of lost owners."""
+"""Largest number of cells of a bucket whose guarantee is computed from every set of lost owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtectedGroup:
-    """Layers ``[first_layer, end_layer)``, whose state so many nodes share out."""
+    """Layers ``[first_layer, end_layer)``, whose state is divided among ``owners`` nodes."""
 
     first_layer: int
     end_layer: int
     owners: int
     bucket_bytes: int | None
-    """Parameters and optimizer of its layers; ``None`` where the profile has no bytes."""
+    """Bytes of the parameters and optimizer state of its layers; ``None`` where the profile has no bytes."""
     guarantee: int
-    """So many owners, whichever, may be lost at once; under ``buddy``, so many of the owner and its buddy."""
+    """Number of owners that may be lost at once, whichever they are; under ``buddy``, of the owner and its
+    replica peer.
+    """
     whole: bool = False
-    """Each owner keeps all of it, whatever the scheme: the devices of a stage hold shards."""
+    """Whether each owner holds all of it under any scheme, because the devices of a stage hold shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMemory:
-    """What AOR takes beside snapshots, on the node with most: of parameters and optimizer state alone."""
+    """Memory for AOR replicas on the node with the most, for parameters and optimizer state alone."""
 
     host_bytes: int
-    """Of the node's memory: the next owner's part of both, kept current."""
+    """Bytes of the node's memory: the next owner's part of both, kept current."""
     sharded_bytes: int
-    """With ZeRO-1, on its devices and in its memory: parameters, its part of the state, and the replica."""
+    """Bytes with ZeRO-1, on its devices and in its memory: parameters, its part of the state, and the replica."""
     whole_bytes: int
-    """Without ZeRO-1, on its devices."""
+    """Bytes without ZeRO-1, on its devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,42 +60,43 @@ class SnapshotProtection:
 
     scheme: str
     overhead: float
-    """Bytes kept in all beyond what is kept without protection, per byte of that."""
+    """Bytes held in addition to those held without protection, as a fraction of the latter."""
     node_bytes: int | None
-    """Shards of one snapshot on the fullest node; ``None`` where the profile has no bytes."""
+    """Bytes of the shards of one snapshot on the fullest node; ``None`` where the profile has no bytes."""
     groups: tuple[ProtectedGroup, ...]
     buddy: bool = False
-    """Groups have one owner, and another node keeps a copy of each."""
+    """Whether the groups have one owner each and another node holds a copy."""
     replicas: ReplicaMemory | None = None
-    """With ``aor``, where several owners share the optimizer's state out and the profile has bytes."""
+    """Memory for replicas under ``aor``; ``None`` with one owner or without bytes in the profile."""
     reason: str = ""
-    """Why this scheme, where it was not asked for."""
+    """Why this scheme was chosen; empty where the job asked for it."""
 
     @property
     def guarantee(self) -> int:
-        """The fewest losses that any group withstands."""
+        """Fewest losses that any group withstands."""
         return min(group.guarantee for group in self.groups)
 
     @property
     def arena_bytes(self) -> int | None:
-        """On the fullest node: the newest snapshot, and the one under way."""
-        return None if self.node_bytes is None else KEPT_SLOTS * self.node_bytes
+        """Bytes on the fullest node for the newest snapshot and the one being written."""
+        return None if self.node_bytes is None else HELD_SLOTS * self.node_bytes
 
     @property
     def arena_peak_bytes(self) -> int | None:
-        """On the fullest node, while the commit of a snapshot is pending."""
+        """Bytes on the fullest node while the commit of a snapshot is pending."""
         return None if self.node_bytes is None else SLOTS * self.node_bytes
 
 
-def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) -> SnapshotProtection:
-    """What ``scheme`` comes to on the chosen pipelines.
+def describe_protection(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) -> SnapshotProtection:
+    """Return what ``scheme`` withstands and costs on the chosen pipelines.
 
-    :raises ValueError: there is no such scheme, or it is not for so many owners; says which there are.
+    :raises ValueError: there is no such scheme, or it does not support so many owners; the message lists
+        the schemes.
     """
     sizes = seen.instantiation.sizes
     owners = len(sizes)
-    code = code_for(scheme, owners)
-    # With one pipeline every group has one owner; a node beside it can keep a copy.
+    code = make_bounded_code(scheme, owners)
+    # With one pipeline every group has one owner; another node can hold a copy.
     buddy = owners == 1 and seen.nodes > 1 and has_buddy(scheme)
     guarantee = 1 if buddy else _guarantee(code, scheme)
     templates = [seen.templates[size] for size in set(sizes)]
@@ -127,7 +131,7 @@ def protection_of(seen: Preview, layers: tuple[LayerProfile, ...], scheme: str) 
 
 
 def _overhead(groups: Sequence[ProtectedGroup], code: Code) -> float:
-    """By the bytes of the groups, or, where the profile has none, by their layers."""
+    """Return the overhead by the bytes of the groups or, where the profile has none, by their layers."""
     if not any(group.whole for group in groups):
         return code.overhead
     sizes = [group.bucket_bytes or 0 for group in groups]
@@ -163,9 +167,10 @@ def _replicas(seen: Preview, layers: tuple[LayerProfile, ...]) -> ReplicaMemory:
 def _fullest_bytes(
     seen: Preview, code: Code, groups: tuple[ProtectedGroup, ...], *, buddy: bool = False
 ) -> int:
-    """The shards of all stages of a node, and its copies, on the node with the most."""
+    """Return the bytes of the shards and copies on the node with the most."""
     layouts = {group: ShardLayout(code=code, bucket_bytes=group.bucket_bytes or 0) for group in groups}
-    # A shard is as long as its owner has extra cells, so most pipelines of a size are alike.
+    # The length of a shard depends on its owner's number of extra cells only, so most pipelines of a size
+    # are equal.
     alike = {(size, len(code.extra[owner])): owner for owner, size in enumerate(seen.instantiation.sizes)}
     fullest = 0
     for (size, _), owner in alike.items():
@@ -182,10 +187,11 @@ def _fullest_bytes(
     return fullest
 
 
-def code_for(scheme: str, owners: int) -> Code:
-    """``make_code``, where it takes no longer than a second.
+def make_bounded_code(scheme: str, owners: int) -> Code:
+    """Return the code of a scheme, if it can be made within a second.
 
-    :raises ValueError: no such scheme, or too many owners for it."""
+    :raises ValueError: there is no such scheme, or it has too many owners.
+    """
     parts = parse_scheme(scheme)
     copies = min(sum(count for _, count in parts), owners - 1)
     cells = owners if any(name in {"aec", "aec2"} for name, _ in parts) else 1
@@ -195,17 +201,18 @@ def code_for(scheme: str, owners: int) -> Code:
 
 
 def _guarantee(code: Code, scheme: str) -> int:
-    """Tried out where that is quick, else what the schemes are made for, which is no more."""
+    """Compute the guarantee where that is quick; otherwise return the stated one, which is not larger."""
     if code.owners <= MOST_CHECKED_OWNERS and code.owners * code.cells <= MOST_CHECKED_CELLS:
         return code.guarantee
     return stated_guarantee(scheme, code.owners)
 
 
 def stated_guarantee(scheme: str, owners: int) -> int:
-    """What the parts withstand together.
+    """Return the number of losses that the joined schemes withstand by construction.
 
-    Of k + g lost owners, where k copies of everything are kept: in a row of lost ones only those behind the
-    first k have no copy left, so at most g are really gone, and a code for g losses makes up for them.
+    Let k + g owners be lost where k copies of everything exist. In a row of lost owners, only those after
+    the first k have no copy left. So the segments of at most g owners are lost, and a code for g losses
+    decodes them.
     """
     parts = parse_scheme(scheme)
     parity = max({"aec": 1, "aec2": 2}.get(name, 0) for name, _ in parts)

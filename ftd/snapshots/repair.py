@@ -1,10 +1,11 @@
-"""Bytes of the kept snapshot that changed in this node's memory, made again from what is kept elsewhere.
+"""Repair of corrupt bytes in this node's memory from the memory of other nodes.
 
-A block at a time: from another run of the very same bytes (a small part's twin, the buddy's copy, or the
-owner's of a copy), else, of a shard, from the other owners' shards: its segment by decoding, its parity by
-computing it again; or, where owners keep parts, from those of others that have the same elements. All that is
-read is verified on the way, and what comes out against the digest that the owner's trainer wrote; only such
-bytes are written back, and who may write them is ``ftd.snapshots``'s.
+Repair works block by block. It first looks for the very same bytes elsewhere: the twin of a small part, the
+replica peer's copy, or the owner's part of a copy. Otherwise it makes a shard's bytes from the other
+owners' shards, the segment by decoding and the parity by computing it again. Where owners hold different
+parts, it takes the same elements from other owners. Everything is verified as it is read, and the result is
+compared with the digest that the owner's trainer wrote. Only then are the bytes written back, by
+``ftd.snapshots.repair_writer``.
 """
 
 import asyncio
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ftd.errors import PeerError
-from ftd.snapshots.restoring.group_layout import GroupLayout, layouts_of
+from ftd.snapshots.restoring.group_layout import GroupLayout, find_layouts
 from ftd.snapshots.restoring.read_plan import FetchedRanges
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
@@ -23,17 +24,17 @@ from statemachine.messages.values import Restore, SnapshotGroup
 from storage.codes import make_code
 from storage.errors import CorruptDataError, TooManyLossesError
 from storage.manifest import SnapshotManifest, SnapshotPart
-from storage.partimage import ShardedImage, TensorByteRange, find_bytes, tensor_bytes
-from storage.shards import Bytes, ShardLayout, needed_for, remake
+from storage.partimage import ShardedImage, TensorByteRange, find_bytes, find_tensors
+from storage.shards import Bytes, ShardLayout, ranges_to_recompute, recompute_shard
 
 
 class RepairError(PeerError):
-    """Nobody has what would make the bytes again; says why."""
+    """Nobody holds what would be needed; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairedBlock:
-    """A block as it was written."""
+    """A repaired block."""
 
     data: bytes
     sources: tuple[str, ...]
@@ -42,7 +43,7 @@ class RepairedBlock:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A part in some node's memory; ``held`` where it is this one's."""
+    """A part in some node's memory; ``held`` if it is in this node's."""
 
     node: str
     part: SnapshotPart
@@ -51,7 +52,7 @@ class _Kept:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What another node keeps of layers, and the bytes of it."""
+    """Another node's small part of some layers, with its shard and replica parts."""
 
     node: str
     image: ShardedImage
@@ -61,7 +62,7 @@ class _Parts:
 
 @dataclass(slots=True, kw_only=True)
 class Repairer:
-    """For one reading of one snapshot: whom it asked it does not ask again."""
+    """Repairs the blocks that one reading of one snapshot found. It asks each node for its manifests once."""
 
     restore: Restore
     node: str
@@ -69,10 +70,14 @@ class Repairer:
     client: ShardClient
     _theirs: dict[str, tuple[SnapshotManifest, ...]] = field(default_factory=dict)
     _reasons: dict[str, str] = field(default_factory=dict)
-    """Why a node could not help."""
+    """Why each node could not help."""
 
-    async def remake(self, held: ArenaSnapshot, part: SnapshotPart, number: int) -> RepairedBlock:
-        """:raises RepairError: it cannot be made. :raises OSError: this node's own memory is gone."""
+    async def repair_block(self, held: ArenaSnapshot, part: SnapshotPart, number: int) -> RepairedBlock:
+        """Return the block as it was written.
+
+        :raises RepairError: it cannot be made.
+        :raises OSError: this node's own memory is gone.
+        """
         first, end = part.block(number)
         for twins in (self._twins_here, self._twins_there):
             for kept in await twins(held, part):
@@ -83,10 +88,10 @@ class Repairer:
                     continue
                 if part.is_block_intact(number, data):
                     return RepairedBlock(data=data, sources=(kept.node,))
-                self._reasons[kept.node] = f"{kept.part.name} is damaged there, too"
+                self._reasons[kept.node] = f"{kept.part.name} is corrupt there as well"
         mine = None if held.owner else self._share_of(held, part)
         if mine is None:
-            raise self._lost(part, "there is no other run of the same bytes")
+            raise self._lost(part, "no node holds the same bytes")
         group, layout = mine
         if layout.parted:
             target, sources = await self._out_of_parts(group, layout, held, part, first, end)
@@ -150,7 +155,7 @@ class Repairer:
             step=self.restore.step,
             part=part,
         )
-        return RangeRequest(places=(place,), first=first, into=into)
+        return RangeRequest(locations=(place,), first=first, into=into)
 
     # --- out of others' parts ------------------------------------------------------------------------
 
@@ -163,27 +168,27 @@ class Repairer:
         first: int,
         end: int,
     ) -> tuple[Bytes, tuple[str, ...]]:
-        """From the same elements elsewhere, whatever the ranges are that others keep."""
+        """Make the bytes from the same elements elsewhere, whatever ranges the other owners hold."""
         image = self._own_image(held, mine)
         if image is None:
-            raise self._lost(part, "what says which elements it has is damaged, too")
+            raise self._lost(part, "the small part that describes its elements is corrupt as well")
         replica = part.name == mine.name_of("replica")
         others = await self._parts_of_others(group)
         target = np.zeros(end - first, dtype=np.uint8)
         sources: set[str] = set()
-        for at, some in tensor_bytes(image.held, first, end, replica=replica):
+        for at, some in find_tensors(image.held, first, end, replica=replica):
             left = some
             while left.start < left.end:
                 done = at + left.start - some.start
                 size, node = await self._fetch_elements(others, left, target[done:])
                 if not size:
-                    raise self._lost(part, "nobody has the same elements")
+                    raise self._lost(part, "no node holds the same elements")
                 sources.add(node)
                 left = replace(left, start=left.start + size)
         return target, tuple(sorted(sources))
 
     def _own_image(self, held: ArenaSnapshot, mine: GroupLayout) -> ShardedImage | None:
-        """Out of the small part or its twin."""
+        """Decode this node's small part, or its twin."""
         for kind in ("small", "small-twin"):
             for small in held.manifest.parts:
                 if small.name == mine.name_of(kind):
@@ -193,13 +198,13 @@ class Repairer:
         return None
 
     async def _parts_of_others(self, group: SnapshotGroup) -> list[_Parts]:
-        """What other nodes keep of these layers."""
+        """Return what other nodes hold of these layers."""
         found: list[_Parts] = []
         for node in sorted(set(self.restore.sources) - {self.node}):
             for manifest in await self._of(node):
                 parts = {part.name: part for part in manifest.parts}
                 for owner in range(len(group.owners)):
-                    for layout in layouts_of(manifest, group, owner):
+                    for layout in find_layouts(manifest, group, owner):
                         small = parts.get(layout.name_of("small"))
                         shards = [parts.get(layout.name_of(kind)) for kind in ("shard", "replica")]
                         if small is not None and (image := await self._image_of(node, small)) is not None:
@@ -216,7 +221,9 @@ class Repairer:
     async def _fetch_elements(
         self, others: list[_Parts], wanted: TensorByteRange, into: Bytes
     ) -> tuple[int, str]:
-        """Fetch the first of these bytes; how many came, and from whom. Who fails is not asked again."""
+        """Fetch the first of these bytes; return how many were fetched, and from which node. A node that fails
+        is not asked again.
+        """
         for one in list(others):
             found = find_bytes(one.image.held, wanted)
             if found is None:
@@ -225,7 +232,7 @@ class Repairer:
             part = one.replica if replica else one.shard
             try:
                 if part is None or offset + size > part.size_bytes:
-                    raise PeerError("its parts are not what they say")
+                    raise PeerError("its parts are inconsistent")
                 await self.client.fetch([self._wanted(one.node, part, offset, into[:size].data)])
             except PeerError as error:
                 self._reasons[one.node] = str(error)
@@ -237,10 +244,10 @@ class Repairer:
     # --- out of other bytes ------------------------------------------------------------------------
 
     def _share_of(self, held: ArenaSnapshot, part: SnapshotPart) -> tuple[SnapshotGroup, GroupLayout] | None:
-        """The group that a part is a shard or replica of, and what this node's manifest says of it."""
+        """Return the group that a part is a shard or replica of, and this node's layout of it."""
         for group in self.restore.groups:
             if self.node in group.owners:
-                for layout in layouts_of(held.manifest, group, group.owners.index(self.node)):
+                for layout in find_layouts(held.manifest, group, group.owners.index(self.node)):
                     if part.name in (layout.name_of("shard"), layout.name_of("replica")):
                         return group, layout
         return None
@@ -256,7 +263,7 @@ class Repairer:
         while True:
             present = frozenset(shards)
             try:
-                ranges = await asyncio.to_thread(needed_for, layout, owner, present, first, end)
+                ranges = await asyncio.to_thread(ranges_to_recompute, layout, owner, present, first, end)
             except TooManyLossesError as error:
                 raise self._lost(part, str(error)) from None
             stores = {other: FetchedRanges(some) for other, some in ranges.items()}
@@ -267,7 +274,7 @@ class Repairer:
                 del shards[other]
         target = np.empty(end - first, dtype=np.uint8)
         await asyncio.to_thread(
-            remake,
+            recompute_shard,
             layout,
             owner,
             present,
@@ -278,13 +285,13 @@ class Repairer:
         return target, tuple(group.owners[other] for other in sorted(stores))
 
     async def _shards(self, group: SnapshotGroup, layout: ShardLayout, owner: int) -> dict[int, SnapshotPart]:
-        """By owner: what the others have of the very same group."""
+        """Return by owner the shards that the other nodes hold of the very same group."""
         found: dict[int, SnapshotPart] = {}
         for other, node in enumerate(group.owners):
             if other == owner or node not in self.restore.sources:
                 continue
             for manifest in await self._of(node):
-                for theirs in layouts_of(manifest, group, other):
+                for theirs in find_layouts(manifest, group, other):
                     part = next((p for p in manifest.parts if p.name == theirs.name_of("shard")), None)
                     fits = (
                         theirs.within(group) == group
@@ -299,7 +306,7 @@ class Repairer:
     async def _fill(
         self, group: SnapshotGroup, shards: dict[int, SnapshotPart], stores: dict[int, FetchedRanges]
     ) -> Iterable[int]:
-        """Fetch what the stores want, from all at once; whose bytes are not to be had."""
+        """Fetch the ranges of all owners at once, and return the owners that failed."""
 
         async def fill(other: int, store: FetchedRanges) -> None:
             await self.client.fetch(
@@ -328,5 +335,5 @@ def _image(small: bytes) -> ShardedImage | None:
 
 
 def _same(one: SnapshotPart, other: SnapshotPart) -> bool:
-    """Were these the same bytes when they were written?"""
+    """Return whether both parts had the same bytes when they were written."""
     return (one.digest, one.size_bytes) == (other.digest, other.size_bytes)

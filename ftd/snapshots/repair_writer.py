@@ -1,8 +1,9 @@
-"""Bytes of a stored part written again, by those who alone may write there; and a wrong bit, for chaos.
+"""Writing repaired bytes back into a snapshot, and flipping a bit as an injected fault.
 
-While a trainer lives, the thread that writes its snapshots is the only one that changes its arena: it is
-asked (``Mend``), so that no slot is released and written anew in between. Where no trainer is, and for
-copies, it is this daemon, on its event loop. Whether the bytes came is looked for in memory itself.
+While a trainer lives, the thread that writes its snapshots is the only one that changes its arena. It is
+asked to write the bytes (``RepairWrite``), so that no slot is released and reused in between. Where there
+is no trainer, and for copies, this daemon writes them on its event loop. The memory itself shows whether
+the bytes were written.
 """
 
 import asyncio
@@ -21,35 +22,35 @@ from storage.manifest import SnapshotPart
 
 log = structlog.get_logger("ftd.node")
 
-MEND_S = 60.0
-"""A trainer's thread may be copying a snapshot; then this comes behind it."""
+REPAIR_WRITE_TIMEOUT_S = 60.0
+"""Limit of one write. The trainer's thread may have to finish a snapshot first."""
 _AGAIN_S = 5.0
 _POLL_S = 0.02
 
 
 class TrainerControl(Protocol):
-    """Who writes own arenas."""
+    """The trainers, which write the arenas of this node's own snapshots."""
 
     def trainer_pids(self, device: int | None) -> list[int]:
-        """Running processes."""
+        """Return the running processes of one device or of all."""
 
     def send(self, device: int, frame: Instruction) -> bool:
-        """``False``: nobody is there who takes it."""
+        """Send a frame to the device's trainer and return whether there is one."""
 
 
 class RepairWriter:
-    """One block at a time."""
+    """Writes one block at a time."""
 
     def __init__(self, arenas: NodeArenas, copies: CopyStore, trainers: TrainerControl) -> None:
         self._arenas, self._copies, self._trainers = arenas, copies, trainers
 
-    async def mend(self, held: ArenaSnapshot, part: SnapshotPart, number: int, data: bytes) -> None:
+    async def write_block(self, held: ArenaSnapshot, part: SnapshotPart, number: int, data: bytes) -> None:
         """Return when the block's bytes are ``data``.
 
-        :raises RepairError: the snapshot was released, or nobody wrote them.
+        :raises RepairError: the snapshot was released, or the bytes were not written in time.
         """
         manifest, (first, end) = held.manifest, part.block(number)
-        until, asked_at = time.monotonic() + MEND_S, float("-inf")
+        until, asked_at = time.monotonic() + REPAIR_WRITE_TIMEOUT_S, float("-inf")
         while True:
             if held not in self._arenas.find(manifest.job_id, manifest.step):
                 raise RepairError(f"the snapshot of step {manifest.step} was released")
@@ -57,9 +58,9 @@ class RepairWriter:
                 return
             now = time.monotonic()
             if now > until:
-                raise RepairError(f"{part.name} was not written again within {MEND_S:g} s")
+                raise RepairError(f"{part.name} was not repaired within {REPAIR_WRITE_TIMEOUT_S:g} s")
             if held.owner:
-                await self._copies.mend(held, part, first, data)
+                await self._copies.rewrite(held, part, first, data)
             elif not self._trainers.trainer_pids(_device(held)):
                 self._arenas.write(held, part, first, data)
             elif now - asked_at >= _AGAIN_S:
@@ -74,8 +75,10 @@ class RepairWriter:
                 self._trainers.send(_device(held), frame)
             await asyncio.sleep(_POLL_S)
 
-    def stored(self, kept: Restore | None, device: int | None) -> list[tuple[ArenaSnapshot, SnapshotPart]]:
-        """This node's own parts of the kept snapshot, of one device or of all, that have bytes."""
+    def find_own_parts(
+        self, kept: Restore | None, device: int | None
+    ) -> list[tuple[ArenaSnapshot, SnapshotPart]]:
+        """Return the parts with bytes that this node holds of its own, of one device or of all."""
         found = self._arenas.find(kept.job_id, kept.step) if kept is not None else ()
         return [
             (held, part)
@@ -85,13 +88,13 @@ class RepairWriter:
             if part.size_bytes
         ]
 
-    def flip(self, stored: list[tuple[ArenaSnapshot, SnapshotPart]]) -> None:
-        """Change one bit of them, anywhere: for chaos."""
+    def flip_bit(self, stored: list[tuple[ArenaSnapshot, SnapshotPart]]) -> None:
+        """Flip one bit anywhere in these parts, as an injected fault."""
         held, part = random.choices(stored, [part.size_bytes for _, part in stored])[0]
         at, bit = random.randrange(part.size_bytes), random.randrange(8)
         byte = self._arenas.view(held, part)[at] ^ 1 << bit
         self._arenas.write(held, part, at, bytes([byte]))
-        log.warning("flip", part=part.name, step=held.manifest.step, byte=at, bit=bit)
+        log.warning("bit_flipped", part=part.name, step=held.manifest.step, byte=at, bit=bit)
 
 
 def _device(held: ArenaSnapshot) -> int:

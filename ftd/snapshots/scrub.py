@@ -1,10 +1,10 @@
-"""The kept snapshot is read now and then: bits that changed in memory are found and made again in place.
+"""The scrubber: it reads the retained snapshot regularly, and finds and repairs bits that changed in memory.
 
-Once when it is complete everywhere, once when it was gone back to, then every ``Timing.scrub_s``; own parts,
-and copies kept for others. One thread of low priority reads at ``node.scrub_rate_mib_s``, a block at a time,
-and what it finds changed is told (``ShardCorrupted``), made again by ``ftd.snapshots.repair`` and written
-back (``ShardRepaired``). Where nobody has what that takes, the coordinator is told, which wants another
-snapshot at once.
+It reads a snapshot once when it is complete everywhere, once after a rollback to it, and then every
+``Timing.scrub_s``; both this node's own parts and the copies that it holds for others. One thread of low
+priority reads block by block at ``node.scrub_rate_mib_s``. Changed blocks are reported
+(``ShardCorrupted``), repaired by ``ftd.snapshots.repair`` and written back (``ShardRepaired``). If they
+cannot be repaired, the coordinator is informed and requests another snapshot at once.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from ftd.errors import PeerError
-from ftd.snapshots.persist import aside
+from ftd.snapshots.persist import run_in_thread
 from ftd.snapshots.repair import Repairer, RepairError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
@@ -27,17 +27,17 @@ from storage.rate_limit import RateLimiter
 log = structlog.get_logger("ftd.node")
 
 _NICENESS = 19
-"""Of the thread that reads: everything else goes first."""
+"""Niceness of the thread that reads: everything else goes first."""
 
-Mend = Callable[[ArenaSnapshot, SnapshotPart, int, bytes], Awaitable[None]]
-"""Writes a block of a part again; raises ``RepairError`` where it is not there afterwards."""
-Said = Callable[[str, str, dict[str, Any]], None]
-"""Takes an event's name, reason and details."""
+WriteBlock = Callable[[ArenaSnapshot, SnapshotPart, int, bytes], Awaitable[None]]
+"""Writes a block of a part; raises ``RepairError`` if the bytes are not there afterwards."""
+PublishEvent = Callable[[str, str, dict[str, Any]], None]
+"""Publishes an event with this name, reason and details."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorruptBlocks:
-    """Blocks of a part that are not what was written."""
+    """Blocks of a part that differ from what was written."""
 
     held: ArenaSnapshot
     part: SnapshotPart
@@ -45,7 +45,10 @@ class CorruptBlocks:
 
 
 class Scrubber:
-    """:param spoiled: told the step of a snapshot that is beyond repair here."""
+    """Reads one snapshot regularly.
+
+    :param on_unrepairable: called with the step of a snapshot that cannot be repaired here.
+    """
 
     def __init__(
         self,
@@ -56,26 +59,26 @@ class Scrubber:
         tls: ssl.SSLContext | None,
         rate_bytes_s: float,
         period_s: float,
-        mend: Mend,
-        say: Said,
-        spoiled: Callable[[int], None],
+        write_block: WriteBlock,
+        publish_event: PublishEvent,
+        on_unrepairable: Callable[[int], None],
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
         self._rate_bytes_s, self._period_s = rate_bytes_s, period_s
-        self._mend, self._say, self._spoiled = mend, say, spoiled
+        self._mend, self._say, self._spoiled = write_block, publish_event, on_unrepairable
         self._kept: Restore | None = None
         self._flow = RateLimiter()
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def kept(self) -> Restore | None:
-        """The snapshot that is read."""
+    def snapshot(self) -> Restore | None:
+        """The snapshot that is being read."""
         return self._kept
 
-    def watch(self, kept: Restore, *, at_once: bool = False) -> None:
-        """This one is complete everywhere: read it from now on, and no other.
+    def start(self, kept: Restore, *, at_once: bool = False) -> None:
+        """Read this snapshot, which is complete everywhere, from now on, and no other.
 
-        :param at_once: even if it was read a moment ago.
+        :param at_once: read it even if it was read a moment ago.
         """
         before, self._kept = self._kept, kept
         if at_once or before is None or _key(before) != _key(kept):
@@ -84,7 +87,7 @@ class Scrubber:
             self._task = asyncio.ensure_future(self._work(self._flow))
 
     def stop(self) -> None:
-        """The job is over, or another snapshot came."""
+        """Stop reading, because the job is over or another snapshot replaces this one."""
         self._kept = None
         self._flow.cancel()
         if self._task is not None:
@@ -101,13 +104,13 @@ class Scrubber:
         while (kept := self._kept) is not None:
             try:
                 held = self._held(kept)
-                changed = await aside(lambda held=held: self._read(held, flow), _NICENESS)  # type: ignore[misc]
-                # A snapshot that was released meanwhile has other bytes by right.
+                changed = await run_in_thread(lambda held=held: self._read(held, flow), _NICENESS)  # type: ignore[misc]
+                # A snapshot that was released meanwhile may have other bytes.
                 there = self._held(kept)
                 if changed := [one for one in changed if one.held in there]:
                     await self._repair(kept, changed)
-            except (OSError, ValueError, PeerError) as error:  # Memory that went with its job.
-                log.warning("scrub", step=kept.step, reason=str(error))
+            except (OSError, ValueError, PeerError) as error:  # The memory was removed with its job.
+                log.warning("scrub_failed", step=kept.step, reason=str(error))
             await asyncio.sleep(self._period_s)
 
     def _held(self, kept: Restore) -> list[ArenaSnapshot]:
@@ -115,14 +118,14 @@ class Scrubber:
         return [one for one in found if one.manifest.generation == kept.generation]
 
     def _read(self, held: list[ArenaSnapshot], flow: RateLimiter) -> list[CorruptBlocks]:
-        """In a thread. What was found before it was cancelled counts for nothing."""
+        """Return the corrupt blocks. Runs in a thread; the result is empty if it was cancelled."""
         found = []
         for one in held:
             for part in one.manifest.parts:
                 blocks = []
-                for number in part.covering(0, part.size_bytes):
+                for number in part.blocks_covering(0, part.size_bytes):
                     first, end = part.block(number)
-                    if not flow.passed(end - first):
+                    if not flow.acquire(end - first):
                         return []
                     if not part.is_block_intact(number, self._arenas.view(one, part)[first:end]):
                         blocks.append(number)
@@ -132,7 +135,7 @@ class Scrubber:
 
     async def _repair(self, kept: Restore, changed: list[CorruptBlocks]) -> None:
         for one in changed:
-            self._tell_damaged(kept, one, "it is made again from what others keep")
+            self._tell_damaged(kept, one, "it is being repaired from other nodes")
         spoiled = False
         async with ShardClient(self._token, tls=self._tls) as client:
             repairer = Repairer(restore=kept, node=self._node, arenas=self._arenas, client=client)
@@ -140,14 +143,16 @@ class Scrubber:
                 sources: set[str] = set()
                 try:
                     for number in one.blocks:
-                        made = await repairer.remake(one.held, one.part, number)
+                        made = await repairer.repair_block(one.held, one.part, number)
                         await self._mend(one.held, one.part, number, made.data)
                         sources |= set(made.sources)
                 except RepairError as error:
                     if one.held not in self._held(kept):
-                        return  # Released: nobody needs it any more.
+                        return  # It was released: nobody needs it any more.
                     spoiled = True
-                    self._tell_damaged(kept, one, f"it cannot be repaired, a new snapshot is wanted: {error}")
+                    self._tell_damaged(
+                        kept, one, f"it cannot be repaired, and a new snapshot is requested: {error}"
+                    )
                 else:
                     self._tell_repaired(kept, one, sorted(sources))
         if spoiled:

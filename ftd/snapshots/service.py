@@ -1,8 +1,8 @@
-"""Snapshots in a node's memory, for its daemon: arenas, the server, copies, checkpoints, layers staged.
+"""The snapshot service of a node's daemon: arenas, snapshot server, copies, checkpoints and staging of layers.
 
-Trainers write into the arenas; the agent machine decides when, and which snapshots count. What is here:
-arenas for the job, other nodes' reading, layers staged for a rollback (``ftd.snapshots.trainer_staging``) and the
-writing of persistent checkpoints (``ftd.snapshots.persist``).
+Trainers write into the arenas. The agent machine decides when, and which snapshots count. This module
+provides the arenas of the job, lets other nodes read them, stages layers for a rollback
+(``ftd.snapshots.trainer_staging``) and writes persistent checkpoints (``ftd.snapshots.persist``).
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from ftd.config.daemon import DaemonConfig
 from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.persist import Persister
 from ftd.snapshots.repair_writer import RepairWriter, TrainerControl
-from ftd.snapshots.restoring.restore import DamageTold
+from ftd.snapshots.restoring.restore import ReportCorruption
 from ftd.snapshots.scrub import Scrubber
 from ftd.snapshots.shards.arenas import Corruption, NodeArenas
 from ftd.snapshots.shards.client import ShardClient
@@ -44,12 +44,12 @@ from storage.codes import has_buddy
 
 log = structlog.get_logger("ftd.node")
 
-Told = Callable[[str, str, dict[str, Any]], None]
-"""Takes an event's name, reason and details."""
+PublishEvent = Callable[[str, str, dict[str, Any]], None]
+"""Publishes an event with this name, reason and details."""
 
 
 class SnapshotService:
-    """``await start()`` before any trainer runs; ``await close()`` when none does any more."""
+    """The service; call ``start`` before any trainer runs, and ``close`` when no trainer runs any more."""
 
     def __init__(
         self,
@@ -59,12 +59,14 @@ class SnapshotService:
         host: str,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
-        tell: Told,
+        publish_event: PublishEvent,
         trainers: TrainerControl,
     ) -> None:
-        """:param host: where the server listens. :param stamp: ``at`` and ``cause`` of an event."""
+        """:param host: address to listen on.
+        :param stamp: returns the fields ``at`` and ``cause`` of an event.
+        """
         self._config = config
-        self._feed, self._stamp, self._tell = feed, stamp, tell
+        self._feed, self._stamp, self._tell = feed, stamp, publish_event
         self._token = bearer_token(secret)
         tls = config.snapshot_tls
         self._tls = tls.client_context() if tls is not None else None
@@ -89,7 +91,7 @@ class SnapshotService:
             rate_bytes_s=config.checkpoint_rate_bytes_s,
             feed=feed,
             stamp=stamp,
-            tell=self._teller,
+            report_corruption=self._teller,
         )
         self._mender = RepairWriter(self._arenas, self._copies, trainers)
         self._scrubber = Scrubber(
@@ -99,12 +101,12 @@ class SnapshotService:
             tls=self._tls,
             rate_bytes_s=config.scrub_rate_bytes_s,
             period_s=config.timing.scrub_s,
-            mend=self._mender.mend,
-            say=tell,
-            spoiled=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
+            write_block=self._mender.write_block,
+            publish_event=publish_event,
+            on_unrepairable=lambda step: feed(SnapshotCorrupted(**stamp(), step=step)),
         )
         self.stager = self._made_stager()
-        """Layers staged for trainers that go back."""
+        """Stages layers for trainers that roll back."""
         self._serving, self._checkpoint_url = False, ""
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,9 +119,9 @@ class SnapshotService:
             tls=self._tls,
             feed=self._feed,
             stamp=self._stamp,
-            tell=self._teller,
-            # What was decoded around is made again: it may be needed with the next failure.
-            staged=lambda restore: self._scrubber.watch(restore, at_once=True),
+            report_corruption=self._teller,
+            # A shard that was decoded is repaired at once: it may be needed at the next failure.
+            on_staged=lambda restore: self._scrubber.start(restore, at_once=True),
         )
 
     @property
@@ -128,30 +130,32 @@ class SnapshotService:
 
     @property
     def size_bytes(self) -> int:
-        """That arenas may take, all devices together."""
+        """Bytes that the arenas of all devices may take together."""
         return self._arenas.size_bytes
 
     @property
     def memory_directory(self) -> Path:
-        """Where the arenas are."""
+        """Directory of the arenas."""
         return self._arenas.root
 
     @property
     def checkpoint_directory(self) -> Path | None:
-        """Of the present job, where its checkpoints go into a directory."""
+        """Directory of the present job's checkpoints; ``None`` if they go to a URL or nowhere."""
         url = self._checkpoint_url
         return Path(url) if url.startswith("/") else None
 
-    def figures(self) -> dict[str, int]:
-        """For metrics: bytes sent to other nodes, requests without the token, memory that arenas may take."""
+    def metrics(self) -> dict[str, int]:
+        """Return figures for metrics: bytes sent to other nodes, requests without the token, and the memory
+        limit.
+        """
         return {
-            "sent_bytes": self._server.rate.taken_bytes,
-            "unauthorised": self._server.unauthorised,
+            "sent_bytes": self._server.rate.acquired_bytes,
+            "unauthorised": self._server.unauthorized,
             "snapshot_limit_bytes": self.size_bytes,
         }
 
     async def start(self) -> None:
-        """Own the arenas and listen.
+        """Acquire the arenas and listen.
 
         :raises ConfigurationError: the directory, the limit or the port cannot be used.
         """
@@ -167,7 +171,7 @@ class SnapshotService:
         self._serving = True
 
     async def close(self) -> None:
-        """What the arenas hold stays."""
+        """Stop serving. The snapshots stay in memory."""
         tasks = [*self._tasks, *((self._sending,) if self._sending is not None else ())]
         for task in tasks:
             task.cancel()
@@ -180,24 +184,24 @@ class SnapshotService:
         self._copies.end()
         self._arenas.close()
 
-    async def take_stock(self) -> None:
-        """Feed ``SnapshotsFound``: what earlier daemons of this name left, read and verified."""
+    async def scan(self) -> None:
+        """Feed ``HeldSnapshots``: what earlier daemons of this name left, read and verified."""
         began = time.monotonic()
-        held, problems = await asyncio.to_thread(self._arenas.take_stock)
+        held, problems = await asyncio.to_thread(self._arenas.scan)
         for problem in problems:
             self._say_damaged(self._config.node, problem)
         if held:
-            log.info("take_stock", snapshots=held, took_s=round(time.monotonic() - began, 3))
+            log.info("snapshots_found", snapshots=held, took_s=round(time.monotonic() - began, 3))
             self._feed(SnapshotsFound(**self._stamp(), snapshots=_named(held)))
 
     # --- a job's arenas --------------------------------------------------------------------------
 
     def prepare(self, job: Job, device: int) -> tuple[str, int | None]:
-        """Directory and limit of a device's arena; an empty directory where no snapshots are taken."""
+        """Return directory and limit of a device's arena; the directory is empty where no snapshots are taken."""
         self._checkpoint_url = job.checkpoint.url
         if not job.snapshot.every_steps:
             return "", None
-        if not self._arenas.own():
+        if not self._arenas.acquire():
             reason = f"another daemon of this name uses {self._arenas.root}"
             self._tell("SnapshotsUnavailable", reason, {"device": device})
             return "", None
@@ -209,7 +213,7 @@ class SnapshotService:
         return str(self._arenas.directory(job.job_id, device)), own_bytes
 
     def remove(self, job_id: str) -> None:
-        """The job is over for good."""
+        """Release everything of a job that is over."""
         self.abandon()
         self._persister.stop()
         self._scrubber.stop()
@@ -217,7 +221,7 @@ class SnapshotService:
         self._run(asyncio.to_thread(self._arenas.remove, job_id))
 
     def abandon(self) -> None:
-        """A newer generation, or the end: nobody waits for what is being staged or sent."""
+        """Stop staging and sending, since a newer generation begins or the job ends."""
         self.stager.abandon()
         if self._sending is not None:
             self._sending.cancel()
@@ -226,39 +230,39 @@ class SnapshotService:
     # --- persistent checkpoints ------------------------------------------------------------------
 
     def persist(self, order: Persist) -> None:
-        """See ``Persister.begin``."""
+        """Write a share of a checkpoint; see ``Persister.begin``."""
         self._persister.begin(order)
 
-    def described(self, job_id: str, description: bytes) -> None:
-        """See ``Persister.keep_description``."""
-        self._persister.keep_description(job_id, description)
+    def set_description(self, job_id: str, description: bytes) -> None:
+        """Set the description of a job's model; see ``Persister.set_description``."""
+        self._persister.set_description(job_id, description)
 
     def stop_persisting(self, attempt: str) -> None:
         self._persister.stop(attempt)
 
     # --- copies ------------------------------------------------------------------------------------
 
-    def keep_copies(self, job_id: str, step: int, kept: Restore | None = None) -> None:
-        """Release what is older, and give back what nobody uses any more.
+    def retain_copies(self, job_id: str, step: int, kept: Restore | None = None) -> None:
+        """Release older copies, and remove the directories that are not used any more.
 
-        :param kept: the snapshot of ``step``, which is verified and repaired from now on.
+        :param kept: the snapshot of ``step``, which is scrubbed from now on.
         """
         if kept is not None:
-            self._scrubber.watch(kept)
-        for directory in self._copies.keep(job_id, step):
+            self._scrubber.start(kept)
+        for directory in self._copies.release_older(job_id, step):
             self._run(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
-    def stores(self, device: int | None) -> bool:
-        """Is there something for ``flip``?"""
-        return bool(self._mender.stored(self._scrubber.kept, device))
+    def has_snapshot_data(self, device: int | None) -> bool:
+        """Return whether there is something for ``flip_bit`` to change."""
+        return bool(self._mender.find_own_parts(self._scrubber.snapshot, device))
 
-    def flip(self, device: int | None) -> None:
-        """Chaos: change a bit of what this node, or one device of it, keeps."""
-        if stored := self._mender.stored(self._scrubber.kept, device):
-            self._mender.flip(stored)
+    def flip_bit(self, device: int | None) -> None:
+        """Flip a bit in the memory of this node, or of one device, as an injected fault."""
+        if stored := self._mender.find_own_parts(self._scrubber.snapshot, device):
+            self._mender.flip_bit(stored)
 
     def send_copy(self, order: SendSnapshotCopy) -> None:
-        """Feed SnapshotCopyCommitted or SnapshotCopyFailed; an order that is under way is over."""
+        """Send a copy and feed CopyCommitted or CopyFailed; an earlier order is cancelled."""
         if self._sending is not None:
             self._sending.cancel()
         self._sending = asyncio.ensure_future(self._send_copy(order))
@@ -274,22 +278,22 @@ class SnapshotService:
         to = SnapshotSource(node=order.replica_peer.node, address=order.replica_peer.address)
         try:
             if not held:
-                raise PeerError("what was written is not in this node's memory")
+                raise PeerError("the snapshot is not in this node's memory")
             async with ShardClient(self._token, tls=self._tls) as client:
                 sender = CopySender(client, self._arenas, owner=self._config.node, rate=self._server.rate)
                 size = await sender.send(held, to)
         except (PeerError, OSError, ValueError) as error:
-            detail = f"no copy at its buddy {order.replica_peer.node}: {error}"
-            log.warning("send_copy", reason=detail, **said)
+            detail = f"no copy at its replica peer {order.replica_peer.node}: {error}"
+            log.warning("send_copy_failed", reason=detail, **said)
             self._feed(SnapshotCopyFailed(**self._stamp(), failure=SnapshotFailed(**said, detail=detail)))
         else:
-            log.info("send_copy", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
+            log.info("copy_sent", to=to.node, size_bytes=size, took_s=time.monotonic() - began, **said)
             self._feed(SnapshotCopyCommitted(**self._stamp(), **said, size_bytes=size))
 
     def _say_copies(self) -> None:
         self._feed(SnapshotCopiesChanged(**self._stamp(), snapshots=_named(self._copies.held())))
 
-    def _teller(self, job_id: str, step: int) -> DamageTold:
+    def _teller(self, job_id: str, step: int) -> ReportCorruption:
         return lambda node, part, detail: self._say_damaged(
             node, Corruption(job_id=job_id, step=step, part=part, detail=detail)
         )

@@ -1,8 +1,9 @@
-"""Between ``ResumeTrainer`` with a ``Restore`` and the trainers' frames: their layers are made ready.
+"""Staging of layers for trainers that resume from a snapshot or a checkpoint.
 
-In a task of its own, so that heartbeats go on. Each trainer is told as soon as its own layers are there. What
-this node's memory has as it is, is lent, and verified by the trainer; where that says that it is no good,
-its layers are staged once more, with everything copied and verified here.
+Staging runs in a task of its own, so that heartbeats go on. Each trainer gets its directory as soon as its
+own layers are staged. Bytes that this node's memory holds unchanged are borrowed from the snapshot and
+verified by the trainer. If a trainer finds them corrupt, its layers are staged once more, with everything
+copied and verified here.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from typing import Any
 import structlog
 
 from ftd.snapshots.persist import read_checkpoint
-from ftd.snapshots.restoring.restore import DamageTold, LayerRestoreError, Restorer
+from ftd.snapshots.restoring.restore import LayerRestoreError, ReportCorruption, Restorer
 from ftd.snapshots.restoring.staging import StagingDirectory
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
@@ -31,7 +32,7 @@ from statemachine.messages.values import Restore
 log = structlog.get_logger("ftd.node")
 
 Send = Callable[[str], None]
-"""Tells a trainer the directory of its staged layers; empty: it has none."""
+"""Sends a trainer the directory of its staged layers; empty if it has none."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,11 +41,15 @@ class _Trainer:
     send: Send
     told: bool = False
     again: bool = False
-    """What was lent to it was no good."""
+    """Whether the layers are being staged a second time, without borrowed bytes."""
 
 
 class TrainerStaging:
-    """:param staged: called when all is staged from a snapshot. The others: see ``SnapshotService``."""
+    """Prepares the layers of this node's trainers.
+
+    :param on_staged: called when everything was staged from a snapshot. ``SnapshotService`` describes the
+        other parameters.
+    """
 
     def __init__(
         self,
@@ -55,31 +60,32 @@ class TrainerStaging:
         tls: ssl.SSLContext | None,
         feed: Callable[[Event], None],
         stamp: Callable[[], dict[str, Any]],
-        tell: Callable[[str, int], DamageTold],
-        staged: Callable[[Restore], None],
+        report_corruption: Callable[[str, int], ReportCorruption],
+        on_staged: Callable[[Restore], None],
     ) -> None:
         self._node, self._arenas, self._token, self._tls = node, arenas, token, tls
-        self._feed, self._stamp, self._tell, self._done = feed, stamp, tell, staged
+        self._feed, self._stamp, self._tell, self._done = feed, stamp, report_corruption, on_staged
         self._resume: Resume | None = None
         self._directory = Path()
         self._trainers: dict[int, _Trainer] = {}
-        """By device: those that have not resumed yet."""
+        """By device: the trainers that have not resumed yet."""
         self._there: set[int] = set()
-        """Layers."""
+        """Layers that are staged."""
         self._task: asyncio.Task[None] | None = None
         self._job: str | None = None
-        """Whose staged layers are there."""
+        """Job whose staged layers are there."""
 
     def resume(self, resume: Resume, device: int, send: Send) -> None:
-        """Call ``send`` at once or, where the trainer goes back and has a place, when its layers are there.
+        """Call ``send`` at once or, if the trainer rolls back and is part of the plan, when its layers are
+        staged.
 
-        The first device of a generation begins the work, for all devices of the node.
+        The first device of a generation starts the work for all devices of the node.
         """
         if resume.restore is None:
             self.clear()
             send("")
         elif Device(node=self._node, index=device) not in resume.plan.devices:
-            send("")  # Of another lineage than the plan's, so it drops what it holds.
+            send("")  # It is of another lineage than the plan, so it drops its state.
         else:
             self._add(resume, resume.restore, device, send)
 
@@ -92,39 +98,39 @@ class TrainerStaging:
         self._trainers[device] = _Trainer(layers=frozenset(layers), send=send)
         self._tell_trainers()
 
-    def spoiled(self, device: int, said: StagingCorrupted) -> None:
-        """A trainer cannot use what it was given."""
+    def handle_corrupt(self, device: int, said: StagingCorrupted) -> None:
+        """Handle a trainer's report that it cannot use what was staged."""
         resume, trainer = self._resume, self._trainers.get(device)
         if resume is None or resume.restore is None or trainer is None or not trainer.told:
             return
         if said.generation != resume.generation:
             return
-        log.warning("staging_spoiled", device=device, part=said.part, reason=said.detail)
+        log.warning("staging_corrupt", device=device, part=said.part, reason=said.detail)
         if said.part:
             self._tell(resume.restore.job_id, resume.restore.step)(self._node, said.part, said.detail)
         if trainer.again:
-            self._fail(f"device {device} cannot use what is staged for it: {said.detail}")
+            self._fail(f"device {device} cannot use its staged layers: {said.detail}")
             return
         trainer.again, trainer.told = True, False
         self._there -= trainer.layers
         self._begin(resume.restore, sorted(trainer.layers), again=True)
 
     def resumed(self, device: int, generation: int) -> None:
-        """This trainer has read its layers; with the last of them what was staged goes."""
+        """Note that this trainer has read its layers; after the last trainer the staged layers are removed."""
         if self._resume is not None and generation == self._resume.generation and device in self._trainers:
             del self._trainers[device]
             if not self._trainers:
                 self.clear()
 
     def abandon(self) -> None:
-        """Nobody waits for what is being staged any more."""
+        """Stop staging: no trainer waits for it any more."""
         self._trainers.clear()
         if self._task is not None:
             self._task.cancel()
             self._task = None
 
     def clear(self) -> None:
-        """Free what was staged. No trainer reads it any more."""
+        """Remove what was staged; no trainer reads it any more."""
         self.abandon()
         self._there.clear()
         self._resume = None
@@ -133,7 +139,7 @@ class TrainerStaging:
             self._job = None
 
     async def close(self) -> None:
-        """What is staged stays, until another daemon takes stock."""
+        """Stop staging. What is staged stays until another daemon starts."""
         task = self._task
         self.abandon()
         if task is not None:
@@ -156,15 +162,16 @@ class TrainerStaging:
                 self._job = restore.job_id
                 self._directory = self._arenas.make_staging(restore.job_id, generation)
             done = await self._put(
-                restore, layers, StagingDirectory(self._directory, lends=not again, staged=self._staged)
+                restore, layers, StagingDirectory(self._directory, borrows=not again, staged=self._staged)
             )
         except LayerRestoreError as error:
-            self._fail(str(error), error.bad, damaged=error.damaged)
+            self._fail(str(error), error.bad, damaged=error.corrupt)
         except (OSError, ValueError) as error:
             self._fail(f"layers cannot be staged in {self._arenas.root}: {error}")
         except Exception as error:
-            # A bug of ours: said, and tried again like any other failure, instead of waiting for ever.
-            log.exception("stage", generation=generation)
+            # An internal error is reported and retried like any other failure, since the trainers would
+            # wait forever.
+            log.exception("staging_failed", generation=generation)
             self._fail(f"an internal error: {type(error).__name__}: {error}")
         else:
             log.info(
@@ -180,7 +187,7 @@ class TrainerStaging:
     async def _put(
         self, restore: Restore, layers: tuple[int, ...], stage: StagingDirectory
     ) -> dict[str, int]:
-        """What it took, for the log."""
+        """Stage the layers and return figures for the log."""
         if restore.url:
             return {"checkpoint_bytes": await read_checkpoint(restore, layers, stage.put)}
         async with ShardClient(self._token, tls=self._tls) as client:
@@ -189,10 +196,10 @@ class TrainerStaging:
                 node=self._node,
                 arenas=self._arenas,
                 client=client,
-                tell=self._tell(restore.job_id, restore.step),
+                report_corruption=self._tell(restore.job_id, restore.step),
             )
             done = await restorer.run(layers, stage)
-            # At once: when the trainers have resumed this task is over.
+            # Called here because the last trainer's resume cancels this task.
             self._done(restore)
             return dataclasses.asdict(done)
 
@@ -209,14 +216,14 @@ class TrainerStaging:
     def _fail(self, detail: str, bad: tuple[str, ...] = (), *, damaged: bool = False) -> None:
         assert self._resume is not None, "there is nothing that can fail"
         generation = self._resume.generation
-        log.warning("stage", generation=generation, reason=detail, bad=bad)
+        log.warning("staging_failed", generation=generation, reason=detail, bad=bad)
         self._trainers.clear()
         failure = RestoreFailed(generation=generation, detail=detail, bad=bad, damaged=damaged)
         self._feed(StagingFailed(**self._stamp(), failure=failure))
 
 
 def layers_of(plan: Plan, node: str, device: int | None = None) -> tuple[int, ...]:
-    """All layers that devices of this node hold under the plan, or one of them; ascending."""
+    """Return the layers that devices of this node, or one of them, hold under the plan, in ascending order."""
     layers = {
         layer
         for pipeline in plan.pipelines

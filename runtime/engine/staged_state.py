@@ -148,7 +148,7 @@ class StagedStateLoader:
         """
         self.finish()
         for lender in self._lenders:
-            if not lender.there():
+            if not lender.is_present():
                 raise StagingCorruptedError(f"{lender.manifest} is missing or was replaced")
 
     def finish(self) -> None:
@@ -260,7 +260,7 @@ def _cut(chunk: PayloadChunk) -> Iterator[tuple[int, range]]:
         for first in range(chunk.offset, end, BLOCK_BYTES):
             yield 0, range(first, min(first + BLOCK_BYTES, end))
         return
-    for number in part.covering(chunk.offset - part.offset, end - part.offset):
+    for number in part.blocks_covering(chunk.offset - part.offset, end - part.offset):
         low, high = part.block(number)
         yield number, range(part.offset + low, part.offset + high)
 

@@ -314,7 +314,7 @@ class Snapshotter:
         if layout.ranks != count and not layout.shared_bytes:
             return True, rank_count_mismatch(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
-        data = self._place.arena.bytes_of(manifest, header)
+        data = self._place.arena.view(manifest, header)
         if not header.is_intact(data):
             return False, "its header changed since it was written"
         why = SavedSnapshot.of(data, EMPTY, EMPTY).mismatch(self._contents.objects)
@@ -363,16 +363,14 @@ class Snapshotter:
         own = SnapshotPart(name="own", offset=begin, size_bytes=size, digest="")
         spans = [
             ImageSpan(
-                data=arena.bytes_of(manifest, part),
+                data=arena.view(manifest, part),
                 start=part.offset - begin,
                 shared=False if begin <= part.offset < begin + size else None,
                 part=part,
             )
             for part in manifest.parts
         ]
-        return SavedSnapshot.of(
-            arena.bytes_of(manifest, header), arena.bytes_of(manifest, own), shared
-        ), spans
+        return SavedSnapshot.of(arena.view(manifest, header), arena.view(manifest, own), shared), spans
 
     def _pass_over(self, step: int, why: str) -> None:
         log.warning("%s: the snapshot of step %d is passed over: %s", self._name, step, why)

@@ -192,7 +192,7 @@ def test_a_flipped_bit_is_repaired_while_the_job_trains_and_while_it_does_not(
     kept = Arena.open(arena)
     [manifest] = kept.snapshots
     [shard, *_] = [part for part in manifest.parts if part.name.endswith("/shard")]
-    kept.bytes_of(manifest, shard)[17] ^= 64
+    kept.view(manifest, shard)[17] ^= 64
     ground.inject(do="kill", nodes=list(HOME), target="trainer")
     ground.until_event("ShardRepaired", "node-2")
     assert kept.find_corrupt(manifest) == ()

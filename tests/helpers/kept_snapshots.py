@@ -55,7 +55,7 @@ def write(
     made, end = [], 0
     for name, data in parts.items():
         slot.view[end : end + len(data)] = data
-        made.append(SnapshotPart.of(name, end, data))
+        made.append(SnapshotPart.from_bytes(name, end, data))
         end += len(data)
     manifest = SnapshotManifest(
         job_id=JOB,
@@ -83,7 +83,7 @@ def payload_of(directory: Path, layer: int) -> tuple[bytes, bytes, int]:
             memory = file[part.offset : part.offset + part.size_bytes]
             assert part.are_ranges_intact(memory, [range(first, first + piece.size_bytes)])
     assert len(payload) == staged.size_bytes
-    assert bool(lent) == bool(staged.borrowed) and all(lender.there() for lender in staged.borrowed)
+    assert bool(lent) == bool(staged.borrowed) and all(lender.is_present() for lender in staged.borrowed)
     return staged.header, bytes(payload), lent
 
 
@@ -91,7 +91,7 @@ def flip(root: Path, step: int, part: str, device: int = 0, job: str = JOB) -> N
     """A bit in memory changes."""
     arena = Arena.open(root / job / f"device-{device}")
     manifest = next(m for m in arena.snapshots if m.step == step)
-    arena.bytes_of(manifest, manifest.part(part))[3] ^= 16
+    arena.view(manifest, manifest.part(part))[3] ^= 16
     arena.close()
 
 

@@ -12,7 +12,7 @@ from storage.arena import Arena
 from storage.codes import make_code
 from storage.image import GroupImage, assemble_payload
 from storage.manifest import SnapshotManifest
-from storage.shards import Bytes, ShardLayout, decode_bucket, fetch_from
+from storage.shards import Bytes, ShardLayout, decode_bucket, make_fetch
 from storage.staged import write_staged_payload
 
 Layers = dict[int, tuple[bytes, bytes]]
@@ -25,8 +25,8 @@ class Kept:
     def __init__(self, arena: Arena, manifest: SnapshotManifest, group: dict[str, object]) -> None:
         name = f"group-{group['first_layer']}"
         self.group = msgspec.convert(group, Described)
-        self.shard: Bytes = arena.bytes_of(manifest, manifest.part(f"{name}/shard"))
-        small = arena.bytes_of(manifest, manifest.part(f"{name}/small")).tobytes()
+        self.shard: Bytes = arena.view(manifest, manifest.part(f"{name}/shard"))
+        small = arena.view(manifest, manifest.part(f"{name}/small")).tobytes()
         self.image = GroupImage.from_bytes(small)
         self.arena = arena
 
@@ -76,7 +76,7 @@ def decoded(parts: dict[int, Kept], lost: Sequence[int], small_of: int) -> Layer
     layout = ShardLayout(code=code, bucket_bytes=group.bucket_bytes)
     there = {owner: part.shard for owner, part in parts.items() if owner not in lost}
     bucket = np.empty(group.bucket_bytes, dtype=np.uint8)
-    decode_bucket(layout, frozenset(there), fetch_from(there), bucket)
+    decode_bucket(layout, frozenset(there), make_fetch(there), bucket)
     return {
         image.layer: (
             image.header,

@@ -22,7 +22,7 @@ from runtime.pretrained import load_into
 from runtime.training import Training
 from storage.checkpoint import CheckpointStore
 from storage.description import encode_description
-from storage.safetensors_file import FLOATING, converted
+from storage.safetensors_file import FLOATING, convert_dtype
 from tests.helpers.exporting import checkpoint_of
 from tests.helpers.kept_checkpoints import about
 from tests.helpers.runtime_support import data_for
@@ -284,6 +284,6 @@ def test_numbers_are_rounded_as_torch_rounds_them(source: str, target: str) -> N
         ]
     ).to(getattr(torch, source))
     wanted = values.to(getattr(torch, target))
-    found = converted(values.view(torch.uint8).numpy(), source, target)
+    found = convert_dtype(values.view(torch.uint8).numpy(), source, target)
     got = torch.from_numpy(np.ascontiguousarray(found)).view(wanted.dtype)
     assert torch.equal(got.nan_to_num(7), wanted.nan_to_num(7)) and torch.equal(got.isnan(), wanted.isnan())

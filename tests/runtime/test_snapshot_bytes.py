@@ -184,7 +184,7 @@ def test_what_is_frozen_is_copied_once_into_a_slot(
         if damaged and step == 2:
             # In a block of the frozen weight; this slot is written again behind the one after the next step.
             shard = newest.part("group-0/shard")
-            arena.bytes_of(newest, shard)[2 * MIB + 5] ^= 1
+            arena.view(newest, shard)[2 * MIB + 5] ^= 1
         copied.append(0)
     frozen = 1200 * 1200 * 4 // MIB - 1
     assert copied[0] == copied[1] > frozen * MIB
@@ -311,7 +311,7 @@ def test_a_new_process_keeps_what_is_of_its_job_damaged_or_not(tmp_path: Path) -
     arena = Arena.open(tmp_path)
     newest = arena.snapshots[0]
     part = newest.part("group-0/shard")
-    arena.bytes_of(newest, part)[part.size_bytes // 2] ^= 1
+    arena.view(newest, part)[part.size_bytes // 2] ^= 1
     arena.close()
     again = Rank(gpt_data(), tmp_path)
     assert [m.step for m in Arena.open(tmp_path).snapshots] == [2, 1]

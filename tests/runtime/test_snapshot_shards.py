@@ -111,7 +111,7 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
             expected = np.zeros(size_bytes, dtype=np.uint8)
             make_shard(layout, owner, np.concatenate(values), expected)
             assert slot.tobytes() == expected.tobytes()
-            assert parts == (SnapshotPart.of("shard", 0, expected),)
+            assert parts == (SnapshotPart.from_bytes("shard", 0, expected),)
             for value, (_, frozen) in zip(values, sizes, strict=True):
                 if not frozen:
                     np.bitwise_xor(value, 0x5A, out=value)
@@ -131,8 +131,8 @@ def check_digests(units: list[ShardUnit], expected: Bytes) -> None:
         assert (digests is None) == (number >= helped)
         unit.write(slot, digests)
     (part,) = capture.parts()
-    assert part == SnapshotPart.of(part.name, 64, expected) and part.is_intact(expected)
-    numbers = part.covering(0, part.size_bytes)
+    assert part == SnapshotPart.from_bytes(part.name, 64, expected) and part.is_intact(expected)
+    numbers = part.blocks_covering(0, part.size_bytes)
     assert bool(part.blocks) == (part.size_bytes > MANIFEST_BLOCK_BYTES) and part.in_blocks
     assert all(part.is_block_intact(number, expected[slice(*part.block(number))]) for number in numbers)
 

@@ -34,7 +34,7 @@ def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int)
     slot, own = directory / f"slot-{layer}", directory / f"bytes-{layer}"
     slot.write_bytes(bytes(100) + before + payload + behind)
     own.write_bytes(before + payload)
-    part = SnapshotPart.of("group-0/shard", 100, before + payload + behind)
+    part = SnapshotPart.from_bytes("group-0/shard", 100, before + payload + behind)
     manifest = SnapshotManifest(job_id="job", step=3, generation=1, slot=0, parts=(part,), layout={})
     write_record(directory / f"step-{layer}.json", manifest)
     cuts = sorted({0, len(payload), *(chance.randrange(len(payload) + 1) for _ in range(9))})
@@ -47,7 +47,7 @@ def stage(directory: Path, layer: int, header: bytes, payload: bytes, seed: int)
             case 1:
                 pieces.append(PayloadChunk(size_bytes=size, path=str(own), offset=at))
             case _:
-                cut = part.cut(at, at + size)
+                cut = part.slice_blocks(at, at + size)
                 pieces.append(PayloadChunk(size_bytes=size, path=str(slot), offset=100 + at, part=cut))
     lender = BorrowedSnapshot(manifest=str(directory / f"step-{layer}.json"), digest=record_digest(manifest))
     staged = StagedLayer(header=header, chunks=tuple(pieces), borrowed=(lender,))

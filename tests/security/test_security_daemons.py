@@ -74,7 +74,11 @@ class Lab:
         self._ftd("coordinator", tables, "coordinator")
         self._ftd("node", self._node("host-a", self._metrics("node")), "node")
         self._ftd("keeper", self._node("host-k", ""), "node", "--snapshots-only")
-        for name, word in (("coordinator", '"run"'), ("node", '"connected"'), ("keeper", '"keeper"')):
+        for name, word in (
+            ("coordinator", '"run"'),
+            ("node", '"connected"'),
+            ("keeper", '"snapshot_agent_started"'),
+        ):
             until(
                 lambda name=name, word=word: word in self.daemons[name].said,
                 f"{name} is up",

@@ -274,7 +274,7 @@ def group_image() -> GroupImage:
 
 def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
     data = np.arange(100, dtype=np.uint8)
-    part = SnapshotPart.of("group-0/shard", 0, data)
+    part = SnapshotPart.from_bytes("group-0/shard", 0, data)
     manifest = SnapshotManifest(
         job_id="j", step=5, generation=1, slot=0, parts=(part,), layout={"groups": []}
     )

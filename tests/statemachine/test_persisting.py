@@ -250,7 +250,7 @@ def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
     s.plan_or_not()
     s.feed(RestoreChecked, generation=generation, possible=False, reason="nobody has a part")
     asked: FindCheckpoint = s.one(FindCheckpoint)
-    skipped = (SkippedCheckpoint(step=None, reason="step-000000000009 is passed over: a file is missing"),)
+    skipped = (SkippedCheckpoint(step=None, reason="step-000000000009 is skipped: a file is missing"),)
     found = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
     s.feed(CheckpointFound, generation=asked.generation, checkpoint=found, skipped=skipped, reason="")
     assert "a file is missing" in s.events("CheckpointSkipped")[0].reason

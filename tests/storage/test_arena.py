@@ -1,4 +1,4 @@
-"""The arena: what is complete stays, whoever dies and whatever is full."""
+"""The arena: complete snapshots stay, whichever process dies and whatever is full."""
 
 import errno
 import os
@@ -35,10 +35,10 @@ def test_a_snapshot_is_found_again_by_another_process_of_the_same_host(directory
     found = Arena.open(directory)
     assert found.snapshots == (written,) and found.problems == []
     assert found.find_corrupt(written) == ()
-    assert (found.bytes_of(written, written.part("p0")) == 7).all()
+    assert (found.view(written, written.part("p0")) == 7).all()
 
 
-def test_two_slots_are_enough_and_the_third_is_for_one_that_waits(directory: Path) -> None:
+def test_two_slots_suffice_and_the_third_holds_a_waiting_snapshot(directory: Path) -> None:
     arena = Arena.open(directory)
     for step in range(1, 20):
         snapshot(arena, step)
@@ -54,7 +54,7 @@ def test_two_slots_are_enough_and_the_third_is_for_one_that_waits(directory: Pat
     assert all(arena.find_corrupt(s) == () for s in arena.snapshots)
 
 
-def test_what_was_begun_and_not_committed_is_not_there(directory: Path) -> None:
+def test_an_uncommitted_snapshot_does_not_exist(directory: Path) -> None:
     arena = Arena.open(directory)
     kept = snapshot(arena, 1)
     fill(arena.begin(10_000), 99)
@@ -62,7 +62,7 @@ def test_what_was_begun_and_not_committed_is_not_there(directory: Path) -> None:
     assert found.snapshots == (kept,) and found.find_corrupt(kept) == ()
 
 
-def test_a_step_that_is_done_again_replaces_its_snapshot(directory: Path) -> None:
+def test_a_repeated_step_replaces_its_snapshot(directory: Path) -> None:
     arena = Arena.open(directory)
     first, second = snapshot(arena, 5), snapshot(arena, 5)
     assert first.slot != second.slot
@@ -80,7 +80,7 @@ def test_a_flipped_bit_is_found_in_its_part(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "empty", "no_slot", "short_slot", "renamed", "other"])
-def test_a_damaged_manifest_is_put_away_and_said_and_the_others_stay(directory: Path, damage: str) -> None:
+def test_a_corrupt_manifest_is_removed_and_reported_and_others_stay(directory: Path, damage: str) -> None:
     arena = Arena.open(directory)
     kept, bad = snapshot(arena, 1), snapshot(arena, 2)
     path = directory / "step-000000000002.json"
@@ -106,7 +106,7 @@ def test_a_damaged_manifest_is_put_away_and_said_and_the_others_stay(directory: 
     assert snapshot(found, 3) in found.snapshots
 
 
-def test_the_limit_is_kept_and_what_is_complete_stays(directory: Path) -> None:
+def test_the_limit_is_respected_and_complete_snapshots_stay(directory: Path) -> None:
     arena = Arena.open(directory, limit_bytes=3 * 4096)
     kept = snapshot(arena, 1, 8192)
     with pytest.raises(ArenaFullError, match="limit of 12288") as caught:
@@ -117,7 +117,7 @@ def test_the_limit_is_kept_and_what_is_complete_stays(directory: Path) -> None:
     snapshot(arena, 2, 4096)
 
 
-def test_a_full_memory_file_system_is_said_with_the_bytes() -> None:
+def test_a_full_memory_file_system_is_reported_with_the_bytes() -> None:
     directory = SHM / f"ftd-test-{os.getpid()}"
     arena = Arena.open(directory)
     try:
@@ -127,7 +127,7 @@ def test_a_full_memory_file_system_is_said_with_the_bytes() -> None:
         with pytest.raises(ArenaFullError, match=f"{directory} has"):
             arena.begin(free + (1 << 30))
         assert Arena.open(directory).snapshots == (kept,)
-        assert arena.allocated_bytes < 1 << 20  # Nothing was tried that could have cost somebody's life.
+        assert arena.allocated_bytes < 1 << 20  # Nothing was allocated that could have got a process killed.
     finally:
         arena.remove()
     assert not directory.exists()
@@ -157,7 +157,7 @@ try:
 except OSError as error:
     print(error)
 for found in (arena, Arena.open(place / "device-0")):
-    assert found.snapshots == (kept,) and found.damaged(kept) == () and found.problems == []
+    assert found.snapshots == (kept,) and found.find_corrupt(kept) == () and found.problems == []
 (place / "somebody-elses").unlink()
 later = snapshot(arena, 3, 40_000)
 assert Arena.open(place / "device-0").snapshots == (later, kept)
@@ -166,7 +166,7 @@ assert Arena.open(place / "device-0").snapshots == (later, kept)
 
 
 @pytest.mark.processes
-def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one(tmp_path: Path) -> None:
+def test_memory_filled_by_others_meanwhile_costs_only_that_snapshot(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")
     done = subprocess.run(
@@ -181,9 +181,7 @@ def test_memory_that_others_fill_in_the_middle_of_a_snapshot_costs_only_that_one
     assert "No space left" in done.stdout and str(tmp_path) in done.stdout
 
 
-def test_a_slot_that_cannot_grow_is_as_large_as_it_was(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slot_that_cannot_grow_has_its_old_size(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena.open(directory)
     arena.begin(HUGE_BYTES)
 
@@ -191,7 +189,7 @@ def test_a_slot_that_cannot_grow_is_as_large_as_it_was(
         os.pwrite(descriptor, b"1", first + 1000)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("storage.arena.fill", no_room)
+    monkeypatch.setattr("storage.arena.allocate", no_room)
     for size in (3 * HUGE_BYTES, 2 * HUGE_BYTES):
         with pytest.raises(ArenaFullError, match=f"needs a slot of {size}"):
             arena.begin(size)
@@ -204,7 +202,7 @@ def test_a_slot_that_cannot_grow_is_as_large_as_it_was(
     assert all(arena.find_corrupt(s) == () for s in Arena.open(directory).snapshots)
 
 
-def test_a_slot_whose_owner_was_killed_while_it_grew_is_made_anew(directory: Path) -> None:
+def test_a_slot_whose_owner_was_killed_while_it_grew_is_made_again(directory: Path) -> None:
     kept = snapshot(Arena.open(directory), 1)
     draft = directory / "slot-1.draft"
     draft.write_bytes(b"")
@@ -215,7 +213,7 @@ def test_a_slot_whose_owner_was_killed_while_it_grew_is_made_anew(directory: Pat
 
 
 @pytest.mark.parametrize("size", [1, 4096, HUGE_BYTES, 3 * HUGE_BYTES + 5000])
-def test_a_slot_has_all_its_memory_before_it_is_written(directory: Path, size: int) -> None:
+def test_the_memory_of_a_slot_is_allocated_before_it_is_written(directory: Path, size: int) -> None:
     arena = Arena.open(directory)
     for wanted in (size, 2 * size, 2 * size + 70 * HUGE_BYTES):
         assert not arena.begin(wanted).view.any()
@@ -240,7 +238,7 @@ for step in range(1, 100_000):
 
 
 @pytest.mark.processes
-def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(directory: Path) -> None:
+def test_the_last_complete_snapshot_survives_a_kill_at_any_moment(directory: Path) -> None:
     newest = 0
     for delay_s in np.linspace(0.001, 0.05, 8).tolist():
         command = [sys.executable, "-c", WRITER, str(directory), str(Path(__file__).parent)]
@@ -254,7 +252,7 @@ def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(dire
         assert arena.problems == []
         for manifest in arena.snapshots:
             assert arena.find_corrupt(manifest) == ()
-            assert (arena.bytes_of(manifest, manifest.part("p0")) == manifest.step % 251).all()
+            assert (arena.view(manifest, manifest.part("p0")) == manifest.step % 251).all()
         newest = max(newest, *(m.step for m in arena.snapshots), 0)
         arena.release([m.step for m in arena.snapshots])
     assert newest > 10
@@ -284,7 +282,7 @@ def test_memory_is_mapped_where_huge_pages_may_be_and_unmapped_with_its_last_vie
         map_file(-1, 4096)
 
 
-def test_pages_that_are_put_together_keep_their_bytes() -> None:
+def test_collapsed_pages_keep_their_bytes() -> None:
     values = np.random.default_rng(1).integers(0, 256, 5 * HUGE_BYTES, dtype=np.uint8)
     before = values.copy()
     ranges = [(values.ctypes.data + start, HUGE_BYTES) for start in range(0, 5 * HUGE_BYTES, HUGE_BYTES)]

@@ -71,7 +71,7 @@ def test_two_dtypes_are_two_buckets() -> None:
         ({"a": (0,)}, {0: (0,)}, {}, "a has no size"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_inconsistent_arguments_are_rejected(
     layers: dict[str, tuple[int, ...]],
     owners: dict[int, tuple[int, ...]],
     numels: dict[str, int],

@@ -1,4 +1,4 @@
-"""Persistent checkpoints: complete or not there; what is damaged is passed over, and said."""
+"""Persistent checkpoints: complete or absent; corrupt ones are skipped and reported."""
 
 import os
 import resource
@@ -60,7 +60,7 @@ def root_of(store: CheckpointStore) -> Path:
 # --- whole ones ------------------------------------------------------------------------------------
 
 
-def test_what_was_written_is_read_by_another_process_layer_by_layer(url: str) -> None:
+def test_another_process_reads_the_layers_that_were_written(url: str) -> None:
     written = [write(CheckpointStore.at(url, create=True), step) for step in (7, 30, 12)]
     store = CheckpointStore.at(url)
     assert store.steps() == (30, 12, 7) and store.problems == []
@@ -72,7 +72,7 @@ def test_what_was_written_is_read_by_another_process_layer_by_layer(url: str) ->
     assert written[0].vote == {"loss": 2.5, "gradient_norm": 1.0}
 
 
-def test_hosts_write_their_layers_side_by_side_and_one_of_them_commits(url: str) -> None:
+def test_hosts_write_their_layers_in_parallel_and_one_commits(url: str) -> None:
     CheckpointStore.at(url, create=True)
 
     def host(layer: int) -> Any:
@@ -90,7 +90,7 @@ def test_hosts_write_their_layers_side_by_side_and_one_of_them_commits(url: str)
     assert store.steps() == (7,) and holds(store, 7)
 
 
-def test_a_step_that_is_done_again_replaces_its_checkpoint_when_it_is_complete(url: str) -> None:
+def test_a_repeated_step_replaces_its_checkpoint_when_it_is_complete(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     write(store, 7, attempt="1", seed=1)
     header, payload = layer_state(0, 2)
@@ -100,7 +100,7 @@ def test_a_step_that_is_done_again_replaces_its_checkpoint_when_it_is_complete(u
     assert CheckpointStore.at(url).steps() == (7,) and holds(store, 7, seed=3)
 
 
-def test_a_layer_that_holds_nothing_and_one_of_several_pieces(url: str) -> None:
+def test_an_empty_layer_and_one_of_several_chunks(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     draft = store.begin(1)
     empty = msgspec.msgpack.encode(
@@ -114,7 +114,7 @@ def test_a_layer_that_holds_nothing_and_one_of_several_pieces(url: str) -> None:
     assert np.array_equal(checkpoint.read_layer(1)[2], payload)
 
 
-def test_the_newest_are_kept_and_the_newest_draft_is_safe(url: str) -> None:
+def test_the_newest_checkpoints_and_the_newest_draft_stay(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     for step in (10, 20, 30, 40):
         write(store, step)
@@ -132,7 +132,7 @@ def test_the_newest_are_kept_and_the_newest_draft_is_safe(url: str) -> None:
         store.prune(0)
 
 
-def test_an_abandoned_draft_leaves_nothing_and_what_was_there_stays(url: str) -> None:
+def test_an_abandoned_draft_leaves_nothing_and_others_stay(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     write(store, 7)
     draft = store.begin(7, "2")
@@ -145,12 +145,12 @@ def test_an_abandoned_draft_leaves_nothing_and_what_was_there_stays(url: str) ->
 # --- what does not become one ----------------------------------------------------------------------
 
 
-def test_a_layer_that_is_missing_or_twice_there_is_not_committed(url: str) -> None:
+def test_missing_and_duplicate_layers_are_not_committed(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     draft = store.begin(7)
     files = [store.write_layer(draft, k, layer_state(k)[0], [layer_state(k)[1]]) for k in range(LAYERS)]
     for some in ([], files[:1] + files[2:], [files[0], *files], files[1:]):
-        with pytest.raises(CorruptDataError, match="not each one once"):
+        with pytest.raises(CorruptDataError, match="exactly once"):
             store.commit(draft, some, **about())
     lying = msgspec.structs.replace(files[1], name="layer-0077.bin")
     with pytest.raises(CorruptDataError, match=r"layer-0077\.bin is missing"):
@@ -163,7 +163,7 @@ def test_a_layer_that_is_missing_or_twice_there_is_not_committed(url: str) -> No
     assert store.steps() == (7,)
 
 
-def test_bytes_that_are_not_the_layers_are_not_kept(url: str) -> None:
+def test_bytes_that_do_not_fit_the_header_are_rejected(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     draft = store.begin(7)
     header, payload = layer_state(0)
@@ -172,7 +172,7 @@ def test_bytes_that_are_not_the_layers_are_not_kept(url: str) -> None:
             store.write_layer(draft, layer, head, chunks)
     assert store.location.sizes(draft.directory) == {}
     for step, attempt in ((-1, "1"), (10**12, "1"), (1, "../x"), (1, "")):
-        with pytest.raises(ValueError, match="no step and attempt"):
+        with pytest.raises(ValueError, match="invalid step or attempt"):
             store.begin(step, attempt)
 
 
@@ -209,9 +209,9 @@ def test_threads_share_one_rate() -> None:
     flow = RateLimiter(bytes_per_s=1e6)
     begun = time.monotonic()
     with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(flow.passed, [50_000] * 8))
+        assert all(pool.map(flow.acquire, [50_000] * 8))
     assert time.monotonic() - begun >= 0.4
-    assert RateLimiter().passed(10**15)
+    assert RateLimiter().acquire(10**15)
     with pytest.raises(ValueError, match="bytes_per_s is 0"):
         RateLimiter(bytes_per_s=0)
 
@@ -220,7 +220,7 @@ def test_threads_share_one_rate() -> None:
 
 
 def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
-    """A manifest that was changed and has a digest that fits: a lie, or another version's."""
+    """Return a change of the manifest with a valid digest, as of a malicious writer or another version."""
 
     def damage(directory: Path) -> None:
         _, _, body = (directory / MANIFEST).read_bytes().partition(b"\n")
@@ -233,8 +233,8 @@ def rewritten(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], Any]:
 
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no manifest": (lambda d: (d / MANIFEST).unlink(), "no manifest"),
-    "cut manifest": (lambda d: os.truncate(d / MANIFEST, 200), "cut short or changed"),
-    "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), "cut short or changed"),
+    "cut manifest": (lambda d: os.truncate(d / MANIFEST, 200), "truncated or changed"),
+    "empty manifest": (lambda d: os.truncate(d / MANIFEST, 0), "truncated or changed"),
     "other version": (rewritten(lambda m: m.update(format=3)), "format 3; this version reads 2"),
     "newer fields": (rewritten(lambda m: m.update(new=2)), "no CheckpointManifest"),
     "other step": (rewritten(lambda m: m.update(step=8)), "manifest is of step 8"),
@@ -249,7 +249,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_passed_over_with_words_and_the_one_before_it_is_taken(
+def test_a_corrupt_checkpoint_is_reported_and_the_one_before_is_used(
     store: CheckpointStore, damage: str
 ) -> None:
     write(store, 5)
@@ -295,7 +295,7 @@ def test_the_description_is_read_and_verified_and_older_formats_have_none(store:
     data[-1] ^= 1
     path.write_bytes(data)
     (problem,) = store.open().verify()
-    assert "description.bin was cut short or changed" in problem
+    assert "description.bin is truncated or changed" in problem
     with pytest.raises(CorruptDataError, match="the description of the model is malformed"):
         store.write_description(store.begin(8), digest_of(b"x").encode() + b"\nx")
     store.abandon(store.begin(8))
@@ -307,7 +307,7 @@ def test_the_description_is_read_and_verified_and_older_formats_have_none(store:
         store.write_description(store.begin(10), files)
 
 
-def test_another_jobs_checkpoints_are_passed_over_and_not_overwritten_or_removed(url: str) -> None:
+def test_another_jobs_checkpoints_are_skipped_and_never_overwritten_or_removed(url: str) -> None:
     write(CheckpointStore.at(url, create=True), 7, job="bert")
     store = CheckpointStore.at(url, job="gpt")
     assert store.steps() == () and "of job 'bert', not of 'gpt'" in store.problems[0]
@@ -323,7 +323,7 @@ def test_another_jobs_checkpoints_are_passed_over_and_not_overwritten_or_removed
     assert CheckpointStore.at(url, job="bert").steps() == (7,)
 
 
-def test_one_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
     write(store, 7)
     rename = Path.rename
@@ -339,13 +339,13 @@ def test_one_that_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.M
     assert store.steps() == (7,) and holds(store, 7)
 
 
-def test_a_fingerprint_is_of_the_model_and_not_of_the_step(store: CheckpointStore) -> None:
+def test_the_fingerprint_depends_on_the_model_and_not_on_the_step(store: CheckpointStore) -> None:
     fingerprint = write(store, 7).fingerprint
     assert write(store, 8).fingerprint == fingerprint == fingerprint_of(store.open(7).headers())
     assert write(store, 9, numel=2000).fingerprint != fingerprint
 
 
-def test_a_step_that_is_not_there(url: str) -> None:
+def test_a_missing_step_is_an_error(url: str) -> None:
     store = CheckpointStore.at(url, create=True)
     write(store, 7)
     with pytest.raises(CheckpointMissingError, match="no checkpoint of step 8; complete ones: 7"):
@@ -368,7 +368,7 @@ while True:
 
 
 @pytest.mark.processes
-def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(store: CheckpointStore) -> None:
+def test_a_writer_killed_at_any_moment_leaves_complete_checkpoints_or_none(store: CheckpointStore) -> None:
     draw = np.random.default_rng(3)
     write(store, 7)
     for _ in range(6):
@@ -392,7 +392,7 @@ def test_a_writer_that_is_killed_at_any_moment_leaves_complete_ones_or_none(stor
 
 
 @pytest.mark.processes
-def test_a_killed_writer_in_mid_write_is_seen_as_such(store: CheckpointStore) -> None:
+def test_a_writer_killed_while_writing_is_reported_as_unfinished(store: CheckpointStore) -> None:
     write(store, 7)
     slow = WRITER.replace("write(store, step, numel=400_000)", "").replace(
         "step += 1",
@@ -412,7 +412,7 @@ def test_a_killed_writer_in_mid_write_is_seen_as_such(store: CheckpointStore) ->
     writer.communicate()
     assert store.steps() == (7,)
     assert store.unfinished == [
-        ".step-000000000100.1.partial is passed over: it is being written, or its writer was stopped"
+        ".step-000000000100.1.partial is skipped: it is being written, or its writer was stopped"
     ]
     write(store, 100)
     assert holds(store, 100)
@@ -464,7 +464,7 @@ assert holds(store, 9)
 
 
 @pytest.mark.processes
-def test_a_full_disk_is_said_and_costs_only_the_draft(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_costs_only_the_draft(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")
     done = subprocess.run(
@@ -479,7 +479,7 @@ def test_a_full_disk_is_said_and_costs_only_the_draft(tmp_path: Path) -> None:
     assert "no space left" in done.stdout and str(tmp_path) in done.stdout
 
 
-def test_a_limit_on_the_size_of_files_is_said_in_those_words(store: CheckpointStore) -> None:
+def test_a_limit_on_the_size_of_files_is_reported_as_such(store: CheckpointStore) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write(store, 7)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -514,7 +514,7 @@ for fails in (lambda: store.begin(8), lambda: CheckpointStore.at(sys.argv[1] + "
 
 
 @pytest.mark.processes
-def test_a_read_only_directory_is_said_and_can_be_read(store: CheckpointStore) -> None:
+def test_a_read_only_directory_is_reported_and_can_be_read(store: CheckpointStore) -> None:
     if subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespace of its own can be made here")
     write(store, 7)
@@ -530,7 +530,7 @@ def test_a_read_only_directory_is_said_and_can_be_read(store: CheckpointStore) -
     assert done.stdout.count("it is read-only") == 2
 
 
-def test_a_directory_that_vanishes_is_said_and_not_made_again(store: CheckpointStore) -> None:
+def test_a_directory_that_vanishes_is_reported_and_not_made_again(store: CheckpointStore) -> None:
     write(store, 7)
     draft, opened = store.begin(8), store.open(7)
     root_of(store).rename(root_of(store).with_name("unmounted"))
@@ -542,7 +542,7 @@ def test_a_directory_that_vanishes_is_said_and_not_made_again(store: CheckpointS
         lambda: opened.read_layer(0),
         lambda: store.prune(1),
     ):
-        with pytest.raises(LocationError, match="not there"):
+        with pytest.raises(LocationError, match="does not exist"):
             fails()
     assert not root_of(store).exists()
 
@@ -551,12 +551,12 @@ def test_a_directory_that_vanishes_is_said_and_not_made_again(store: CheckpointS
     ("url", "words"),
     [("", "empty path"), ("nosuch://bucket/x", "nosuch"), ("s3://bucket/x", "s3fs|fsspec package")],
 )
-def test_a_url_of_no_use_says_what_would_work(url: str, words: str) -> None:
+def test_an_unusable_url_is_rejected_with_a_remedy(url: str, words: str) -> None:
     with pytest.raises(LocationError, match=words):
         CheckpointStore.at(url)
 
 
-def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_directory_is_reported(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("")
     with pytest.raises(LocationError, match="cannot be made"):
         CheckpointStore.at(str(tmp_path / "kept"), create=True)
@@ -564,7 +564,9 @@ def test_a_file_in_the_place_of_the_directory(tmp_path: Path) -> None:
         CheckpointStore.at(str(tmp_path / "kept")).steps()
 
 
-def test_an_object_store_that_fails_is_a_place_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_failing_object_store_raises_a_location_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     store = CheckpointStore.at(f"memory://{tmp_path}", create=True)
     write(store, 7)
 
@@ -580,7 +582,7 @@ def test_an_object_store_that_fails_is_a_place_error(monkeypatch: pytest.MonkeyP
     assert store.steps() == (7,)
 
 
-def test_the_manifest_says_what_the_documentation_lists() -> None:
+def test_the_documentation_lists_the_fields_of_the_manifest() -> None:
     page = (ROOT / "docs" / "how-to" / "checkpoints.md").read_text()
     fields = [field.encode_name for field in msgspec.structs.fields(CheckpointManifest)]
     assert [name for name in fields if f"`{name}`" not in page] == []

@@ -1,4 +1,4 @@
-"""Codes against the bytes: whatever is lost within the guarantee comes back exactly, beyond it it is said."""
+"""Codes and their bytes: losses within the guarantee are decoded exactly, and others are reported."""
 
 from itertools import combinations
 
@@ -13,11 +13,11 @@ from storage.shards import (
     Bytes,
     ShardLayout,
     decode_bucket,
-    fetch_from,
+    make_fetch,
     make_shard,
-    needed,
-    needed_for,
-    remake,
+    ranges_to_decode,
+    ranges_to_recompute,
+    recompute_shard,
     xor_into,
 )
 
@@ -27,7 +27,7 @@ SCHEMES = ("none", "arc:1", "arc:2", "aec", "aec2", "aec+arc:1", "aec2+arc:1")
 def shards_of(layout: ShardLayout, bucket: Bytes) -> dict[int, Bytes]:
     made = {}
     for owner in range(layout.code.owners):
-        # Not zeros: whatever is not written would show.
+        # Not zeros, so that bytes that were not written show.
         made[owner] = np.full(layout.shard_bytes(owner), 0xAA, dtype=np.uint8)
         make_shard(layout, owner, bucket, made[owner])
     return made
@@ -49,7 +49,7 @@ def test_every_loss_within_the_guarantee_is_decoded_exactly(scheme: str, owners:
         for lost in combinations(everybody, losses):
             left = {owner: shard for owner, shard in shards.items() if owner not in lost}
             found = np.zeros(size, dtype=np.uint8)
-            decode_bucket(layout, frozenset(left), fetch_from(left), found)
+            decode_bucket(layout, frozenset(left), make_fetch(left), found)
             assert np.array_equal(found, bucket), (lost, losses)
 
 
@@ -81,8 +81,8 @@ def test_what_a_scheme_costs(owners: int) -> None:
 
 @pytest.mark.parametrize("scheme", ["aec", "aec2"])
 @pytest.mark.parametrize("owners", range(3, 8))
-def test_each_owner_keeps_equally_much_and_nobody_parity_of_its_own(scheme: str, owners: int) -> None:
-    """Parity of one's own cells would be lost with them."""
+def test_owners_hold_equal_amounts_and_no_parity_of_their_own_cells(scheme: str, owners: int) -> None:
+    """Parity of one's own cells would be lost together with them."""
     code = make_code(scheme, owners)
     assert len({len(kept) for kept in code.extra}) == 1
     for owner, kept in enumerate(code.extra):
@@ -101,7 +101,7 @@ def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> Non
             left = {owner: shard for owner, shard in shards.items() if owner not in lost}
             found = np.zeros(5000, dtype=np.uint8)
             try:
-                decode_bucket(layout, frozenset(left), fetch_from(left), found)
+                decode_bucket(layout, frozenset(left), make_fetch(left), found)
             except TooManyLossesError as error:
                 refused += 1
                 assert str(sorted(lost)) in str(error)
@@ -117,7 +117,7 @@ def test_beyond_the_guarantee_it_is_either_exact_or_an_error(scheme: str) -> Non
     size=st.integers(1, 3000),
     data=st.data(),
 )
-def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
+def test_any_range_can_be_decoded_and_only_needed_bytes_are_read(
     scheme: str, owners: int, size: int, data: st.DataObject
 ) -> None:
     layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
@@ -127,7 +127,7 @@ def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
     present = frozenset(range(owners)) - lost
     first = data.draw(st.integers(0, size - 1))
     end = data.draw(st.integers(first + 1, size))
-    announced = needed(layout, present, first, end)
+    announced = ranges_to_decode(layout, present, first, end)
     assert set(announced) <= present
 
     def fetch(owner: int, offset: int, length: int) -> Bytes:
@@ -146,7 +146,7 @@ def test_any_part_can_be_restored_and_only_what_is_needed_is_read(
     size=st.integers(1, 3000),
     data=st.data(),
 )
-def test_any_bytes_of_any_shard_are_made_again_from_the_others(
+def test_any_bytes_of_any_shard_are_recomputed_from_the_others(
     scheme: str, owners: int, size: int, data: st.DataObject
 ) -> None:
     layout = ShardLayout(code=make_code(scheme, owners), bucket_bytes=size)
@@ -158,7 +158,7 @@ def test_any_bytes_of_any_shard_are_made_again_from_the_others(
     present = frozenset(range(owners)) - lost
     first = data.draw(st.integers(0, len(shards[owner]) - 1))
     end = data.draw(st.integers(first + 1, len(shards[owner])))
-    announced = needed_for(layout, owner, present, first, end)
+    announced = ranges_to_recompute(layout, owner, present, first, end)
     assert set(announced) <= present
 
     def fetch(other: int, offset: int, length: int) -> Bytes:
@@ -166,11 +166,11 @@ def test_any_bytes_of_any_shard_are_made_again_from_the_others(
         return shards[other][offset : offset + length]
 
     found = np.full(end - first, 255, dtype=np.uint8)
-    remake(layout, owner, present, fetch, first, found)
+    recompute_shard(layout, owner, present, fetch, first, found)
     assert np.array_equal(found, shards[owner][first:end])
 
 
-def test_a_recipe_never_reads_from_the_lost() -> None:
+def test_decoding_never_reads_from_lost_owners() -> None:
     code: Code = make_code("aec2", 6)
     for lost in combinations(range(6), 2):
         made = solve_lost_cells(code, frozenset(lost))
@@ -191,18 +191,18 @@ def test_xor_of_any_alignment(start: int, size: int) -> None:
     "written",
     ["", "arc", "arc:0", "arc:x", "aec:1", "raid6", "none+aec", "aec++arc:1", "AEC", "buddy:1", "none+buddy"],
 )
-def test_an_unknown_scheme_is_refused(written: str) -> None:
+def test_an_unknown_scheme_is_rejected(written: str) -> None:
     with pytest.raises(ValueError, match="none"):
         parse_scheme(written)
 
 
 @pytest.mark.parametrize("owners", [1, 2, 3, 5])
-def test_a_buddy_changes_nothing_of_what_owners_keep(owners: int) -> None:
+def test_the_buddy_scheme_does_not_change_what_owners_hold(owners: int) -> None:
     assert make_code("aec+buddy", owners) == make_code("aec", owners)
     assert make_code("buddy", owners) == make_code("none", owners)
     assert has_buddy("aec + buddy") and not has_buddy("aec2+arc:1")
 
 
-def test_too_many_owners_for_two_losses_are_refused() -> None:
+def test_too_many_owners_for_aec2_are_rejected() -> None:
     with pytest.raises(ValueError, match="up to 16 owners"):
         make_code("aec2", 17)

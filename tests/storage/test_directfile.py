@@ -1,4 +1,4 @@
-"""Files written past the page cache hold what they were given, also where the file system refuses that."""
+"""Files written past the page cache have the right bytes, also where the file system rejects direct writes."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from storage.directfile import BUFFER_BYTES, write_synced
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory on a disk: other temporary files are in memory, which has a page cache and nothing past it."""
+    """Yield a directory on a disk: other temporary files are in memory, which direct writes cannot bypass."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         yield Path(name)
 
@@ -33,7 +33,7 @@ def data_of(size: int) -> bytes:
 
 
 def cut(data: bytes, size: int) -> Iterator[memoryview]:
-    """Each piece is worthless as soon as the next is asked for."""
+    """Yield chunks, each of which is invalid as soon as the next is requested."""
     for start in range(0, len(data), size):
         piece = bytearray(data[start : start + size])
         yield memoryview(piece)
@@ -42,13 +42,13 @@ def cut(data: bytes, size: int) -> Iterator[memoryview]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("piece", [1 << 20, 3_333_333, 10 * BUFFER_BYTES])
-def test_the_file_is_what_it_was_given(tmp_path: Path, size: int, piece: int) -> None:
+def test_the_file_has_the_bytes_that_were_written(tmp_path: Path, size: int, piece: int) -> None:
     write_synced(tmp_path / "it", cut(data_of(size), piece))
     assert (tmp_path / "it").read_bytes() == data_of(size)
 
 
 @pytest.mark.parametrize("refused", ["flag", "opening", "writing"])
-def test_what_the_file_system_refuses_is_written_as_usual(
+def test_rejected_direct_writes_fall_back_to_ordinary_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
 ) -> None:
     real_open, real_write = os.open, os.pwrite
@@ -79,7 +79,7 @@ def test_what_the_file_system_refuses_is_written_as_usual(
     assert refused != "writing" or direct
 
 
-def test_a_disk_that_is_full_and_pieces_that_fail_end_it(
+def test_a_full_disk_and_a_failing_source_end_the_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing() -> Iterator[memoryview]:

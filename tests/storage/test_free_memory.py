@@ -1,4 +1,4 @@
-"""How much memory there is, where groups of processes have limits."""
+"""Free memory where control groups have limits."""
 
 from pathlib import Path
 
@@ -26,25 +26,25 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "groups"
 
 
-def test_the_tightest_of_all_groups_above_counts(groups: Path) -> None:
+def test_the_tightest_control_group_counts(groups: Path) -> None:
     group(groups / "pods" / "training", str(8 * GIB), 2 * GIB)
     assert free_memory._group_bytes() == 6 * GIB
     group(groups / "pods", str(9 * GIB), 7 * GIB)
     assert free_memory._group_bytes() == 2 * GIB
 
 
-def test_files_that_were_read_do_not_fill_a_group(groups: Path) -> None:
+def test_cached_files_do_not_fill_a_control_group(groups: Path) -> None:
     group(groups / "pods" / "training", str(8 * GIB), 8 * GIB, files=5 * GIB)
     assert free_memory._group_bytes() == 5 * GIB
 
 
-def test_groups_without_a_limit_and_without_files_are_passed_over(groups: Path) -> None:
+def test_control_groups_without_a_limit_are_skipped(groups: Path) -> None:
     assert free_memory._group_bytes() == 1 << 62
     group(groups / "pods" / "training", "max", 3 * GIB)
     (groups / "pods" / "memory.max").write_text("many")
     assert free_memory._group_bytes() == 1 << 62
 
 
-def test_a_full_group_has_nothing_left_and_the_file_system_counts_too(groups: Path) -> None:
+def test_a_full_control_group_and_a_full_file_system_have_nothing_left(groups: Path) -> None:
     group(groups / "pods", str(GIB), 2 * GIB)
     assert free_memory.free_bytes(groups) == 0

@@ -1,4 +1,4 @@
-"""The small part of a group: payloads taken apart and put together again, and nonsense refused."""
+"""The small part of a group: payloads are split and assembled again, and invalid data is rejected."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import CorruptDataError
-from storage.image import GroupImage, LayerImage, assemble_payload, runs_of
+from storage.image import GroupImage, LayerImage, assemble_payload, payload_ranges
 from storage.layerstate import ALIGNMENT_BYTES, HEADER_FORMAT, LayerEntry, LayerHeader
 
 Role = Literal["parameter", "buffer", "optimizer"]
@@ -40,13 +40,13 @@ def header_of(layer: int, tensors: list[tuple[Role, int]]) -> LayerHeader:
 
 
 def group_of(headers: list[LayerHeader]) -> tuple[GroupImage, np.ndarray, list[np.ndarray]]:
-    """The image, the bucket and the payloads that they were made of."""
+    """Return the image, the bucket, and the payloads that they were made of."""
     random = np.random.default_rng(1)
     layers, bucket, payloads = [], b"", []
     for header in headers:
         payload = random.integers(0, 256, header.size_bytes, dtype=np.uint8)
         shared, buffers = b"", b""
-        for run in runs_of(header):
+        for run in payload_ranges(header):
             part = payload[run.payload : run.payload + run.size_bytes].tobytes()
             if run.shared:
                 assert run.offset == len(shared)
@@ -74,7 +74,7 @@ LAYERS = st.lists(st.lists(st.tuples(st.sampled_from(ROLES), st.integers(0, 70))
 
 
 @given(LAYERS)
-def test_payloads_come_together_again(layers: list[list[tuple[Role, int]]]) -> None:
+def test_payloads_are_assembled_from_bucket_and_small_part(layers: list[list[tuple[Role, int]]]) -> None:
     headers = [header_of(7 + number, tensors) for number, tensors in enumerate(layers)]
     image, bucket, payloads = group_of(headers)
     read = GroupImage.from_bytes(image.to_bytes())
@@ -86,9 +86,9 @@ def test_payloads_come_together_again(layers: list[list[tuple[Role, int]]]) -> N
         assert assemble_payload(layer, shared).tobytes() == payload.tobytes()
 
 
-def test_a_layer_without_buffers_is_one_run_and_not_copied() -> None:
+def test_a_layer_without_buffers_is_one_range_and_not_copied() -> None:
     image, bucket, _ = group_of([header_of(0, [("parameter", 5), ("optimizer", 40), ("optimizer", 4)])])
-    (run,) = runs_of(image.layers[0].decoded())
+    (run,) = payload_ranges(image.layers[0].decoded())
     assert (run.payload, run.offset, run.shared, run.size_bytes) == (0, 0, True, 16 + 48 + 16)
     assert np.shares_memory(assemble_payload(image.layers[0], bucket), bucket)
 
@@ -117,13 +117,13 @@ def with_layer(**changes: object) -> Change:
         (lambda i: msgspec.structs.replace(i, format=9), "a group is of format 9"),
     ],
 )
-def test_what_contradicts_itself_is_refused(change: Change, says: str) -> None:
+def test_an_inconsistent_small_part_is_rejected(change: Change, says: str) -> None:
     image, _, _ = group_of(HEADERS)
     with pytest.raises(CorruptDataError, match=says):
         GroupImage.from_bytes(change(image).to_bytes())
 
 
-def test_cut_bytes_are_refused() -> None:
+def test_truncated_bytes_are_rejected() -> None:
     image, bucket, _ = group_of(HEADERS)
     with pytest.raises(CorruptDataError, match="malformed"):
         GroupImage.from_bytes(image.to_bytes()[:-3])
@@ -131,9 +131,9 @@ def test_cut_bytes_are_refused() -> None:
         assemble_payload(image.layers[0], bucket[:3])
 
 
-def test_gaps_between_tensors_are_refused() -> None:
+def test_gaps_between_tensors_are_rejected() -> None:
     header = header_of(0, [("parameter", 16), ("parameter", 16)])
     moved = msgspec.structs.replace(header.entries[1], offset=32)
     gap = msgspec.structs.replace(header, entries=(header.entries[0], moved), size_bytes=48)
     with pytest.raises(CorruptDataError, match="t1  begins at 32, not at 16"):
-        runs_of(gap)
+        payload_ranges(gap)

@@ -1,4 +1,4 @@
-"""The digests of a part: however its bytes came, one for each block, and none that a peer could lie about."""
+"""The digests of a part: however its bytes are split, one for each block, and consistent with each other."""
 
 import random
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.size_bytes))
-def test_digests_do_not_depend_on_how_the_bytes_came(case: Case) -> None:
+def test_digests_do_not_depend_on_how_the_bytes_are_split(case: Case) -> None:
     chance = random.Random(case.size_bytes)
     data = chance.randbytes(case.size_bytes)
     digests, done = PartDigester(), 0
@@ -36,7 +36,7 @@ def test_digests_do_not_depend_on_how_the_bytes_came(case: Case) -> None:
         digests.update(some)
         done += len(some)
     part = digests.part("it", 64)
-    assert part == SnapshotPart.of("it", 64, data) and part.is_intact(data)
+    assert part == SnapshotPart.from_bytes("it", 64, data) and part.is_intact(data)
     assert len(part.blocks) == 16 * case.blocks and part.in_blocks
     assert part.digest == digest_of(part.blocks.encode() if case.blocks else data)
     check_parts(manifest_of(part), 64 + len(data))
@@ -45,20 +45,20 @@ def test_digests_do_not_depend_on_how_the_bytes_came(case: Case) -> None:
 @pytest.mark.parametrize("case", CASES[1:], ids=lambda case: str(case.size_bytes))
 def test_a_changed_byte_is_found_in_its_block(case: Case) -> None:
     data = bytearray(random.Random(case.size_bytes).randbytes(case.size_bytes))
-    part = SnapshotPart.of("it", 0, data)
+    part = SnapshotPart.from_bytes("it", 0, data)
     for place in (0, len(data) // 2, len(data) - 1):
         data[place] ^= 1
         assert not part.is_intact(data)
-        numbers = part.covering(0, len(data))
+        numbers = part.blocks_covering(0, len(data))
         bad = [n for n in numbers if not part.is_block_intact(n, data[slice(*part.block(n))])]
-        assert bad == list(part.covering(place, place + 1))
+        assert bad == list(part.blocks_covering(place, place + 1))
         data[place] ^= 1
     assert part.is_intact(data)
 
 
-def test_digests_that_do_not_go_together_are_refused() -> None:
-    part = SnapshotPart.of("it", 0, bytes(2 * BLOCK_BYTES))
-    other = SnapshotPart.of("it", 0, bytes(3 * BLOCK_BYTES))
+def test_inconsistent_digests_are_rejected() -> None:
+    part = SnapshotPart.from_bytes("it", 0, bytes(2 * BLOCK_BYTES))
+    other = SnapshotPart.from_bytes("it", 0, bytes(3 * BLOCK_BYTES))
     for wrong, says in (
         (msgspec.structs.replace(part, blocks=part.blocks[:16]), "digests of 2 blocks"),
         (msgspec.structs.replace(part, size_bytes=5, blocks=part.blocks), "digests of 0 blocks"),

@@ -1,4 +1,4 @@
-"""Parts of a layer in a snapshot: whatever their number, all of them together are the ordinary layer."""
+"""Parts of a layer in a snapshot: whatever their number, together they make the ordinary layer."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ from storage.partimage import (
     ShardedImage,
     assemble_from_parts,
     find_bytes,
-    tensor_bytes,
+    find_tensors,
 )
 from tests.helpers.part_images import SCHEDULE, layer_of, part_of
 
@@ -29,7 +29,7 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 @st.composite
 def covers(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """Ranges of fractions that cover [0, 1), some of it perhaps more than once."""
+    """Draw ranges of fractions that cover [0, 1), parts of it perhaps more than once."""
     of = draw(st.integers(1, 6))
     cuts = [0, *sorted(draw(st.sets(st.integers(1, of - 1)))), of] if of > 1 else [0, 1]
     ranges = [(start, end, of) for start, end in pairwise(cuts)]
@@ -39,7 +39,7 @@ def covers(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 
 @given(sizes, covers())
-def test_parts_that_cover_the_layer_make_it_however_it_was_cut(
+def test_parts_that_cover_a_layer_assemble_it_however_it_was_cut(
     counts: list[int], ranges: list[tuple[int, int, int]]
 ) -> None:
     whole = layer_of(counts)
@@ -66,10 +66,10 @@ def test_parts_that_cover_the_layer_make_it_however_it_was_cut(
 
 
 @given(sizes, st.integers(1, 5), st.integers(1, 5), st.booleans(), st.data())
-def test_any_bytes_of_a_part_are_made_of_other_parts(
+def test_any_bytes_of_a_part_are_made_from_other_parts(
     counts: list[int], owners: int, others: int, replica: bool, data: st.DataObject
 ) -> None:
-    """Whatever the cuts of both are."""
+    """It holds however both are cut."""
 
     def image_of(owner: int, owners: int, *, replica: bool) -> tuple[PartImage, Bytes]:
         told, made = part_of(counts, owner, owner + 1, owners)
@@ -89,8 +89,8 @@ def test_any_bytes_of_a_part_are_made_of_other_parts(
     first = data.draw(st.integers(0, len(expected)))
     end = data.draw(st.integers(first, len(expected)))
     made = np.zeros(end - first, dtype=np.uint8)
-    assert tensor_bytes([wanted], first, end, replica=True) == []
-    for at, some in tensor_bytes([wanted], first, end, replica=False):
+    assert find_tensors([wanted], first, end, replica=True) == []
+    for at, some in find_tensors([wanted], first, end, replica=False):
         left = some
         while left.start < left.end:
             found = [(find_bytes([image], left), bytes_) for image, bytes_ in there]
@@ -110,7 +110,7 @@ def without_one(pieces: Pieces) -> Pieces:
 
 
 def another_step(pieces: Pieces) -> Pieces:
-    """The parameter that both have a piece of is at another step in the second."""
+    """Return the parts, the second of which is at another step for the parameter that both contain."""
     (first, data), (second, other) = pieces
     changed = other.copy()
     run = next(run for run in second.ranges if run.key == "step")
@@ -127,7 +127,7 @@ def shorter(pieces: Pieces) -> Pieces:
 
 
 @pytest.mark.parametrize("damage", [without_one, another_step, another_layer, shorter])
-def test_parts_that_do_not_make_up_the_layer_are_refused(damage: Callable[[Pieces], Pieces]) -> None:
+def test_parts_that_do_not_make_up_the_layer_are_rejected(damage: Callable[[Pieces], Pieces]) -> None:
     pieces = [part_of([10], part, part + 1, 2) for part in range(2)]
     with pytest.raises(CorruptDataError, match="layer"):
         assemble_from_parts(layer_of([10]), damage(pieces))
@@ -139,7 +139,7 @@ def image() -> ShardedImage:
     return ShardedImage(layers=(layer_of([10]),), held=(held,))
 
 
-def test_the_small_part_comes_back_as_it_was() -> None:
+def test_the_small_part_survives_a_round_trip() -> None:
     assert ShardedImage.from_bytes(image().to_bytes()) == image()
 
 
@@ -155,7 +155,7 @@ def test_the_small_part_comes_back_as_it_was() -> None:
         {"held": (msgspec.structs.replace(image().held[0], layers=()),)},
     ],
 )
-def test_a_small_part_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+def test_an_inconsistent_small_part_of_parts_is_rejected(changes: dict[str, Any]) -> None:
     with pytest.raises(CorruptDataError):
         ShardedImage.from_bytes(msgspec.structs.replace(image(), **changes).to_bytes())
     with pytest.raises(CorruptDataError, match="malformed"):

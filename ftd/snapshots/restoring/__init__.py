@@ -1,1 +1,1 @@
-"""Layers out of what several nodes keep: read, decoded, verified, put where they are wanted."""
+"""Restoring layers from what several nodes hold: reading, decoding, verifying and placing them."""

@@ -1,4 +1,4 @@
-"""What a manifest says of a group of layers, and which nodes have its shards."""
+"""The layout of a group of layers in a manifest, and the nodes that hold its shards."""
 
 import msgspec
 import structlog
@@ -11,8 +11,9 @@ log = structlog.get_logger("ftd.node")
 
 
 class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What a manifest's layout says of one group (``runtime`` writes it): some layers of a ``SnapshotGroup``,
-    which the devices of a stage share out."""
+    """A manifest's layout of one group: some layers of a ``SnapshotGroup``, which the devices of a stage
+    divide among themselves. Written by ``runtime``.
+    """
 
     first_layer: int
     end_layer: int
@@ -21,9 +22,9 @@ class GroupLayout(msgspec.Struct, frozen=True, kw_only=True):
     scheme: str
     bucket_bytes: int
     parted: bool = False
-    """Each owner has parts of its own (``storage.partimage``); otherwise all have the same."""
+    """Whether each owner has parts of its own (``storage.partimage``) instead of a shard of a common bucket."""
     device: int = 0
-    """Number of the device in its stage, where others of it have other parts of the same layers."""
+    """Number of the device in its stage, if others of the stage hold other parts of the same layers."""
 
     @property
     def layers(self) -> range:
@@ -43,17 +44,17 @@ class _Layout(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupLayout, ...]
 
 
-def keepers_of(group: SnapshotGroup) -> tuple[str, ...]:
-    """Owners in their order, then the only one's buddy."""
+def holder_nodes(group: SnapshotGroup) -> tuple[str, ...]:
+    """Return the owners in their order, then the replica peer of a single owner."""
     return (*group.owners, group.replica_peer) if group.replica_peer else group.owners
 
 
-def layouts_of(manifest: SnapshotManifest, group: SnapshotGroup, owner: int) -> list[GroupLayout]:
-    """Return what the manifest says of layers of the group, where it speaks of the very same owners."""
+def find_layouts(manifest: SnapshotManifest, group: SnapshotGroup, owner: int) -> list[GroupLayout]:
+    """Return the layouts of layers of the group in a manifest that names the very same owners."""
     try:
         layout = msgspec.convert(manifest.layout, _Layout)
     except msgspec.ValidationError as error:
-        log.warning("layout", step=manifest.step, reason=str(error))
+        log.warning("layout_invalid", step=manifest.step, reason=str(error))
         return []
     return [
         found

@@ -1,8 +1,8 @@
-"""Layers of a group whose owners had only parts of them, put together from parts that cover them.
+"""Assembly of layers whose owners hold only parts of them, from parts that cover them.
 
-Owners may have cut a layer differently. Each part is with its owner, and with ``arc:1`` also with the owner
-before it, which kept a replica. Nothing is decoded: what cannot be read where it was looked for is read where
-else it is. What a layer shares with an earlier one (tied weights) comes from the parts of that one.
+Owners may have cut a layer differently. Each part is held by its owner, and with ``arc:1`` also by the
+preceding owner as a replica. Nothing is decoded: a part that cannot be read in one place is read in
+another. What a layer shares with an earlier one (tied weights) comes from the parts of that earlier layer.
 """
 
 import asyncio
@@ -13,15 +13,23 @@ from fractions import Fraction
 from ftd.errors import PeerError
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotPart
-from storage.partimage import Bytes, LayerPart, PartImage, ShardedImage, WholeLayer, assemble_from_parts, lent
+from storage.partimage import (
+    Bytes,
+    LayerPart,
+    PartImage,
+    ShardedImage,
+    WholeLayer,
+    assemble_from_parts,
+    select_tied,
+)
 
 Read = Callable[[int, int], Awaitable[Bytes]]
-"""Bytes of what was kept, from an offset, so many.
+"""Reads bytes from an offset on, as many as the second argument says.
 
-:raises PeerError: they are not to be had (any more).
+:raises PeerError: they cannot be read (any more).
 """
-Lose = Callable[[str, str, str], None]
-"""Takes a node, a part and what is wrong with it."""
+ReportLost = Callable[[str, str, str], None]
+"""Called with a node, a part and what is wrong with it."""
 
 
 Span = tuple[Fraction, Fraction]
@@ -44,7 +52,7 @@ class PartCopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParts:
-    """What one device of a node has of a group: the small part, and for each kind of bytes the reader."""
+    """What one device of a node holds of a group: the small part, and a reader for shard and replica."""
 
     node: str
     small: SnapshotPart
@@ -52,8 +60,8 @@ class HeldParts:
     shard: tuple[SnapshotPart, Read] | None
     replica: tuple[SnapshotPart, Read] | None
 
-    def copies(self, lose: Lose) -> list[PartCopy]:
-        """What of it is sound and of the right length."""
+    def copies(self, lose: ReportLost) -> list[PartCopy]:
+        """Return the parts that are intact and long enough."""
         found: list[PartCopy] = []
         for image in self.image.held:
             kept = self.replica if image.replica else self.shard
@@ -69,37 +77,39 @@ class HeldParts:
 
 
 class LostPartsError(PeerError):
-    """Ranges of ``layer`` are nowhere."""
+    """No node holds these ranges of ``layer``."""
 
     def __init__(self, layer: int, spans: Iterable[Span]) -> None:
         self.layer = layer
         ranges = ", ".join(f"from {start} to {end}" for start, end in spans)
-        super().__init__(f"nobody who is here has the part {ranges} of layer {layer}")
+        super().__init__(f"no node that is present has the part {ranges} of layer {layer}")
 
 
 def homes_of(kept: Sequence[HeldParts], layer: int) -> list[int]:
-    """The layers whose parts have what ``layer`` shares with them, ascending."""
+    """Return the layers whose parts hold what ``layer`` shares with them, ascending."""
     return sorted(set(_told_of(kept, layer).homes.values()))
 
 
-async def put_together(
+async def assemble_from_holders(
     kept: Sequence[HeldParts],
     layer: int,
     homes: Mapping[int, Sequence[HeldParts]],
-    lose: Lose,
+    lose: ReportLost,
     gone: set[tuple[str, SnapshotPart]],
 ) -> tuple[bytes, Bytes]:
-    """Header and payload of a layer.
+    """Return header and payload of a layer.
 
-    :param homes: who has parts of each of its ``homes_of``.
-    :param gone: node and part of copies that could not be read; those found on the way are added.
-    :raises LostPartsError: a part is nowhere.
-    :raises CorruptDataError: what is kept does not make up the layer.
+    :param homes: the holders of parts of each of its ``homes_of``.
+    :param gone: node and part of copies that could not be read; those found here are added.
+    :raises LostPartsError: no node holds some part.
+    :raises CorruptDataError: the parts do not make up the layer.
     """
     whole = _told_of(kept, layer)
     pieces = await _all_parts(kept, layer, lose, gone)
     for home, some in homes.items():
-        pieces += [(lent(whole, part), data) for part, data in await _all_parts(some, home, lose, gone)]
+        pieces += [
+            (select_tied(whole, part), data) for part, data in await _all_parts(some, home, lose, gone)
+        ]
     return await asyncio.to_thread(assemble_from_parts, whole, pieces)
 
 
@@ -108,15 +118,15 @@ def _told_of(kept: Sequence[HeldParts], layer: int) -> WholeLayer:
 
 
 async def _all_parts(
-    kept: Sequence[HeldParts], layer: int, lose: Lose, gone: set[tuple[str, SnapshotPart]]
+    kept: Sequence[HeldParts], layer: int, lose: ReportLost, gone: set[tuple[str, SnapshotPart]]
 ) -> list[tuple[LayerPart, Bytes]]:
-    """Return parts that cover the layer. Where one cannot be read, others are."""
+    """Return parts that cover the layer. If one cannot be read, others replace it."""
     here = [one for one in kept if any(whole.layer == layer for whole in one.image.layers)]
     copies = [copy for one in here for copy in one.copies(lose)]
     done: dict[PartCopy, tuple[LayerPart, Bytes]] = {}
     while True:
         there = [copy for copy in copies if copy in done or (copy.node, copy.part) not in gone]
-        chosen, lacking = covering(there)
+        chosen, lacking = choose_covering(there)
         if lacking:
             raise LostPartsError(layer, lacking)
         new = [copy for copy in chosen if copy not in done]
@@ -126,10 +136,10 @@ async def _all_parts(
         done |= {copy: piece for copy, piece in zip(new, pieces, strict=True) if piece is not None}
 
 
-def covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
-    """Return copies that cover as much of a layer as all of them do, and the ranges that none has.
+def choose_covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
+    """Return copies that cover as much of a layer as all of them do, and the ranges that none covers.
 
-    Where several have what comes next, the first of them is taken.
+    Where several copies hold the next element, the first of them is chosen.
     """
     chosen: list[PartCopy] = []
     lacking: list[Span] = []
@@ -147,9 +157,9 @@ def covering(copies: Sequence[PartCopy]) -> tuple[list[PartCopy], list[Span]]:
 
 
 async def _read(
-    copy: PartCopy, layer: int, lose: Lose, gone: set[tuple[str, SnapshotPart]]
+    copy: PartCopy, layer: int, lose: ReportLost, gone: set[tuple[str, SnapshotPart]]
 ) -> tuple[LayerPart, Bytes] | None:
-    """Return what the copy has of the layer; ``None`` where it cannot be read."""
+    """Return what the copy holds of the layer, or ``None`` if it cannot be read."""
     part = next(one for one in copy.image.layers if one.layer == layer)
     try:
         return part, await copy.read(copy.image.offset + part.offset, part.size_bytes)

@@ -1,8 +1,9 @@
-"""A range of a group's bucket out of the memory of several nodes, with as few copies as there can be.
+"""Reading a range of a group's bucket from the memory of several nodes, with as few copies as possible.
 
-What other nodes have as it is, is received straight to its place; what nobody has is decoded there: one of
-the shards that it is the XOR of is received to its place, too, and the others are added to it. What this
-node's own arena has as it is, is *lent* where that is wanted: told of, and read by nobody here.
+Bytes that another node holds unchanged are received straight into place. Bytes that no node holds are
+decoded in place: one of the shards whose XOR they are is received into place, and the others are XORed into
+it. Bytes that this node's own arena holds unchanged can be *borrowed*: the plan says where they are, and
+nobody reads them here.
 """
 
 import asyncio
@@ -13,38 +14,38 @@ import numpy as np
 
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.holders import ShardHolder
-from storage.shards import Bytes, Recipe, ShardLayout, decode_bucket, merged, recipes
+from storage.shards import Bytes, RangeSources, ShardLayout, decode_bucket, merge_ranges, range_sources
 
 _LEAST_LENT_BYTES = 256 * 1024
-"""Who reads it verifies whole blocks: for less it is not worth it."""
+"""Smallest range that is borrowed. Its reader verifies whole blocks, which is not worthwhile for less."""
 _ALIGNMENT_BYTES = 64
 
 Read = Callable[[ShardHolder, Sequence[tuple[int, Bytes]]], Awaitable[None]]
-"""Fetch bytes of another node's shard, each from an offset on as many as there is room for.
+"""Fetches bytes of another node's shard: for each offset, as many as its memory has room for.
 
-:raises PeerError: they are not to be had.
+:raises PeerError: they cannot be fetched.
 """
 
 
 class FetchedRanges:
-    """Ranges of another node's shard, fetched."""
+    """Fetched ranges of another node's shard."""
 
     def __init__(self, ranges: Sequence[range]) -> None:
         self.pieces = [(some, np.empty(len(some), dtype=np.uint8)) for some in ranges]
 
     def add(self, offset: int, memory: Bytes) -> None:
-        """Bytes that come to a place of their own."""
+        """Let bytes from ``offset`` on be fetched into this memory."""
         self.pieces.append((range(offset, offset + len(memory)), memory))
 
     def read(self, offset: int, size: int) -> Bytes:
         for some, memory in self.pieces:
             if some.start <= offset and offset + size <= some.stop:
                 return memory[offset - some.start : offset - some.start + size]
-        raise LookupError(f"bytes {offset} to {offset + size} were not asked for")
+        raise LookupError(f"bytes {offset} to {offset + size} were not fetched")
 
 
 class ShardsUnusableError(Exception):
-    """Owners' shards that cannot be used, and why."""
+    """Shards of these owners cannot be used, each with the reason."""
 
     def __init__(self, owners: Sequence[tuple[int, Exception]]) -> None:
         self.owners = tuple(owners)
@@ -55,87 +56,90 @@ class ShardsUnusableError(Exception):
 class ByteRange:
     """Bytes [first, end) of the bucket.
 
-    ``lender``: they are its shard's bytes from ``offset`` on; ``None``: they are in memory, from there on.
+    If ``holder`` is set, they are the bytes of its shard from ``offset`` on; otherwise they are in memory
+    from ``offset`` on.
     """
 
     first: int
     end: int
     offset: int
-    lender: ShardHolder | None
+    holder: ShardHolder | None
 
     def clipped(self, first: int, end: int) -> "ByteRange":
-        """What of it is in [first, end), which it must overlap."""
+        """Return the part of it in [first, end), which it must overlap."""
         low = max(first, self.first)
         return ByteRange(
-            first=low, end=min(end, self.end), offset=self.offset + low - self.first, lender=self.lender
+            first=low, end=min(end, self.end), offset=self.offset + low - self.first, holder=self.holder
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """Another node's bytes that are received to where what is made of them is wanted."""
+class InPlaceReceive:
+    """Bytes of another node's shard that are received where the decoded bytes will be."""
 
     owner: int
     bytes: range
-    """Of its shard."""
+    """Range of its shard."""
     offset: int
-    """In memory."""
+    """Offset in memory."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ReadPlan:
-    """Where each byte of [first, end) comes from. Made by ``planned``."""
+    """Where each byte of [first, end) comes from. Made by ``plan_read``."""
 
     layout: ShardLayout
     usable: Mapping[int, ShardHolder]
-    stretches: list[ByteRange] = field(default_factory=list)
-    """All of it, ascending."""
-    plain: list[tuple[ByteRange, int, int]] = field(default_factory=list)
-    """What is copied into memory: a stretch, whose shard, and from which byte of it."""
-    made: list[ByteRange] = field(default_factory=list)
-    """What is decoded there."""
-    placed: dict[int, "Placed"] = field(default_factory=dict)
-    """By the first byte of a recipe of what is decoded."""
+    ranges: list[ByteRange] = field(default_factory=list)
+    """All ranges, ascending."""
+    copied: list[tuple[ByteRange, int, int]] = field(default_factory=list)
+    """What is copied into memory: a range, the owner of the shard, and the first byte in that shard."""
+    decoded: list[ByteRange] = field(default_factory=list)
+    """What is decoded into memory."""
+    placed: dict[int, "InPlaceReceive"] = field(default_factory=dict)
+    """What is received in place, by the first byte of the decoded range."""
     size_bytes: int = 0
-    """Of memory."""
+    """Size of the memory."""
 
     @property
     def own_bytes(self) -> int:
-        """Read in this node's memory, or lent."""
+        """Bytes that are read in this node's memory, or borrowed from it."""
         found = self.read()
-        for one in self.stretches:
-            if one.lender is not None:
+        for one in self.ranges:
+            if one.holder is not None:
                 lent = range(one.offset, one.offset + one.end - one.first)
-                found.setdefault(one.lender.owner, []).append(lent)
+                found.setdefault(one.holder.owner, []).append(lent)
         own = [owner for owner, keeper in self.usable.items() if keeper.held is not None]
-        return sum(len(some) for owner in own for some in merged(found.get(owner, ())))
+        return sum(len(some) for owner in own for some in merge_ranges(found.get(owner, ())))
 
     def read(self) -> dict[int, list[range]]:
-        """Which bytes of whose shard are read here."""
+        """Return by owner the ranges of the shard that are read here."""
         found = self.asked()
-        for stretch, owner, offset in self.plain:
+        for stretch, owner, offset in self.copied:
             found.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
         for one in self.placed.values():
             found.setdefault(one.owner, []).append(one.bytes)
         return found
 
     def asked(self) -> dict[int, list[range]]:
-        """Which bytes of whose shard are decoded from, and do not come into memory anyway."""
+        """Return by owner the ranges that are needed for decoding and not received into memory anyway."""
         found: dict[int, list[range]] = {}
         for low, owner, some, _ in self.sources():
             placed = self.placed.get(low)
             if placed is None or (placed.owner, placed.bytes) != (owner, some):
                 found.setdefault(owner, []).append(some)
-        return {owner: merged(ranges) for owner, ranges in found.items()}
+        return {owner: merge_ranges(ranges) for owner, ranges in found.items()}
 
     def sources(self) -> Iterator[tuple[int, int, range, int]]:
-        """Of what is decoded, what is not copied into memory as it is: the first byte of a recipe, whose
-        bytes are wanted for it, which of its shard, and where in memory the recipe's begin."""
+        """Yield the inputs of the decoding that are not copied into memory anyway: the first byte of the
+        decoded range, the owner of the input, the range of its shard, and the offset of the decoded range
+        in memory.
+        """
         copied: dict[int, list[range]] = {}
-        for stretch, owner, offset in self.plain:
+        for stretch, owner, offset in self.copied:
             copied.setdefault(owner, []).append(range(offset, offset + stretch.end - stretch.first))
-        for stretch in self.made:
-            for low, high, sources in recipes(
+        for stretch in self.decoded:
+            for low, high, sources in range_sources(
                 self.layout, frozenset(self.usable), stretch.first, stretch.end
             ):
                 for owner, offset in sources:
@@ -144,45 +148,49 @@ class ReadPlan:
                         yield low, owner, some, stretch.offset + low - stretch.first
 
 
-def planned(
+def plan_read(
     layout: ShardLayout, usable: Mapping[int, ShardHolder], first: int, end: int, *, lend: bool
 ) -> ReadPlan:
-    """:raises TooManyLossesError: what is left does not say what the lost owners kept."""
+    """Plan how bytes [first, end) of the bucket are read.
+
+    :param lend: whether bytes of this node's own arena may be borrowed.
+    :raises TooManyLossesError: the usable shards do not determine these bytes.
+    """
     plan = ReadPlan(layout=layout, usable=usable)
-    for low, high, sources in _joined(recipes(layout, frozenset(usable), first, end)):
+    for low, high, sources in _joined(range_sources(layout, frozenset(usable), first, end)):
         owner, offset = sources[0]
         if lend and len(sources) == 1 and high - low >= _LEAST_LENT_BYTES and _lendable(usable[owner]):
-            plan.stretches.append(ByteRange(first=low, end=high, offset=offset, lender=usable[owner]))
+            plan.ranges.append(ByteRange(first=low, end=high, offset=offset, holder=usable[owner]))
             continue
-        if plan.stretches and plan.stretches[-1].lender is not None:
+        if plan.ranges and plan.ranges[-1].holder is not None:
             plan.size_bytes += -plan.size_bytes % _ALIGNMENT_BYTES
-        stretch = ByteRange(first=low, end=high, offset=plan.size_bytes, lender=None)
+        stretch = ByteRange(first=low, end=high, offset=plan.size_bytes, holder=None)
         plan.size_bytes += high - low
-        plan.stretches.append(stretch)
+        plan.ranges.append(stretch)
         if len(sources) == 1:
-            plan.plain.append((stretch, owner, offset))
+            plan.copied.append((stretch, owner, offset))
         else:
-            plan.made.append(stretch)
+            plan.decoded.append(stretch)
     plan.placed = _placed(plan)
     return plan
 
 
-def _placed(plan: ReadPlan) -> dict[int, Placed]:
-    """For each recipe another node's bytes that nothing else is made of."""
+def _placed(plan: ReadPlan) -> dict[int, InPlaceReceive]:
+    """Choose for each decoded range one input that no other range needs, to be received in place."""
     sources = sorted(plan.sources(), key=lambda source: (source[1], source[2].start))
     ends = [0] + [0] * len(sources)
-    """Before each source: how far those before it of the same owner reach."""
+    """Before each input: the end of the preceding inputs of the same owner."""
     for number, (_, owner, some, _) in enumerate(sources):
         before = ends[number] if number and sources[number - 1][1] == owner else 0
         ends[number + 1] = max(before, some.stop)
-    found: dict[int, Placed] = {}
+    found: dict[int, InPlaceReceive] = {}
     for number, (low, owner, some, place) in enumerate(sources):
         before = number and sources[number - 1][1] == owner and ends[number] > some.start
         behind = number + 1 < len(sources) and sources[number + 1]
         if plan.usable[owner].held is not None or before:
             continue
         if not behind or behind[1] != owner or behind[2].start >= some.stop:
-            found.setdefault(low, Placed(owner, some, place))
+            found.setdefault(low, InPlaceReceive(owner, some, place))
     return found
 
 
@@ -190,9 +198,9 @@ def _lendable(keeper: ShardHolder) -> bool:
     return keeper.held is not None and keeper.shard is not None and keeper.shard.in_blocks
 
 
-def _joined(runs: Iterable[Recipe]) -> Iterator[Recipe]:
-    """Runs that follow each other as one, where they come from the same shard, or are all decoded."""
-    last: Recipe | None = None
+def _joined(runs: Iterable[RangeSources]) -> Iterator[RangeSources]:
+    """Join consecutive ranges that come from the same shard, or that are all decoded."""
+    last: RangeSources | None = None
     for low, high, sources in runs:
         if last is not None and last[1] == low:
             size, (owner, offset) = low - last[0], last[2][0]
@@ -211,16 +219,16 @@ def _within(one: range, other: range) -> bool:
     return other.start <= one.start and one.stop <= other.stop
 
 
-async def carry_out(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], read: Read) -> int:
-    """Fill ``memory``, of ``plan.size_bytes``. Bytes that were fetched.
+async def execute_read(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], read: Read) -> int:
+    """Fill ``memory``, which has ``plan.size_bytes``, and return the number of fetched bytes.
 
-    :param own: shards in this node's memory that are read, and verified. Who calls looks behind that whether
+    :param own: shards in this node's memory that are read and verified. The caller checks afterwards that
         the snapshot is still there.
-    :raises ShardsUnusableError: some are not usable; what is in the memory is anything.
+    :raises ShardsUnusableError: some shards cannot be used; the contents of the memory are undefined.
     """
     asked = plan.asked()
     stores = {owner: FetchedRanges(asked.get(owner, [])) for owner in plan.read() if owner not in own}
-    for stretch, owner, offset in plan.plain:
+    for stretch, owner, offset in plan.copied:
         if owner in stores:
             stores[owner].add(offset, memory[stretch.offset : stretch.offset + stretch.end - stretch.first])
     for one in plan.placed.values():
@@ -232,8 +240,8 @@ async def carry_out(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], rea
         return stores[owner].read(offset, size)
 
     def copy_own() -> list[int]:
-        """Whose bytes are not as they were written."""
-        for stretch, owner, offset in plan.plain:
+        """Copy from this node's memory and return the owners whose bytes are corrupt."""
+        for stretch, owner, offset in plan.copied:
             if owner in own:
                 size = stretch.end - stretch.first
                 memory[stretch.offset : stretch.offset + size] = own[owner][offset : offset + size]
@@ -246,7 +254,7 @@ async def carry_out(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], rea
 
     def make() -> None:
         placed = {low: (one.owner, one.bytes.start) for low, one in plan.placed.items()}
-        for stretch in plan.made:
+        for stretch in plan.decoded:
             target = memory[stretch.offset : stretch.offset + stretch.end - stretch.first]
             decode_bucket(plan.layout, frozenset(plan.usable), shard, target, stretch.first, placed)
 
@@ -262,7 +270,10 @@ async def carry_out(plan: ReadPlan, memory: Bytes, own: Mapping[int, Bytes], rea
 
 
 async def _fetched(plan: ReadPlan, stores: Mapping[int, FetchedRanges], read: Read) -> None:
-    """From all nodes at once. :raises ShardsUnusableError: some are not to be had."""
+    """Fetch from all nodes at once.
+
+    :raises ShardsUnusableError: some shards could not be fetched.
+    """
     wanted = {owner: [(some.start, target) for some, target in s.pieces] for owner, s in stores.items()}
     owners = [owner for owner, pieces in wanted.items() if pieces]
     results = await asyncio.gather(

@@ -1,9 +1,10 @@
-"""Layers out of a snapshot in the memory of several nodes: REFT-load (design §5, §7).
+"""Restoring layers from a snapshot in the memory of several nodes: REFT-load (design §5, §7).
 
-From a ``Restore`` and the layers that this node's devices need: own memory first, other nodes' over the
-snapshot servers, several at a time and only the bytes that are needed; what lost or damaged shards kept is
-decoded from the others where the code allows. Each layer comes out as ``runtime.layers.state`` packs it, for
-a trainer's files or a persistent checkpoint. Work on many bytes is done in threads: heartbeats go on.
+Given a ``Restore`` and the layers that this node's devices need, it reads own memory first and other nodes'
+memory through their snapshot servers, several at a time and only the bytes that are needed. Lost or corrupt
+shards are decoded from the others where the code allows it. Each layer is packed as
+``runtime.layers.state`` does, for a trainer's files or a persistent checkpoint. Work on many bytes runs in
+threads, so that heartbeats go on.
 """
 
 import asyncio
@@ -16,9 +17,15 @@ import structlog
 
 from ftd.errors import PeerError
 from ftd.snapshots.restoring.holders import ShardHolder, SnapshotHolders
-from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, homes_of, put_together
-from ftd.snapshots.restoring.read_plan import ByteRange, ReadPlan, ShardsUnusableError, carry_out, planned
-from ftd.snapshots.restoring.staging import Found, Put, RestoreTarget
+from ftd.snapshots.restoring.part_assembly import HeldParts, LostPartsError, assemble_from_holders, homes_of
+from ftd.snapshots.restoring.read_plan import (
+    ByteRange,
+    ReadPlan,
+    ShardsUnusableError,
+    execute_read,
+    plan_read,
+)
+from ftd.snapshots.restoring.staging import LocatedLayer, PutLayer, RestoreTarget
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource
@@ -32,41 +39,42 @@ from storage.shards import Bytes, ShardLayout
 
 log = structlog.get_logger("ftd.node")
 
-DamageTold = Callable[[str, str, str], None]
+ReportCorruption = Callable[[str, str, str], None]
 """Called with a node, a part and what is wrong with it."""
 
 
 class LayerRestoreError(PeerError):
     """The layers cannot be put together.
 
-    ``bad``: whose shards cannot be had, or are damaged; ``corrupt``: the persistent checkpoint is to blame.
+    ``bad`` names the nodes whose shards are missing or corrupt. ``corrupt`` is set if the persistent
+    checkpoint is the cause.
     """
 
-    def __init__(self, detail: str, bad: Iterable[str] = (), *, damaged: bool = False) -> None:
+    def __init__(self, detail: str, bad: Iterable[str] = (), *, corrupt: bool = False) -> None:
         self.bad = tuple(sorted(bad))
-        self.damaged = damaged
+        self.corrupt = corrupt
         super().__init__(detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreStatistics:
-    """What a restore took."""
+    """Figures of one restore."""
 
     own_bytes: int
     fetched_bytes: int
     decoded_groups: int
-    """Groups of which at least one owner's shard was not to be had."""
+    """Number of groups with a shard that could not be used."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Restorer:
-    """``await Restorer(…).run(layers, put)``."""
+    """Restores layers; ``await Restorer(…).run(layers, target)``."""
 
     restore: Restore
     node: str
     arenas: NodeArenas
     client: ShardClient
-    tell: DamageTold
+    report_corruption: ReportCorruption
     _bad: set[str] = field(default_factory=set)
     _own_bytes: int = 0
     _fetched_bytes: int = 0
@@ -75,8 +83,9 @@ class Restorer:
     async def run(self, layers: Sequence[int], target: RestoreTarget) -> RestoreStatistics:
         """Give ``target`` each of ``layers``, in ascending order within a group.
 
-        :raises RestoreError: they cannot be put together; says why, and whose fault it is.
-        Whatever ``target`` raises ends it, too.
+        What ``target`` raises ends the restore.
+
+        :raises LayerRestoreError: they cannot be put together; says why and names the nodes at fault.
         """
         groups = [g for g in self.restore.groups if any(g.first_layer <= n < g.end_layer for n in layers)]
         covered = {n for g in groups for n in range(g.first_layer, g.end_layer)}
@@ -87,7 +96,7 @@ class Restorer:
             node=self.node,
             arenas=self.arenas,
             client=self.client,
-            lose=self._lose,
+            report_lost=self._lose,
         )
         await keepers.ask(groups)
         for group in groups:
@@ -101,7 +110,7 @@ class Restorer:
 
     def _lose(self, node: str, part: str, detail: str) -> None:
         self._bad.add(node)
-        self.tell(node, part, detail)
+        self.report_corruption(node, part, detail)
 
     def _source(self, node: str) -> SnapshotSource:
         return SnapshotSource(node=node, address=self.restore.sources[node])
@@ -116,11 +125,11 @@ class Restorer:
     async def _restore_group(
         self, group: SnapshotGroup, known: SnapshotHolders, layers: list[int], target: RestoreTarget
     ) -> None:
-        keepers = known.of(group)
+        keepers = known.holders_of(group)
         if any(keeper.layout.parted for keeper in keepers):
             await self._restore_parts(group, known, sorted(layers), target.put)
             return
-        # The devices of a stage share the layers out: of each share there is a group of its own.
+        # The devices of a stage divide the layers among themselves, and each share is a group of its own.
         left = set(layers)
         shares = {share.first_layer: share for share in (one.layout.within(group) for one in keepers)}
         for first, share in sorted(shares.items()):
@@ -132,11 +141,11 @@ class Restorer:
         self._check_headers(sorted(left))
 
     def _check_headers(self, missing: Sequence[int]) -> None:
-        """:raises RestoreError: there are layers of which nobody has the headers."""
+        """:raises LayerRestoreError: no node holds the headers of these layers."""
         if missing:
             layers = "layer" if len(missing) == 1 else "layers"
             where = ", ".join(map(str, missing))
-            raise LayerRestoreError(f"nobody who is here has the headers of {layers} {where}", self._bad)
+            raise LayerRestoreError(f"no node that is present has the headers of {layers} {where}", self._bad)
 
     async def _restore_share(
         self, group: SnapshotGroup, keepers: list[ShardHolder], layers: list[int], target: RestoreTarget
@@ -158,16 +167,16 @@ class Restorer:
                 spare.append(keeper)
         if len(usable) < len(group.owners):
             self._decoded += 1
-        for run in target.runs(layers):
+        for run in target.group_layers(layers):
             first, last = image.layer(run[0]), image.layer(run[-1])
             end = last.offset + last.size_bytes
             stretches, memory = await self._bucket(group, layout, usable, spare, first.offset, end, target)
-            await target.take([_found(layer, stretches) for layer in map(image.layer, run)], memory)
+            await target.put_located([_found(layer, stretches) for layer in map(image.layer, run)], memory)
 
     async def _restore_parts(
-        self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: Put
+        self, group: SnapshotGroup, known: SnapshotHolders, layers: Sequence[int], put: PutLayer
     ) -> None:
-        """Each owner has parts."""
+        """Restore layers of a group whose owners hold different parts."""
         kept = await self._kept_parts(group, known)
         if len({one.node for one in kept} & set(group.owners)) < len(group.owners):
             self._decoded += 1
@@ -184,7 +193,7 @@ class Restorer:
                     by_group[other.first_layer] = await self._kept_parts(other, known)
                 homes[home] = by_group[other.first_layer]
             try:
-                header, payload = await put_together(kept, layer, homes, self._lose, gone)
+                header, payload = await assemble_from_holders(kept, layer, homes, self._lose, gone)
             except LostPartsError as error:
                 other = self._group_of(error.layer)
                 lost = {node for node, _ in gone}
@@ -204,13 +213,13 @@ class Restorer:
 
     async def _kept_parts(self, group: SnapshotGroup, known: SnapshotHolders) -> list[HeldParts]:
         kept: list[HeldParts] = []
-        for keeper in known.of(group):
+        for keeper in known.holders_of(group):
             if keeper.small is None:
                 continue
             try:
                 image = ShardedImage.from_bytes(await self._whole(keeper, keeper.small))
                 if [one.layer for one in image.layers] != list(keeper.layout.layers):
-                    raise CorruptDataError("it is of other layers")
+                    raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
                 continue
@@ -224,11 +233,14 @@ class Restorer:
         return kept
 
     async def _range(self, keeper: ShardHolder, part: SnapshotPart, first: int, size: int) -> Bytes:
-        """:raises PeerError: they are not to be had (any more)."""
+        """Read bytes of a part.
+
+        :raises PeerError: they cannot be read (any more).
+        """
         target = np.empty(size, dtype=np.uint8)
         if keeper.held is None:
             place = self._located(keeper, part)
-            await self.client.fetch([RangeRequest(places=(place,), first=first, into=target.data)])
+            await self.client.fetch([RangeRequest(locations=(place,), first=first, into=target.data)])
             self._fetched_bytes += size
             return target
         try:
@@ -245,7 +257,7 @@ class Restorer:
         return target
 
     async def _image(self, group: SnapshotGroup, keepers: list[ShardHolder]) -> GroupImage:
-        """The small part, from the first that has a sound one."""
+        """Read the small part from the first holder that has an intact one."""
         for keeper in keepers:
             if keeper.small is None:
                 continue
@@ -254,13 +266,13 @@ class Restorer:
                 if image.bucket_bytes != keeper.layout.bucket_bytes or [
                     one.layer for one in image.layers
                 ] != list(range(group.first_layer, group.end_layer)):
-                    raise CorruptDataError("it is of other layers")
+                    raise CorruptDataError("it belongs to other layers")
             except (PeerError, CorruptDataError) as error:
                 self._lose(keeper.node, keeper.small.name, str(error))
             else:
                 return image
         raise LayerRestoreError(
-            f"nobody who is here has the headers of layers {group.first_layer} to {group.end_layer - 1}",
+            f"no node that is present has the headers of layers {group.first_layer} to {group.end_layer - 1}",
             self._bad,
         )
 
@@ -272,7 +284,7 @@ class Restorer:
             return data
         target = bytearray(part.size_bytes)
         place = self._located(keeper, part)
-        await self.client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(target))])
+        await self.client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(target))])
         return bytes(target)
 
     async def _bucket(
@@ -285,15 +297,18 @@ class Restorer:
         end: int,
         target: RestoreTarget,
     ) -> tuple[list[ByteRange], Bytes]:
-        """Where the bucket's bytes [first, end) are: in the memory, or lent. Who fails on the way is left out
-        of ``usable`` from then on; the copy in ``spare`` takes its place.
+        """Return where the bucket's bytes [first, end) are: in the returned memory, or borrowed.
 
-        :raises RestoreError: too few are left.
+        A holder that fails is removed from ``usable``, and a copy in ``spare`` replaces it.
+
+        :raises LayerRestoreError: too few holders are left.
         """
         memory: Bytes | None = None
         while True:
             try:
-                plan = await asyncio.to_thread(planned, layout, dict(usable), first, end, lend=target.lends)
+                plan = await asyncio.to_thread(
+                    plan_read, layout, dict(usable), first, end, lend=target.borrows
+                )
             except TooManyLossesError as error:
                 names = [group.owners[owner] for owner in range(len(group.owners)) if owner not in usable]
                 raise LayerRestoreError(
@@ -301,23 +316,25 @@ class Restorer:
                     self._bad,
                 ) from None
             if memory is None or len(memory) < plan.size_bytes:
-                memory = await asyncio.to_thread(target.room, plan.size_bytes)
+                memory = await asyncio.to_thread(target.allocate, plan.size_bytes)
             try:
                 self._fetched_bytes += await self._carry_out(plan, memory)
             except ShardsUnusableError as failed:
                 for owner, problem in failed.owners:
                     keeper = usable.pop(owner)
-                    self._lose(keeper.node, keeper.named("shard"), str(problem))
+                    self._lose(keeper.node, keeper.part_name("shard"), str(problem))
                     if spare:
                         other = spare.pop(0)
                         usable[other.owner] = other
             else:
                 self._own_bytes += plan.own_bytes
-                return plan.stretches, memory
+                return plan.ranges, memory
 
     async def _carry_out(self, plan: ReadPlan, memory: Bytes) -> int:
-        """:raises ShardsUnusableError: an owner's shard is not to be had, or its memory is not the snapshot's any
-        more."""
+        """Execute a plan and return the number of fetched bytes.
+
+        :raises ShardsUnusableError: a shard could not be read, or its memory was released meanwhile.
+        """
         own: dict[int, Bytes] = {}
         here = [owner for owner, keeper in plan.usable.items() if keeper.held is not None]
         for owner in set(plan.read()).intersection(here):
@@ -327,7 +344,7 @@ class Restorer:
                     own[owner] = np.frombuffer(self.arenas.view(keeper.held, keeper.shard), dtype=np.uint8)
                 except OSError as error:
                     raise ShardsUnusableError([(owner, error)]) from None
-        fetched = await carry_out(plan, memory, own, self._fetch)
+        fetched = await execute_read(plan, memory, own, self._fetch)
         there = self.arenas.find(self.restore.job_id, self.restore.step) if here else ()
         if gone := [owner for owner in here if plan.usable[owner].held not in there]:
             raise ShardsUnusableError([(owner, PeerError("the snapshot was released")) for owner in gone])
@@ -337,11 +354,11 @@ class Restorer:
         assert keeper.shard is not None, "without it, it is not usable"
         places = (self._located(keeper, keeper.shard),)
         await self.client.fetch(
-            RangeRequest(places=places, first=first, into=memory.data) for first, memory in pieces
+            RangeRequest(locations=places, first=first, into=memory.data) for first, memory in pieces
         )
 
 
-def _found(layer: LayerImage, stretches: Iterable[ByteRange]) -> Found:
+def _found(layer: LayerImage, stretches: Iterable[ByteRange]) -> LocatedLayer:
     begin, end = layer.offset, layer.offset + layer.size_bytes
     return layer, [s.clipped(begin, end) for s in stretches if s.first < end and begin < s.end]
 

@@ -1,4 +1,4 @@
-"""Where restored layers go: into files for this node's trainers, or one after the other to somebody here."""
+"""Targets of a restore: files for this node's trainers, or a stream of layers for a caller in this process."""
 
 import asyncio
 import errno
@@ -13,16 +13,16 @@ import numpy as np
 from ftd.snapshots.restoring.read_plan import ByteRange
 from storage.free_memory import free_bytes
 from storage.image import LayerImage, assemble_payload
-from storage.image import runs_of as runs_in
+from storage.image import payload_ranges as runs_in
 from storage.pages import allocate, map_file
 from storage.shards import Bytes
 from storage.staged import BorrowedSnapshot, PayloadChunk, StagedLayer, write_staged
 
-Put = Callable[[int, bytes, Bytes], Awaitable[None]]
-"""Takes a layer, its header and its payload, which is another layer's memory as soon as it returns."""
+PutLayer = Callable[[int, bytes, Bytes], Awaitable[None]]
+"""Takes a layer, its header and its payload. The payload's memory is reused as soon as it returns."""
 
 
-Found = tuple[LayerImage, Sequence[ByteRange]]
+LocatedLayer = tuple[LayerImage, Sequence[ByteRange]]
 """A layer, and where its bytes in the bucket are."""
 
 
@@ -30,42 +30,45 @@ class RestoreTarget(Protocol):
     """What a restore fills."""
 
     @property
-    def lends(self) -> bool:
-        """Is it to be told where this node's own memory has bytes, instead of given them?"""
+    def borrows(self) -> bool:
+        """Whether bytes of this node's own memory are passed by their location, instead of copied."""
 
-    def runs(self, layers: Iterable[int]) -> list[list[int]]:
-        """What of these layers is to be had at once, ascending."""
+    def group_layers(self, layers: Iterable[int]) -> list[list[int]]:
+        """Return the layers in groups that are restored at once, ascending."""
 
-    def room(self, size_bytes: int) -> Bytes:
-        """Memory for what a run needs. :raises OSError: there is too little."""
+    def allocate(self, size_bytes: int) -> Bytes:
+        """Return memory for a group of layers.
 
-    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
-        """A run's layers; memory is the last ``room``."""
+        :raises OSError: there is too little memory.
+        """
+
+    async def put_located(self, run: Sequence[LocatedLayer], memory: Bytes) -> None:
+        """Take the layers of a group; ``memory`` is what ``allocate`` returned last."""
 
     async def put(self, layer: int, header: bytes, payload: Bytes) -> None:
-        """A layer as a whole."""
+        """Take a layer with its whole payload."""
 
 
 class LayerStream:
-    """Hands on each layer as a whole. Takes the memory of two."""
+    """Passes each layer on as a whole. It needs the memory of two layers."""
 
-    lends = False
+    borrows = False
 
-    def __init__(self, put: Put) -> None:
+    def __init__(self, put: PutLayer) -> None:
         self._put = put
         self._memories: list[Bytes] = [np.empty(0, dtype=np.uint8)] * 2
-        """Of one layer, used for later ones: fresh pages cost more than what is copied into them."""
+        """Memory of one layer each, reused for later layers: fresh pages cost more than copying into them."""
 
-    def runs(self, layers: Iterable[int]) -> list[list[int]]:
+    def group_layers(self, layers: Iterable[int]) -> list[list[int]]:
         return [[number] for number in sorted(layers)]
 
-    def room(self, size_bytes: int) -> Bytes:
+    def allocate(self, size_bytes: int) -> Bytes:
         self._memories.reverse()
         if len(self._memories[0]) < size_bytes:
             self._memories[0] = np.empty(size_bytes, dtype=np.uint8)
         return self._memories[0][:size_bytes]
 
-    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
+    async def put_located(self, run: Sequence[LocatedLayer], memory: Bytes) -> None:
         for layer, _ in run:
             payload = await asyncio.to_thread(assemble_payload, layer, memory)
             await self.put(layer.layer, layer.header, payload)
@@ -75,24 +78,24 @@ class LayerStream:
 
 
 class StagingDirectory:
-    """A directory of what ``storage.staged`` says.
+    """A directory of staged layers in the format of ``storage.staged``.
 
-    :param lends: the snapshot's own slots may be named there.
-    :param staged: called with each layer that is there.
+    :param borrows: staged layers may refer to the snapshot's own slots.
+    :param staged: called with each layer that is staged.
     """
 
     def __init__(
-        self, directory: Path, *, lends: bool = True, staged: Callable[[int], None] = lambda layer: None
+        self, directory: Path, *, borrows: bool = True, staged: Callable[[int], None] = lambda layer: None
     ) -> None:
-        self.lends = lends
+        self.borrows = borrows
         self._directory = directory.absolute()
         self._staged = staged
         self._path = ""
-        """Of the last ``room``."""
+        """Path of the memory that ``allocate`` returned last."""
         self._lenders: dict[Path, BorrowedSnapshot] = {}
 
-    def runs(self, layers: Iterable[int]) -> list[list[int]]:
-        """Layers that follow each other."""
+    def group_layers(self, layers: Iterable[int]) -> list[list[int]]:
+        """Return consecutive layers as one group."""
         runs: list[list[int]] = []
         for layer in sorted(layers):
             if runs and runs[-1][-1] + 1 == layer:
@@ -101,15 +104,15 @@ class StagingDirectory:
                 runs.append([layer])
         return runs
 
-    def room(self, size_bytes: int) -> Bytes:
+    def allocate(self, size_bytes: int) -> Bytes:
         self._path, memory = _made(self._directory, size_bytes)
         return memory
 
-    async def take(self, run: Sequence[Found], memory: Bytes) -> None:
+    async def put_located(self, run: Sequence[LocatedLayer], memory: Bytes) -> None:
         def write() -> None:
             for layer, stretches in run:
                 pieces = tuple(_pieces(layer, stretches, self._path))
-                lenders = {self._lender(s): None for s in stretches if s.lender is not None}
+                lenders = {self._lender(s): None for s in stretches if s.holder is not None}
                 staged = StagedLayer(header=layer.header, chunks=pieces, borrowed=tuple(lenders))
                 write_staged(self._directory, layer.layer, staged)
 
@@ -130,15 +133,15 @@ class StagingDirectory:
         self._staged(layer)
 
     def _lender(self, stretch: ByteRange) -> BorrowedSnapshot:
-        assert stretch.lender is not None and stretch.lender.held is not None
-        held = stretch.lender.held
+        assert stretch.holder is not None and stretch.holder.held is not None
+        held = stretch.holder.held
         if held.directory not in self._lenders:
-            self._lenders[held.directory] = held.lender()
+            self._lenders[held.directory] = held.as_borrowed()
         return self._lenders[held.directory]
 
 
 def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
-    """A new file of so many bytes, allocated, and its memory.
+    """Return a new file of ``size_bytes``, allocated, and its memory.
 
     :raises OSError: there is no room.
     """
@@ -157,7 +160,11 @@ def _made(directory: Path, size_bytes: int) -> tuple[str, Bytes]:
 
 
 def _pieces(layer: LayerImage, stretches: Sequence[ByteRange], path: str) -> Iterator[PayloadChunk]:
-    """The layer's payload. :param path: of what is not lent. :raises CorruptDataError: see ``runs_in``."""
+    """Yield the chunks of the layer's payload.
+
+    :param path: file of the bytes that are not borrowed.
+    :raises CorruptDataError: see ``payload_ranges``.
+    """
     for run in runs_in(layer.decoded()):
         if not run.shared:
             data = layer.buffers[run.offset : run.offset + run.size_bytes]
@@ -172,13 +179,13 @@ def _pieces(layer: LayerImage, stretches: Sequence[ByteRange], path: str) -> Ite
 
 def _piece(stretch: ByteRange, path: str) -> PayloadChunk:
     size = stretch.end - stretch.first
-    if stretch.lender is None:
+    if stretch.holder is None:
         return PayloadChunk(size_bytes=size, path=path, offset=stretch.offset)
-    held, part = stretch.lender.held, stretch.lender.shard
+    held, part = stretch.holder.held, stretch.holder.shard
     assert held is not None and part is not None
     return PayloadChunk(
         size_bytes=size,
         path=str(held.slot.absolute()),
         offset=part.offset + stretch.offset,
-        part=part.cut(stretch.offset, stretch.offset + size),
+        part=part.slice_blocks(stretch.offset, stretch.offset + size),
     )

@@ -1,1 +1,1 @@
-"""What a node keeps of snapshots, its own and others', and how it goes from node to node."""
+"""The snapshot shards that a node holds, its own and others', and their transfer between nodes."""

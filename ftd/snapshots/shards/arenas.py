@@ -1,9 +1,11 @@
-"""The arenas of a node: where they are, what they hold, who may use them, when they go (design §7).
+"""The arenas of a node: where they are, what they hold, who may use them, and when they are removed (design
+§7).
 
-``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write them; the daemon owns them: it names the
-directories, reads what is complete, serves it to other nodes, and removes what belongs to a job that is
-over. They outlive trainers and daemons. While trainers run nothing here changes an arena. Beside them,
-``copy-<d>-<owner>`` is what this node keeps for another one, written by ``ftd.snapshots.shards.copies``.
+An arena is the directory ``<snapshot_dir>/<cluster>-<node>/<job>/device-<d>``. Trainers write arenas, and
+the daemon owns them: it names the directories, reads what is complete, serves it to other nodes, and
+removes the arenas of jobs that are over. Arenas outlive trainers and daemons. While trainers run, nothing
+here changes an arena. Next to them, ``copy-<d>-<owner>`` holds the copy of another node's arena, written by
+``ftd.snapshots.shards.copies``.
 """
 
 import contextlib
@@ -39,7 +41,7 @@ _REMOVAL_PAUSE_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corruption:
-    """Something in memory that is not what was written there."""
+    """Bytes in memory that differ from what was written."""
 
     job_id: str
     step: int | None
@@ -54,15 +56,15 @@ class ArenaSnapshot:
     manifest: SnapshotManifest
     directory: Path
     owner: str = ""
-    """Of a copy: the node whose part it is."""
+    """For a copy, the node whose snapshot it is; empty for this node's own."""
 
     @property
     def slot(self) -> Path:
-        """The file that its bytes are in."""
+        """File with its bytes."""
         return self.directory / f"slot-{int(self.manifest.slot)}"
 
-    def lender(self) -> BorrowedSnapshot:
-        """For who reads them there."""
+    def as_borrowed(self) -> BorrowedSnapshot:
+        """Return the reference to this snapshot for a reader that borrows its bytes."""
         path = (self.directory / _manifest_name(self.manifest.step)).absolute()
         return BorrowedSnapshot(manifest=str(path), digest=record_digest(self.manifest))
 
@@ -70,13 +72,15 @@ class ArenaSnapshot:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Mapped:
     identity: tuple[int, int]
-    """Inode and size: a slot that was made anew or has grown is another one."""
+    """Inode and size, which differ for a slot that was made again or has grown."""
     memory: Bytes
 
 
 class NodeArenas:
-    """:param limit_bytes: of all arenas of the node together; ``None`` leaves it to the file system.
-    :param names: of a job's arenas, with groups for a number and for an owner.
+    """All arenas of a node.
+
+    :param limit_bytes: limit of all arenas of the node together; ``None`` leaves it to the file system.
+    :param names: patterns of the names of a job's arenas, with groups for a number and an owner.
     """
 
     def __init__(
@@ -93,20 +97,22 @@ class NodeArenas:
         self._limit_bytes = limit_bytes
         self._lock: IO[bytes] | None = None
         self._maps: dict[Path, _Mapped] = {}
-        """Of any thread's, so never walked as it is."""
+        """Mappings of slots. Any thread may change it, so iterate over a copy only."""
 
     @property
     def limit_bytes(self) -> int | None:
-        """Of one device's arena."""
+        """Limit of one device's arena."""
         return None if self._limit_bytes is None else self._limit_bytes // self._devices
 
     @property
     def size_bytes(self) -> int:
-        """What the arenas of the node may take together: the limit, else what their file system has."""
+        """Bytes that the arenas of the node may take together: the limit, or else the size of their file
+        system.
+        """
         return shutil.disk_usage(self.root).total if self._limit_bytes is None else self._limit_bytes
 
     def open(self) -> None:
-        """Make the directory and check that there is room for what is allowed.
+        """Make the directory and check that there is room for the limit.
 
         :raises ConfigurationError: it cannot be used, or the memory is smaller than the configured limit.
         """
@@ -123,7 +129,7 @@ class NodeArenas:
             ) from None
         if found.st_uid != os.getuid():
             raise ConfigurationError(f"{self.root} belongs to another user", field="node.snapshot_dir")
-        self.own()
+        self.acquire()
         if self._limit_bytes is not None and there < self._limit_bytes:
             raise ConfigurationError(
                 f"snapshots may take {self._limit_bytes >> 20} MiB, and {self.root} has {there >> 20} MiB",
@@ -131,8 +137,10 @@ class NodeArenas:
                 remedy="a smaller limit, or a larger memory file system (mount -o remount,size=…)",
             )
 
-    def own(self) -> bool:
-        """Whether this daemon may use the arenas: not while another one of its name runs on this host."""
+    def acquire(self) -> bool:
+        """Lock the arenas and return whether this daemon may use them; false while another daemon of its name
+        runs on this host.
+        """
         if self._lock is None:
             lock = (self.root / "lock").open("ab")
             try:
@@ -144,7 +152,7 @@ class NodeArenas:
         return True
 
     def close(self) -> None:
-        """Forget the mappings and let others use the arenas; what they hold stays."""
+        """Unmap and unlock the arenas; what they hold stays."""
         self._maps.clear()
         if self._lock is not None:
             if [path.name for path in self._entries(self.root)] == ["lock"]:
@@ -157,13 +165,17 @@ class NodeArenas:
     # --- directories -----------------------------------------------------------------------------
 
     def directory(self, job_id: str, device: int) -> Path:
-        """:raises ValueError: the job's id cannot name a directory."""
+        """Return the directory of a device's arena.
+
+        :raises ValueError: the job's id cannot name a directory.
+        """
         return self._job(job_id) / f"device-{device}"
 
     def make_staging(self, job_id: str, generation: int) -> Path:
-        """An empty directory for layers on their way to the trainers; an older one goes.
+        """Make an empty directory for layers on their way to the trainers, and remove an older one.
 
-        :raises OSError: it cannot be made. :raises ValueError: see ``directory``.
+        :raises OSError: it cannot be made.
+        :raises ValueError: see ``directory``.
         """
         self.remove_staging(job_id)
         path = self._job(job_id) / f"{_STAGING}{generation}"
@@ -176,8 +188,8 @@ class NodeArenas:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self, job_id: str) -> None:
-        """The job is over for good: give its memory back."""
-        if self.own():
+        """Release the memory of a job that is over."""
+        if self.acquire():
             path = self._job(job_id)
             self._forget(path)
             # Trainers that are being killed may still add a file.
@@ -188,8 +200,8 @@ class NodeArenas:
                 time.sleep(_REMOVAL_PAUSE_S)
 
     def remove_others(self, job_id: str) -> None:
-        """A node has one job at a time: what others left is not needed any more."""
-        if self.own():
+        """Remove what other jobs left, since a node has one job at a time."""
+        if self.acquire():
             for path in self._entries(self.root):
                 if path.is_dir() and path.name != job_id:
                     self.remove(path.name)
@@ -202,22 +214,25 @@ class NodeArenas:
     # --- copies for other nodes --------------------------------------------------------------------
 
     def copy_directory(self, job_id: str, owner: str, device: int) -> Path:
-        """:raises ValueError: they cannot name a directory."""
+        """Return the directory of the copy of a device of ``owner``.
+
+        :raises ValueError: they cannot name a directory.
+        """
         path = self._job(job_id) / f"copy-{device}-{owner}"
         if not _COPY.fullmatch(path.name):
             raise ValueError(f"{owner[:80]!r} and {device} cannot name a directory")
         return path
 
-    def taken_bytes(self, job_id: str) -> int:
-        """By all slots of the job: own ones and copies."""
+    def used_bytes(self, job_id: str) -> int:
+        """Return the bytes of all slots of the job: own ones and copies."""
         return sum(slot.stat().st_size for slot in self._job(job_id).glob("*/slot-*"))
 
     def copy_directories(self, job_id: str) -> dict[Path, str]:
-        """Those that are there, with their owners."""
+        """Return the directories of copies with their owners."""
         return {path: owner for path, owner in self._arenas(self._job(job_id)) if owner}
 
-    def put_away(self, directory: Path) -> Path:
-        """Take a directory of copies out of use; its memory is yet to be given back."""
+    def retire_copies(self, directory: Path) -> Path:
+        """Take a directory of copies out of use and return its new path, for the caller to remove."""
         self._forget(directory)
         gone = directory.with_name(f"{_GONE}{time.monotonic_ns()}")
         directory.rename(gone)
@@ -225,17 +240,19 @@ class NodeArenas:
 
     # --- what they hold --------------------------------------------------------------------------
 
-    def take_stock(self) -> tuple[list[tuple[str, int, int, str]], list[Corruption]]:
-        """Before any trainer runs: what is complete, and what is damaged.
+    def scan(self) -> tuple[list[tuple[str, int, int, str]], list[Corruption]]:
+        """Return what is complete and what is corrupt, before any trainer runs.
 
-        The former as (job, step, generation, owner); the owner is empty where it is this node.
+        Complete snapshots are tuples (job, step, generation, owner); the owner is empty for this node's
+        own.
 
-        Reads everything. Drafts and manifests that are damaged are put away, and damaged copies: their owners
-        send others. An own part of which bytes changed counts: the rest is sound, and they are made again.
+        Everything is read. Drafts, corrupt manifests and corrupt copies are removed; the owners of the
+        copies send them again. An own snapshot with corrupt bytes counts as complete: its other bytes are
+        intact, and the corrupt ones are repaired.
         """
         held: list[tuple[str, int, int, str]] = []
         problems: list[Corruption] = []
-        if not self.own():
+        if not self.acquire():
             return held, problems
         for job in self._entries(self.root):
             if not job.is_dir() or not _JOB.fullmatch(job.name):
@@ -261,7 +278,8 @@ class NodeArenas:
         return held, problems
 
     def find(self, job_id: str, step: int) -> tuple[ArenaSnapshot, ...]:
-        """What is complete here of a job's snapshot: for each device that wrote one, in order; then copies.
+        """Return what is complete here of a job's snapshot: one for each device that wrote one, in order, then
+        copies.
 
         Nothing of ``job_id`` is ever joined to a path.
         """
@@ -278,15 +296,17 @@ class NodeArenas:
             except FileNotFoundError:
                 continue
             except (CorruptDataError, OSError) as error:
-                log.warning("find", job=job_id, step=step, directory=str(directory), reason=str(error))
+                log.warning(
+                    "snapshot_unusable", job=job_id, step=step, directory=str(directory), reason=str(error)
+                )
                 continue
             held.append(ArenaSnapshot(manifest=manifest, directory=directory, owner=owner))
         return tuple(held)
 
     def view(self, held: ArenaSnapshot, part: SnapshotPart) -> memoryview:
-        """The part's memory itself, read-only.
+        """Return the part's memory itself, read-only.
 
-        When its snapshot is released, the bytes change under it.
+        After its snapshot is released, the bytes may change.
 
         :raises OSError: the slot is gone.
         """
@@ -302,7 +322,7 @@ class NodeArenas:
         return known.memory[part.offset : part.offset + part.size_bytes].data
 
     def write(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
-        """Change bytes of a part in its slot. Only while nobody else writes there
+        """Change bytes of a part in its slot. Call it only while nobody else writes there
         (``ftd.snapshots.repair_writer``).
 
         :raises OSError: the slot is gone.
@@ -313,9 +333,9 @@ class NodeArenas:
         finally:
             os.close(descriptor)
 
-    def damaged(self, held: tuple[ArenaSnapshot, ...]) -> tuple[str, ...]:
-        """Names of the parts whose bytes are not what was written. Reads all of them but those that whoever
-        reads a range of them can verify.
+    def find_corrupt(self, held: tuple[ArenaSnapshot, ...]) -> tuple[str, ...]:
+        """Return the names of corrupt parts. Parts with digests of their blocks are not read: their readers
+        verify the ranges that they read.
         """
         return tuple(
             part.name
@@ -326,12 +346,12 @@ class NodeArenas:
         )
 
     def _forget(self, directory: Path) -> None:
-        """The mappings of what is below; views that are still in use keep theirs alive."""
+        """Drop the mappings below a directory; views that are still in use keep theirs alive."""
         for slot in [slot for slot in tuple(self._maps) if directory in slot.parents]:
             self._maps.pop(slot, None)
 
     def _arenas(self, job: Path) -> list[tuple[Path, str]]:
-        """Own ones in the order of devices, then copies, each with its owner."""
+        """Return own arenas in the order of devices, then copies, each with its owner."""
         found: list[tuple[str, int, Path]] = []
         for path in self._entries(job):
             match = next(filter(None, (names.fullmatch(path.name) for names in self._names)), None)

@@ -1,8 +1,8 @@
-"""Reading other nodes' snapshots: ranges of parts, received straight into the memory they are wanted in.
+"""The client that reads other nodes' snapshots: ranges of parts, received straight into their final memory.
 
-Several at a time, from several nodes; a stream that breaks goes on at the byte where it stopped; and no
-node is believed: lengths, ranges and digests are checked, stalls are bounded. A node that breaks the
-contract is a ``PeerError`` that names it, and the next source is tried.
+It reads several ranges at a time from several nodes, and resumes a broken stream at the byte where it
+stopped. It trusts no node: it checks lengths, ranges and digests, and bounds stalls. A node that breaks the
+contract causes a ``PeerError`` that names it, and the next source is tried.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from yarl import URL
 from ftd.errors import PeerError
 from ftd.snapshots.shards.connection import ShardConnection
 from ftd.snapshots.shards.protocol import WANT_DIGEST_HEADER, NodeManifest, StallDetector
-from ftd.snapshots.shards.receiving import BlockTransfer, other_bytes, verify
-from ftd.snapshots.shards.sources import Busy, PartLocation, RangeRequest, SnapshotSource, check_status
+from ftd.snapshots.shards.receiving import BlockTransfer, corrupt_answer_error, verify
+from ftd.snapshots.shards.sources import PartLocation, RangeRequest, SnapshotSource, SourceBusy, check_status
 from ftd.transport.tls import TlsFields, describe_tls_error
 from storage.errors import CorruptDataError
 from storage.manifest import BLOCK_BYTES as VERIFIED_BYTES
@@ -30,15 +30,15 @@ from storage.manifest import MAX_BYTES, check_parts, decode_record, digest_of
 log = structlog.get_logger("ftd.node")
 
 BLOCK_BYTES = 64 * 1024 * 1024
-"""Of one request."""
-MOST_STREAMS = 8
-"""At once, each from another node."""
+"""Size of one request."""
+MAX_STREAMS = 8
+"""Number of streams at once, each from another node."""
 STALL_S = 10.0
 _ATTEMPTS = 6
-"""Connections for one block that may break or not come about."""
+"""Number of times that the connection for one block may break or fail."""
 _PAUSE_S = 0.1
 _BUSY_S = 60.0
-"""So long a node may answer that it has too many readers."""
+"""Give up after a node has been busy for this long."""
 _TLS_FIELDS = TlsFields(
     name="the host of [node] on that node", ca="node.snapshot_tls_ca", certificate="that node's certificate"
 )
@@ -48,10 +48,10 @@ T = TypeVar("T")
 
 
 class ShardClient:
-    """``async with ShardClient(token) as client``.
+    """The client; use it as ``async with ShardClient(token) as client``.
 
-    :param stall_s: no news for so long is a stall.
-    :param tls: whom to believe; ``None``: plain HTTP.
+    :param stall_s: a connection without data for this long has stalled.
+    :param tls: context to verify servers with; ``None`` for plain HTTP.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ShardClient:
         *,
         stall_s: float = STALL_S,
         block_bytes: int = BLOCK_BYTES,
-        streams: int = MOST_STREAMS,
+        streams: int = MAX_STREAMS,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._headers = {"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"}
@@ -70,7 +70,7 @@ class ShardClient:
         self._streams = asyncio.Semaphore(streams)
         self._ways: dict[str, asyncio.Lock] = {}
         self._connections: dict[str, ShardConnection] = {}
-        """By address: those that nobody receives from."""
+        """By address: connections that are idle."""
 
     async def __aenter__(self) -> Self:
         self.session = aiohttp.ClientSession(
@@ -92,15 +92,18 @@ class ShardClient:
         await self.session.close()
 
     def url(self, source: SnapshotSource, path: str) -> URL:
-        """:raises ValueError: see ``Source.url``."""
+        """Return the URL of a path on the source.
+
+        :raises ValueError: see ``SnapshotSource.url``.
+        """
         return source.url(path, secure=self._tls is not None)
 
     async def manifest(self, source: SnapshotSource, job_id: str, step: int) -> NodeManifest | None:
-        """What ``source`` holds of a snapshot, verified just now; ``None``: nothing.
+        """Return what ``source`` holds of a snapshot, verified just now; ``None`` if nothing.
 
-        :raises PeerError: it cannot be reached, or does not answer as it should.
+        :raises PeerError: the source cannot be reached, or its answer is malformed.
         """
-        body = await self.insist(source, lambda: self._read_manifest(source, _path(job_id, step)))
+        body = await self.retry(source, lambda: self._read_manifest(source, _path(job_id, step)))
         if body is None:
             return None
         try:
@@ -114,20 +117,20 @@ class ShardClient:
         return found
 
     async def fetch(self, wanted: Iterable[RangeRequest]) -> None:
-        """All of them, or an error. What is in the memory after an error is anything.
+        """Fetch all ranges, or raise an error. After an error the contents of the memory are undefined.
 
-        :raises PeerError: something is to be had from none of its places; names the last one.
+        :raises PeerError: none of a range's locations provides it; names the last one.
         """
         await _all([self._fetch_one(one) for one in wanted])
 
     async def _fetch_one(self, wanted: RangeRequest) -> None:
-        problem = PeerError("nobody has it")
-        for place in wanted.places:
+        problem = PeerError("no source has it")
+        for place in wanted.locations:
             try:
                 await self._fetch_from(place, wanted)
             except PeerError as error:
                 problem = error
-                log.warning("fetch", part=place.part.name, reason=str(error))
+                log.warning("fetch_failed", part=place.part.name, reason=str(error))
             else:
                 return
         raise problem
@@ -141,24 +144,25 @@ class ShardClient:
         elif size == part.size_bytes:
             await _all(self._fetch_block(block) for block in self._blocks(place, 0, wanted.into))
             if not await asyncio.to_thread(part.is_intact, wanted.into):
-                raise other_bytes(place)
+                raise corrupt_answer_error(place)
         else:
             blocks = self._blocks(place, wanted.first, wanted.into)
             await _all(self._fetch_hashed(block) for block in blocks)
 
     def _blocks(self, place: PartLocation, first: int, into: memoryview) -> list[BlockTransfer]:
         step = self._block_bytes
-        if place.part.in_blocks:  # Whole ones, as each request is verified by itself.
+        if place.part.in_blocks:  # Whole blocks, since each request is verified by itself.
             step = max(step // VERIFIED_BYTES, 1) * VERIFIED_BYTES
         return [
             BlockTransfer(place, first + done, into[done : done + step]) for done in range(0, len(into), step)
         ]
 
     async def _fetch_range(self, place: PartLocation, wanted: RangeRequest) -> None:
-        """Whole blocks of the manifest straight into place, those at the edges beside it; each is verified
-        while later ones come."""
+        """Fetch the blocks that cover the range: inner ones straight into place, those at the edges into
+        memory of their own. Each is verified while later ones arrive.
+        """
         part, first, end = place.part, wanted.first, wanted.first + len(wanted.into)
-        numbers = part.covering(first, end)
+        numbers = part.blocks_covering(first, end)
         edges = [n for n in numbers if part.block(n)[0] < first or part.block(n)[1] > end]
         beside = {n: memoryview(bytearray(part.block(n)[1] - part.block(n)[0])) for n in edges}
         requests = [BlockTransfer(place, part.block(n)[0], memory) for n, memory in beside.items()]
@@ -172,22 +176,24 @@ class ShardClient:
             wanted.into[low - first : high - first] = memory[low - start : high - start]
 
     async def _fetch_hashed(self, block: BlockTransfer) -> None:
-        """Of a part without digests of blocks."""
+        """Fetch a block of a part that has no digests of its blocks."""
         block.hashed = True
         await self._fetch_block(block)
         if await asyncio.to_thread(digest_of, block.into) != block.digest:
-            raise PeerError(f"{block.place.source} sent other bytes of {block.place.part.name} than it said")
+            raise PeerError(
+                f"{block.location.source} sent other bytes of {block.location.part.name} than it said"
+            )
 
     async def _fetch_block(self, block: BlockTransfer) -> None:
-        # One after the other from the same node: side by side they would only share its way here.
-        way = self._ways.setdefault(block.place.source.address, asyncio.Lock())
+        # One request at a time to each node: concurrent ones would only share its bandwidth.
+        way = self._ways.setdefault(block.location.source.address, asyncio.Lock())
         async with way, self._streams:
-            await self.insist(block.place.source, lambda: self._receive(block))
+            await self.retry(block.location.source, lambda: self._receive(block))
 
-    async def ask(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
-        """A short request and its answer, tried once.
+    async def request(self, method: str, address: str, path: str, body: bytes, timeout_s: float) -> bytes:
+        """Send a short request once and return the answer.
 
-        :raises PeerError: there is no answer, or it is no; says why.
+        :raises PeerError: there is no answer, or the request was rejected; says why.
         """
         source = SnapshotSource(node=address, address=address)
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -204,24 +210,24 @@ class ShardClient:
                     raise PeerError(answer.decode(errors="replace")[:500])
                 check_status(source, response.status, 200)
                 return bytes(answer)
-        except Busy:
+        except SourceBusy:
             raise PeerError(f"{source} is busy") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise PeerError(f"{source}: {words_of(error)}") from None
+            raise PeerError(f"{source}: {describe_error(error)}") from None
 
     # --- one request -----------------------------------------------------------------------------
 
-    async def insist(self, source: SnapshotSource, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Try again where the connection is to blame. What the node itself did wrong is its last word.
+    async def retry(self, source: SnapshotSource, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat an attempt while the connection is at fault. An error of the node itself is final.
 
-        :raises PeerError: it was, or the connection broke too often.
+        :raises PeerError: the node is at fault, or the connection broke too often.
         """
         busy_until = time.monotonic() + _BUSY_S
         broken = 0
         while True:
             try:
                 return await attempt()
-            except Busy:
+            except SourceBusy:
                 if time.monotonic() > busy_until:
                     raise PeerError(f"{source} was busy for {_BUSY_S:g} s") from None
             except (aiohttp.ClientSSLError, ssl.SSLCertVerificationError) as error:
@@ -230,9 +236,9 @@ class ShardClient:
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, OSError) as error:
                 broken += 1  # TimeoutError is an OSError.
                 if broken == _ATTEMPTS:
-                    raise PeerError(f"{source}: {words_of(error)}, {broken} times") from None
+                    raise PeerError(f"{source}: {describe_error(error)}, {broken} times") from None
             except (aiohttp.ClientError, ValueError) as error:
-                raise PeerError(f"{source} sent what is no answer: {words_of(error)}") from None
+                raise PeerError(f"{source} sent a malformed answer: {describe_error(error)}") from None
             await asyncio.sleep(_PAUSE_S * max(1, broken))
 
     async def _read_manifest(self, source: SnapshotSource, path: str) -> bytes | None:
@@ -244,24 +250,24 @@ class ShardClient:
             meter = StallDetector(self._stall_s)
             async for chunk in response.content.iter_any():
                 body += chunk
-                meter.note(len(chunk))
+                meter.record(len(chunk))
                 if len(body) > MAX_BYTES:
                     raise PeerError(f"{source} sent a manifest of more than {MAX_BYTES} bytes")
             return bytes(body)
 
     async def _receive(self, block: BlockTransfer) -> None:
-        """Ask for what is missing of a block, and take it. May be called again where it broke."""
-        source, part = block.place.source, block.place.part
+        """Request and receive what is missing of a block. Call it again after the connection broke."""
+        source, part = block.location.source, block.location.part
         first, last = block.first + block.received, block.first + len(block.into) - 1
         if first > last:
             return
         headers = self._headers | {"Range": f"bytes={first}-{last}", "If-Match": f'"{part.digest}"'}
         if block.hashed:
             headers[WANT_DIGEST_HEADER] = "xxh3"
-        url = self.url(source, f"{_path(block.place.job_id, block.place.step)}/{quote(part.name)}")
+        url = self.url(source, f"{_path(block.location.job_id, block.location.step)}/{quote(part.name)}")
         connection = self._connections.pop(source.address, None)
         if connection is None or not connection.alive:
-            connection = await ShardConnection.to(url, stall_s=self._stall_s, tls=self._tls)
+            connection = await ShardConnection.connect(url, stall_s=self._stall_s, tls=self._tls)
         await connection.get(url, headers, block)
         if connection.alive:
             self._connections[source.address] = connection
@@ -271,12 +277,12 @@ def _path(job_id: str, step: int) -> str:
     return f"/v1/{quote(job_id, safe='')}/{step}"
 
 
-def words_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     return str(error).strip() or type(error).__name__
 
 
 async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Side by side; the first that fails ends the others."""
+    """Run the work concurrently; the first failure cancels the rest."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,9 +1,10 @@
-"""Copies that this node keeps of other nodes' parts of snapshots: received, verified, committed, released.
+"""The copies that this node holds of other nodes' snapshots: received, verified, committed and released.
 
-One arena for each device of an owner, with the same three slots as the owner's own (``storage.arena``). An
-owner offers a manifest; its parts are received straight into a slot, each from its beginning, and go on
-where they stopped when the owner offers the same again; the manifest is written last, once every digest was
-found right. Nothing of an offer is believed: names, numbers and sizes are checked and bounded.
+There is one arena for each device of an owner, with the same three slots as the owner's own
+(``storage.arena``). An owner offers a manifest. Its parts are received straight into a slot, each from its
+beginning, and transfer resumes where it stopped when the owner offers the same manifest again. The manifest
+is written last, after every digest was verified. Nothing of an offer is trusted: names, numbers and sizes
+are checked and bounded.
 """
 
 import asyncio
@@ -23,9 +24,9 @@ from storage.manifest import SnapshotManifest, SnapshotPart, check_parts
 
 log = structlog.get_logger("ftd.node")
 
-MOST_COPIES = 64
-"""Arenas: of so many devices, of all owners together."""
-MOST_PARTS = 4096
+MAX_COPIES = 64
+"""Largest number of arenas of copies: devices of all owners together."""
+MAX_PARTS = 4096
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 _BLOCKS = re.compile(r"[0-9a-f]*", re.ASCII)
@@ -34,12 +35,12 @@ Key = tuple[str, int]
 """Owner and its device."""
 
 
-class RefusedError(Exception):
-    """An offer that is not taken; says why."""
+class CopyRejectedError(Exception):
+    """An offer is rejected; the message says why."""
 
 
-class NoRoomError(RefusedError):
-    """There is no memory for it."""
+class CopyNoSpaceError(CopyRejectedError):
+    """There is no memory for the copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,19 +48,19 @@ class CopyDraft:
     """A copy that is being received."""
 
     manifest: SnapshotManifest
-    """As offered; its parts are at the same offsets here."""
+    """Manifest as offered; its parts have the same offsets here."""
     slot: Slot
     received: dict[str, int]
-    """Bytes of each part that are here, from its beginning."""
+    """Number of received bytes of each part, from its beginning."""
     turn: int = 0
-    """Counts who receives or verifies: the last one that came. An older one stops."""
+    """Number of the latest transfer or verification of this draft. Earlier ones stop when it changes."""
 
     def window(self, part: SnapshotPart) -> memoryview:
         return self.slot.view[part.offset : part.offset + part.size_bytes].data
 
 
 class CopyStore:
-    """Of one job at a time.
+    """The copies of one job at a time.
 
     :param changed: called when what is held has changed.
     """
@@ -76,9 +77,9 @@ class CopyStore:
     # --- the job's life ----------------------------------------------------------------------------
 
     def begin(self, job_id: str, limit_bytes: int | None) -> None:
-        """From now on take copies of this job's snapshots; what is here of it already counts.
+        """Accept copies of this job's snapshots from now on, and load those that are here already.
 
-        :param limit_bytes: of all arenas of the node, its own too.
+        :param limit_bytes: limit of all arenas of the node, its own included.
         """
         if job_id == self._job_id:
             return
@@ -88,7 +89,7 @@ class CopyStore:
             self._open[owner, int(path.name.split("-")[1])] = Arena.open(path)
 
     def end(self) -> None:
-        """The job is over: take nothing more. The memory is given back with the job's other arenas."""
+        """Accept no more copies, since the job is over. Their memory is released with the job's other arenas."""
         for key in list(self._drafts):
             self._drop(key)
         for arena in self._open.values():
@@ -97,7 +98,7 @@ class CopyStore:
         self._job_id, self._kept = None, 0
 
     def held(self) -> list[tuple[str, int, int, str]]:
-        """(job, step, generation, owner) of what is complete here."""
+        """Return (job, step, generation, owner) of what is complete here."""
         found = {
             (manifest.job_id, manifest.step, manifest.generation, owner)
             for (owner, _), arena in self._open.items()
@@ -105,10 +106,10 @@ class CopyStore:
         }
         return sorted(found)
 
-    def keep(self, job_id: str, step: int) -> list[Path]:
-        """The snapshot of ``step`` is complete everywhere: release older ones.
+    def release_older(self, job_id: str, step: int) -> list[Path]:
+        """Release copies older than ``step``, whose snapshot is complete everywhere.
 
-        Returns directories that nobody uses any more, for the caller to remove.
+        :returns: directories that nobody uses any more, for the caller to remove.
         """
         if job_id != self._job_id:
             return []
@@ -122,7 +123,7 @@ class CopyStore:
                 arena.close()
                 del self._open[key]
                 with contextlib.suppress(OSError):
-                    gone.append(self._arenas.put_away(arena.directory))
+                    gone.append(self._arenas.retire_copies(arena.directory))
         if self.held() != before:
             self._changed()
         return gone
@@ -130,9 +131,9 @@ class CopyStore:
     # --- one copy ----------------------------------------------------------------------------------
 
     async def offer(self, key: Key, manifest: SnapshotManifest) -> dict[str, int]:
-        """Begin to receive a copy, or go on; how much of each part is here.
+        """Begin or resume receiving a copy, and return how much of each part is here.
 
-        :raises RefusedError: it is no copy that this node keeps, or there is no room.
+        :raises CopyRejectedError: this node does not hold such copies, or there is no room.
         """
         self._check(key, manifest)
         async with self._making:
@@ -143,42 +144,45 @@ class CopyStore:
             if draft is not None and draft.manifest == manifest:
                 return dict(draft.received)
             if draft is not None and _order(draft.manifest) > _order(manifest):
-                raise RefusedError(f"a copy of step {draft.manifest.step} has begun")
+                raise CopyRejectedError(f"a copy of step {draft.manifest.step} has begun")
             self._drop(key)
             slot = await asyncio.to_thread(self._make_room, self._arena_of(key), manifest)
             if manifest.job_id != self._job_id:
-                raise RefusedError("the job is over")
+                raise CopyRejectedError("the job is over")
             received = dict.fromkeys((part.name for part in manifest.parts), 0)
             self._drafts[key] = CopyDraft(manifest, slot, received)
             return dict(received)
 
     def draft(self, key: Key, job_id: str, step: int) -> CopyDraft:
-        """:raises RefusedError: nothing of the kind was offered."""
+        """Return the draft of a copy that was offered.
+
+        :raises CopyRejectedError: it was not offered.
+        """
         draft = self._drafts.get(key)
         if draft is None or (draft.manifest.job_id, draft.manifest.step) != (job_id, step):
-            raise RefusedError("this copy was not offered, or another one after it")
+            raise CopyRejectedError("this copy was not offered, or a later one was")
         return draft
 
     async def commit(self, key: Key, job_id: str, step: int) -> tuple[str, ...]:
-        """Verify what was received and let it count; names of the parts whose bytes are not what was offered.
+        """Verify what was received and commit it; return the names of parts whose bytes differ from the offer.
 
-        :raises RefusedError: it was not offered, or is not complete.
+        :raises CopyRejectedError: it was not offered, or is not complete.
         :raises OSError: its manifest cannot be written.
         """
         arena = self._open.get(key)
         if arena is not None and key not in self._drafts and any(m.step == step for m in arena.snapshots):
-            return ()  # Said again: the answer was lost.
+            return ()  # A repeated request, whose first answer was lost.
         draft = self.draft(key, job_id, step)
         parts = draft.manifest.parts
         if lacking := [part.name for part in parts if draft.received[part.name] < part.size_bytes]:
-            raise RefusedError(
+            raise CopyRejectedError(
                 f"{', '.join(lacking[:3])} {'is' if len(lacking) == 1 else 'are'} not complete"
             )
         draft.turn += 1
         turn = draft.turn
         intact = await asyncio.to_thread(lambda: [part.is_intact(draft.window(part)) for part in parts])
         if draft.turn != turn or self._drafts.get(key) is not draft:
-            raise RefusedError("another copy was begun meanwhile")
+            raise CopyRejectedError("another copy was begun meanwhile")
         damaged = tuple(part.name for part, fine in zip(parts, intact, strict=True) if not fine)
         for name in damaged:
             draft.received[name] = 0
@@ -186,20 +190,20 @@ class CopyStore:
             self._open[key].commit(msgspec.structs.replace(draft.manifest, slot=draft.slot.number))
             del self._drafts[key]
             log.info(
-                "commit_copy", owner=key[0], device=key[1], step=step, size_bytes=draft.manifest.size_bytes
+                "copy_committed", owner=key[0], device=key[1], step=step, size_bytes=draft.manifest.size_bytes
             )
             self._changed()
         return damaged
 
-    async def mend(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
-        """Write bytes of a copy that changed again. Nothing is done where it is not kept any more."""
+    async def rewrite(self, held: ArenaSnapshot, part: SnapshotPart, first: int, data: bytes) -> None:
+        """Write repaired bytes into a copy; do nothing if it is not held any more."""
         async with self._making:
             for arena in self._open.values():
                 if arena.directory == held.directory:
                     arena.rewrite(held.manifest.step, held.manifest.generation, part.name, first, data)
 
     def _drop(self, key: Key) -> None:
-        """Whoever receives it stops before the next byte: the slot is another one's then."""
+        """Drop a draft. Its receiver stops before the next byte, since the slot may be reused."""
         draft = self._drafts.pop(key, None)
         if draft is not None:
             draft.turn += 1
@@ -207,61 +211,67 @@ class CopyStore:
     # --- what may be offered -------------------------------------------------------------------------
 
     def _check(self, key: Key, manifest: SnapshotManifest) -> None:
-        """:raises RefusedError: the offer cannot be right."""
+        """:raises CopyRejectedError: the offer cannot be valid."""
         owner, _ = key
         if manifest.job_id != self._job_id:
-            raise RefusedError(f"{self._node} keeps no copies of job {manifest.job_id[:80]!r} now")
+            raise CopyRejectedError(f"{self._node} holds no copies of job {manifest.job_id[:80]!r} now")
         if owner == self._node:
-            raise RefusedError(f"{owner} is the node itself")
+            raise CopyRejectedError(f"{owner} is the node itself")
         if manifest.step < self._kept:
-            raise RefusedError(f"step {self._kept} is complete everywhere: nobody needs {manifest.step}")
-        if not 0 < len(manifest.parts) <= MOST_PARTS:
-            raise RefusedError(f"{len(manifest.parts)} parts")
+            raise CopyRejectedError(f"step {self._kept} is complete everywhere: nobody needs {manifest.step}")
+        if not 0 < len(manifest.parts) <= MAX_PARTS:
+            raise CopyRejectedError(f"{len(manifest.parts)} parts")
         end = max(part.offset + part.size_bytes for part in manifest.parts)
         try:
             check_parts(manifest, end)
         except CorruptDataError as error:
-            raise RefusedError(str(error)) from None
+            raise CopyRejectedError(str(error)) from None
         if min(part.offset for part in manifest.parts) < 0 or end > 2 * manifest.size_bytes + (1 << 20):
-            raise RefusedError("its parts are not where parts are")
+            raise CopyRejectedError("its parts have impossible offsets")
         for part in manifest.parts:
             digests = _DIGEST.fullmatch(part.digest) and _BLOCKS.fullmatch(part.blocks)
             if not _PART.fullmatch(part.name) or not digests:
-                raise RefusedError(f"{part.name[:80]!r} is no part")
-        if key not in self._open and len(self._open) >= MOST_COPIES:
-            raise NoRoomError(f"{self._node} keeps copies of {MOST_COPIES} devices already")
+                raise CopyRejectedError(f"{part.name[:80]!r} is no part")
+        if key not in self._open and len(self._open) >= MAX_COPIES:
+            raise CopyNoSpaceError(f"{self._node} holds copies of {MAX_COPIES} devices already")
 
     def _committed(self, key: Key, manifest: SnapshotManifest) -> bool:
-        """Is this very copy complete here?"""
+        """Return whether this very copy is complete here."""
         arena = self._open.get(key)
         if arena is None or key in self._drafts:
             return False
         return any(msgspec.structs.replace(m, slot=manifest.slot) == manifest for m in arena.snapshots)
 
     def _arena_of(self, key: Key) -> Arena:
-        """:raises RefusedError: its directory cannot be made."""
+        """Return the arena for copies of this owner and device.
+
+        :raises CopyRejectedError: its directory cannot be made.
+        """
         arena = self._open.get(key)
         if arena is None:
             assert self._job_id is not None, "the offer is of this job"
             try:
                 arena = self._open[key] = Arena.open(self._arenas.copy_directory(self._job_id, *key))
             except (OSError, ValueError) as error:
-                raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
+                raise CopyNoSpaceError(f"{self._node} cannot hold it: {error}") from None
         return arena
 
     def _make_room(self, arena: Arena, manifest: SnapshotManifest) -> Slot:
-        """In a thread: large slots take a while. :raises RefusedError: there is no room."""
+        """Return a slot for the copy. Runs in a thread, since large slots take a while.
+
+        :raises CopyRejectedError: there is no room.
+        """
         try:
             if self._limit_bytes is not None:
-                taken = self._arenas.taken_bytes(manifest.job_id) - arena.allocated_bytes
+                taken = self._arenas.used_bytes(manifest.job_id) - arena.allocated_bytes
                 arena.limit_bytes = max(0, self._limit_bytes - taken)
-            # As trainers do: the one that is complete everywhere stays, and the newest of the others.
+            # As trainers do: retain the one that is complete everywhere, and the newest of the others.
             steps = sorted(m.step for m in arena.snapshots)
             kept = self._kept if self._kept in steps else steps[0] if steps else None
             arena.release([step for step in steps[:-1] if step != kept])
             return arena.begin(max(part.offset + part.size_bytes for part in manifest.parts))
         except (StorageError, OSError) as error:
-            raise NoRoomError(f"{self._node} cannot keep it: {error}") from None
+            raise CopyNoSpaceError(f"{self._node} cannot hold it: {error}") from None
 
 
 def _order(manifest: SnapshotManifest) -> tuple[int, int]:

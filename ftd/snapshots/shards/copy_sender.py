@@ -1,7 +1,7 @@
-"""Sending this node's part of a snapshot to its buddy: straight out of the arena, at a bounded rate.
+"""Sending this node's snapshot to its replica peer: straight from the arena, at a bounded rate.
 
-Where the connection breaks, the manifest is offered again and the bytes go on where they stopped. A buddy
-that refuses, lies or stalls is a ``PeerError`` that names it.
+After a broken connection the manifest is offered again, and the transfer resumes where it stopped. A peer
+that rejects the copy, breaks the contract or stalls causes a ``PeerError`` that names it.
 """
 
 import asyncio
@@ -25,11 +25,14 @@ log = structlog.get_logger("ftd.node")
 _MOST_ANSWER_BYTES = 1024 * 1024
 _MOST_REASON_BYTES = 500
 _TRIES = 2
-"""Bytes that come out wrong at the other end are sent once more."""
+"""Number of attempts: bytes that arrive corrupt are sent once more."""
 
 
 class CopySender:
-    """:param owner: this node. :param rate: shared with whatever else is to keep it."""
+    """Sends the snapshots of ``owner``, which is this node.
+
+    :param rate: rate limit that other senders of this node share.
+    """
 
     def __init__(
         self,
@@ -44,9 +47,9 @@ class CopySender:
         self._owner, self._rate, self._stall_s = owner, rate, stall_s
 
     async def send(self, held: Sequence[ArenaSnapshot], to: SnapshotSource) -> int:
-        """All devices' manifests and parts; returns their bytes when ``to`` has committed them.
+        """Send all devices' manifests and parts, and return their bytes once ``to`` has committed them.
 
-        :raises PeerError: it does not keep them; says why.
+        :raises PeerError: the peer does not hold them; says why.
         :raises OSError: they cannot be read here.
         """
         for one in held:
@@ -56,14 +59,14 @@ class CopySender:
     async def _send(self, held: ArenaSnapshot, to: SnapshotSource) -> None:
         problem = ""
         for _ in range(_TRIES):
-            problem = await self._client.insist(to, lambda: self._attempt(held, to))
+            problem = await self._client.retry(to, lambda: self._attempt(held, to))
             if not problem:
                 return
-            log.warning("send_copy", to=to.node, step=held.manifest.step, reason=problem)
-        raise PeerError(f"{to} received other bytes than were sent: {problem}")
+            log.warning("send_copy_failed", to=to.node, step=held.manifest.step, reason=problem)
+        raise PeerError(f"{to} received bytes that differ from what was sent: {problem}")
 
     async def _attempt(self, held: ArenaSnapshot, to: SnapshotSource) -> str:
-        """Offer, send what is missing, commit; what came out wrong there, in words."""
+        """Offer, send what is missing, and commit; return what arrived corrupt, in words."""
         manifest, session = held.manifest, self._client.session
         device = _device_of(held.directory)
         path = f"/v1/{quote(manifest.job_id, safe='')}/{manifest.step}/copies/{quote(self._owner)}/{device}"
@@ -74,7 +77,7 @@ class CopySender:
         for part in manifest.parts:
             first = received.get(part.name)
             if first is None or not 0 <= first <= part.size_bytes:
-                raise PeerError(f"{to} says that it has {first} bytes of {part.name}")
+                raise PeerError(f"{to} claims to have {first} bytes of {part.name}")
             if first < part.size_bytes:
                 await self._send_part(held, part, first, to, f"{path}/{quote(part.name)}")
         async with session.post(self._client.url(to, path), allow_redirects=False) as response:
@@ -100,11 +103,14 @@ class CopySender:
                 await self._received(to, response)
 
     async def _flow(self, memory: memoryview, limit: asyncio.Timeout) -> AsyncIterator[memoryview]:
-        """:param limit: moved on whenever a piece went out."""
+        """Yield the bytes at the allowed rate.
+
+        :param limit: timeout that is extended whenever a chunk was sent.
+        """
         loop, size = asyncio.get_running_loop(), self._rate.chunk_bytes
         for first in range(0, len(memory), size):
             limit.reschedule(None)
-            await self._rate.take(min(size, len(memory) - first))
+            await self._rate.acquire(min(size, len(memory) - first))
             limit.reschedule(loop.time() + self._stall_s)
             yield memory[first : first + size]
         limit.reschedule(loop.time() + self._stall_s)
@@ -114,17 +120,17 @@ class CopySender:
         try:
             return decode_record(await _body(response, _MOST_ANSWER_BYTES), CopyProgress, str(to)).received
         except CorruptDataError as error:
-            raise PeerError(f"{to} sent what is no answer: {error}") from None
+            raise PeerError(f"{to} sent a malformed answer: {error}") from None
 
 
 async def _check(to: SnapshotSource, response: aiohttp.ClientResponse, wanted: int) -> None:
-    """:raises PeerError: it does not want it; in its words."""
+    """:raises PeerError: the peer rejects the copy; the message has the peer's reason."""
     if response.status == 408:
-        raise aiohttp.ClientPayloadError("it had to wait for bytes")
+        raise aiohttp.ClientPayloadError("the bytes did not arrive in time")
     if response.status in (404, 405):
-        raise PeerError(f"{to} keeps no copies")
+        raise PeerError(f"{to} holds no copies")
     if response.status in (409, 507):
-        raise PeerError(f"{to} does not take the copy: {await _reason(response)}")
+        raise PeerError(f"{to} rejects the copy: {await _reason(response)}")
     check_status(to, response.status, wanted)
 
 
@@ -134,7 +140,7 @@ async def _reason(response: aiohttp.ClientResponse) -> str:
 
 
 async def _body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    """What there is of it, cut off behind so many bytes."""
+    """Return the body, cut off after ``most_bytes``."""
     body = bytearray()
     while len(body) < most_bytes and (chunk := await response.content.readany()):
         body += chunk

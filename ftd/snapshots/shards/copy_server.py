@@ -1,8 +1,7 @@
-"""The part of a snapshot server that receives: other nodes' parts of snapshots, for
-``ftd.snapshots.shards.copies``.
+"""The receiving side of a snapshot server: other nodes' snapshots, for ``ftd.snapshots.shards.copies``.
 
-Requests come past the server's guard, with the cluster's token. Bodies go straight into the slot, at the
-speed at which they are read; who stalls or drips is cut off, and so is who sends more than it said.
+Requests have passed the server's check of the cluster's token. Bodies go straight into the slot as they are
+read. A sender that stalls, or that sends more than it announced, is disconnected.
 """
 
 import asyncio
@@ -11,16 +10,16 @@ import re
 import structlog
 from aiohttp import web
 
-from ftd.snapshots.shards.copies import CopyDraft, CopyStore, Key, NoRoomError, RefusedError
+from ftd.snapshots.shards.copies import CopyDraft, CopyNoSpaceError, CopyRejectedError, CopyStore, Key
 from ftd.snapshots.shards.protocol import CopyProgress, StallDetector
 from storage.errors import CorruptDataError
 from storage.manifest import SnapshotManifest, SnapshotPart, decode_record, encode_record
 
 log = structlog.get_logger("ftd.node")
 
-MOST_RECEIVED = 8
-"""Streams at once."""
-MOST_OFFER_BYTES = 4 * 1024 * 1024
+MAX_RECEIVED = 8
+"""Number of streams at once."""
+MAX_OFFER_BYTES = 4 * 1024 * 1024
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})", re.ASCII)
 _STEP = re.compile(r"\d{1,12}", re.ASCII)
 _DEVICE = re.compile(r"\d{1,4}", re.ASCII)
@@ -28,7 +27,10 @@ _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class CopyServer:
-    """:param stall_s: a sender that sends next to nothing for so long is cut off."""
+    """Serves the requests for copies.
+
+    :param stall_s: a sender that sends hardly anything for this long is disconnected.
+    """
 
     def __init__(self, copies: CopyStore, *, stall_s: float) -> None:
         self._copies = copies
@@ -48,18 +50,18 @@ class CopyServer:
             async with asyncio.timeout(self._stall_s):
                 while chunk := await request.content.readany():
                     body += chunk
-                    if len(body) > MOST_OFFER_BYTES:
-                        raise web.HTTPRequestEntityTooLarge(MOST_OFFER_BYTES, len(body))
+                    if len(body) > MAX_OFFER_BYTES:
+                        raise web.HTTPRequestEntityTooLarge(MAX_OFFER_BYTES, len(body))
             manifest = decode_record(bytes(body), SnapshotManifest, "the offer")
         except (ConnectionError, web.RequestPayloadError, TimeoutError):
-            raise web.HTTPRequestTimeout(text="the offer did not come") from None
+            raise web.HTTPRequestTimeout(text="the offer did not arrive") from None
         except CorruptDataError as error:
             raise web.HTTPBadRequest(text=str(error)) from None
         if (manifest.job_id, manifest.step) != (job, step):
             raise web.HTTPBadRequest(text="the manifest is of another snapshot")
         try:
             received = await self._copies.offer(key, manifest)
-        except RefusedError as error:
+        except CopyRejectedError as error:
             raise _refusal(error) from None
         return web.Response(body=encode_record(CopyProgress(received=received)))
 
@@ -67,13 +69,13 @@ class CopyServer:
         job, step, key = _named(request)
         try:
             draft = self._copies.draft(key, job, step)
-        except RefusedError as error:
+        except CopyRejectedError as error:
             raise _refusal(error) from None
         part = next((p for p in draft.manifest.parts if p.name == request.match_info["part"]), None)
         if part is None:
             raise web.HTTPNotFound(text="no such part was offered")
         first, end = _range_of(request, part)
-        if self._streams >= MOST_RECEIVED:
+        if self._streams >= MAX_RECEIVED:
             raise web.HTTPServiceUnavailable(headers={"Retry-After": "1"})
         if first != draft.received[part.name]:
             raise web.HTTPConflict(text=f"{draft.received[part.name]} bytes of {part.name} are here")
@@ -82,12 +84,12 @@ class CopyServer:
         try:
             await self._receive(request, draft, part, end, draft.turn)
         except (ConnectionError, web.RequestPayloadError):
-            raise web.HTTPBadRequest(text="the connection broke") from None  # Nobody reads that.
+            raise web.HTTPBadRequest(text="the connection broke") from None  # Nobody reads this answer.
         except TimeoutError:
             log.warning("stalled_sender", peer=request.remote, path=request.path[:200])
             if request.transport is not None:
                 request.transport.abort()
-            raise web.HTTPRequestTimeout(text="the bytes stopped coming") from None
+            raise web.HTTPRequestTimeout(text="the sender stalled") from None
         finally:
             self._streams -= 1
         return web.Response(body=encode_record(CopyProgress(received=dict(draft.received))))
@@ -95,41 +97,47 @@ class CopyServer:
     async def _receive(
         self, request: web.Request, draft: CopyDraft, part: SnapshotPart, end: int, turn: int
     ) -> None:
-        """:raises TimeoutError: it stalls."""
+        """Receive bytes of a part.
+
+        :raises TimeoutError: the sender stalls.
+        """
         window, meter = draft.window(part), StallDetector(self._stall_s)
         while True:
             async with asyncio.timeout(self._stall_s):
                 chunk = await request.content.readany()
             if draft.turn != turn:
-                raise web.HTTPConflict(text="somebody else sends this copy now")
+                raise web.HTTPConflict(text="another sender replaced this one")
             here = draft.received[part.name]
             if not chunk:
                 if here != end:
                     raise web.HTTPBadRequest(text=f"{here} bytes are here where {end} were to be")
                 return
             if here + len(chunk) > end:
-                raise web.HTTPBadRequest(text="more bytes than were said")
+                raise web.HTTPBadRequest(text="more bytes than announced")
             window[here : here + len(chunk)] = chunk
             draft.received[part.name] = here + len(chunk)
-            meter.note(len(chunk))
+            meter.record(len(chunk))
 
     async def _commit(self, request: web.Request) -> web.StreamResponse:
         job, step, key = _named(request)
         try:
             damaged = await self._copies.commit(key, job, step)
-        except RefusedError as error:
+        except CopyRejectedError as error:
             raise _refusal(error) from None
         except OSError as error:
             raise web.HTTPInsufficientStorage(text=f"its manifest cannot be written: {error}") from None
         if damaged:
             raise web.HTTPUnprocessableEntity(
-                text=f"{', '.join(damaged[:3])}: not the bytes that were offered"
+                text=f"{', '.join(damaged[:3])}: the bytes differ from the offer"
             )
         return web.Response(status=204)
 
 
 def _named(request: web.Request) -> tuple[str, int, Key]:
-    """:raises web.HTTPException: 404: what is named cannot be."""
+    """Return job, step and copy that a request names.
+
+    :raises web.HTTPException: 404: the names are not valid.
+    """
     found = request.match_info
     if not (
         _STEP.fullmatch(found["step"])
@@ -140,15 +148,16 @@ def _named(request: web.Request) -> tuple[str, int, Key]:
     return found["job"], int(found["step"]), (found["owner"], int(found["device"]))
 
 
-def _refusal(error: RefusedError) -> web.HTTPException:
-    kind = web.HTTPInsufficientStorage if isinstance(error, NoRoomError) else web.HTTPConflict
+def _refusal(error: CopyRejectedError) -> web.HTTPException:
+    kind = web.HTTPInsufficientStorage if isinstance(error, CopyNoSpaceError) else web.HTTPConflict
     return kind(text=str(error))
 
 
 def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
-    """First byte and the one behind the last.
+    """Return the first byte of the range and the byte after the last.
 
-    :raises web.HTTPException: 411, 400, 416: the length is missing, a lie, or not within the part.
+    :raises web.HTTPException: 411, 400, 416: the length is missing or wrong, or the range is not within the
+        part.
     """
     match = _RANGE.fullmatch(request.headers.get("Content-Range", ""))
     first, last, size = (int(match[1]), int(match[2]), int(match[3])) if match else (1, 0, 0)

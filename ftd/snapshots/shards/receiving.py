@@ -1,4 +1,4 @@
-"""Pieces of parts on their way here, straight into memory; verified while more of them come."""
+"""Receiving blocks of parts straight into memory, verified while more of them arrive."""
 
 import asyncio
 import re
@@ -13,19 +13,19 @@ _DIGEST = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
 
 class BlockTransfer:
-    """A piece of what is wanted, and how much of it has come."""
+    """A requested block, and how much of it has arrived."""
 
     def __init__(self, place: PartLocation, first: int, into: memoryview) -> None:
-        self.place, self.first, self.into = place, first, into
+        self.location, self.first, self.into = place, first, into
         self.received = 0
-        self.news = asyncio.Event()
-        """More can be verified than before."""
+        self.progress = asyncio.Event()
+        """Set when more bytes can be verified than before."""
         self.hashed = False
         self.digest = ""
-        """Of these bytes, as the node says that asks for it."""
+        """Digest of these bytes as the server computed it, if one was requested."""
 
-    def answered(self, status: int, headers: Mapping[str, str]) -> None:
-        source, part = self.place.source, self.place.part
+    def check_head(self, status: int, headers: Mapping[str, str]) -> None:
+        source, part = self.location.source, self.location.part
         check_status(source, status, 206)
         first, last = self.first + self.received, self.first + len(self.into) - 1
         said = headers.get("content-length"), headers.get("content-range")
@@ -37,21 +37,21 @@ class BlockTransfer:
         if not self.received:
             self.digest = digest
 
-    def rest(self) -> memoryview:
+    def buffer(self) -> memoryview:
         return self.into[self.received :]
 
-    def took(self, size_bytes: int) -> None:
+    def advance(self, size_bytes: int) -> None:
         before, self.received = self.received, self.received + size_bytes
         if before // BLOCK_BYTES < self.received // BLOCK_BYTES or self.received == len(self.into):
-            self.news.set()
+            self.progress.set()
 
 
 async def verify(block: BlockTransfer) -> None:
-    """The manifest's blocks that it consists of, as they come, while they are in the cache.
+    """Verify the manifest's blocks within ``block`` as they arrive, while they are in the cache.
 
-    :raises PeerError: one is not as it was written.
+    :raises PeerError: a block differs from what was written.
     """
-    part, done = block.place.part, 0
+    part, done = block.location.part, 0
 
     def sound(numbers: range) -> bool:
         runs = ((n, *part.block(n)) for n in numbers)
@@ -61,17 +61,17 @@ async def verify(block: BlockTransfer) -> None:
         )
 
     while done < len(block.into):
-        await block.news.wait()
-        block.news.clear()
+        await block.progress.wait()
+        block.progress.clear()
         end = block.received
         if end < len(block.into):
             end -= end % BLOCK_BYTES
         if end > done and not await asyncio.to_thread(
-            sound, part.covering(block.first + done, block.first + end)
+            sound, part.blocks_covering(block.first + done, block.first + end)
         ):
-            raise other_bytes(block.place)
+            raise corrupt_answer_error(block.location)
         done = end
 
 
-def other_bytes(place: PartLocation) -> PeerError:
-    return PeerError(f"{place.source} sent other bytes than were written as {place.part.name}")
+def corrupt_answer_error(place: PartLocation) -> PeerError:
+    return PeerError(f"{place.source} sent bytes that differ from what was written as {place.part.name}")

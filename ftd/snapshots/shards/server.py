@@ -1,9 +1,10 @@
-"""The snapshot server of a node: other nodes read from its arenas what it kept (design §7), and send copies.
+"""The snapshot server of a node: other nodes read snapshots from its arenas (design §7), and send copies.
 
-aiohttp, streaming straight from the arena's memory. Untrusted input: nothing of a request is looked at
-before its token was compared (in constant time), jobs are looked up in a listing and parts in a manifest,
-never joined to a path; streams, connections and headers are bounded; who does not read, or does not ask,
-is cut off. A snapshot that is released in the middle of a stream does no harm: the reader's digest tells.
+It uses aiohttp and streams straight from the arena's memory. All input is untrusted. Nothing of a request
+is examined before its token was compared (in constant time). Jobs are looked up in a listing and parts in a
+manifest, never joined to a path. Streams, connections and headers are bounded, and clients that do not read
+or do not send a request are disconnected. A snapshot that is released in the middle of a stream does no
+harm, since the reader verifies digests.
 """
 
 import asyncio
@@ -26,17 +27,17 @@ from storage.manifest import SnapshotPart, digest_of, encode_record
 
 log = structlog.get_logger("ftd.node")
 
-MOST_STREAMS = 16
-MOST_CONNECTIONS = 256
+MAX_STREAMS = 16
+MAX_CONNECTIONS = 256
 STALL_S = 20.0
-"""A reader that takes nothing for so long is cut off."""
-GREETING_S = 10.0
-"""A connection that made no valid request for so long is closed."""
+"""A reader that accepts nothing for this long is disconnected."""
+FIRST_REQUEST_TIMEOUT_S = 10.0
+"""A connection without a valid request for this long is closed."""
 _HEADER_BYTES = 4096
 _LINGER_S = 1.0
-"""So long the rest of a refused body is read, so that its sender reads why."""
+"""Time for which the rest of a rejected body is read, so that its sender reads the reason."""
 _VERIFIED_S = 2.0
-"""So long what was read and found sound is not read again: all nodes ask at the same time."""
+"""Time for which verified parts are not read again: all nodes ask at the same time."""
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})", re.ASCII)
 _STEP = re.compile(r"\d{1,12}", re.ASCII)
 
@@ -44,13 +45,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ShardServer:
-    """``await start()``, then ``port``; ``await close()``.
+    """The server; call ``start``, then read ``port``, and ``close`` at the end.
 
-    :param port: 0 takes a free one.
-    :param rate_bytes_s: of all streams together that it sends.
-    :param copies: where there are none, none are taken.
-    :param tls: with this node's certificate; ``None``: plain HTTP.
-    :param routes: answered, too, to those who have the token.
+    :param port: port to listen on; 0 takes a free one.
+    :param rate_bytes_s: rate limit of all streams together that it sends.
+    :param copies: holds received copies; ``None`` rejects copies.
+    :param tls: context with this node's certificate; ``None`` for plain HTTP.
+    :param routes: further routes, for clients with the token.
     """
 
     def __init__(
@@ -61,9 +62,9 @@ class ShardServer:
         host: str = "127.0.0.1",
         port: int = 0,
         rate_bytes_s: float | None = None,
-        most_streams: int = MOST_STREAMS,
+        max_streams: int = MAX_STREAMS,
         stall_s: float = STALL_S,
-        greeting_s: float = GREETING_S,
+        greeting_s: float = FIRST_REQUEST_TIMEOUT_S,
         copies: CopyStore | None = None,
         tls: ssl.SSLContext | None = None,
         routes: Iterable[web.RouteDef] = (),
@@ -75,7 +76,7 @@ class ShardServer:
         self._host = host
         self._port = port
         self.rate = AsyncRateLimiter(rate_bytes_s)
-        self._most_streams = most_streams
+        self._most_streams = max_streams
         self._stall_s = stall_s
         self._greeting_s = greeting_s
         self._routes = tuple(routes)
@@ -85,8 +86,8 @@ class ShardServer:
         self._complaints = RateLimitedLog(log, "unauthorised")
 
     @property
-    def unauthorised(self) -> int:
-        """Requests without the token, or with a wrong one."""
+    def unauthorized(self) -> int:
+        """Number of requests without the token or with a wrong one."""
         return self._complaints.count
 
     @property
@@ -104,11 +105,11 @@ class ShardServer:
         self._doorway = BoundedHttpServer(
             app,
             self._complaints,
-            max_connections=MOST_CONNECTIONS,
+            max_connections=MAX_CONNECTIONS,
             header_bytes=_HEADER_BYTES,
             admission_timeout_s=self._greeting_s,
             end_connection=close_connection,
-            # With TLS a connection is one only when both sides are content; until then it is a stranger.
+            # A TLS handshake that is not complete counts as an unauthenticated connection.
             count_pending=True,
             lingering_time=_LINGER_S,
         )
@@ -117,7 +118,7 @@ class ShardServer:
         self._port = self._doorway.port
 
     async def close(self) -> None:
-        """Streams that are under way are cut."""
+        """Stop serving; running streams are cut."""
         await self._doorway.close()
 
     # --- who is let in ---------------------------------------------------------------------------
@@ -134,7 +135,10 @@ class ShardServer:
     # --- what is asked for -----------------------------------------------------------------------
 
     def _held(self, request: web.Request) -> tuple[ArenaSnapshot, ...]:
-        """:raises web.HTTPException: 404, the same for what is malformed and what is not there."""
+        """Return the snapshots that a request names.
+
+        :raises web.HTTPException: 404, the same for malformed names and for missing snapshots.
+        """
         job, step = request.match_info["job"], request.match_info["step"]
         held = self._arenas.find(job, int(step)) if _STEP.fullmatch(step) else ()
         if not held:
@@ -145,9 +149,9 @@ class ShardServer:
         held = self._held(request)
         async with self._verifying:
             at, verified, damaged = self._verified
-            # What was found damaged may have been repaired since.
+            # A corrupt part may have been repaired since.
             if verified != held or damaged or time.monotonic() - at > _VERIFIED_S:
-                damaged = await asyncio.to_thread(self._arenas.damaged, held)
+                damaged = await asyncio.to_thread(self._arenas.find_corrupt, held)
                 self._verified = time.monotonic(), held, damaged
         answer = NodeManifest(manifests=tuple(one.manifest for one in held), corrupt=damaged)
         return web.Response(body=encode_record(answer), content_type="application/octet-stream")
@@ -167,7 +171,7 @@ class ShardServer:
             }
             if WANT_DIGEST_HEADER in request.headers:
                 headers[DIGEST_HEADER] = await asyncio.to_thread(digest_of, memory)
-                # Now that it is made: were these still the snapshot's bytes?
+                # The digest is computed; check that these were still the snapshot's bytes.
                 if self._find_part(request) != (held, part):
                     raise web.HTTPNotFound(text="the snapshot was released")
             status = 206 if "Range" in request.headers else 200
@@ -178,9 +182,12 @@ class ShardServer:
             self._streams -= 1
 
     def _find_part(self, request: web.Request) -> tuple[ArenaSnapshot, SnapshotPart]:
-        """:raises web.HTTPException: 404 where it is not there, 412 where it is another snapshot's."""
+        """Return the part that a request names.
+
+        :raises web.HTTPException: 404 if it is missing, 412 if it belongs to another snapshot.
+        """
         name, wanted = request.match_info["part"], request.headers.get("If-Match")
-        # A copy of another generation may have a part of the same name as one's own.
+        # A copy of another generation may have a part of the same name.
         found = [
             (held, part) for held in self._held(request) for part in held.manifest.parts if part.name == name
         ]
@@ -189,14 +196,14 @@ class ShardServer:
         for held, part in found:
             if wanted in (None, f'"{part.digest}"'):
                 return held, part
-        raise web.HTTPPreconditionFailed(text="this step's snapshot is another one by now")
+        raise web.HTTPPreconditionFailed(text="this step has another snapshot now")
 
     async def _stream(self, request: web.Request, response: web.StreamResponse, memory: memoryview) -> None:
         size = self.rate.chunk_bytes
         await response.prepare(request)
         try:
             for first in range(0, len(memory), size):
-                await self.rate.take(min(size, len(memory) - first))
+                await self.rate.acquire(min(size, len(memory) - first))
                 async with asyncio.timeout(self._stall_s):
                     await response.write(memory[first : first + size])
             async with asyncio.timeout(self._stall_s):
@@ -208,9 +215,9 @@ class ShardServer:
 
 
 def _range_of(request: web.Request, part: SnapshotPart) -> tuple[int, int]:
-    """First byte and the one behind the last.
+    """Return the first byte of the range and the byte after the last.
 
-    :raises web.HTTPException: 416: not one range, or none within the part.
+    :raises web.HTTPException: 416: not a single range, or not within the part.
     """
     asked = request.headers.get("Range")
     if asked is None:

@@ -1,4 +1,4 @@
-"""Where other nodes' bytes are read, what of them is wanted, and what these nodes may answer."""
+"""Where bytes of other nodes' snapshots are read, which bytes are requested, and how answers are checked."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,10 @@ class SnapshotSource:
         return f"the snapshot server of {self.node} ({self.address})"
 
     def url(self, path: str, *, secure: bool = False) -> URL:
-        """:raises ValueError: the address is no host:port."""
+        """Return the URL of a path on this server.
+
+        :raises ValueError: the address is not host:port.
+        """
         host, _, port = self.address.rpartition(":")
         host = host.strip("[]")
         return URL.build(
@@ -34,7 +37,7 @@ class SnapshotSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartLocation:
-    """A part, and the node that has it. What several nodes call by one name may differ in its bytes."""
+    """A part, and the node that holds it. Parts of one name on several nodes may differ in their bytes."""
 
     source: SnapshotSource
     job_id: str
@@ -44,23 +47,25 @@ class PartLocation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeRequest:
-    """Bytes ``first`` … of a part, as many as ``into`` has room for; from the first place that gives them."""
+    """Bytes of a part from ``first`` on, as many as ``into`` has room for, from the first location that
+    provides them.
+    """
 
-    places: tuple[PartLocation, ...]
+    locations: tuple[PartLocation, ...]
     first: int
     into: memoryview
 
 
-class Busy(Exception):
-    """The node has as many readers as it wants: ask again."""
+class SourceBusy(Exception):
+    """The node serves as many readers as it can; ask again later."""
 
 
 def check_status(source: SnapshotSource, status: int, wanted: int) -> None:
     match status:
         case 503:
-            raise Busy
+            raise SourceBusy
         case 401:
-            raise PeerError(f"{source} does not accept our token: is the secret the same on all nodes?")
+            raise PeerError(f"{source} rejects our token: check that all nodes have the same secret")
         case 404 | 412:
             raise PeerError(f"{source} does not have this snapshot any more")
         case _ if status != wanted:

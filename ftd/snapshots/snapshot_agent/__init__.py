@@ -1,1 +1,3 @@
-"""The keeper of scripts' snapshots on a host: a daemon without broker and coordinator."""
+"""The snapshot agent of a host, a daemon that protects the snapshots of scripts without broker and
+coordinator.
+"""

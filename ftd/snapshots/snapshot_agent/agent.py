@@ -1,10 +1,11 @@
-"""Scripts' snapshots on this host and their buddies' copies: protected among hosts, brought back (design §7).
+"""The snapshot agent: it protects the snapshots of scripts among hosts and holds copies for other hosts
+(design §7).
 
-Ranks write into ``<root>/<job>/rank-<r>`` themselves; what is another host's rank's own is kept in
-``copy-<r>``. The keeper of rank 0 leads: it follows what rank 0 completes, has every host of the run keep
-the newest (``pin``), then its copies (``copy``), and when all have, says so to all (``settle``); only then
-may ranks let older ones go. So one and the same step is protected everywhere, however quickly snapshots
-follow each other. docs/tutorials/snapshotter.md has the states and messages.
+Ranks write into ``<root>/<job>/rank-<r>`` themselves; ``copy-<r>`` holds the copy of a rank of another
+host. The agent of rank 0 leads. It follows the snapshots that rank 0 completes. For the newest one it has
+every host of the run retain it (``pin``), then has every host copy its part (``copy``), and when all have
+done so, it has every host release older snapshots (``release``). So one and the same step is protected
+everywhere, however quickly snapshots follow each other. docs/snapshotter.md has the states and messages.
 """
 
 import asyncio
@@ -39,23 +40,27 @@ from storage.manifest import SnapshotManifest, SnapshotPart, read_record, write_
 
 log = structlog.get_logger("ftd.node")
 
-KEPT_NAMES = re.compile(r"(?:rank|copy)-(\d{1,6})()", re.ASCII)
+ARENA_NAMES = re.compile(r"(?:rank|copy)-(\d{1,6})()", re.ASCII)
 JOB_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 RUN_FILE = "run.json"
-What = Literal["pin", "copy", "release"]
-SEQUENCE: tuple[What, ...] = ("pin", "copy", "release")
-PIN_S = 60.0
-"""So long a host may take until all its ranks have a step that rank 0 has."""
-COPY_S = 1800.0
-""":data:`PIN_S` and this: many gigabytes at a bounded rate."""
+ProtectionPhase = Literal["pin", "copy", "release"]
+PROTECTION_PHASES: tuple[ProtectionPhase, ...] = ("pin", "copy", "release")
+PIN_TIMEOUT_S = 60.0
+"""Limit for a host until all its ranks have a step that rank 0 has."""
+COPY_TIMEOUT_S = 1800.0
+"""Limit for copying, in addition to :data:`PIN_TIMEOUT_S`: many gigabytes at a bounded rate."""
 _POLL_S = 0.02
 _RESTED_POLL_S = 0.5
 _PAUSE_S = 0.5
-"""After a failure to protect."""
+"""Pause after a failed attempt to protect a step."""
 
 
 class SnapshotAgent:
-    """:param address: of this keeper. :param rate_bytes_s: of copies that it receives; ``None``: no bound."""
+    """Protects the snapshots of all jobs of this host.
+
+    :param address: address of this agent.
+    :param rate_bytes_s: rate limit of the copies that it receives; ``None`` for no limit.
+    """
 
     def __init__(
         self,
@@ -74,18 +79,18 @@ class SnapshotAgent:
         self._copies: dict[tuple[str, int], Arena] = {}
         self._copying: dict[str, asyncio.Lock] = {}
         self._newest: dict[str, int] = {}
-        """The newest generation of each job that was heard of."""
+        """The newest known generation of each job."""
         self._over: dict[str, int] = {}
-        """Of jobs that were removed: what is still under way for such a run comes too late."""
+        """Last generation of each removed job: requests of such a run that are still under way are rejected."""
 
     def resume(self) -> None:
-        """Runs that were led when this daemon ended."""
+        """Lead the runs again that this agent led when it ended."""
         for path in self.root.glob(f"*/{RUN_FILE}"):
             with contextlib.suppress(CorruptDataError, OSError):
                 self._lead(read_record(path, ProtectedRun))
 
     async def close(self) -> None:
-        """What is kept stays."""
+        """Stop leading. The snapshots stay."""
         for task in self._leading.values():
             task.cancel()
         await asyncio.gather(*self._leading.values(), return_exceptions=True)
@@ -95,10 +100,10 @@ class SnapshotAgent:
     # --- what there is ---------------------------------------------------------------------------
 
     def held(self, job: str) -> list[HeldRankSnapshot]:
-        """What is complete here, by its manifests; bytes are verified when they are read."""
+        """Return what is complete here, by the manifests; bytes are verified when they are read."""
         found = []
         for directory in sorted(self._job(job).glob("*-*")):
-            if not KEPT_NAMES.fullmatch(directory.name):
+            if not ARENA_NAMES.fullmatch(directory.name):
                 continue
             for path in directory.glob("step-*.json"):
                 with contextlib.suppress(CorruptDataError, OSError, msgspec.ValidationError):
@@ -116,15 +121,15 @@ class SnapshotAgent:
                         )
         return found
 
-    async def held_around(self, job: str) -> list[HeldRankSnapshot]:
-        """Here, and at the configured peers that answer."""
+    async def held_by_all(self, job: str) -> list[HeldRankSnapshot]:
+        """Return what is held here and at the configured peers that answer."""
         found = self.held(job)
 
         async def ask(peer: str) -> None:
             try:
                 found.extend(await self._client.held(peer, job))
             except PeerError as error:
-                log.warning("held", job=job, reason=str(error))
+                log.warning("held_request_failed", job=job, reason=str(error))
 
         await asyncio.gather(*map(ask, self._peers))
         return found
@@ -132,7 +137,10 @@ class SnapshotAgent:
     # --- protecting ------------------------------------------------------------------------------
 
     def begin(self, run: ProtectedRun) -> None:
-        """:raises OSError: there is no room for a note of it."""
+        """Protect the snapshots of a run from now on.
+
+        :raises OSError: its record cannot be written.
+        """
         self._job(run.job).mkdir(mode=0o700, parents=True, exist_ok=True)
         write_record(self._job(run.job) / RUN_FILE, run)
         self._lead(run)
@@ -145,7 +153,7 @@ class SnapshotAgent:
             self._leading[run.job] = asyncio.ensure_future(self._follow(run))
 
     async def _follow(self, run: ProtectedRun) -> None:
-        """Protect the newest of rank 0's snapshots, one after the other, until the job is gone."""
+        """Protect the newest of rank 0's snapshots, one after the other, until the job is removed."""
         directory = self._job(run.job) / "rank-0"
         done, told, rest_s = 0, "", _POLL_S
         while directory.exists():
@@ -157,28 +165,30 @@ class SnapshotAgent:
                 continue
             message = ProtectRequest(run=run, step=newest)
             try:
-                for what in SEQUENCE:
-                    await to_their_ends(self._everywhere(message, what))
+                for what in PROTECTION_PHASES:
+                    await gather_all(self._everywhere(message, what))
             except (PeerError, OSError) as error:
                 if str(error) != told:
                     told = str(error)
-                    log.warning("unprotected", job=run.job, step=newest, reason=told)
+                    log.warning("snapshot_not_protected", job=run.job, step=newest, reason=told)
                 await asyncio.sleep(_PAUSE_S)
             else:
                 done, told, rest_s = newest, "", _POLL_S
 
-    def _everywhere(self, message: ProtectRequest, what: What) -> list[Awaitable[None]]:
+    def _everywhere(self, message: ProtectRequest, what: ProtectionPhase) -> list[Awaitable[None]]:
         here = {"pin": self.pin, "copy": self.copy, "release": self.settle}[what]
         hosts = dict.fromkeys(message.run.hosts + message.run.spare_hosts)
         return [
-            here(message) if host == self.address else self._client.send(host, what, message, PIN_S + COPY_S)
+            here(message)
+            if host == self.address
+            else self._client.send(host, what, message, PIN_TIMEOUT_S + COPY_TIMEOUT_S)
             for host in hosts
         ]
 
     async def pin(self, message: ProtectRequest) -> None:
-        """Return when each rank of this host has the step complete, and knows that it must stay.
+        """Return when each rank of this host has completed the step and knows that it must retain it.
 
-        :raises PeerError: a rank went on without it, or has not got it in time.
+        :raises PeerError: a rank went on without the step, or has not completed it in time.
         """
         run, job = message.run, self._job(message.run.job)
         self._refuse_if_over(run)
@@ -186,18 +196,20 @@ class SnapshotAgent:
         try:
             job.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_retained(job, msgspec.structs.replace(read_retained(job), pinned=message.key))
-            async with asyncio.timeout(PIN_S):
+            async with asyncio.timeout(PIN_TIMEOUT_S):
                 for rank in run.ranks_of(self.address):
                     await self._completed(run, job / f"rank-{rank}", message.key)
         except TimeoutError:
-            raise PeerError(f"{self.address} has not got step {message.step} after {PIN_S:g} s") from None
+            raise PeerError(
+                f"{self.address} has not completed step {message.step} after {PIN_TIMEOUT_S:g} s"
+            ) from None
         except OSError as error:
-            raise PeerError(f"{self.address} cannot keep step {message.step}: {error}") from None
+            raise PeerError(f"{self.address} cannot retain step {message.step}: {error}") from None
 
     async def copy(self, message: ProtectRequest) -> None:
-        """Return when the copies that this host is a buddy for are here.
+        """Return when this host holds its copies of other hosts' ranks.
 
-        :raises PeerError: one cannot be had, or there is no memory for it.
+        :raises PeerError: a copy cannot be fetched, or there is no memory for it.
         """
         run = message.run
         self._refuse_if_over(run)
@@ -208,7 +220,7 @@ class SnapshotAgent:
                         await self._copy(run, rank, run.hosts[host], message.key)
             except (OSError, ArenaFullError) as error:
                 raise PeerError(
-                    f"{self.address} cannot keep copies of step {message.step}: {error}"
+                    f"{self.address} cannot hold copies of step {message.step}: {error}"
                 ) from None
 
     def _refuse_if_over(self, run: ProtectedRun) -> None:
@@ -224,7 +236,7 @@ class SnapshotAgent:
             await asyncio.sleep(_POLL_S)
 
     async def _copy(self, run: ProtectedRun, rank: int, host: str, key: SnapshotKey) -> None:
-        """What is the rank's own, from its host, as soon as it is complete there."""
+        """Copy what is the rank's own from its host, as soon as it is complete there."""
         arena = self._copies.get((run.job, rank))
         if arena is None:
             path = self._job(run.job) / f"copy-{rank}"
@@ -243,7 +255,7 @@ class SnapshotAgent:
         for part in own:
             place = PartLocation(source=source, job_id=run.job, step=key[1], part=part)
             into = memory[end : end + part.size_bytes]
-            await self._client.fetch([RangeRequest(places=(place,), first=0, into=into)])
+            await self._client.fetch([RangeRequest(locations=(place,), first=0, into=into)])
             parts.append(msgspec.structs.replace(part, offset=end))
             end += part.size_bytes
             if self._rate_bytes_s is not None:
@@ -262,7 +274,9 @@ class SnapshotAgent:
             arena.release([step for key in spare if (step := key[1]) and key not in kept][:1])
 
     async def settle(self, message: ProtectRequest) -> None:
-        """All hosts have it, protected: older copies go, and what is not of this run's hosts any more."""
+        """Release what is older than the step, which is protected on all hosts now, and what is not this
+        run's.
+        """
         run, job = message.run, self._job(message.run.job)
         write_retained(job, msgspec.structs.replace(read_retained(job), common=message.key, pinned=None))
         wanted = {f"rank-{rank}" for rank in run.ranks_of(self.address)}
@@ -272,7 +286,9 @@ class SnapshotAgent:
             if directory.name.startswith("bring-"):
                 shutil.rmtree(directory, ignore_errors=True)
             elif (
-                KEPT_NAMES.fullmatch(directory.name) and directory.name not in wanted and not _used(directory)
+                ARENA_NAMES.fullmatch(directory.name)
+                and directory.name not in wanted
+                and not _used(directory)
             ):
                 self._forget(run.job, directory.name)
                 shutil.rmtree(directory, ignore_errors=True)
@@ -284,7 +300,9 @@ class SnapshotAgent:
     # --- the end ---------------------------------------------------------------------------------
 
     async def remove(self, job: str, *, everywhere: bool) -> None:
-        """The job is over: what no rank has open here goes, with ``everywhere`` on other hosts, too."""
+        """Remove the snapshots of a job that is over, unless a rank has them open; with ``everywhere`` on
+        other hosts as well.
+        """
         path, others = self._job(job), dict.fromkeys(self._peers)
         with contextlib.suppress(CorruptDataError, OSError):
             run = read_record(path / RUN_FILE, ProtectedRun)
@@ -307,14 +325,17 @@ class SnapshotAgent:
             arena.close()
 
     def _job(self, job: str) -> Path:
-        """:raises PeerError: the name cannot be one."""
+        """Return the directory of a job.
+
+        :raises PeerError: the name is not valid.
+        """
         if not JOB_NAMES.fullmatch(job):
             raise PeerError(f"{job[:80]!r} cannot be the name of a job")
         return self.root / job
 
 
 def own_parts(manifest: SnapshotManifest) -> list[SnapshotPart]:
-    """Of a rank's snapshot: its own image, and behind it the header."""
+    """Return the parts that are the rank's own, in order: its image and the header after it."""
     own = (part for part in manifest.parts if not part.name.partition("/")[2].startswith("shared-"))
     return sorted(own, key=lambda part: part.offset)
 
@@ -329,7 +350,7 @@ def _keys(directory: Path) -> list[SnapshotKey]:
 
 
 def _used(directory: Path) -> bool:
-    """A script has it open: it holds the lock."""
+    """Return whether a script has the directory open, by its lock."""
     try:
         with (directory / "lock").open("r+b") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -340,8 +361,8 @@ def _used(directory: Path) -> bool:
     return False
 
 
-async def to_their_ends(work: list[Awaitable[None]]) -> None:
-    """Do the work side by side, each piece to its end, and then raise the first error: nothing still writes then."""
+async def gather_all(work: list[Awaitable[None]]) -> None:
+    """Wait until all of the work has ended, and then raise the first error: nothing writes any more by then."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result

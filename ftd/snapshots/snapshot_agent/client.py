@@ -1,4 +1,4 @@
-"""What a keeper asks other keepers: a shard client with four more requests."""
+"""The client that a snapshot agent uses for other agents: a shard client with four more requests."""
 
 import msgspec
 
@@ -17,30 +17,39 @@ _ASK_S = 5.0
 
 
 class PeerAgentClient(ShardClient):
-    """``async with PeerAgentClient(token) as client``."""
+    """The client; use it as ``async with PeerAgentClient(token) as client``."""
 
     async def held(self, address: str, job: str) -> list[HeldRankSnapshot]:
-        """:raises PeerError: it cannot be reached, or does not answer as it should."""
-        body = await self.ask("GET", address, f"/scripts/held/{job}", b"", _ASK_S)
+        """Return what the agent at ``address`` holds of a job.
+
+        :raises PeerError: the agent cannot be reached, or its answer is malformed.
+        """
+        body = await self.request("GET", address, f"/scripts/held/{job}", b"", _ASK_S)
         try:
             return msgspec.json.decode(body, type=list[HeldRankSnapshot])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise PeerError(f"{address} sent what is no list of snapshots: {error}") from None
+            raise PeerError(f"{address} sent a malformed list of snapshots: {error}") from None
 
     async def send(self, address: str, what: str, message: ProtectRequest, timeout_s: float) -> None:
-        """:raises PeerError: it cannot be reached, or cannot do it; says why."""
-        await self.ask("POST", address, f"/scripts/{what}", msgspec.json.encode(message), timeout_s)
+        """Have the agent at ``address`` carry out one phase of the protection of a step.
+
+        :raises PeerError: the agent cannot be reached, or could not do it; the message says why.
+        """
+        await self.request("POST", address, f"/scripts/{what}", msgspec.json.encode(message), timeout_s)
 
     async def remove(self, address: str, job: str) -> None:
-        """:raises PeerError: it cannot be reached."""
-        await self.ask("POST", address, f"/scripts/remove/{job}", b"", _ASK_S)
+        """Have the agent at ``address`` remove a job's snapshots.
+
+        :raises PeerError: the agent cannot be reached.
+        """
+        await self.request("POST", address, f"/scripts/remove/{job}", b"", _ASK_S)
 
     async def rank_manifest(
         self, source: SnapshotSource, job: str, rank: int, key: SnapshotKey
     ) -> SnapshotManifest | None:
-        """Of a rank's snapshot, its own part; ``None``: it is not there (yet).
+        """Return the manifest of a rank's snapshot, or ``None`` if it is not there (yet).
 
-        :raises PeerError: it cannot be reached, or its bytes are damaged.
+        :raises PeerError: the agent cannot be reached, or the rank's own bytes are corrupt.
         """
         found = await self.manifest(source, job, key[1])
         if found is None:
@@ -53,6 +62,6 @@ class PeerAgentClient(ShardClient):
             if (manifest.generation, manifest.step, layout.rank) == (*key, rank):
                 bad = [p.name for p in manifest.parts if p.name in found.corrupt and "/shared-" not in p.name]
                 if bad:
-                    raise PeerError(f"{source} has a damaged {bad[0]} of step {key[1]}")
+                    raise PeerError(f"{source} has a corrupt {bad[0]} of step {key[1]}")
                 return manifest
         return None

@@ -1,7 +1,7 @@
-"""``ftd node --snapshots-only``: the keeper of scripts' snapshots on a host. Without broker or coordinator.
+"""The daemon ``ftd node --snapshots-only``: the snapshot agent of a host, without broker and coordinator.
 
-Scripts of this user reach it through a unix socket, other keepers at the snapshot port with the token of
-the secret that all share (``runtime.wire.snapshot_agent_protocol``).
+Scripts of this user reach it through a unix socket. Other agents reach it at the snapshot port, with the
+token derived from their common secret (``runtime.wire.snapshot_agent_protocol``).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ftd.errors import ConfigurationError, PeerError
 from ftd.snapshots.shards.arenas import NodeArenas
 from ftd.snapshots.shards.protocol import bearer_token
 from ftd.snapshots.shards.server import ShardServer
-from ftd.snapshots.snapshot_agent.agent import KEPT_NAMES, SnapshotAgent
+from ftd.snapshots.snapshot_agent.agent import ARENA_NAMES, SnapshotAgent
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from ftd.snapshots.snapshot_agent.fetcher import SnapshotFetcher
 from runtime.wire.snapshot_agent_protocol import (
@@ -42,7 +42,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class SnapshotAgentDaemon:
-    """``await SnapshotAgentDaemon(config).run()`` until SIGTERM or SIGINT."""
+    """The daemon; ``await SnapshotAgentDaemon(config).run()`` serves until SIGTERM or SIGINT."""
 
     def __init__(self, config: DaemonConfig) -> None:
         """:raises ConfigurationError: the configuration has no shared secret."""
@@ -51,16 +51,19 @@ class SnapshotAgentDaemon:
         self._root = config.snapshot_dir.with_name(f"{config.snapshot_dir.name}.scripts")
         self._socket = config.snapshot_dir.parent / SOCKET
         self._arenas = NodeArenas(
-            self._root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(KEPT_NAMES,)
+            self._root, devices=1, limit_bytes=config.snapshot_limit_bytes, names=(ARENA_NAMES,)
         )
 
     async def run(self) -> int:
-        """:raises ConfigurationError: the directory, the port or the socket cannot be used."""
+        """Serve until a signal ends the daemon, and return the exit code.
+
+        :raises ConfigurationError: the directory, the port or the socket cannot be used.
+        """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, ended.set)
         self._arenas.open()
-        if not self._arenas.own():
+        if not self._arenas.acquire():
             raise ConfigurationError(
                 f"another daemon of this name uses {self._root}",
                 field="node.name",
@@ -97,10 +100,10 @@ class SnapshotAgentDaemon:
             stack.push_async_callback(self._keeping.close)
             await self._listen_to_scripts(stack)
             self._keeping.resume()
-            log.info("keeper", address=self._facts.address, socket=str(self._socket))
+            log.info("snapshot_agent_started", address=self._facts.address, socket=str(self._socket))
             if self._config.host in LOOPBACK:
-                log.warning("loopback", reason="other hosts cannot reach this one: set node.host")
-            systemd.notify("READY=1", f"STATUS=keeper {self._config.node}")
+                log.warning("loopback_address", reason="other hosts cannot reach this one: set node.host")
+            systemd.notify("READY=1", f"STATUS=snapshot agent {self._config.node}")
             watchdog = asyncio.ensure_future(systemd.feed_watchdog())
             await ended.wait()
             watchdog.cancel()
@@ -118,9 +121,9 @@ class SnapshotAgentDaemon:
             )
         if _answers(path.as_posix()):
             raise ConfigurationError(
-                f"another keeper answers at {path}",
+                f"another snapshot agent answers at {path}",
                 field="node.snapshot_dir",
-                remedy="one keeper for each host and user, or another snapshot_dir",
+                remedy="run one agent for each host and user, or choose another snapshot_dir",
             )
         path.unlink(missing_ok=True)
         app = web.Application(client_max_size=4 * 1024 * 1024)
@@ -157,7 +160,9 @@ class SnapshotAgentDaemon:
     def _answer(
         work: Callable[[web.Request], Awaitable[Any]],
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """What ``work`` returns, as JSON; 409 with a sentence where it cannot."""
+        """Wrap ``work`` into a handler that answers its result as JSON, or status 409 with the reason of its
+        failure.
+        """
 
         async def answered(request: web.Request) -> web.StreamResponse:
             try:
@@ -165,7 +170,9 @@ class SnapshotAgentDaemon:
             except PeerError as error:
                 return web.Response(status=409, text=str(error))
             except OSError as error:
-                return web.Response(status=409, text=f"the keeper's memory: {error.strerror or error}")
+                return web.Response(
+                    status=409, text=f"the snapshot agent's memory: {error.strerror or error}"
+                )
             return web.Response(body=msgspec.json.encode(said), content_type="application/json")
 
         return answered
@@ -176,14 +183,14 @@ class SnapshotAgentDaemon:
         return self._facts
 
     async def _say_held_around(self, request: web.Request) -> Any:
-        return await self._keeping.held_around(request.match_info["job"])
+        return await self._keeping.held_by_all(request.match_info["job"])
 
     async def _begin(self, request: web.Request) -> Any:
         self._keeping.begin(await _read(request, ProtectedRun))
         return {}
 
     async def _bring(self, request: web.Request) -> Any:
-        return await self._bringing.bring(await _read(request, FetchRequest))
+        return await self._bringing.fetch(await _read(request, FetchRequest))
 
     async def _remove_everywhere(self, request: web.Request) -> Any:
         await self._keeping.remove(request.match_info["job"], everywhere=True)
@@ -215,7 +222,7 @@ async def _read(request: web.Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(await request.read(), type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"the keeper does not understand this: {error}") from None
+        raise PeerError(f"the snapshot agent received an invalid request: {error}") from None
 
 
 async def _listening(start: Awaitable[None], port: int) -> None:

@@ -1,8 +1,8 @@
-"""A script's snapshot, brought from other hosts into files of this one's memory for its ranks.
+"""Fetching a script's snapshot from other hosts into memory files of this host, for its ranks.
 
-A rank's own image comes from its former host or a buddy, as it is. What all ranks have the same is put
-together out of the hosts' shards: from this host's alone where its parity suffices, else from all; what
-lost or damaged shards kept is decoded. Every byte that comes is checked against its digest.
+A rank's own image is copied from its former host or from a holder of its copy. What all ranks have in
+common is assembled from the hosts' shards: from this host's shard alone if its parity suffices, otherwise
+from all. Lost or corrupt shards are decoded. Every fetched byte is checked against its digest.
 """
 
 import asyncio
@@ -19,25 +19,30 @@ from ftd.errors import PeerError
 from ftd.snapshots.shards.arenas import ArenaSnapshot, NodeArenas
 from ftd.snapshots.shards.sources import PartLocation, SnapshotSource
 from ftd.snapshots.shards.sources import RangeRequest as Fetch
-from ftd.snapshots.snapshot_agent.agent import own_parts, to_their_ends
+from ftd.snapshots.snapshot_agent.agent import gather_all, own_parts
 from ftd.snapshots.snapshot_agent.client import PeerAgentClient
 from runtime.wire.snapshot_agent_protocol import FetchRequest, FetchResult, RankSnapshotLayout
 from storage.codes import make_code, solve_lost_cells
 from storage.manifest import SnapshotManifest, SnapshotPart
-from storage.shards import Bytes, ShardLayout, decode_bucket, needed
+from storage.shards import Bytes, ShardLayout, decode_bucket, ranges_to_decode
 
 log = structlog.get_logger("ftd.node")
 
 
 class SnapshotFetcher:
-    """Into ``<root>/<job>/bring-<generation>-<step>``, which goes when a newer step is common."""
+    """Fetches snapshots into ``<root>/<job>/bring-<generation>-<step>``, which is removed once a newer step is
+    protected.
+    """
 
     def __init__(self, root: Path, arenas: NodeArenas, client: PeerAgentClient, *, address: str) -> None:
         self._root, self._arenas, self._client, self._address = root, arenas, client, address
         self._busy: dict[Path, asyncio.Lock] = {}
 
-    async def bring(self, wanted: FetchRequest) -> FetchResult:
-        """:raises PeerError: it cannot be had; says what is missing."""
+    async def fetch(self, wanted: FetchRequest) -> FetchResult:
+        """Fetch what is requested and return the files.
+
+        :raises PeerError: something is missing; the message says what.
+        """
         job = self._root / wanted.job
         place = job / f"bring-{wanted.generation}-{wanted.step}"
         try:
@@ -57,7 +62,7 @@ class SnapshotFetcher:
         return FetchResult(own=str(own or ""), shared=str(shared or ""))
 
     async def _once(self, path: Path, make: Callable[[Path], Awaitable[None]]) -> None:
-        """Ranks of one host share what is brought."""
+        """Call ``make`` unless ``path`` is there: the ranks of one host share what was fetched."""
         async with self._busy.setdefault(path, asyncio.Lock()):
             if not path.exists():
                 draft = path.with_name(f".{path.name}")
@@ -67,8 +72,8 @@ class SnapshotFetcher:
     # --- a rank's own ----------------------------------------------------------------------------
 
     async def _bring_own(self, wanted: FetchRequest, draft: Path) -> None:
-        problem = PeerError("nobody has it")
-        # Own memory first, though it is one's own rank's only where ranks changed their hosts.
+        problem = PeerError("no source has it")
+        # Own memory first, although it holds this rank's image only where the ranks changed their hosts.
         for address in sorted(wanted.own, key=lambda a: a != self._address):
             source = SnapshotSource(node=address, address=address)
             try:
@@ -82,7 +87,7 @@ class SnapshotFetcher:
                     memory = data.data
                     await self._client.fetch(
                         Fetch(
-                            places=(_located(source, wanted, part),),
+                            locations=(_located(source, wanted, part),),
                             first=0,
                             into=memory[part.offset - first : part.offset - first + part.size_bytes],
                         )
@@ -91,7 +96,7 @@ class SnapshotFetcher:
                 return
             except PeerError as error:
                 problem = error
-                log.warning("bring", job=wanted.job, step=wanted.step, reason=str(error))
+                log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
         raise problem
 
     # --- what is shared --------------------------------------------------------------------------
@@ -107,7 +112,7 @@ class SnapshotFetcher:
             present = everybody - lost
             if solve_lost_cells(code, frozenset(lost)) is None:
                 raise PeerError(
-                    f"shards of {len(lost)} of {code.owners} hosts are lost or damaged: too many for "
+                    f"shards of {len(lost)} of {code.owners} hosts are lost or corrupt: too many for "
                     f"{wanted.layout.scheme}"
                 )
             try:
@@ -119,10 +124,13 @@ class SnapshotFetcher:
                 if lost == everybody - here:
                     lost = set(everybody - set(wanted.shards))  # This host's memory was not enough.
                 lost.add(error.owner)
-                log.warning("bring", job=wanted.job, step=wanted.step, reason=str(error))
+                log.warning("fetch_failed", job=wanted.job, step=wanted.step, reason=str(error))
 
     async def _shard(self, wanted: FetchRequest, owner: int) -> "_Shard":
-        """:raises _Bad: it is not there, or damaged."""
+        """Return the owner's shard.
+
+        :raises _BadShard: the shard is missing or corrupt.
+        """
         source = SnapshotSource(node=f"host {owner}", address=wanted.shards[owner])
         try:
             if source.address == self._address:
@@ -141,7 +149,7 @@ class SnapshotFetcher:
                 parts = sorted((p for p in manifest.parts if "/shared-" in p.name), key=lambda p: p.offset)
                 bad = [part.name for part in parts if part.name in damaged]
                 if bad:
-                    raise _Bad(owner, f"{source} has a damaged {bad[0]}")
+                    raise _Bad(owner, f"{source} has a corrupt {bad[0]}")
                 return _Shard(owner, source, parts, held[number] if held else None)
         raise _Bad(owner, f"{source} does not have its shard of step {wanted.step} any more")
 
@@ -153,7 +161,7 @@ class SnapshotFetcher:
         shards: dict[int, "_Shard"],
         image: Bytes,
     ) -> None:
-        """Segments of those that are there straight to their places; of others what the code says."""
+        """Read the segments of the present owners straight into the image, and decode those of the others."""
         segment = layout.code.cells * layout.cell_bytes
         rest = {owner: np.zeros(layout.shard_bytes(owner) - segment, dtype=np.uint8) for owner in present}
         work: list[tuple[int, int, Bytes]] = []
@@ -162,13 +170,13 @@ class SnapshotFetcher:
         lost = [owner for owner in range(layout.code.owners) if owner not in present]
         for owner in lost:
             end = min((owner + 1) * segment, layout.bucket_bytes)
-            for other, ranges in needed(layout, present, min(owner * segment, end), end).items():
+            for other, ranges in ranges_to_decode(layout, present, min(owner * segment, end), end).items():
                 for some in ranges:
                     if some.stop > segment:
                         first = max(some.start, segment)
                         into = rest[other][first - segment : some.stop - segment]
                         work.append((other, first, into))
-        await to_their_ends([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
+        await gather_all([self._read(wanted, shards[owner], first, into) for owner, first, into in work])
 
         def cell(owner: int, offset: int, size: int) -> Bytes:
             if offset < segment:
@@ -181,7 +189,10 @@ class SnapshotFetcher:
                 await asyncio.to_thread(decode_bucket, layout, present, cell, image[first:end], first)
 
     async def _read(self, wanted: FetchRequest, shard: "_Shard", first: int, into: Bytes) -> None:
-        """Bytes of a shard. :raises _Bad: they are damaged, or do not come."""
+        """Read bytes of a shard.
+
+        :raises _BadShard: they are corrupt, or could not be fetched.
+        """
         end, fetches = first + len(into), []
         for part in shard.parts:
             low, high = max(first, part.offset), min(end, part.offset + part.size_bytes)
@@ -192,7 +203,7 @@ class SnapshotFetcher:
                 await asyncio.to_thread(self._read_here, shard, part, low - part.offset, target)
             else:
                 place = _located(shard.source, wanted, part)
-                fetches.append(Fetch(places=(place,), first=low - part.offset, into=target.data))
+                fetches.append(Fetch(locations=(place,), first=low - part.offset, into=target.data))
         try:
             await self._client.fetch(fetches)
         except PeerError as error:
@@ -208,7 +219,7 @@ class SnapshotFetcher:
 
 
 class _Shard:
-    """An owner's shard, and who has it; ``held`` where it is here."""
+    """An owner's shard and the source that has it; ``held`` if it is in this host's memory."""
 
     def __init__(
         self, owner: int, source: SnapshotSource, parts: list[SnapshotPart], held: ArenaSnapshot | None
@@ -217,7 +228,7 @@ class _Shard:
 
 
 class _Bad(Exception):
-    """An owner's shard is not to be had."""
+    """An owner's shard cannot be used."""
 
     def __init__(self, owner: int, detail: str) -> None:
         super().__init__(detail)
@@ -225,7 +236,9 @@ class _Bad(Exception):
 
 
 class _Filled:
-    """A new file of so many bytes, mapped; its pages are allocated, so that a full memory is an error."""
+    """A new mapped file of ``size_bytes``, whose pages are allocated at once, so that a full memory is an
+    error.
+    """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
         self._path, self._size_bytes = path, size_bytes
@@ -240,7 +253,7 @@ class _Filled:
         return np.frombuffer(self._memory, dtype=np.uint8)[: self._size_bytes]
 
     def __exit__(self, *_: object) -> None:
-        del self._memory  # Unmapped with its last view.
+        del self._memory  # The memory is unmapped with its last view.
 
 
 def _shards(layout: RankSnapshotLayout) -> ShardLayout:

@@ -3,7 +3,7 @@
 import pytest
 
 from ftd.coordinator.protection_choice import choose_protection, choose_scheme
-from ftd.snapshots.protection import code_for, stated_guarantee
+from ftd.snapshots.protection import make_bounded_code, stated_guarantee
 from planner.planner import Planner
 from planner.values import LayerProfile, ModelProfile, Plan, Policy
 from statemachine.messages.values import ProtectionChoice, ProtectionRequest
@@ -19,14 +19,14 @@ def chosen(
     """A bucket of 1200 bytes."""
 
     def fullest(scheme: str) -> int:
-        return round(1200 / owners * (1 + code_for(scheme, owners).overhead))
+        return round(1200 / owners * (1 + make_bounded_code(scheme, owners).overhead))
 
     return choose_scheme(owners, losses, zero1=zero1, fullest_bytes=fullest, limit_bytes=limit_bytes)
 
 
 def touched(scheme: str, owners: int) -> float:
     """Bytes kept and read for what is kept, per byte of the bucket."""
-    code = code_for(scheme, owners)
+    code = make_bounded_code(scheme, owners)
     read = sum(len(cells) for extra in code.extra for cells in extra)
     return code.overhead + read / (code.owners * code.cells)
 

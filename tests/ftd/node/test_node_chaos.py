@@ -1,4 +1,4 @@
-"""Chaos on a node: refused unless allowed, announced before it strikes, obeyed once."""
+"""Faults injected into a node: rejected unless allowed, announced beforehand, executed once."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from statemachine.messages.trainer import RaiseError, Sleep, Slow
 
 
 class Hands:
-    """Records what chaos does; its trainers are real processes."""
+    """Records the faults that are carried out; its trainers are real processes."""
 
     directory = Path("/nowhere")
 
@@ -46,7 +46,7 @@ class Hands:
                 self.log.append(("raise", device, frame.detail))
         return device in self.pids
 
-    def stores(self, device: int | None) -> bool:
+    def has_snapshot_data(self, device: int | None) -> bool:
         return device in (None, 0)
 
     @property
@@ -57,7 +57,7 @@ class Hands:
     def checkpoint_directory(self) -> Path | None:
         return None
 
-    def flip(self, device: int | None) -> None:
+    def flip_bit(self, device: int | None) -> None:
         self.log.append(("flip", device))
 
     def leave(self, reason: str) -> None:
@@ -66,10 +66,10 @@ class Hands:
     def disconnect(self, for_s: float) -> None:
         self.log.append(("disconnect", for_s))
 
-    def announce(self, event: str, reason: str, details: dict[str, Any]) -> None:
+    def publish_event(self, event: str, reason: str, details: dict[str, Any]) -> None:
         self.log.append((event, details.get("fault"), details.get("target")))
 
-    def answer(self, client: str, answer: Answer) -> None:
+    def send_answer(self, client: str, answer: Answer) -> None:
         assert client == "me"
         self.answers.append(answer)
 
@@ -110,7 +110,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
+def test_requests_are_rejected_unless_the_configuration_allows_them() -> None:
     hands = Hands({0: os.getpid()})
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -129,20 +129,20 @@ def test_it_is_off_unless_the_configuration_turns_it_on() -> None:
         ({"do": "hang", "device": 5}, "devices 0 to 1"),
         ({"do": "hang", "for_s": 0}, "positive"),
         ({"do": "slow", "factor": 0.5}, "give 1"),
-        ({"do": "slow"}, "no such trainer"),
-        ({"do": "raise"}, "no such trainer"),
+        ({"do": "slow"}, "such a trainer"),
+        ({"do": "raise"}, "such a trainer"),
         ({"do": "lossy"}, "give drop, duplicate or late_s"),
         ({"do": "lossy", "drop": 1.5}, "a probability is 0 to 1"),
         ({"do": "lossy", "late_s": -1}, "give 0 to 60 seconds"),
         ({"do": "fill_memory", "size_mib": 0}, "give 1 or more"),
         ({"do": "fill_memory"}, "/nowhere cannot be filled"),
         ({"do": "fill_disk"}, "writes no checkpoints into a directory now"),
-        ({"do": "flip", "device": 1}, "keeps no part of a snapshot"),
-        ({"do": "kill", "target": "trainer"}, "no such trainer"),
-        ({"do": "stop", "target": "trainer", "device": 1}, "no such trainer"),
+        ({"do": "flip", "device": 1}, "holds no part of a snapshot"),
+        ({"do": "kill", "target": "trainer"}, "such a trainer"),
+        ({"do": "stop", "target": "trainer", "device": 1}, "such a trainer"),
     ],
 )
-def test_what_makes_no_sense_is_refused(fields: dict[str, Any], said: str) -> None:
+def test_invalid_requests_are_rejected(fields: dict[str, Any], said: str) -> None:
     hands = Hands({})
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -156,7 +156,7 @@ def test_what_makes_no_sense_is_refused(fields: dict[str, Any], said: str) -> No
 @pytest.mark.parametrize(
     "garbage", [b"", b"{", b'{"do": "kill"}', payload(do="explode"), payload(do="kill", x=1)]
 )
-def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
+def test_a_malformed_payload_raises_a_wire_error(garbage: bytes) -> None:
     async def body(chaos: NodeFaultInjector) -> None:
         with pytest.raises(WireError):
             chaos.on_request(garbage)
@@ -165,14 +165,14 @@ def test_what_is_no_request_is_an_error_of_the_peer(garbage: bytes) -> None:
 
 
 @pytest.mark.processes
-def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_fault_is_announced_before_it_is_injected_once(sleeper: subprocess.Popen[bytes]) -> None:
     hands = Hands({0: sleeper.pid})
 
     async def body(chaos: NodeFaultInjector) -> None:
         chaos.on_request(payload(do="kill", target="trainer"))
         await until(lambda: sleeper.poll() is not None)
         assert sleeper.returncode == -signal.SIGKILL
-        chaos.on_request(payload(do="kill", target="trainer"))  # The client did not hear the answer.
+        chaos.on_request(payload(do="kill", target="trainer"))  # The client did not receive the answer.
 
     play(hands, body)
     assert hands.log == [("ChaosInjected", "kill", "trainer"), "flush"]
@@ -180,9 +180,9 @@ def test_a_fault_is_on_record_before_it_strikes_and_strikes_once(sleeper: subpro
 
 
 @pytest.mark.processes
-def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_stopped_trainer_continues_after_the_duration(sleeper: subprocess.Popen[bytes]) -> None:
     def woken() -> bool:
-        """By what the kernel tells a parent: it was stopped, and goes on."""
+        """Return whether the process was stopped and continues, as the kernel tells its parent."""
         return os.waitid(os.P_PID, sleeper.pid, os.WCONTINUED | os.WNOHANG) is not None
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -192,7 +192,7 @@ def test_a_stopped_trainer_wakes_when_its_time_is_over(sleeper: subprocess.Popen
     play(Hands({0: sleeper.pid}), body)
 
 
-def test_faults_that_others_carry_out() -> None:
+def test_faults_that_the_daemon_carries_out() -> None:
     hands = Hands({0: 1, 1: 2})
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -218,7 +218,7 @@ def test_faults_that_others_carry_out() -> None:
     )
 
 
-def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
+def test_trainers_are_slow_until_the_duration_ends_or_a_request_ends_it() -> None:
     hands = Hands({0: 1, 1: 2})
 
     def slowed() -> list[tuple[int, float]]:
@@ -240,7 +240,7 @@ def test_trainers_are_slow_until_the_time_is_over_or_somebody_ends_it() -> None:
     play(hands, body)
 
 
-def test_trainers_raise_and_the_line_gets_bad() -> None:
+def test_trainers_raise_and_link_faults_begin_and_end() -> None:
     hands = Hands({0: 1, 1: 2})
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -249,7 +249,7 @@ def test_trainers_raise_and_the_line_gets_bad() -> None:
         await until(lambda: ("ChaosInjected", "lossy", "node") in hands.log and len(hands.log) >= 5)
         carried: list[str] = []
         await until(lambda: not _carries(chaos, carried))
-        await until(lambda: _carries(chaos, carried))  # Its time is over.
+        await until(lambda: _carries(chaos, carried))  # The duration is over.
 
     play(hands, body)
     assert ("raise", 1, "ftd chaos raise a (me)") in hands.log
@@ -257,11 +257,11 @@ def test_trainers_raise_and_the_line_gets_bad() -> None:
 
 def _carries(chaos: NodeFaultInjector, carried: list[str]) -> bool:
     before = len(carried)
-    chaos.disturbance.outgoing.carry(lambda: carried.append("x"))
+    chaos.message_faults.outgoing.deliver(lambda: carried.append("x"))
     return len(carried) > before
 
 
-def test_a_check_does_nothing_but_answer() -> None:
+def test_a_check_only_answers() -> None:
     hands = Hands({})
 
     async def body(chaos: NodeFaultInjector) -> None:
@@ -273,15 +273,15 @@ def test_a_check_does_nothing_but_answer() -> None:
     assert hands.log == []
 
 
-def test_what_is_full_is_given_back(tmp_path: Path) -> None:
+def test_filled_space_is_released(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail
     filler = DiskFiller()
-    assert "size_mib = 1:" in str(filler.problem(tmp_path, 1)), f"{free} blocks are free"
-    assert "cannot be filled" in str(filler.problem(tmp_path / "none", 1))
+    assert "size_mib = 1:" in str(filler.find_problem(tmp_path, 1)), f"{free} blocks are free"
+    assert "cannot be filled" in str(filler.find_problem(tmp_path / "none", 1))
 
 
 @pytest.mark.processes
-def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
+def test_a_small_file_system_is_filled_and_released(tmp_path: Path) -> None:
     directory = tmp_path / "small"
     try:
         mounted = mount_tmpfs(directory, 8, "cluster.disk_mib")
@@ -293,7 +293,7 @@ def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
 
         async def main() -> None:
             filler = DiskFiller()
-            assert filler.problem(directory, None) is None
+            assert filler.find_problem(directory, None) is None
             filler.fill(directory, for_s=0.2)
             with pytest.raises(OSError, match="No space left"):
                 (directory / "file").write_bytes(bytes(1 << 20))
@@ -310,14 +310,14 @@ def test_a_small_file_system_is_filled_and_given_back(tmp_path: Path) -> None:
     assert not list(directory.iterdir())
 
 
-def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
+def test_link_faults_drop_duplicate_and_delay_in_order() -> None:
     async def main() -> None:
         wire = FaultyLink()
         got: list[int] = []
 
         def send(first: int, end: int) -> None:
             for number in range(first, end):
-                wire.carry(partial(got.append, number))
+                wire.deliver(partial(got.append, number))
 
         send(0, 3)
         assert got == [0, 1, 2]
@@ -325,7 +325,7 @@ def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
         wire.begin(LinkFaults(drop=0.3, duplicate=0.3, late_s=0.05), "seed")
         send(0, 200)
         wire.end()
-        send(200, 201)  # Not before what is still under way.
+        send(200, 201)  # Not before messages that are still under way.
         await until(lambda: got[-1:] == [200])
         assert got == sorted(got)
         kept = set(got)
@@ -335,12 +335,12 @@ def test_a_bad_line_loses_doubles_and_delays_in_order() -> None:
         other = FaultyLink()
         other.begin(LinkFaults(drop=0.3, duplicate=0.3), "seed")
         for number in range(200):
-            other.carry(partial(again.append, number))
+            other.deliver(partial(again.append, number))
         third = FaultyLink()
         third.begin(LinkFaults(drop=0.3, duplicate=0.3), "seed")
         twice: list[int] = []
         for number in range(200):
-            third.carry(partial(twice.append, number))
+            third.deliver(partial(twice.append, number))
         assert again == twice
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""``ftd node`` by itself: wrong configuration, a broker that is not there, systemd, the way out."""
+"""``ftd node`` by itself: wrong configuration, a missing broker, systemd, and a clean exit."""
 
 import asyncio
 import json
@@ -47,7 +47,7 @@ def command(config: Path) -> list[str]:
 
 
 def refused(config: Path) -> str:
-    """What the daemon says when it does not start."""
+    """Return what the daemon prints when it does not start."""
     done = subprocess.run(command(config), capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -77,7 +77,7 @@ def test_a_port_in_use_is_named_with_the_remedy(directory: Path) -> None:
     assert not list((directory / "run").iterdir())
 
 
-def test_the_snapshots_port_memory_and_directory_are_checked_at_the_start(directory: Path) -> None:
+def test_snapshot_port_memory_and_directory_are_checked_at_start(directory: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -91,7 +91,7 @@ def test_the_snapshots_port_memory_and_directory_are_checked_at_the_start(direct
     assert "node.snapshot_dir" in refused(write_config(directory))
 
 
-def test_a_runtime_directory_that_cannot_be_used(directory: Path) -> None:
+def test_an_unusable_runtime_directory_is_reported(directory: Path) -> None:
     long = write_config(directory)
     long.write_text(long.read_text().replace(f"{directory}/run", f"{directory}/{'x' * 90}"))
     assert "too long for a unix socket" in refused(long)
@@ -102,7 +102,7 @@ def test_a_runtime_directory_that_cannot_be_used(directory: Path) -> None:
 
 
 def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
-    """Ready for systemd without a broker, says once what is wrong, ends on SIGTERM with code 0."""
+    """It is ready for systemd without a broker, logs the problem once, and ends on SIGTERM with code 0."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(directory / "notify"))
         manager.settimeout(LIMIT_S)
@@ -131,7 +131,7 @@ def test_it_waits_for_a_broker_and_leaves_cleanly(directory: Path) -> None:
     assert not list((directory / "run").iterdir())
 
 
-def test_what_killed_daemons_left_is_removed(directory: Path) -> None:
+def test_leftovers_of_killed_daemons_are_removed(directory: Path) -> None:
     (directory / "run" / "999999999").mkdir(parents=True)
     (directory / "run" / "other").mkdir()
     with subprocess.Popen(command(write_config(directory)), stderr=subprocess.DEVNULL) as daemon:
@@ -156,7 +156,7 @@ def test_each_trainer_sees_its_own_gpu_or_shares_one(
     assert [trainer_environment(n)["CUDA_VISIBLE_DEVICES"] for n in range(3)] == ["4", "7", "4"]
 
 
-def test_the_compile_cache_is_this_user_s_alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_compile_cache_is_private_to_the_user(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     place = directory / "cache" / "compiled"
     assert prepare_compile_cache(place) == {"TORCHINDUCTOR_CACHE_DIR": str(place)}
@@ -168,8 +168,10 @@ def test_the_compile_cache_is_this_user_s_alone(directory: Path, monkeypatch: py
     assert prepare_compile_cache(place) == {}
 
 
-def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker: RunningBroker) -> None:
-    """Not what another incarnation or node is told; what nobody can read it logs, and tells nobody."""
+def test_of_commands_to_all_nodes_it_handles_those_addressed_to_it(
+    directory: Path, broker: RunningBroker
+) -> None:
+    """It ignores commands to another incarnation or node, and logs malformed ones without publishing an event."""
     topics, heard, refused = Topics(cluster="ftd"), list[FromNode](), list[str]()
     states: list[bytes] = []
 
@@ -213,7 +215,9 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
         session.publish(topics.node_command("node-0"), b"\xc1garbage")
         await asyncio.to_thread(until, lambda: bool(refused), "a refusal")
         before = len(states)
-        session.publish(topics.node_state("node-0"), b"", retain=True)  # By who forgot its name meanwhile.
+        session.publish(
+            topics.node_state("node-0"), b"", retain=True
+        )  # By a coordinator that removed the name.
         await asyncio.to_thread(until, lambda: b"" in states[before:-1], "its state, said again")
         assert json.loads(states[-1])["incarnation"] == here
         running.cancel()
@@ -226,6 +230,6 @@ def test_of_what_all_nodes_hear_it_takes_what_is_for_it(directory: Path, broker:
             asyncio.run(scene(log))
         finally:
             daemon.kill()
-    # What is published retained comes to those who listen already as any other message.
+    # A message published as retained reaches present subscribers like any other message.
     assert answered() == [1, 3]
     assert refused == [topics.node_command("node-0")]

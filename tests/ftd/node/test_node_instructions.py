@@ -1,10 +1,10 @@
-"""A plan of named devices becomes ranks."""
+"""Instructions to trainers: a plan of named devices becomes ranks."""
 
 from dataclasses import replace
 
 import msgspec
 
-from ftd.node.instructions import prepare_instruction, rank_of, resume_instruction, world_data
+from ftd.node.instructions import make_prepare_instruction, make_resume_instruction, make_world_data, rank_of
 from ftd.snapshots.trainer_staging import layers_of
 from planner.values import (
     Device,
@@ -48,10 +48,10 @@ PLAN = Plan(
 HOSTS = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 
 
-def test_ranks_are_the_plans_devices_in_order() -> None:
+def test_ranks_follow_the_order_of_the_plans_devices() -> None:
     first, *others = PLAN.pipelines
     stages = (replace(first.stages[0], recompute="full", within="shard"), *first.stages[1:])
-    world = world_data(replace(PLAN, pipelines=(replace(first, stages=stages), *others)), HOSTS)
+    world = make_world_data(replace(PLAN, pipelines=(replace(first, stages=stages), *others)), HOSTS)
     assert world.step_s == PLAN.estimated_iteration_s
     assert [(stage.recompute, stage.within) for stage in world.pipelines[0].stages] == [
         ("full", "shard"),
@@ -88,8 +88,8 @@ def test_a_resume_for_one_device() -> None:
         protection="aec",
         evaluated=10,
     )
-    assert resume_instruction(resume, device("c"), "secret", "/staged").restore == "/staged"
-    frame = resume_instruction(resume, device("a"), "secret")
+    assert make_resume_instruction(resume, device("c"), "secret", "/staged").restore == "/staged"
+    frame = make_resume_instruction(resume, device("a"), "secret")
     assert (frame.generation, frame.step, frame.rank, frame.token) == (7, 12, 2, "secret")
     assert (frame.rendezvous_host, frame.rendezvous_port) == ("fe80::1", 4711)
     assert frame.vote == VOTE
@@ -99,7 +99,7 @@ def test_a_resume_for_one_device() -> None:
     assert [layers_of(PLAN, name) for name in "abcd"] == [(2, 3, 4), (0, 1), (0, 1, 2, 3, 4), ()]
 
 
-def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
+def test_a_trainer_receives_the_number_of_devices_of_a_node() -> None:
     training = {
         "function": "a.py:b",
         "path": "/here",
@@ -110,8 +110,8 @@ def test_a_trainer_is_told_what_stages_its_node_can_have() -> None:
     }
     policy = Policy(devices_per_node=3, global_batch=8, microbatch_rows=4)
     job = Job(job_id="x-1", name="x", steps=2, policy=policy, training=training)
-    frame = prepare_instruction(job, True)
-    assert not frame.describe and prepare_instruction(job, True, describe=True).describe
+    frame = make_prepare_instruction(job, True)
+    assert not frame.describe and make_prepare_instruction(job, True, describe=True).describe
     assert (frame.job_id, frame.profile, frame.devices_per_node) == ("x-1", True, 3)
     assert msgspec.to_builtins(frame.training).items() >= training.items()
 
@@ -127,6 +127,6 @@ def test_held_parts_name_ranks_and_layers() -> None:
     )
     told = [
         (part.rank, part.layer, part.start, part.end, part.of, part.replica, part.whole)
-        for part in world_data(PLAN, HOSTS, held).held_parts
+        for part in make_world_data(PLAN, HOSTS, held).held_parts
     ]
     assert told == [(2, 2, 1, 2, 2, False, True), (2, 3, 1, 2, 2, False, True), (3, 4, 0, 1, 2, True, False)]

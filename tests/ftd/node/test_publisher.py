@@ -1,4 +1,4 @@
-"""What a node says of itself: its retained state, told at once or a moment later, never an old one last."""
+"""The retained state of a node: published at once or a moment later, and never an old one last."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -25,7 +25,7 @@ def told(state: NodeState, reason: str) -> PublishNode:
 
 
 class Scene:
-    """One node's voice, and what another client hears of its state."""
+    """One node's publisher, and what another client receives of its state."""
 
     def __init__(self, broker: RunningBroker, directory: Path) -> None:
         config = directory / "ftd.toml"
@@ -36,13 +36,13 @@ class Scene:
         self.voice = publisher.NodePublisher(
             load_daemon_config(config),
             7,
-            disturbance=MessageFaultInjector("n"),
+            message_faults=MessageFaultInjector("n"),
             clock=loop.time,
             on_message=lambda *_: None,
             on_connected=self._up,
             on_lost=lambda: None,
             on_acknowledged=lambda _: None,
-            watch=lambda _: None,
+            on_event=lambda _: None,
         )
         self.listener = MqttSession(
             load_daemon_config(config).broker,
@@ -55,7 +55,7 @@ class Scene:
         self.ups += 1
 
     async def reasons(self, count: int) -> list[str]:
-        """Of what is heard next."""
+        """Return the reasons of the next states that are received."""
         return [(await asyncio.wait_for(self.heard.get(), PATIENCE_S)).reason for _ in range(count)]
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -79,46 +79,46 @@ async def scene(broker: RunningBroker, directory: Path) -> AsyncIterator[Scene]:
         await asyncio.gather(listening, return_exceptions=True)
 
 
-def test_a_state_is_told_at_once_and_its_reason_later(
+def test_a_state_is_published_at_once_and_its_reason_later(
     mosquitto: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publisher, "STATE_PERIOD_S", 3600.0)
 
     async def play() -> None:
         async with scene(mosquitto, tmp_path) as the:
-            the.voice.state(told(NodeState.HEALTHY, "started"))
-            the.voice.state(told(NodeState.HEALTHY, "quiescing"))
-            the.voice.state(told(NodeState.HEALTHY, "resuming"))
-            the.voice.state(told(NodeState.SNAP, "a snapshot"))
-            the.voice.state(told(NodeState.SNAP, "of another step"))
-            the.voice.state(told(NodeState.HEALTHY, "given up"))
-            the.voice.state(told(NodeState.HEALTHY, "idle"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "started"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "quiescing"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "resuming"))
+            the.voice.publish_state(told(NodeState.SNAP, "a snapshot"))
+            the.voice.publish_state(told(NodeState.SNAP, "of another step"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "given up"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "idle"))
             assert await the.reasons(3) == ["started", "a snapshot", "given up"]
-            the.voice.say_state()  # Somebody else spoke in our place.
+            the.voice.publish_state_now()  # Somebody else published in our place.
             assert await the.reasons(1) == ["idle"]
             the.voice.interrupt(0.0)
             assert await the.reasons(1) == ["the connection to the broker broke"]
             await the.until(lambda: the.ups == 2)
-            the.voice.state(told(NodeState.HEALTHY, "back"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "back"))
             assert await the.reasons(1) == ["back"]
-            the.voice.state(told(NodeState.HEALTHY, "training"))
-        assert await the.reasons(1) == ["training"]  # Before it took leave.
+            the.voice.publish_state(told(NodeState.HEALTHY, "training"))
+        assert await the.reasons(1) == ["training"]  # Published before it disconnected.
         assert the.heard.empty()
 
     asyncio.run(play())
 
 
-def test_of_reasons_that_follow_each_other_the_last_is_told(mosquitto: RunningBroker, tmp_path: Path) -> None:
+def test_of_several_reasons_the_last_is_published(mosquitto: RunningBroker, tmp_path: Path) -> None:
     async def play() -> None:
         async with scene(mosquitto, tmp_path) as the:
-            the.voice.state(told(NodeState.HEALTHY, "started"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "started"))
             for number in range(50):
-                the.voice.state(told(NodeState.HEALTHY, str(number)))
+                the.voice.publish_state(told(NodeState.HEALTHY, str(number)))
             assert await the.reasons(2) == ["started", "49"]
-            the.voice.state(told(NodeState.HEALTHY, "later"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "later"))
             assert await the.reasons(1) == ["later"]
-            the.voice.state(told(NodeState.HEALTHY, "leaving"))
-            the.voice.state(told(NodeState.OFFLINE, "left"))
+            the.voice.publish_state(told(NodeState.HEALTHY, "leaving"))
+            the.voice.publish_state(told(NodeState.OFFLINE, "left"))
             assert await the.reasons(1) == ["left"]
 
     asyncio.run(play())

@@ -1,4 +1,4 @@
-"""Whether a silent process was let run: told from the kernel's counts, of real processes."""
+"""Detection of starved processes by the kernel's counts, with real processes."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ftd.node import starvation
-from ftd.node.starvation import StarvationMonitor, waited_s
+from ftd.node.starvation import StarvationMonitor, read_scheduling_delays
 
 pytestmark = pytest.mark.processes
 
@@ -23,7 +23,7 @@ SPIN = "print(flush=True)\nwhile True: pass"
 
 @contextlib.contextmanager
 def spinning(count: int, processor: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Processes that would all have one processor to themselves."""
+    """Processes that all compete for one processor."""
     command = [sys.executable, "-c", SPIN]
     found = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     try:
@@ -42,10 +42,12 @@ def stamp() -> dict[str, Any]:
 
 
 async def told_of(pid: int, enough: float, patience_s: float) -> float:
-    """What is told of a process that does not beat, until it is enough, or for so long."""
+    """Return the reported waiting time of a process without heartbeats, once it is ``enough`` or after
+    ``patience_s``.
+    """
     told: list[float] = []
     looking = StarvationMonitor(lambda device: [pid], lambda event: told.append(event.for_s), stamp)
-    looking.heard(0, time.monotonic())
+    looking.record_heartbeat(0, time.monotonic())
     task = asyncio.ensure_future(looking.run())
     deadline = time.monotonic() + patience_s
     while sum(told) < enough and time.monotonic() < deadline:  # noqa: ASYNC110  # it has no event
@@ -55,10 +57,10 @@ async def told_of(pid: int, enough: float, patience_s: float) -> float:
     return sum(told)
 
 
-def test_a_process_that_others_keep_from_running_is_excused_and_a_stopped_one_is_not() -> None:
+def test_a_starved_process_is_excused_and_a_stopped_one_is_not() -> None:
     processor = min(os.sched_getaffinity(0))
     with spinning(3, processor) as (first, *_):
-        if not any(waited_s(first.pid).values()):
+        if not any(read_scheduling_delays(first.pid).values()):
             pytest.skip("this kernel does not count it")
         began = time.monotonic()
         told_s = asyncio.run(told_of(first.pid, 0.5, PATIENCE_S))
@@ -68,7 +70,7 @@ def test_a_process_that_others_keep_from_running_is_excused_and_a_stopped_one_is
         assert asyncio.run(told_of(first.pid, 0.1, 1.0)) < 0.1
 
 
-def test_nothing_is_read_of_trainers_that_beat_and_nobody_is_no_error(
+def test_trainers_with_heartbeats_are_not_read_and_a_missing_process_is_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[int] = []
@@ -79,8 +81,8 @@ def test_nothing_is_read_of_trainers_that_beat_and_nobody_is_no_error(
         looking = StarvationMonitor(
             lambda device: [device], lambda e: told.append((e.device, e.for_s)), stamp
         )
-        looking.heard(7, time.monotonic() + 3600.0)
-        looking.heard(8, time.monotonic() - 3600.0)
+        looking.record_heartbeat(7, time.monotonic() + 3600.0)
+        looking.record_heartbeat(8, time.monotonic() - 3600.0)
         task = asyncio.ensure_future(looking.run())
         while len(told) < 2:  # noqa: ASYNC110  # it has no event
             await asyncio.sleep(0.01)
@@ -89,4 +91,4 @@ def test_nothing_is_read_of_trainers_that_beat_and_nobody_is_no_error(
 
     asyncio.run(scene())
     assert set(read) == {8} and told[:2] == [(8, 1.0), (8, 1.0)]
-    assert waited_s(2**22 + 1) == {}
+    assert read_scheduling_delays(2**22 + 1) == {}

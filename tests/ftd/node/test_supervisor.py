@@ -1,4 +1,4 @@
-"""The supervisor with a real zygote and real trainers: what it starts, hears, reports and ends."""
+"""The supervisor with a real zygote and real trainers: what it starts, receives, reports and ends."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import pytest
 
 from ftd.node import zygote
-from ftd.node.instructions import prepare_instruction
+from ftd.node.instructions import make_prepare_instruction
 from ftd.node.rendezvous import RendezvousServer
 from ftd.node.supervisor import TrainerProcess, TrainerSupervisor
 from ftd.processes import is_alive, read_tail
@@ -44,13 +44,13 @@ Kind = TypeVar("Kind", bound=Event)
 
 @contextmanager
 def short_directory() -> Iterator[Path]:
-    """pytest's own are too long for a unix socket."""
+    """Yield a directory whose path is short enough for a unix socket."""
     with tempfile.TemporaryDirectory(prefix="ftd-test-") as name:
         yield Path(name)
 
 
 class Trainers:
-    """A supervisor and everything it said."""
+    """A supervisor and all events that it fed."""
 
     def __init__(self, directory: Path, devices: int) -> None:
         self.events: list[Event] = []
@@ -61,7 +61,7 @@ class Trainers:
             feed=self._feed,
             cause=lambda: "test",
             environment=lambda device: {"FTD_TEST_DEVICE": str(device)},
-            aside=lambda device, frame: None,
+            on_side_report=lambda device, frame: None,
         )
 
     def _feed(self, event: Event) -> None:
@@ -69,7 +69,7 @@ class Trainers:
         self._news.set()
 
     async def take(self, kind: type[Kind], where: Callable[[Kind], bool] = lambda _: True) -> Kind:
-        """The next event of this kind; it is removed."""
+        """Remove and return the next event of this kind."""
         async with asyncio.timeout(LIMIT_S):
             while True:
                 for event in self.events:
@@ -80,12 +80,12 @@ class Trainers:
                 await self._news.wait()
 
     async def report(self, kind: type[Any]) -> Any:
-        """The next message of this kind from a trainer; it is removed."""
+        """Remove and return the next report of this kind from a trainer."""
         return (await self.take(TrainerReported, lambda event: isinstance(event.report, kind))).report
 
 
 def heard(frame: protocol.Report) -> list[Event]:
-    """What a supervisor makes of a frame of device 1's trainer, process 99."""
+    """Return the events that a supervisor makes of a frame of device 1's trainer, process 99."""
     events: list[Event] = []
     supervisor = TrainerSupervisor(
         devices=2,
@@ -93,7 +93,7 @@ def heard(frame: protocol.Report) -> list[Event]:
         feed=events.append,
         cause=lambda: "test",
         environment=lambda device: {},
-        aside=lambda device, frame: None,
+        on_side_report=lambda device, frame: None,
     )
     trainer = TrainerProcess(device=1, pid=99)
     trainer.exited.set()
@@ -104,13 +104,15 @@ def heard(frame: protocol.Report) -> list[Event]:
 @pytest.mark.parametrize(
     ("where", "cause"), [("prepare", "unprepared"), ("restore", "foreign"), ("training", "raised")]
 )
-def test_what_was_raised_where(where: Literal["prepare", "restore", "training"], cause: str) -> None:
+def test_the_cause_of_a_failure_depends_on_where_the_code_raised(
+    where: Literal["prepare", "restore", "training"], cause: str
+) -> None:
     (failed,) = heard(protocol.Raised(where=where, detail="Traceback"))
     assert isinstance(failed, TrainerFailed)
     assert (failed.device, failed.pid, failed.cause_of_failure, failed.detail) == (1, 99, cause, "Traceback")
 
 
-def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
+def test_an_impossible_profile_fails_the_preparation() -> None:
     layer = LayerProfile(
         forward_ms=float("nan"), backward_ms=1.0, parameter_bytes=1, gradient_bytes=1, optimizer_bytes=1,
         activation_bytes=1, output_bytes=1,
@@ -120,7 +122,7 @@ def test_a_profile_that_cannot_be_is_a_trainer_that_is_not_prepared() -> None:
     assert "layers[0].forward_ms is nan" in failed.detail
 
 
-def test_a_report_is_an_event_as_it_is() -> None:
+def test_a_report_becomes_an_event_unchanged() -> None:
     for report in (
         Prepared(job_id="j", profile=None),
         SnapshotFailed(generation=3, step=9, detail="no room"),
@@ -173,12 +175,12 @@ def mlp_job(function: str = "mlp.py:build", path: Path = EXAMPLES, **arguments: 
 
 
 @pytest.mark.processes
-def test_trains_alone_and_reports_every_stage_of_it() -> None:
+def test_a_single_trainer_trains_and_reports_each_phase() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
         assert trainers.supervisor.pids() == [up.pid] == trainers.supervisor.pids(0)
-        trainers.supervisor.send(0, prepare_instruction(mlp_job(hidden_layers=2), profile=True))
+        trainers.supervisor.send(0, make_prepare_instruction(mlp_job(hidden_layers=2), profile=True))
         prepared = await trainers.report(Prepared)
         assert prepared.profile is not None
         layers = len(prepared.profile.layers)
@@ -230,7 +232,7 @@ def test_a_killed_trainer_is_reported_and_replaced_while_another_lives_on() -> N
 
 
 @pytest.mark.processes
-def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
+def test_a_stopped_trainer_can_be_ended_without_an_event() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
@@ -242,7 +244,7 @@ def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
         await gone([up.pid])
         assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
         os.kill(again.pid, signal.SIGSTOP)
-        trainers.supervisor.kill_trainer(0, grace_s=5.0)  # SIGTERM reaches a stopped process, too.
+        trainers.supervisor.kill_trainer(0, grace_s=5.0)  # SIGTERM reaches a stopped process as well.
         await gone([again.pid])
         assert not any(isinstance(event, TrainerFailed) for event in trainers.events)
 
@@ -250,7 +252,7 @@ def test_a_stopped_trainer_can_be_ended_and_is_no_news() -> None:
 
 
 @pytest.mark.processes
-def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
+def test_the_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
     script = tmp_path / "spawner.py"
     script.write_text(
         "import os, subprocess, sys\n"
@@ -264,7 +266,9 @@ def test_whole_process_group_ends_with_the_trainer(tmp_path: Path) -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         await trainers.take(TrainerConnected)
-        trainers.supervisor.send(0, prepare_instruction(mlp_job("spawner.py:build", tmp_path), profile=False))
+        trainers.supervisor.send(
+            0, make_prepare_instruction(mlp_job("spawner.py:build", tmp_path), profile=False)
+        )
         failed = await trainers.take(TrainerFailed)
         assert "exited with code 7" in failed.detail
         assert "a child of 0" in failed.detail
@@ -280,7 +284,9 @@ def test_a_training_function_that_raises_is_named_with_its_traceback(tmp_path: P
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
-        trainers.supervisor.send(0, prepare_instruction(mlp_job("broken.py:build", tmp_path), profile=False))
+        trainers.supervisor.send(
+            0, make_prepare_instruction(mlp_job("broken.py:build", tmp_path), profile=False)
+        )
         failed = await trainers.take(TrainerFailed)
         assert failed.cause_of_failure == "unprepared"
         assert "no such data" in failed.detail
@@ -309,7 +315,7 @@ def test_the_zygote_is_started_again_and_its_trainers_are_reported() -> None:
 
 
 @pytest.mark.processes
-def test_a_stranger_on_the_socket_is_refused() -> None:
+def test_an_unknown_process_on_the_socket_is_rejected() -> None:
     async def body(trainers: Trainers) -> None:
         trainers.supervisor.start_trainer(0)
         up = await trainers.take(TrainerConnected)
@@ -332,7 +338,7 @@ def test_a_stranger_on_the_socket_is_refused() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path) -> None:
-    """A process that only runs a supervisor is ended; the kernel ends zygote and trainer with it."""
+    """When a process that only runs a supervisor ends, the kernel ends zygote and trainer as well."""
     program = tmp_path / "daemon.py"
     program.write_text(
         "import asyncio, pathlib, sys\n"
@@ -372,7 +378,7 @@ def test_trainers_do_not_outlive_the_daemon(how: signal.Signals, tmp_path: Path)
     asyncio.run(main())
 
 
-def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zygote_that_cannot_be_started_is_reported_and_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         ends: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
 
@@ -391,7 +397,7 @@ def test_a_zygote_that_cannot_be_started_is_told_and_tried_again(monkeypatch: py
     asyncio.run(body())
 
 
-def test_the_end_of_a_log_begins_with_a_line(tmp_path: Path) -> None:
+def test_the_tail_of_a_log_begins_with_a_whole_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert read_tail(log) == ""
     log.write_text("the first line\nthe second\nthe third\n")

@@ -1,4 +1,4 @@
-"""Copies for a buddy, on loopback with real arenas: exact bytes, and no peer is believed."""
+"""Copies for a replica peer, on loopback with real arenas: exact bytes, and no trusted peers."""
 
 import asyncio
 import contextlib
@@ -30,14 +30,14 @@ Body = Callable[["Pair"], Coroutine[Any, Any, None]]
 
 
 class Pair:
-    """``n0``, which has a snapshot, and ``n1``, its buddy."""
+    """``n0``, which has a snapshot, and ``n1``, its replica peer."""
 
     def __init__(self, root: Path, buddy: Node) -> None:
         self.arenas = NodeArenas(root, devices=1)
         self.root, self.buddy = root, buddy
 
     def write(self, step: int, device: int = 0) -> None:
-        """The owner's snapshot; its older ones go."""
+        """Write the owner's snapshot and release its older ones."""
         arena = Arena.open(self.root / JOB / f"device-{device}")
         arena.release([manifest.step for manifest in arena.snapshots])
         arena.close()
@@ -55,20 +55,20 @@ class Pair:
             return await sender.send(self.held(step), to or self.buddy.source)
 
     async def read(self, step: int = 5) -> bytes:
-        """What the buddy gives of the copy to somebody who restores."""
+        """Return what a restore reads of the copy."""
         async with ShardClient(TOKEN) as client:
             found = await client.manifest(self.buddy.source, JOB, step)
             assert found is not None and not found.corrupt
             part = found.manifests[0].part(PART)
             into = bytearray(part.size_bytes)
             place = PartLocation(source=self.buddy.source, job_id=JOB, step=step, part=part)
-            await client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(into))])
+            await client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(into))])
             return bytes(into)
 
     async def ask(
         self, line: str, body: bytes = b"", headers: str = "", token: str | None = TOKEN
     ) -> tuple[int, str]:
-        """Status and text of the answer to a request of one's own making."""
+        """Return status and text of the answer to a raw request."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.buddy.server.port)
         authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
         length = (
@@ -111,58 +111,58 @@ def with_pair(body: Body, *, limit_bytes: int | None = None, **options: Any) -> 
         asyncio.run(main(root))
 
 
-def test_a_copy_has_the_bytes_of_its_owner_s_arena_and_is_served_like_one_s_own() -> None:
+def test_a_copy_equals_its_owners_snapshot_and_is_served_like_an_own_one() -> None:
     async def body(pair: Pair) -> None:
         pair.write(5, device=1)
         assert await pair.send() == 2 * (SIZE + len(SMALL))
         assert pair.buddy.copies.held() == [(JOB, 5, 1, "n0")]
         assert await pair.read() == DATA.tobytes()
         changes = pair.buddy.changes
-        await pair.send()  # Said again: nothing is sent twice, nothing changes.
+        await pair.send()  # A repeated request: nothing is sent twice, and nothing changes.
         assert pair.buddy.changes == changes
 
     with_pair(body)
 
 
-def test_the_kept_copy_stays_and_no_more_than_three_slots_are_taken() -> None:
+def test_the_retained_copy_stays_and_at_most_three_slots_are_used() -> None:
     async def body(pair: Pair) -> None:
         copies = pair.buddy.copies
         for step in range(5, 12):
             pair.write(step)
             await pair.send(step)
             if step == 6:
-                assert copies.keep(JOB, 6) == []
+                assert copies.release_older(JOB, 6) == []
             assert step < 6 or (JOB, 6, 1, "n0") in copies.held()
             assert len(copies.held()) <= SLOTS
         assert [step for _, step, _, _ in copies.held()] == [6, 10, 11]
-        copies.keep(JOB, 11)
+        copies.release_older(JOB, 11)
         assert copies.held() == [(JOB, 11, 1, "n0")]
-        with pytest.raises(PeerError, match=r"n1 .*take the copy: step 11 is complete everywhere"):
+        with pytest.raises(PeerError, match=r"n1 .*rejects the copy: step 11 is complete everywhere"):
             pair.write(10)
             await pair.send(10)
-        [gone] = copies.keep(JOB, 12)
+        [gone] = copies.release_older(JOB, 12)
         assert gone.exists() and copies.held() == [] and not pair.buddy.arenas.find(JOB, 11)
 
     with_pair(body)
 
 
-def test_a_daemon_that_starts_finds_its_copies_and_puts_damaged_ones_away() -> None:
+def test_a_starting_daemon_loads_its_copies_and_removes_corrupt_ones() -> None:
     async def body(pair: Pair) -> None:
         await pair.send()
         pair.write(6)
         await pair.send(6)
         again = NodeArenas(pair.buddy.root, devices=1)
         again.open()
-        assert again.take_stock() == ([(JOB, 5, 1, "n0"), (JOB, 6, 1, "n0")], [])
+        assert again.scan() == ([(JOB, 5, 1, "n0"), (JOB, 6, 1, "n0")], [])
         (pair.buddy.root / JOB / "device-0").mkdir()
         (pair.buddy.root / JOB / "copy-0-n0").rename(pair.buddy.root / JOB / "device-0" / "x")
         (pair.buddy.root / JOB / "device-0").rename(pair.buddy.root / JOB / "y")
         (pair.buddy.root / JOB / "y" / "x").rename(pair.buddy.root / JOB / "device-0")
         flip(pair.buddy.root, 6, PART)
         (pair.buddy.root / JOB / "device-0").rename(pair.buddy.root / JOB / "copy-0-n0")
-        held, [damage] = again.take_stock()
+        held, [damage] = again.scan()
         assert held == [(JOB, 5, 1, "n0")] and (damage.step, damage.part) == (6, PART)
-        assert again.take_stock() == (held, [])
+        assert again.scan() == (held, [])
         pair.buddy.copies.end()
         pair.buddy.copies.begin(JOB, None)
         assert pair.buddy.copies.held() == held
@@ -171,8 +171,8 @@ def test_a_daemon_that_starts_finds_its_copies_and_puts_damaged_ones_away() -> N
     with_pair(body)
 
 
-def test_a_connection_that_breaks_is_made_good_where_it_stopped() -> None:
-    """A way that is cut behind 700,000 bytes, twice."""
+def test_a_broken_connection_resumes_where_it_stopped() -> None:
+    """The connection is cut after 700,000 bytes, twice."""
 
     async def body(pair: Pair) -> None:
         passed: list[int] = []
@@ -201,7 +201,7 @@ def test_a_connection_that_breaks_is_made_good_where_it_stopped() -> None:
         await pair.send(to=SnapshotSource(node="n1", address=f"127.0.0.1:{port}"))
         server.close()
         assert cuts == 0 and await pair.read() == DATA.tobytes()
-        assert sum(passed) < SIZE + 2 * 1024 * 1024  # What was received is not sent again.
+        assert sum(passed) < SIZE + 2 * 1024 * 1024  # Bytes that were received are not sent again.
 
     with_pair(body)
 
@@ -213,22 +213,24 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
 
 
-def test_bytes_that_come_out_wrong_are_sent_once_more_and_then_given_up() -> None:
+def test_corrupt_bytes_are_sent_once_more_and_then_abandoned() -> None:
     async def body(pair: Pair) -> None:
-        flip(pair.root, 5, PART)  # The owner's own memory is not what its manifest says.
-        with pytest.raises(PeerError, match=r"received other bytes than were sent: .*group-0/shard"):
+        flip(pair.root, 5, PART)  # The owner's own memory differs from its manifest.
+        with pytest.raises(
+            PeerError, match=r"received bytes that differ from what was sent: .*group-0/shard"
+        ):
             await pair.send()
         assert pair.buddy.copies.held() == [] and not pair.buddy.arenas.find(JOB, 5)
 
     with_pair(body)
 
 
-def test_no_room_is_said_and_what_is_here_stays() -> None:
+def test_missing_space_is_reported_and_existing_copies_stay() -> None:
     async def body(pair: Pair) -> None:
         await pair.send()
-        pair.buddy.copies.keep(JOB, 5)
+        pair.buddy.copies.release_older(JOB, 5)
         pair.write(6)
-        with pytest.raises(PeerError, match=r"n1 .*take the copy: n1 cannot keep it: .*limit of 3000000"):
+        with pytest.raises(PeerError, match=r"n1 .*rejects the copy: n1 cannot hold it: .*limit of 3000000"):
             await pair.send(6)
         assert await pair.read() == DATA.tobytes()
 
@@ -237,7 +239,7 @@ def test_no_room_is_said_and_what_is_here_stays() -> None:
 
 def test_other_jobs_owners_and_tokens_get_nothing() -> None:
     async def body(pair: Pair) -> None:
-        with pytest.raises(PeerError, match="does not accept our token"):
+        with pytest.raises(PeerError, match="rejects our token"):
             await pair.send(token=bearer_token("other"))
         record = encode_record(offered())
         for token in (None, "x"):
@@ -246,10 +248,10 @@ def test_other_jobs_owners_and_tokens_get_nothing() -> None:
             assert (await pair.ask(f"POST {PLACE}", token=token))[0] == 401
         other = encode_record(offered(job_id="other"))
         status, says = await pair.ask("PUT /v1/other/5/copies/n0/0", other)
-        assert (status, says) == (409, "n1 keeps no copies of job 'other' now")
+        assert (status, says) == (409, "n1 holds no copies of job 'other' now")
         assert (await pair.ask(f"PUT /v1/{JOB}/5/copies/n1/0", record)) == (409, "n1 is the node itself")
         pair.buddy.copies.end()
-        with pytest.raises(PeerError, match="keeps no copies of job"):
+        with pytest.raises(PeerError, match="holds no copies of job"):
             await pair.send()
         assert not list(pair.buddy.root.glob("*/copy-*"))
 
@@ -273,7 +275,7 @@ def test_other_jobs_owners_and_tokens_get_nothing() -> None:
         (f"PUT /v1/{JOB}/5/{PART}", 405),
     ],
 )
-def test_tricks_in_paths_get_an_error(line: str, status: int) -> None:
+def test_malicious_paths_get_an_error(line: str, status: int) -> None:
     async def body(pair: Pair) -> None:
         assert (await pair.ask(line, encode_record(offered())))[0] == status
         assert {path.name for path in pair.buddy.root.rglob("*")} <= {"lock"}
@@ -297,12 +299,12 @@ def part(**changes: Any) -> SnapshotPart:
         ((part(offset=-64),), "inside of another one"),
         ((part(), part(name="b")), "inside of another one"),
         ((part(), part(offset=SIZE)), "same name"),
-        ((part(offset=1 << 40),), "not where parts are"),
+        ((part(offset=1 << 40),), "impossible offsets"),
         (tuple(part(name=f"p{n}", offset=0, size_bytes=0) for n in range(5000)), "5000 parts"),
-        ((part(size_bytes=1 << 50),), "cannot keep it"),
+        ((part(size_bytes=1 << 50),), "cannot hold it"),
     ],
 )
-def test_offers_that_cannot_be_right_are_refused(parts: tuple[SnapshotPart, ...], says: str) -> None:
+def test_impossible_offers_are_rejected(parts: tuple[SnapshotPart, ...], says: str) -> None:
     async def body(pair: Pair) -> None:
         status, text = await pair.offer(parts=parts)
         assert status in (409, 507) and says in text
@@ -311,7 +313,7 @@ def test_offers_that_cannot_be_right_are_refused(parts: tuple[SnapshotPart, ...]
     with_pair(body, limit_bytes=1 << 30)
 
 
-def test_an_offer_that_is_none_or_too_long_is_refused() -> None:
+def test_malformed_and_oversized_offers_are_rejected() -> None:
     async def body(pair: Pair) -> None:
         assert (await pair.ask(f"PUT {PLACE}", b"rubbish"))[0] == 400
         assert (await pair.ask(f"PUT {PLACE}", encode_record(offered())[:-1]))[0] == 400
@@ -320,7 +322,7 @@ def test_an_offer_that_is_none_or_too_long_is_refused() -> None:
     with_pair(body)
 
 
-def test_lies_about_lengths_and_places_change_nothing() -> None:
+def test_wrong_lengths_and_offsets_change_nothing() -> None:
     async def body(pair: Pair) -> None:
         assert (await pair.offer())[0] == 200
         place, data = f"PUT {PLACE}/{PART}", DATA.tobytes()
@@ -349,7 +351,7 @@ def test_lies_about_lengths_and_places_change_nothing() -> None:
     with_pair(body)
 
 
-def test_flipped_bits_do_not_count_and_may_be_sent_again() -> None:
+def test_corrupt_parts_are_not_committed_and_may_be_sent_again() -> None:
     async def body(pair: Pair) -> None:
         await pair.offer()
         wrong = DATA.copy()
@@ -364,7 +366,7 @@ def test_flipped_bits_do_not_count_and_may_be_sent_again() -> None:
     with_pair(body)
 
 
-def test_who_stalls_is_cut_off_and_what_came_stays() -> None:
+def test_a_stalled_sender_is_disconnected_and_its_bytes_stay() -> None:
     async def body(pair: Pair) -> None:
         await pair.offer()
         header = f"Content-Length: {SIZE}\r\nContent-Range: bytes 0-{SIZE - 1}/{SIZE}\r\n"
@@ -383,7 +385,7 @@ def test_who_stalls_is_cut_off_and_what_came_stays() -> None:
     with_pair(body, stall_s=0.3)
 
 
-def test_a_newer_offer_ends_an_older_one_and_not_the_other_way_round() -> None:
+def test_a_newer_offer_replaces_an_older_one_but_not_the_reverse() -> None:
     async def body(pair: Pair) -> None:
         assert (await pair.offer())[0] == 200
         newer = encode_record(offered(step=6))
@@ -395,9 +397,9 @@ def test_a_newer_offer_ends_an_older_one_and_not_the_other_way_round() -> None:
     with_pair(body)
 
 
-def test_copies_of_more_devices_than_a_node_keeps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_of_too_many_devices_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(pair: Pair) -> None:
-        monkeypatch.setattr(copies_module, "MOST_COPIES", 2)
+        monkeypatch.setattr(copies_module, "MAX_COPIES", 2)
         statuses = [
             (await pair.ask(f"PUT /v1/{JOB}/5/copies/n0/{device}", encode_record(offered())))[0]
             for device in range(3)
@@ -407,7 +409,7 @@ def test_copies_of_more_devices_than_a_node_keeps_are_refused(monkeypatch: pytes
     with_pair(body)
 
 
-def test_a_buddy_that_lies_stalls_or_is_gone_is_named() -> None:
+def test_a_peer_that_breaks_the_contract_stalls_or_is_gone_is_named() -> None:
     async def body(pair: Pair) -> None:
         async def answers(text: bytes) -> str:
             async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -428,8 +430,8 @@ def test_a_buddy_that_lies_stalls_or_is_gone_is_named() -> None:
                 server.close()
             return str(caught.value)
 
-        assert "no answer" in await answers(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nrubbish")
-        assert "keeps no copies" in await answers(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
+        assert "malformed answer" in await answers(b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nrubbish")
+        assert "holds no copies" in await answers(b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n")
         assert "answered 302" in await answers(b"HTTP/1.1 302 X\r\nLocation: /\r\nContent-Length: 0\r\n\r\n")
         with pytest.raises(PeerError, match=r"n1 .*6 times"):
             await pair.send(to=SnapshotSource(node="n1", address="127.0.0.1:1"))

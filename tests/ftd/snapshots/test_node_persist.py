@@ -1,4 +1,4 @@
-"""A node's share of persistent checkpoints: out of the memory of several nodes onto a disk, and back."""
+"""A node's share of persistent checkpoints: from the memory of several nodes to a disk, and back."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ RECORD = Snapshot(step=STEP, generation=1, vote=VOTE, groups=GROUPS)
 
 @dataclass(slots=True, kw_only=True)
 class Hosts:
-    """A snapshot in the memory of ``NODES``, and a directory that all of them reach."""
+    """A snapshot in the memory of ``NODES``, and a directory that all of them can access."""
 
     root: Path
     url: str
@@ -56,9 +56,9 @@ class Hosts:
     sources: dict[str, str] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    """What the persister of the present test fed."""
+    """Events that the persister of the present test fed."""
     description: bytes = b""
-    """What trainers of every node sent."""
+    """Description sent by the trainers of every node."""
 
     def write(self, sizes: Sequence[int] = (700, 33, 5000)) -> None:
         for group in GROUPS:
@@ -86,14 +86,14 @@ class Hosts:
             rate_bytes_s=rate_bytes_s,
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
-            tell=lambda job, step: lambda *said: self.told.append(said),
+            report_corruption=lambda job, step: lambda *said: self.told.append(said),
         )
 
     async def persist(self, node: str, order: Persist) -> LayersPersisted | PersistFailed:
-        """Do it, and say what was fed."""
+        """Carry out the order and return the answer that was fed."""
         persister = self.persister(node)
         if self.description:
-            persister.keep_description(order.job_id, self.description)
+            persister.set_description(order.job_id, self.description)
         self.events.clear()
         persister.begin(order)
         await self.until(lambda: self.events)
@@ -122,7 +122,7 @@ class Hosts:
         return CheckpointStore.at(self.url, job="gpt")
 
     async def checkpoint(self) -> Restore:
-        """Written whole by ``n0``, and committed."""
+        """Return a restore from a checkpoint that ``n0`` wrote as a whole and committed."""
         event = await self.persist("n0", self.order(self.layers))
         assert isinstance(event, LayersPersisted)
         commit(self, [event])
@@ -159,8 +159,8 @@ def with_hosts(
 
 
 @pytest.mark.parametrize("lost", ["", "n1", "n2"])
-def test_the_nodes_shares_together_are_the_checkpoint(lost: str) -> None:
-    """Also without a node whose shards are decoded around; and from a node that owns nothing of it."""
+def test_the_shares_of_all_nodes_make_the_checkpoint(lost: str) -> None:
+    """It holds also without a node, whose shards are decoded, and from a node that owns nothing of it."""
     writers = [name for name in (*NODES, "newcomer") if name != lost]
 
     async def body(hosts: Hosts) -> None:
@@ -181,7 +181,7 @@ def test_the_nodes_shares_together_are_the_checkpoint(lost: str) -> None:
     with_hosts(body, serving=[name for name in NODES if name != lost])
 
 
-def test_who_writes_layer_0_writes_the_description_of_the_model() -> None:
+def test_the_writer_of_layer_0_writes_the_description_of_the_model() -> None:
     async def body(hosts: Hosts) -> None:
         hosts.description = encode_description(ModelDescription(aliases={"0.w": ("4.w",)}))
         first = await hosts.persist("n1", hosts.order([1, 2, 3, 4]))
@@ -199,7 +199,7 @@ def test_a_description_of_another_job_or_a_malformed_one_is_not_written() -> Non
         await hosts.checkpoint()
         assert hosts.store().open().description() == ModelDescription()
         persister = hosts.persister("n0")
-        persister.keep_description("job-0", encode_description(ModelDescription()))
+        persister.set_description("job-0", encode_description(ModelDescription()))
         persister.begin(hosts.order([0], attempt="8"))
         hosts.events.clear()
         await hosts.until(lambda: hosts.events)
@@ -219,7 +219,7 @@ def test_a_flipped_bit_in_memory_does_not_reach_the_disk() -> None:
     with_hosts(body)
 
 
-def test_a_persist_that_is_stopped_says_nothing_and_the_next_one_is_written() -> None:
+def test_a_stopped_order_feeds_nothing_and_the_next_one_is_written() -> None:
     async def body(hosts: Hosts) -> None:
         hosts.events.clear()
         persister = hosts.persister("n0", rate_bytes_s=1.0)
@@ -232,7 +232,7 @@ def test_a_persist_that_is_stopped_says_nothing_and_the_next_one_is_written() ->
         assert hosts.events == []
         await persister.close()
         await hosts.checkpoint()
-        # Another order ends the one that is under way; so does the end of the daemon.
+        # Another order ends the one that is being written, and so does the end of the daemon.
         hosts.events.clear()
         persister.begin(hosts.order([0], "9"))
         persister.begin(hosts.order([0], "10"))
@@ -244,9 +244,9 @@ def test_a_persist_that_is_stopped_says_nothing_and_the_next_one_is_written() ->
 
 @contextlib.contextmanager
 def small_files() -> Iterator[None]:
-    """The kernel lets no file become larger than this: what a full disk or a quota looks like.
+    """Let the kernel allow only small files, as with a full disk or a quota.
 
-    No longer than needed: what pytest prints may go to a file, too.
+    It lasts no longer than needed, since pytest's output may go to a file as well.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -258,7 +258,7 @@ def small_files() -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_disk_that_is_full_is_said_in_words() -> None:
+def test_a_full_disk_is_reported() -> None:
     async def body(hosts: Hosts) -> None:
         with small_files():
             failure = await hosts.failure("n0", hosts.order([0, 1]))
@@ -268,7 +268,7 @@ def test_a_disk_that_is_full_is_said_in_words() -> None:
     with_hosts(body)
 
 
-def test_a_place_that_cannot_be_written_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_location_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system", str(self))
 
@@ -277,7 +277,7 @@ def test_a_place_that_cannot_be_written_is_said_in_words(monkeypatch: pytest.Mon
             patch.setattr(Path, "mkdir", refuse)
             assert "it is read-only" in await hosts.failure("n0", hosts.order([0]))
         Path(hosts.url).rename(hosts.root / "unmounted")
-        assert "it is not there" in await hosts.failure("n0", hosts.order([0]))
+        assert "it does not exist" in await hosts.failure("n0", hosts.order([0]))
         assert not Path(hosts.url).exists()
         hosts.url = "nosuch://x"
         assert "nosuch" in await hosts.failure("n0", hosts.order([0]))
@@ -285,8 +285,8 @@ def test_a_place_that_cannot_be_written_is_said_in_words(monkeypatch: pytest.Mon
     with_hosts(body)
 
 
-def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
-    """Its server is gone when the third layer is asked for, which is once the first is written."""
+def test_shards_of_a_peer_lost_meanwhile_are_decoded_or_the_loss_is_reported() -> None:
+    """Its server stops when the third layer is requested, which is once the first is written."""
 
     async def body(hosts: Hosts) -> None:
         async with Node("n1", hosts.root / "n1") as one, Node("n2", hosts.root / "n2") as two:
@@ -316,7 +316,7 @@ def test_a_peer_that_is_lost_in_the_middle_is_decoded_around_or_said() -> None:
     with_hosts(body, serving=["n0"])
 
 
-def test_a_snapshot_that_is_released_in_the_middle_is_not_written() -> None:
+def test_a_snapshot_released_meanwhile_is_not_written() -> None:
     async def body(hosts: Hosts) -> None:
         write = CheckpointStore.write_layer
 
@@ -344,7 +344,7 @@ async def read(hosts: Hosts, restore: Restore, layers: Sequence[int]) -> Path:
     return directory
 
 
-def test_a_node_reads_the_layers_that_it_needs_and_no_others() -> None:
+def test_a_node_reads_only_the_layers_that_it_needs() -> None:
     async def body(hosts: Hosts) -> None:
         restore = await hosts.checkpoint()
         for layers in ([3, 1], range(5), []):
@@ -357,7 +357,7 @@ def test_a_node_reads_the_layers_that_it_needs_and_no_others() -> None:
     with_hosts(body)
 
 
-def test_what_cannot_be_read_says_whose_fault_it_is() -> None:
+def test_read_errors_name_their_cause() -> None:
     async def body(hosts: Hosts) -> None:
         restore = await hosts.checkpoint()
         directory = Path(hosts.url) / f"step-{STEP:012d}"
@@ -374,11 +374,11 @@ def test_what_cannot_be_read_says_whose_fault_it_is() -> None:
         elsewhere = replace(restore, step=STEP + 1)
         assert not await blamed(hosts, elsewhere, [0], "the same for this node")
         Path(hosts.url).rename(hosts.root / "unmounted")
-        assert not await blamed(hosts, restore, [0], "it is not there")
+        assert not await blamed(hosts, restore, [0], "it does not exist")
 
     async def blamed(hosts: Hosts, restore: Restore, layers: Sequence[int], words: str) -> bool:
         with pytest.raises(LayerRestoreError, match=words) as caught:
             await read(hosts, restore, layers)
-        return caught.value.damaged
+        return caught.value.corrupt
 
     with_hosts(body)

@@ -1,4 +1,4 @@
-"""What a daemon does with snapshots: arenas for its job, what it finds after a start, layers on their way."""
+"""The snapshot service of a daemon: the arenas of its job, snapshots found at start, and staging of layers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from ftd.config.daemon import DaemonConfig, parse_daemon_config
-from ftd.snapshots.restoring.staging import Found, StagingDirectory
+from ftd.snapshots.restoring.staging import LocatedLayer, StagingDirectory
 from ftd.snapshots.service import SnapshotService
 from ftd.snapshots.shards.client import ShardClient
 from ftd.snapshots.shards.copy_sender import CopySender
@@ -53,7 +53,7 @@ GROUP = SnapshotGroup(first_layer=0, end_layer=2, owners=("n0", "n1"), protectio
 
 
 class Daemon:
-    """The part of a daemon around ``Snapshots``."""
+    """The parts of a daemon that ``SnapshotService`` needs."""
 
     def __init__(self, root: Path, **table: Any) -> None:
         self.events: list[Event] = []
@@ -68,7 +68,7 @@ class Daemon:
             host="127.0.0.1",
             feed=self.events.append,
             stamp=lambda: {"at": 1.0, "cause": "c"},
-            tell=lambda name, _reason, details: self.told.append((name, details)),
+            publish_event=lambda name, _reason, details: self.told.append((name, details)),
             trainers=self,
         )
 
@@ -109,7 +109,7 @@ def resume(generation: int, sources: dict[str, str], step: int = STEP) -> Resume
 
 
 def with_daemon(body: Callable[[Daemon, Node], Awaitable[None]], **table: Any) -> None:
-    """A daemon in whose memory a snapshot is found, and a peer that serves its own part."""
+    """Run ``body`` with a daemon whose memory has a snapshot, and a peer that serves its own part."""
 
     async def main(root: Path) -> None:
         roots = {"n0": root / "lab-n0", "n1": root / "lab-n1"}
@@ -128,23 +128,23 @@ def with_daemon(body: Callable[[Daemon, Node], Awaitable[None]], **table: Any) -
 
 
 def stage(daemon: Daemon, command: Resume) -> list[str]:
-    """For both devices; the directories that they are told."""
+    """Stage for both devices, and return the directories that they get."""
     sent: list[str] = []
     for device in (0, 1):
         daemon.snapshots.stager.resume(command, device, sent.append)
     return sent
 
 
-def test_what_earlier_daemons_left_is_found_and_told() -> None:
+def test_snapshots_of_earlier_daemons_are_found_and_reported() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
-        await daemon.snapshots.take_stock()
+        await daemon.snapshots.scan()
         [event] = daemon.events
         assert isinstance(event, SnapshotsFound)
         assert event.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1),)
         assert daemon.told == []
         daemon.events.clear()
         flip(daemon.config.snapshot_dir, STEP, "group-0/shard")
-        await daemon.snapshots.take_stock()
+        await daemon.snapshots.scan()
         assert daemon.events == [event], "of a shard with a wrong bit the rest still counts"
         said = {"owner": "n0", "job": JOB, "step": STEP, "part": "group-0/shard"}
         assert daemon.told == [("ShardCorrupted", said)]
@@ -152,7 +152,7 @@ def test_what_earlier_daemons_left_is_found_and_told() -> None:
     with_daemon(body)
 
 
-def test_layers_are_staged_once_for_all_devices_and_freed_when_all_have_them() -> None:
+def test_layers_are_staged_once_for_all_devices_and_then_freed() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
         await daemon.until(lambda: len(sent) == 2)
@@ -176,8 +176,8 @@ def test_layers_are_staged_once_for_all_devices_and_freed_when_all_have_them() -
     with_daemon(body)
 
 
-def test_a_shard_that_was_decoded_around_is_made_again() -> None:
-    """Nobody is to wait for the next reading: with another loss the bytes are needed."""
+def test_a_corrupt_shard_is_repaired_after_a_restore() -> None:
+    """Nobody waits for the next scrubbing: with another loss the bytes are needed."""
 
     async def body(daemon: Daemon, peer: Node) -> None:
         shard = daemon.config.snapshot_dir / JOB / "device-0" / "slot-0"
@@ -191,8 +191,8 @@ def test_a_shard_that_was_decoded_around_is_made_again() -> None:
     with_daemon(body)
 
 
-def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_once() -> None:
-    """A bit changes that only the trainer reads: the node decodes around it."""
+def test_a_trainer_that_finds_borrowed_bytes_corrupt_gets_copies_once() -> None:
+    """A bit changes that only the trainer reads, so the node decodes its shard from the others."""
 
     async def body(daemon: Daemon, peer: Node) -> None:
         sent = stage(daemon, resume(3, {"n1": peer.address}))
@@ -203,20 +203,20 @@ def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_
         with pytest.raises(AssertionError):
             payload_of(directory, 0)
         stager = daemon.snapshots.stager
-        stager.spoiled(
+        stager.handle_corrupt(
             0, StagingCorrupted(generation=2, part="group-0/shard", detail="of another generation")
         )
-        stager.spoiled(0, StagingCorrupted(generation=3, part="group-0/shard", detail="wrong"))
+        stager.handle_corrupt(0, StagingCorrupted(generation=3, part="group-0/shard", detail="wrong"))
         await daemon.until(lambda: len(sent) == 3)
         assert sent[2] == sent[0]
         layer = make_layer(0, [900, 77], 40)
         assert payload_of(directory, 0) == (layer.header, layer.payload.tobytes(), 0)
         assert read_staged(directory, 1).borrowed, "the other trainer may be reading that"
         assert "ShardCorrupted" in {name for name, _ in daemon.told}
-        stager.spoiled(0, StagingCorrupted(generation=3, part="", detail="gone"))
+        stager.handle_corrupt(0, StagingCorrupted(generation=3, part="", detail="gone"))
         [event] = daemon.events
         assert isinstance(event, StagingFailed) and "device 0 cannot use" in event.failure.detail
-        stager.spoiled(1, StagingCorrupted(generation=3, part="", detail="gone"))
+        stager.handle_corrupt(1, StagingCorrupted(generation=3, part="", detail="gone"))
         assert len(sent) == 3 and len(daemon.events) == 1
 
     with pytest.MonkeyPatch.context() as patch:
@@ -224,17 +224,21 @@ def test_a_trainer_that_cannot_use_what_is_lent_gets_its_layers_copied_and_only_
         with_daemon(body)
 
 
-def test_a_trainer_is_told_as_soon_as_its_own_layers_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_gets_its_directory_as_soon_as_its_layers_are_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
-        taken, gate = StagingDirectory.take, asyncio.Event()
+        taken, gate = StagingDirectory.put_located, asyncio.Event()
 
-        async def slowly(self: StagingDirectory, run: Sequence[Found], memory: Bytes) -> None:
+        async def slowly(self: StagingDirectory, run: Sequence[LocatedLayer], memory: Bytes) -> None:
             if run[0][0].layer == 1:
                 await gate.wait()
             await taken(self, run, memory)
 
-        monkeypatch.setattr(StagingDirectory, "runs", lambda self, layers: [[n] for n in sorted(layers)])
-        monkeypatch.setattr(StagingDirectory, "take", slowly)
+        monkeypatch.setattr(
+            StagingDirectory, "group_layers", lambda self, layers: [[n] for n in sorted(layers)]
+        )
+        monkeypatch.setattr(StagingDirectory, "put_located", slowly)
         told: list[int] = []
         for device in (0, 1):
             daemon.snapshots.stager.resume(
@@ -260,7 +264,7 @@ def test_a_newer_generation_ends_the_staging() -> None:
     with_daemon(body)
 
 
-def test_what_cannot_be_put_together_is_told_to_the_machine() -> None:
+def test_a_failed_restore_is_fed_to_the_machine() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         for part in ("group-0/shard", "group-0/small"):
             flip(peer.root, STEP, part)
@@ -303,7 +307,7 @@ def test_layers_come_from_a_persistent_checkpoint_where_the_restore_names_one(tm
     with_daemon(body)
 
 
-def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
+def test_an_internal_error_in_staging_is_fed_to_the_machine(monkeypatch: Any) -> None:
     def broken(*_: object) -> None:
         raise AssertionError("cannot be")
 
@@ -318,7 +322,7 @@ def test_a_bug_in_staging_is_told_to_the_machine_too(monkeypatch: Any) -> None:
     with_daemon(body)
 
 
-def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
+def test_missing_space_for_layers_is_reported_as_this_nodes_failure(monkeypatch: Any) -> None:
     def full(self: Path, data: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -333,7 +337,7 @@ def test_no_room_for_layers_is_this_nodes_own_fault(monkeypatch: Any) -> None:
     with_daemon(body)
 
 
-def test_arenas_are_the_jobs_own_limited_and_go_with_it() -> None:
+def test_arenas_belong_to_the_job_are_limited_and_removed_with_it() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         root = daemon.config.snapshot_dir
         (root / "older-job" / "device-0").mkdir(parents=True)
@@ -356,7 +360,7 @@ def send_to(address: str, generation: int = 1) -> SendSnapshotCopy:
     return SendSnapshotCopy(cause="c", job_id=JOB, step=STEP, generation=generation, replica_peer=buddy)
 
 
-def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
+def test_a_snapshot_is_sent_to_the_replica_peer_and_failures_are_reported() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         def last() -> Event:
             [event] = daemon.events
@@ -367,7 +371,7 @@ def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
         await daemon.until(lambda: daemon.events)
         failed = last()
         assert isinstance(failed, SnapshotCopyFailed)
-        assert failed.failure.detail.startswith("no copy at its buddy n1: the snapshot server of n1")
+        assert failed.failure.detail.startswith("no copy at its replica peer n1: the snapshot server of n1")
         peer.copies.begin(JOB, None)
         daemon.snapshots.send_copy(send_to(peer.address))
         await daemon.until(lambda: daemon.events)
@@ -384,7 +388,7 @@ def test_a_part_is_sent_to_the_buddy_and_failures_are_told() -> None:
     with_daemon(body)
 
 
-def test_copies_are_taken_for_the_job_under_way_told_kept_and_removed_with_it() -> None:
+def test_copies_of_the_present_job_are_accepted_reported_retained_and_removed() -> None:
     async def body(daemon: Daemon, peer: Node) -> None:
         limits = {prepared[1] for prepared in (daemon.snapshots.prepare(job(), 0),)}
         assert limits == {(64 << 20) // 2}
@@ -399,7 +403,7 @@ def test_copies_are_taken_for_the_job_under_way_told_kept_and_removed_with_it() 
         assert told.snapshots == (HeldSnapshot(job_id=JOB, step=STEP, generation=1, owner="n1"),)
         copies = Path(directory).parent / "copy-0-n1"
         assert copies.is_dir()
-        daemon.snapshots.keep_copies(JOB, STEP + 1)
+        daemon.snapshots.retain_copies(JOB, STEP + 1)
         assert isinstance(daemon.events[-1], SnapshotCopiesChanged) and daemon.events[-1].snapshots == ()
         await daemon.until(lambda: not copies.exists())
         daemon.snapshots.remove(JOB)

@@ -1,4 +1,4 @@
-"""What protects snapshots: groups, guarantees and bytes by hand, and how ``ftd plan`` tells them."""
+"""Protection of snapshots: groups, guarantees and bytes computed by hand, and the output of ``ftd plan``."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from ftd.cli.main import app
 from ftd.coordinator.protection_choice import _fullest_bytes
 from ftd.errors import ConfigurationError
 from ftd.observe.view.protection import render_protection
-from ftd.snapshots.protection import protection_of, stated_guarantee
+from ftd.snapshots.protection import describe_protection, stated_guarantee
 from planner.pipelines.instantiation import Instantiation
 from planner.preview import Preview
 from planner.stages.costs import StageCosts
@@ -36,11 +36,11 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "how-to" / "planning.md")
 RUNNER = CliRunner()
 LARGE = ((0, 1, 0), (1, 4, 1))
 SMALL = ((0, 2, 0), (2, 4, 0))
-"""(first layer, end layer, node) of the stages of the templates of two nodes and of one."""
+"""First layer, end layer and node of each stage, in the templates of two nodes and of one."""
 
 
 def seen(*sizes: int, states: tuple[int, ...]) -> Preview:
-    """Pipelines of these sizes; a layer's state is one third parameters."""
+    """Return a preview with pipelines of these sizes; a third of a layer's state is parameters."""
     profile = ModelProfile(
         microbatch_rows=1,
         layers=tuple(
@@ -85,21 +85,22 @@ THREE = (384, 768, 384, 1152)
 @pytest.mark.parametrize(
     ("sizes", "states", "scheme", "guarantee", "overhead", "node_bytes"),
     [
-        # Groups of 128, 256 and 896 bytes; two owners' parity is a copy; the small pipeline's node has all.
+        # Groups of 128, 256 and 896 bytes. Two owners' parity is a copy, so the small pipeline's node has
+        # all.
         ((2, 1), TWO, "aec", 1, 1.0, 128 + 256 + 896),
         ((2, 1), TWO, "none", 0, 0.0, 64 + 128 + 448),
         # Groups of 128 and 1152 bytes; the second node of each pipeline is the fullest.
         ((2, 2), TWO, "aec", 1, 1.0, 1152),
-        # Groups of 384, 768 and 1536 bytes in six cells, of which each owner keeps two and a parity.
+        # Groups of 384, 768 and 1536 bytes in six cells, of which each owner holds two and a parity.
         ((2, 2, 1), THREE, "aec", 1, 0.5, 192 + 384 + 768),
         ((2, 2, 1), THREE, "arc:1", 1, 1.0, 2 * (128 + 256 + 512)),
         ((2, 2, 1), THREE, "aec2", 2, 2.0, 384 + 768 + 1536),
-        # One owner: its segment is everything.
+        # One owner, whose segment is everything.
         ((1,), TWO, "aec2+arc:3", 0, 0.0, 128 + 256 + 896),
-        # Alone, or as one of two pipelines, there is no buddy.
+        # Without another node, or with two pipelines, there is no replica peer.
         ((1,), TWO, "aec+buddy", 0, 0.0, 128 + 256 + 896),
         ((2, 1), TWO, "aec+buddy", 1, 1.0, 128 + 256 + 896),
-        # Two nodes keep each other's: 128 and 1152 bytes.
+        # Two nodes hold each other's copy: 128 and 1152 bytes.
         ((2,), TWO, "aec+buddy", 1, 1.0, 128 + 1152),
         ((2,), TWO, "aec", 0, 0.0, 1152),
     ],
@@ -113,7 +114,7 @@ def test_values_by_hand(
     node_bytes: int,
 ) -> None:
     preview = seen(*sizes, states=states)
-    told = protection_of(preview, preview.costs.profile.layers, scheme)
+    told = describe_protection(preview, preview.costs.profile.layers, scheme)
     assert (told.guarantee, told.overhead, told.node_bytes) == (guarantee, overhead, node_bytes)
     assert (told.arena_bytes, told.arena_peak_bytes) == (2 * node_bytes, 3 * node_bytes)
     assert {(group.owners, group.guarantee) for group in told.groups} == {(len(sizes), guarantee)}
@@ -126,22 +127,22 @@ def test_values_by_hand(
     ("sizes", "host", "sharded", "dearer"),
     [((1, 1), 1500, 3500, True), ((1, 1, 1), 1000, 2667, False), ((1,), None, None, False)],
 )
-def test_what_replicas_take(
+def test_memory_of_replicas(
     sizes: tuple[int, ...], host: int | None, sharded: int | None, dearer: bool
 ) -> None:
-    """1000 bytes of parameters and 2000 of state."""
+    """Layers with 1000 bytes of parameters and 2000 of state."""
     preview = seen(*sizes, states=(3000, 0, 0, 0))
     layers = preview.costs.profile.layers
-    kept = protection_of(preview, layers, "aor").replicas
+    kept = describe_protection(preview, layers, "aor").replicas
     found = (
         (kept.host_bytes, kept.sharded_bytes, kept.whole_bytes) if kept is not None else (None, None, None)
     )
     assert found == (host, sharded, None if host is None else 3000)
     out = io.StringIO()
-    Console(file=out, width=300).print(render_protection(protection_of(preview, layers, "aor")))
+    Console(file=out, width=300).print(render_protection(describe_protection(preview, layers, "aor")))
     text = out.getvalue()
     assert ("set zero1 = false" in text, "aor: any node" in text) == (dearer, host is not None)
-    assert protection_of(preview, layers, "none").replicas is None
+    assert describe_protection(preview, layers, "none").replicas is None
 
 
 @pytest.mark.parametrize("within", ["replicate", "shard", "tensor"])
@@ -177,7 +178,7 @@ def test_the_groups_are_those_of_a_real_plan(
     )
     plan = Plan(pipelines=pipelines, transfers=(), method="initial", reason="", estimated_iteration_s=1.0)
     real = [(g.first_layer, g.end_layer, len(g.owners), g.whole) for g in groups_of(plan, "aec")]
-    told = protection_of(preview, preview.costs.profile.layers, "aec")
+    told = describe_protection(preview, preview.costs.profile.layers, "aec")
     assert [(g.first_layer, g.end_layer, g.owners, g.whole) for g in told.groups] == real
     assert any(g.whole for g in told.groups) == (within != "replicate" and 2 in sizes)
     owners = len(sizes)
@@ -188,7 +189,7 @@ def test_the_groups_are_those_of_a_real_plan(
 @pytest.mark.parametrize(
     "scheme", ["none", "arc:1", "arc:9", "aec", "aec2", "aec+arc:2", "aec+aec2", "buddy+aec"]
 )
-def test_the_stated_guarantee_is_the_one_that_is_tried_out(scheme: str) -> None:
+def test_the_stated_guarantee_equals_the_computed_one(scheme: str) -> None:
     for owners in range(1, 6):
         assert stated_guarantee(scheme, owners) == make_code(scheme, owners).guarantee
 
@@ -214,7 +215,7 @@ def test_the_json_and_the_table(tmp_path: Path) -> None:
     alone = ("--profile", write_profile(tmp_path / "p.json"), "--nodes", 3, "--template-nodes", 1)
     assert protection_in(*alone) is None and "Snapshots" not in ftd(*alone)
     told = protection_in(*alone, "--protection", "aec")
-    # 6,000 bytes in six cells of 1,024 bytes, of which each of three owners keeps three.
+    # 6,000 bytes in six cells of 1,024 bytes, of which each of three owners holds three.
     assert told == {
         "scheme": "aec",
         "reason": "",

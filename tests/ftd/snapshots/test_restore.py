@@ -1,4 +1,4 @@
-"""Layers put together out of several nodes' memory: exact bytes after every loss that the code withstands."""
+"""Layers restored from several nodes' memory: exact bytes after every loss that the code withstands."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -40,14 +40,14 @@ def little_is_lent_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(slots=True, kw_only=True)
 class Cluster:
-    """Nodes ``n0`` …, their arenas, and who of them answers."""
+    """Nodes ``n0``, ``n1``, …, their arenas, and those that answer."""
 
     root: Path
     groups: tuple[SnapshotGroup, ...]
     layers: dict[int, Layer] = field(default_factory=dict)
     told: list[tuple[str, str, str]] = field(default_factory=list)
     lent_bytes: int = 0
-    """In the last restore."""
+    """Bytes borrowed in the last restore."""
 
     def write(self, generation: int = 1, sizes: Sequence[int] = (700, 33, 5000)) -> None:
         for group in self.groups:
@@ -71,7 +71,7 @@ class Cluster:
         lend: bool = True,
         behind: Callable[[int], None] = lambda _layer: None,
     ) -> RestoreStatistics:
-        """On ``node``; those in ``without`` are known to be lost, ``silent`` ones turn out not to answer."""
+        """Restore on ``node``. Nodes in ``without`` are known to be lost, and ``silent`` ones do not answer."""
         owners = {owner for group in self.groups for owner in group.owners} - {node, *without}
         async with AsyncExitStack() as stack:
             sources = dict.fromkeys(set(silent) & owners, "127.0.0.1:1")
@@ -82,7 +82,7 @@ class Cluster:
             client = await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0))
             directory = arenas.make_staging(JOB, 9)
             wanted = list(layers)
-            stage = StagingDirectory(directory, lends=lend, staged=behind)
+            stage = StagingDirectory(directory, borrows=lend, staged=behind)
             before: dict[int, Bytes] = {}
 
             async def put(layer: int, header: bytes, payload: Bytes) -> None:
@@ -99,7 +99,7 @@ class Cluster:
                 node=node,
                 arenas=arenas,
                 client=client,
-                tell=lambda *said: self.told.append(said),
+                report_corruption=lambda *said: self.told.append(said),
             ).run(wanted, LayerStream(put) if one_by_one else stage)
             self.lent_bytes = 0
             for number in wanted:
@@ -122,7 +122,7 @@ def group(first: int, end: int, owners: Sequence[str], protection: str) -> Snaps
 @pytest.mark.parametrize("owners", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize(("scheme", "losses"), [("aec", 1), ("aec2", 2), ("aec+arc:1", 2), ("none", 0)])
 def test_exact_bytes_after_every_loss_within_the_guarantee(owners: int, scheme: str, losses: int) -> None:
-    """On a survivor, and on a node that owned nothing of it. Two owners withstand one loss at most."""
+    """On a survivor, and on a node that owned nothing of it. Two owners withstand at most one loss."""
     losses = min(losses, owners - 1)
 
     async def main(cluster: Cluster) -> None:
@@ -166,7 +166,7 @@ def test_unequal_pipelines_make_groups_and_every_node_gets_its_new_layers() -> N
         asyncio.run(main(cluster))
 
 
-def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> None:
+def test_layers_divided_among_devices_are_found_in_all_arenas_of_a_node() -> None:
     """Layers 0 to 5 have the same owners; each owner's two devices have written three of them each."""
     run, shares = group(0, 6, names(3), "aec"), [group(first, first + 3, names(3), "aec") for first in (0, 3)]
 
@@ -176,7 +176,8 @@ def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> No
         for node in ("n0", "newcomer"):
             assert (await cluster.restore(node, [1, 2, 4], without=["n1"])).decoded_groups == 2
             await cluster.restore(node, range(6), without=["n2"], one_by_one=True)
-        # Of a node one arena is gone: what it had is decoded, and what the other one has is not.
+        # One arena of a node is removed: its layers are decoded, and those of the node's other arena are
+        # not.
         rmtree(cluster.root / "n1" / JOB / "device-3")
         assert (await cluster.restore("n0", range(6))).decoded_groups == 1
         rmtree(cluster.root / "n2" / JOB / "device-3")
@@ -184,7 +185,9 @@ def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> No
         with pytest.raises(LayerRestoreError, match=r"layers 3 to 5: .*\(n1, n2\)"):
             await cluster.restore("n0", range(6))
         rmtree(cluster.root / "n0" / JOB / "device-3")
-        with pytest.raises(LayerRestoreError, match="nobody who is here has the headers of layers 3, 4, 5"):
+        with pytest.raises(
+            LayerRestoreError, match="no node that is present has the headers of layers 3, 4, 5"
+        ):
             await cluster.restore("n0", range(6))
 
     with shared_directory() as root:
@@ -194,7 +197,7 @@ def test_layers_that_devices_share_out_are_found_in_all_arenas_of_a_node() -> No
         asyncio.run(main(cluster))
 
 
-def test_a_flipped_bit_counts_as_a_lost_owner_and_is_said() -> None:
+def test_a_flipped_bit_counts_as_a_lost_owner_and_is_reported() -> None:
     async def main(cluster: Cluster) -> None:
         flip(cluster.root / "n1", STEP, "group-0/shard")
         for node in ("n0", "n1", "n2"):
@@ -216,14 +219,14 @@ def test_a_flipped_bit_counts_as_a_lost_owner_and_is_said() -> None:
         asyncio.run(main(cluster))
 
 
-def test_a_block_that_comes_wrong_is_decoded_around() -> None:
-    """Of a shard that its server does not read before: whoever receives it verifies its blocks."""
+def test_a_block_that_arrives_corrupt_is_decoded_from_others() -> None:
+    """The server does not verify this shard itself; the receiver verifies its blocks."""
 
     async def main(cluster: Cluster) -> None:
         flip(cluster.root / "n1", STEP, "group-0/shard")
         assert (await cluster.restore("n0", range(3))).own_bytes > 0
         assert [said[:2] for said in cluster.told] == [("n1", "group-0/shard")]
-        assert "other bytes than were written" in cluster.told[0][2]
+        assert "bytes that differ from what was written" in cluster.told[0][2]
 
     with shared_directory() as root:
         cluster = Cluster(root=root, groups=(group(0, 3, names(3), "aec"),))
@@ -231,7 +234,7 @@ def test_a_block_that_comes_wrong_is_decoded_around() -> None:
         asyncio.run(main(cluster))
 
 
-def test_a_node_that_does_not_answer_is_decoded_around() -> None:
+def test_shards_of_a_silent_node_are_decoded_from_others() -> None:
     async def main(cluster: Cluster) -> None:
         assert (await cluster.restore("n0", range(3), silent=["n2"])).decoded_groups == 1
         assert cluster.told[0][:2] == ("n2", "manifest")
@@ -245,8 +248,8 @@ def test_a_node_that_does_not_answer_is_decoded_around() -> None:
         asyncio.run(main(cluster))
 
 
-def test_a_shard_that_goes_bad_on_the_way_is_decoded_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its manifest was sound when it was asked for; then its snapshot is overwritten."""
+def test_a_shard_that_turns_corrupt_meanwhile_is_decoded_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its manifest was intact when it was requested; then its snapshot is overwritten."""
 
     async def main(cluster: Cluster) -> None:
         asked = ShardClient.manifest
@@ -267,7 +270,7 @@ def test_a_shard_that_goes_bad_on_the_way_is_decoded_around(monkeypatch: pytest.
         asyncio.run(main(cluster))
 
 
-def test_own_memory_that_is_released_on_the_way_is_decoded_around() -> None:
+def test_own_memory_released_meanwhile_is_decoded_from_others() -> None:
     async def main(cluster: Cluster) -> None:
         manifest = cluster.root / "n0" / JOB / "device-0" / f"step-{STEP:012d}.json"
 
@@ -284,14 +287,14 @@ def test_own_memory_that_is_released_on_the_way_is_decoded_around() -> None:
         asyncio.run(main(cluster))
 
 
-def test_a_snapshot_of_another_generation_or_layout_is_none() -> None:
+def test_a_snapshot_of_another_generation_or_layout_is_ignored() -> None:
     async def main(cluster: Cluster) -> None:
-        with pytest.raises(LayerRestoreError, match="nobody who is here has the headers"):
+        with pytest.raises(LayerRestoreError, match="no node that is present has the headers"):
             await cluster.restore("n0", range(3), generation=2)
         cluster.groups = (group(0, 3, ("n1", "n0", "n2"), "aec"),)
         for owners, scheme in ((("n1", "n0", "n2"), "aec"), (names(3), "aec2"), (names(2), "aec")):
             cluster.groups = (group(0, 3, owners, scheme),)
-            with pytest.raises(LayerRestoreError, match="nobody"):
+            with pytest.raises(LayerRestoreError, match="no node"):
                 await cluster.restore("n0", range(3))
         with pytest.raises(LayerRestoreError, match=r"no layers \[3\]"):
             await cluster.restore("n0", range(4))
@@ -319,11 +322,11 @@ def alone(first: int, end: int, owner: str, buddy: str) -> SnapshotGroup:
     )
 
 
-def test_a_buddy_s_copy_stands_for_an_owner_that_is_lost_damaged_or_silent() -> None:
+def test_a_copy_replaces_an_owner_that_is_lost_corrupt_or_silent() -> None:
     async def main(cluster: Cluster) -> None:
         whole = await cluster.restore("n0", range(4))
         assert whole.own_bytes > 0 and cluster.told == []
-        # n0 has a copy of what n1 alone owned: nothing is fetched.
+        # n0 has a copy of what n1 alone owned, so nothing is fetched.
         done = await cluster.restore("n0", range(4), without=["n1"])
         assert done.fetched_bytes == 0 and cluster.told == []
         await cluster.restore("newcomer", range(4), without=["n1"])
@@ -346,7 +349,7 @@ def test_a_buddy_s_copy_stands_for_an_owner_that_is_lost_damaged_or_silent() -> 
         asyncio.run(main(cluster))
 
 
-def test_a_copy_takes_the_place_of_an_owner_that_fails_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_replaces_an_owner_that_fails_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(cluster: Cluster) -> None:
         asked = ShardClient.manifest
 

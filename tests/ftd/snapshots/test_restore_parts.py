@@ -1,4 +1,4 @@
-"""Snapshots under ZeRO-1 as trainers write them: whole layers out of all parts, tied weights included."""
+"""Snapshots under ZeRO-1 as trainers write them: whole layers from all parts, including tied weights."""
 
 import asyncio
 from collections.abc import Collection
@@ -36,7 +36,7 @@ NAMES = tuple(f"node-{rank}" for rank in range(5))
 
 
 def groups(*runs: tuple[int, int, tuple[int, ...]]) -> tuple[SnapshotGroup, ...]:
-    """First layer, end layer, and the numbers of the nodes that own them."""
+    """Return groups of (first layer, end layer, numbers of the nodes that own them)."""
     return tuple(
         SnapshotGroup(
             first_layer=first,
@@ -58,7 +58,7 @@ async def restored(
     without: tuple[str, ...] = (),
     snapshot: tuple[SnapshotGroup, ...] = GROUPS,
 ) -> Layers:
-    """On node-0, which has what it had unless it is in ``without``, out of the others' memory."""
+    """Restore on node-0 from the others' memory, and from its own unless it is in ``without``."""
     async with AsyncExitStack() as stack:
         sources = {}
         owners = {owner for group in snapshot for owner in group.owners}
@@ -74,13 +74,13 @@ async def restored(
             node="newcomer" if "node-0" in without else "node-0",
             arenas=NodeArenas(root / ("newcomer" if "node-0" in without else "node-0"), devices=1),
             client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
-            tell=lambda *said: told.append(said),
+            report_corruption=lambda *said: told.append(said),
         ).run(range(4), LayerStream(put))
         return found
 
 
 def numbers(layer: int, header: bytes, payload: Bytes) -> dict[tuple[str, str], list[float]]:
-    """By tensor and key of the optimizer's state."""
+    """Return the values by tensor and key of the optimizer's state."""
     data = payload.tobytes()
     return {
         (entry.name, entry.key): np.frombuffer(
@@ -100,7 +100,10 @@ async def repaired(
     device: int = 0,
     others: Collection[str],
 ) -> list[str]:
-    """A bit of a part of ``owner`` changes, and is made again; from whom. :param others: who is here."""
+    """Flip a bit of a part of ``owner``, repair it, and return the sources.
+
+    :param others: nodes that are present.
+    """
 
     def stored() -> list[bytes]:
         return [
@@ -127,11 +130,11 @@ async def repaired(
             tls=None,
             rate_bytes_s=1e12,
             period_s=60.0,
-            mend=mend,
-            say=lambda name, _reason, details: told.append((name, details)),
-            spoiled=lambda step: told.append(("spoiled", {"step": step})),
+            write_block=mend,
+            publish_event=lambda name, _reason, details: told.append((name, details)),
+            on_unrepairable=lambda step: told.append(("spoiled", {"step": step})),
         )
-        scrubber.watch(Restore(job_id=job, step=STEP, generation=1, groups=snapshot, sources=sources))
+        scrubber.start(Restore(job_id=job, step=STEP, generation=1, groups=snapshot, sources=sources))
         async with asyncio.timeout(60):
             while len(told) < 2:  # noqa: ASYNC110  # the scrubber is a task of its own
                 await asyncio.sleep(0.01)
@@ -145,14 +148,14 @@ async def repaired(
 # --- owners that are cut differently ---------------------------------------------------------------
 
 COUNTS = [40, 7, 1]
-"""Elements of the parameters of layer 7."""
+"""Number of elements of each parameter of layer 7."""
 DEVICES = {"one": 1, "two": 2, "four": 4}
-"""Devices of each owner, which hold shards."""
+"""Number of devices of each owner; the devices hold shards."""
 MIXED = SnapshotGroup(first_layer=7, end_layer=8, owners=tuple(DEVICES), protection="none", whole=True)
 
 
 def write_shards(root: Path, owner: int, device: int, devices: int) -> None:
-    """What a device of a stage that shards has written."""
+    """Write what a device of a stage with shards writes."""
     part, data = part_of(COUNTS, device, device + 1, devices)
     held = PartImage(
         start=device,
@@ -192,7 +195,10 @@ def put_together(
     gone: Collection[tuple[str, int]] = (),
     flipped: Collection[tuple[str, int]] = (),
 ) -> tuple[RestoreStatistics, bytes, bytes]:
-    """Layer 7 on node ``here``. :param gone: nodes' devices whose arenas are lost."""
+    """Restore layer 7 on node ``here``.
+
+    :param gone: devices of nodes whose arenas are lost.
+    """
     for number, (name, devices) in enumerate(DEVICES.items()):
         rmtree(root / name, ignore_errors=True)
         for device in set(range(devices)) - {device for node, device in gone if node == name}:
@@ -216,7 +222,7 @@ def put_together(
                 node=here,
                 arenas=NodeArenas(root / here, devices=4),
                 client=await stack.enter_async_context(ShardClient(TOKEN, stall_s=30.0)),
-                tell=lambda *said: told.append(said),
+                report_corruption=lambda *said: told.append(said),
             ).run([7], LayerStream(put))
             return restored, *found[0]
 
@@ -224,7 +230,9 @@ def put_together(
 
 
 def test_any_ranges_that_cover_a_layer_make_it() -> None:
-    """Own memory first; what is lost there, or on another node, is read where it is, however that is cut."""
+    """Own memory is read first; what is lost there or on another node is read elsewhere, however it is cut
+    there.
+    """
     header, payload = assemble_from_parts(layer_of(COUNTS), [part_of(COUNTS, 0, 1, 1)])
     expected = [header, payload.tobytes()]
     arenas = {(name, device) for name, devices in DEVICES.items() for device in range(devices)}
@@ -238,7 +246,7 @@ def test_any_ranges_that_cover_a_layer_make_it() -> None:
             gone = {one for one in arenas if one[0] != left}
             _, *made = put_together(root, told, "newcomer", gone=gone)
             assert made == expected
-        # Of no node all devices are left.
+        # No node has all of its devices left.
         _, *made = put_together(root, told, "four", gone={("one", 0), ("two", 0), ("four", 2)})
         assert made == expected
         gone = {("one", 0), ("two", 1), ("four", 0), ("four", 1)}
@@ -247,14 +255,16 @@ def test_any_ranges_that_cover_a_layer_make_it() -> None:
         assert told == []
         with pytest.raises(LayerRestoreError, match=r"the part from 1/2 to 3/4 of layer 7 \(missing: one\)"):
             put_together(root, told, "newcomer", gone={("one", 0), ("two", 1), ("four", 2)})
-        # What changed in memory is as good as lost.
+        # Corrupt bytes count as lost.
         _, *made = put_together(root, told, "two", flipped={("two", 1), ("one", 0)})
         assert made == expected
         assert {said[:2] for said in told} == {("two", "group-7.1/shard"), ("one", "group-7/shard")}
 
 
 @pytest.mark.parametrize(("owner", "other"), list(permutations(DEVICES, 2)))
-def test_what_changed_in_a_part_is_made_of_the_same_elements_elsewhere(owner: str, other: str) -> None:
+def test_corrupt_bytes_of_a_part_are_repaired_from_the_same_elements_elsewhere(
+    owner: str, other: str
+) -> None:
     with shared_directory() as root:
         for number, (name, devices) in enumerate(DEVICES.items()):
             for device in range(devices):
@@ -272,7 +282,7 @@ Numbers = dict[int, dict[tuple[str, str], list[float]]]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Numbers:
-    """Each layer, as without ZeRO-1."""
+    """Return the values of each layer, as without ZeRO-1."""
     return {
         layer: numbers(layer, header, np.frombuffer(payload, dtype=np.uint8))
         for rank in run(gpt_data(steps=10), UNEQUAL, "none", tmp_path_factory.mktemp("whole"))
@@ -289,8 +299,8 @@ def check(layers: Layers, expected: Numbers, lost: tuple[str, ...]) -> None:
             assert values == pytest.approx(expected[layer][key], rel=1e-9, abs=1e-12), (lost, key)
 
 
-def test_the_devices_of_a_node_share_out_its_parts(expected: Numbers) -> None:
-    """Stages of two devices: each has written some layers, the first one the replicas of all."""
+def test_the_devices_of_a_node_divide_its_parts(expected: Numbers) -> None:
+    """Stages of two devices: each device writes some layers, and the first writes the replicas of all."""
     nodes = ("node-0/{}/device-0", "node-0/{}/device-1", "node-2/{}/device-0")
     places = (*nodes, "node-3/{}/device-0", "node-3/{}/device-1")
     snapshot = groups((0, 3, (0, 3)), (3, 4, (2, 3)))
@@ -306,10 +316,11 @@ def test_the_devices_of_a_node_share_out_its_parts(expected: Numbers) -> None:
 
 
 @pytest.mark.parametrize("zero1", [False, True])
-def test_devices_that_hold_shards_keep_their_ranges(expected: Numbers, zero1: bool) -> None:
+def test_devices_that_hold_shards_restore_their_ranges(expected: Numbers, zero1: bool) -> None:
     """Halves on one node, quarters on another, whole layers on a third.
 
-    Any owner of a layer has all of it; with ZeRO-1 its parts, and replicas of the next one's.
+    Without ZeRO-1, any owner of a layer has all of it; with ZeRO-1, its parts and replicas of the next
+    owner's.
     """
     halves = sharded(pipeline((0, 3, [0, 1]), (3, 4, [2]), first_microbatch=0, microbatches=2))
     quarters = sharded(pipeline((0, 4, [3, 4, 5, 6]), first_microbatch=2, microbatches=2))
@@ -335,7 +346,7 @@ def test_devices_that_hold_shards_keep_their_ranges(expected: Numbers, zero1: bo
 
 
 def sharded(one: WorldPipeline) -> WorldPipeline:
-    """With its first stage in shards."""
+    """Return the pipeline with its first stage in shards."""
     first, *others = one.stages
     return msgspec.structs.replace(one, stages=(msgspec.structs.replace(first, within="shard"), *others))
 
@@ -352,12 +363,13 @@ def test_tied_layers_are_whole_after_each_loss_and_as_without_zero1(expected: Nu
         for lost in [(), *((name,) for name in NAMES)]:
             check(asyncio.run(restored(root, told, lost)), expected, lost)
         assert told == []
-        # node-0, which protects node-2's part, has the same bytes.
+        # node-0, which holds the replica of node-2's part, has the same bytes.
         one = {"owner": "node-2", "part": "group-0/shard"}
         assert asyncio.run(repaired(root, GROUPS, JOB, **one, others=["node-0"])) == ["node-0"]
 
-        # Of the first of the tied layers a part is nowhere, neither with its owner nor with its protector.
+        # A part of the first of the tied layers is held neither by its owner nor by the holder of its
+        # replica.
         with pytest.raises(
-            LayerRestoreError, match=r"layers 0 to 0: nobody .* of layer 0 \(missing: node-0, node-2\)"
+            LayerRestoreError, match=r"layers 0 to 0: no node .* of layer 0 \(missing: node-0, node-2\)"
         ):
             asyncio.run(restored(root, told, ("node-0", "node-2")))

@@ -1,4 +1,4 @@
-"""A bit that flips in a stored snapshot is found, told, and made again in place to the exact byte."""
+"""Scrubbing: a flipped bit in a stored snapshot is found, reported and repaired in place to the exact byte."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ SHARD = "group-0/shard"
 
 
 class Host:
-    """A node with its scrubber. ``pids``: its trainers, which write what they are sent."""
+    """A node with its scrubber. ``pids`` are its trainers, which write what they are sent."""
 
     def __init__(self, node: Node, sources: dict[str, str], group: SnapshotGroup) -> None:
         self.node = node
@@ -51,9 +51,9 @@ class Host:
             tls=None,
             rate_bytes_s=1e12,
             period_s=0.01,
-            mend=self.mender.mend,
-            say=lambda name, _reason, details: self.told.append((name, details)),
-            spoiled=self.spoiled.append,
+            write_block=self.mender.write_block,
+            publish_event=lambda name, _reason, details: self.told.append((name, details)),
+            on_unrepairable=self.spoiled.append,
         )
 
     def trainer_pids(self, device: int | None) -> list[int]:
@@ -70,7 +70,7 @@ class Host:
         return [details for told, details in self.told if told == name]
 
     def stored(self) -> dict[tuple[str, str], bytes]:
-        """All parts' bytes, by arena and name."""
+        """Return all parts' bytes, by arena and name."""
         return {
             (held.directory.name, part.name): bytes(self.node.arenas.view(held, part))
             for held in self.node.arenas.find(JOB, STEP)
@@ -89,7 +89,7 @@ Body = Callable[[dict[str, Host]], Awaitable[None]]
 def with_hosts(
     group: SnapshotGroup, body: Body, sizes: tuple[int, ...] = (900, 77), devices: int = 1
 ) -> None:
-    """:param devices: of each node, which share its two layers out."""
+    """:param devices: number of devices of each node, which divide its two layers."""
 
     async def main(root: Path) -> None:
         names = (*group.owners, group.replica_peer) if group.replica_peer else group.owners
@@ -133,7 +133,7 @@ def damage(host: Host, held: ArenaSnapshot, part: SnapshotPart, byte: int, bit: 
     devices=st.integers(1, 2),
     data=st.data(),
 )
-def test_any_bit_of_any_part_is_found_and_made_again(
+def test_any_flipped_bit_of_any_part_is_found_and_repaired(
     protection: str, owners: int, devices: int, data: st.DataObject
 ) -> None:
     async def body(hosts: dict[str, Host]) -> None:
@@ -143,7 +143,7 @@ def test_any_bit_of_any_part_is_found_and_made_again(
         part = data.draw(st.sampled_from(held.manifest.parts))
         damage(host, held, part, data.draw(st.integers(0, part.size_bytes - 1)), data.draw(st.integers(0, 7)))
         assert host.stored() != before
-        host.scrubber.watch(host.kept)
+        host.scrubber.start(host.kept)
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
         assert not host.spoiled and len(host.told) == 2
@@ -154,7 +154,7 @@ def test_any_bit_of_any_part_is_found_and_made_again(
     with_hosts(group_of(protection, owners), body, devices=devices)
 
 
-def test_only_the_damaged_block_is_fetched_and_the_trainer_writes_it() -> None:
+def test_only_the_corrupt_block_is_fetched_and_the_trainer_writes_it() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts["n1"]
         before = host.stored()
@@ -162,14 +162,14 @@ def test_only_the_damaged_block_is_fetched_and_the_trainer_writes_it() -> None:
         part = held.manifest.part(SHARD)
         damage(host, held, part, BLOCK_BYTES + 5, 2)
         host.pids = [1]
-        host.scrubber.watch(host.kept)
+        host.scrubber.start(host.kept)
         await host.until(lambda: host.named("ShardRepaired"))
         assert host.stored() == before
         assert [(frame.part, frame.offset, len(frame.data)) for frame in host.sent] == [
             (SHARD, BLOCK_BYTES, BLOCK_BYTES)
         ]
         assert host.named("ShardRepaired")[0]["size_bytes"] == BLOCK_BYTES
-        # Later ones are found by a later reading.
+        # Later corruption is found when the snapshot is read again.
         damage(host, held, held.manifest.part("group-0/small"), 1, 0)
         await host.until(lambda: len(host.named("ShardRepaired")) == 2)
         assert host.stored() == before
@@ -177,15 +177,15 @@ def test_only_the_damaged_block_is_fetched_and_the_trainer_writes_it() -> None:
     with_hosts(group_of("aec", 3), body, sizes=(9 * BLOCK_BYTES,))
 
 
-def test_a_second_shard_that_is_damaged_at_the_same_place_is_passed_over() -> None:
+def test_a_second_shard_corrupt_at_the_same_place_is_not_used() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         before = {name: host.stored() for name, host in hosts.items()}
         for name in ("n0", "n2"):
             flip(hosts[name].node.root, STEP, SHARD)
-        hosts["n0"].scrubber.watch(hosts["n0"].kept)
+        hosts["n0"].scrubber.start(hosts["n0"].kept)
         await hosts["n0"].until(lambda: hosts["n0"].named("ShardRepaired"))
         assert "n2" not in hosts["n0"].named("ShardRepaired")[0]["sources"]
-        hosts["n2"].scrubber.watch(hosts["n2"].kept)
+        hosts["n2"].scrubber.start(hosts["n2"].kept)
         await hosts["n2"].until(lambda: hosts["n2"].named("ShardRepaired"))
         assert {name: host.stored() for name, host in hosts.items()} == before
 
@@ -193,14 +193,14 @@ def test_a_second_shard_that_is_damaged_at_the_same_place_is_passed_over() -> No
 
 
 @pytest.mark.parametrize("damaged", ["n0", "buddy"])
-def test_owner_and_buddy_repair_each_other(damaged: str) -> None:
+def test_owner_and_replica_peer_repair_each_other(damaged: str) -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts[damaged]
         before = host.stored()
         [held] = host.node.arenas.find(JOB, STEP)
         for part in held.manifest.parts:
             damage(host, held, part, part.size_bytes // 2, 5)
-        host.scrubber.watch(host.kept)
+        host.scrubber.start(host.kept)
         await host.until(lambda: len(host.named("ShardRepaired")) == 2)
         assert host.stored() == before
         assert all({*told["sources"], damaged} == set(hosts) for told in host.named("ShardRepaired"))
@@ -209,12 +209,12 @@ def test_owner_and_buddy_repair_each_other(damaged: str) -> None:
     with_hosts(group_of("buddy", 1, "buddy"), body)
 
 
-def test_what_nobody_can_make_again_is_told_and_a_new_snapshot_wanted() -> None:
+def test_corruption_beyond_repair_is_reported_and_a_new_snapshot_requested() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts["n0"]
         flip(host.node.root, STEP, SHARD)
         await hosts["n1"].node.server.close()
-        host.scrubber.watch(host.kept)
+        host.scrubber.start(host.kept)
         await host.until(lambda: host.spoiled)
         assert host.spoiled[0] == STEP and len(host.named("ShardCorrupted")) >= 2
         assert not host.named("ShardRepaired")
@@ -223,25 +223,25 @@ def test_what_nobody_can_make_again_is_told_and_a_new_snapshot_wanted() -> None:
     with_hosts(group_of("aec", 2), body)
 
 
-def test_a_released_snapshot_is_nobodys_damage() -> None:
+def test_a_released_snapshot_is_not_reported_as_corrupt() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts["n0"]
         flip(host.node.root, STEP, SHARD)
         arena = Arena.open(host.node.root / JOB / "device-0")
         arena.release([STEP])
-        host.scrubber.watch(host.kept)
+        host.scrubber.start(host.kept)
         await asyncio.sleep(0.1)
         assert host.told == [] and host.spoiled == []
 
     with_hosts(group_of("aec", 2), body)
 
 
-def test_chaos_flips_one_bit_of_own_parts_alone() -> None:
+def test_an_injected_fault_flips_one_bit_of_own_parts_only() -> None:
     async def body(hosts: dict[str, Host]) -> None:
         host = hosts["n0"]
-        assert host.mender.stored(None, None) == [] == host.mender.stored(host.kept, 3)
+        assert host.mender.find_own_parts(None, None) == [] == host.mender.find_own_parts(host.kept, 3)
         before = b"".join(host.stored().values())
-        host.mender.flip(host.mender.stored(host.kept, 0))
+        host.mender.flip_bit(host.mender.find_own_parts(host.kept, 0))
         after = b"".join(host.stored().values())
         changed = [a ^ b for a, b in zip(before, after, strict=True) if a != b]
         assert len(changed) == 1 and changed[0].bit_count() == 1

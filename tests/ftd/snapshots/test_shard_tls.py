@@ -1,4 +1,4 @@
-"""TLS between snapshot servers: exact bytes with the right certificate, and clear words with another one."""
+"""TLS between snapshot servers: exact bytes with the right certificate, and clear errors with another one."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -39,7 +39,7 @@ class Authority:
         return cls(directory, made)
 
     def tls(self, *names: str, expires: datetime | None = None) -> ShardTls:
-        """A node's files, with a certificate for these names."""
+        """Return the TLS files of a node, with a certificate for these names."""
         issued = self.made.issue_cert(*names, not_after=expires)
         cert, key = self.directory / "cert.pem", self.directory / "key.pem"
         cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -75,12 +75,12 @@ async def fetched(node: Node, tls: ShardTls | None) -> bytes:
         assert found is not None
         into = bytearray(len(DATA))
         place = PartLocation(source=node.source, job_id=JOB, step=5, part=found.manifests[0].part(PART))
-        await client.fetch([RangeRequest(places=(place,), first=0, into=memoryview(into))])
+        await client.fetch([RangeRequest(locations=(place,), first=0, into=memoryview(into))])
         return bytes(into)
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_reading_and_sending_copies_by_tls(authority: Authority, run: Callable[[Any], None]) -> None:
+def test_reading_and_sending_copies_over_tls(authority: Authority, run: Callable[[Any], None]) -> None:
     tls = authority.tls("127.0.0.1")
 
     async def body(node: Node) -> None:
@@ -105,7 +105,7 @@ def test_reading_and_sending_copies_by_tls(authority: Authority, run: Callable[[
         (["other.example"], 0, r"mismatch"),
     ],
 )
-def test_an_expired_certificate_or_another_host_s_is_refused_at_once(
+def test_an_expired_certificate_or_one_of_another_host_is_rejected_at_once(
     authority: Authority, names: list[str], age_days: int, says: str
 ) -> None:
     expires = datetime.now(UTC) - timedelta(days=age_days) if age_days else None
@@ -118,7 +118,7 @@ def test_an_expired_certificate_or_another_host_s_is_refused_at_once(
     with_node(tls, body)
 
 
-def test_a_certificate_that_is_renewed_is_shown_by_a_server_that_runs(authority: Authority) -> None:
+def test_a_running_server_uses_a_renewed_certificate(authority: Authority) -> None:
     tls = authority.tls("127.0.0.1", expires=datetime.now(UTC) - timedelta(days=1))
 
     async def body(node: Node) -> None:
@@ -137,7 +137,7 @@ def test_a_certificate_that_is_renewed_is_shown_by_a_server_that_runs(authority:
     with_node(tls, body)
 
 
-def test_another_authority_s_certificate_is_refused(authority: Authority, tmp_path: Path) -> None:
+def test_a_certificate_of_another_authority_is_rejected(authority: Authority, tmp_path: Path) -> None:
     stranger = Authority.make(tmp_path / "stranger")
 
     async def body(node: Node) -> None:
@@ -147,7 +147,7 @@ def test_another_authority_s_certificate_is_refused(authority: Authority, tmp_pa
     with_node(stranger.tls("127.0.0.1"), body)
 
 
-def test_plain_and_tls_do_not_talk_to_each_other(authority: Authority) -> None:
+def test_plain_http_and_tls_reject_each_other(authority: Authority) -> None:
     tls = authority.tls("127.0.0.1")
 
     async def body(node: Node) -> None:
@@ -156,7 +156,7 @@ def test_plain_and_tls_do_not_talk_to_each_other(authority: Authority) -> None:
         assert not (await raw_request(node.server.port, f"GET /v1/{JOB}/5 HTTP/1.1")).startswith(
             b"HTTP/1.1 2"
         )
-        # Who says nothing at all does not stay.
+        # A client that sends nothing at all is disconnected.
         reader, writer = await asyncio.open_connection("127.0.0.1", node.server.port)
         assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()
@@ -169,14 +169,14 @@ def test_plain_and_tls_do_not_talk_to_each_other(authority: Authority) -> None:
     with_node(tls, body)
 
 
-def test_the_address_says_who_is_meant() -> None:
+def test_the_url_of_a_source_has_its_host_and_port() -> None:
     assert str(SnapshotSource(node="a", address="[::1]:7").url("/x", secure=True)) == "https://[::1]:7/x"
 
 
 # --- ftd.toml ----------------------------------------------------------------------------------------
 
 
-def test_the_three_files_go_together_and_are_looked_at_when_the_daemon_starts(authority: Authority) -> None:
+def test_the_three_tls_files_are_checked_together_at_start(authority: Authority) -> None:
     authority.tls("127.0.0.1")
     here = authority.directory
     node = {"snapshot_tls_cert": "cert.pem", "snapshot_tls_key": "key.pem", "snapshot_tls_ca": "ca.pem"}

@@ -1,6 +1,6 @@
-"""Scripts' snapshots among hosts: keepers are killed and their memory removed, and the state comes back.
+"""Protection of scripts' snapshots: agents are killed and their memory removed, and the state is restored.
 
-A host is a keeper with a directory of its own; its ranks are processes that know only its socket.
+A host is an agent with a directory of its own; its ranks are processes that know only its socket.
 """
 
 import contextlib
@@ -102,7 +102,7 @@ sys.exit(asyncio.run(SnapshotAgentDaemon(load_daemon_config(Path(sys.argv[1]))).
 
 
 class Host:
-    """A keeper; its memory is a directory."""
+    """A snapshot agent, whose memory is a directory."""
 
     def __init__(
         self, zygote: Zygote, place: Path, name: str, *, secret: str = "sesame", peers: tuple[str, ...] = ()
@@ -135,7 +135,7 @@ class Host:
                     time.sleep(0.02)
 
     def lose(self) -> None:
-        """The host burns down."""
+        """Kill the host and remove its memory."""
         self.process.kill()
         shutil.rmtree(self.memory)
 
@@ -149,7 +149,7 @@ class Host:
 
 
 class Ranks:
-    """Processes, one for each host that is named, as torchrun starts them."""
+    """One process for each named host, as torchrun starts them."""
 
     def __init__(
         self, zygote: Zygote, hosts: list[Host], kind: str, protection: str, last: int, *more: str
@@ -204,7 +204,7 @@ class Ranks:
 
     @property
     def states(self) -> dict[tuple[int, int], str]:
-        """(rank, step) → digest of all that it keeps, as it was after that step."""
+        """Return (rank, step) → digest of the rank's whole state after that step."""
         found = re.findall(r"^state (\d+) (\d+) (\S+)$", self.text, re.MULTILINE)
         return {(int(rank), int(step)): digest for rank, step, digest in found}
 
@@ -228,7 +228,7 @@ def place() -> Iterator[Path]:
 
 
 class World:
-    """Hosts, and what runs on them; ends with the test."""
+    """Hosts and what runs on them; ends with the test."""
 
     def __init__(self, zygote: Zygote, place: Path) -> None:
         self._zygote, self._place = zygote, place
@@ -258,7 +258,7 @@ def world(zygote: Zygote, place: Path) -> Iterator[World]:
 
 
 def went_on_exactly(first: Ranks, second: Ranks) -> None:
-    """The second run began with the bytes that the first had after that step, on every rank."""
+    """Check that the second run began with the first run's bytes of that step, on every rank."""
     (behind,) = second.behind
     assert behind >= 3
     ranks = range(len(second.processes))
@@ -274,7 +274,7 @@ def went_on_exactly(first: Ranks, second: Ranks) -> None:
         ("fsdp", "arc:1", 2, [0]),
     ],
 )
-def test_hosts_that_are_lost_with_their_memory(
+def test_training_survives_lost_hosts(
     world: World, kind: str, protection: str, count: int, lost: list[int]
 ) -> None:
     hosts = [world.host(f"h{i}") for i in range(count)]
@@ -290,13 +290,13 @@ def test_hosts_that_are_lost_with_their_memory(
 
 
 @pytest.mark.processes
-def test_a_single_process_has_a_buddy_that_its_keeper_knows(world: World) -> None:
+def test_a_single_process_is_copied_to_a_configured_peer(world: World) -> None:
     buddy = world.host("buddy")
     host = world.host("h0", peers=(buddy.address,))
     first = world.ranks([host], "single", "buddy", 100, "0.05")
     first.until_protected(2)
     buddy.process.kill()
-    buddy.start()  # It finds its copies again, and takes new ones.
+    buddy.start()  # It loads its copies and accepts new ones.
     first.until_protected(max(map(int, re.findall(r"protected 0 (\d+)", first.text))) + 2)
     first.kill()
     host.lose()
@@ -307,7 +307,7 @@ def test_a_single_process_has_a_buddy_that_its_keeper_knows(world: World) -> Non
 
 
 @pytest.mark.processes
-def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) -> None:
+def test_fewer_ranks_restore_replicated_state_but_not_sharded_state(world: World) -> None:
     hosts = [world.host(f"h{i}") for i in range(2)]
     for kind in ("ddp", "fsdp"):
         first = world.ranks(hosts, kind, "arc:1", 100, "0.05")
@@ -327,10 +327,10 @@ def test_with_fewer_ranks_replicas_go_on_and_shards_say_why_not(world: World) ->
 
 
 @pytest.mark.processes
-def test_without_the_others_token_or_a_keeper_training_goes_on(world: World) -> None:
+def test_training_goes_on_without_a_valid_token_or_an_agent(world: World) -> None:
     hosts = [world.host("h0"), world.host("h1", secret="other")]
     ranks = world.ranks(hosts, "fsdp", "buddy", 4, "0.05")
-    while "does not accept our token" not in hosts[0].process.text:
+    while "rejects our token" not in hosts[0].process.text:
         time.sleep(0.02)
     assert ranks.finish().last_step == 4
     hosts[1].lose()
@@ -366,7 +366,7 @@ class Agent:
         )
 
     def kill(self) -> None:
-        """And with it its workers, which are sessions of their own."""
+        """Kill it with its workers, which have sessions of their own."""
         for pid in [*map(int, re.findall(r"is process (\d+)", self.text)), self.process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -378,12 +378,12 @@ class Agent:
 
     @property
     def losses(self) -> set[tuple[str, str, str]]:
-        """Rank, step and loss."""
+        """Return rank, step and loss of each step."""
         return set(re.findall(r"^(\d+) (\d+) (\d+\.\d{9})$", self.text, re.MULTILINE))
 
 
 @pytest.mark.processes
-def test_torchrun_on_two_hosts_goes_on_when_one_is_lost_with_its_memory(world: World) -> None:
+def test_torchrun_on_two_hosts_survives_the_loss_of_one(world: World) -> None:
     port = free_port()
     hosts = [world.host("h0"), world.host("h1")]
     agents = [Agent(host, port, first=host is hosts[0]) for host in hosts]
@@ -401,7 +401,7 @@ def test_torchrun_on_two_hosts_goes_on_when_one_is_lost_with_its_memory(world: W
             agent.kill()
     behind = set(re.findall(r"goes on behind step (\d+)", agents[1].text))
     assert behind and all(int(step) >= 5 for step in behind)
-    # Steps that were done again have the losses that they had, and each rank has one loss of each step.
+    # Repeated steps have the same losses as before, so each rank has one loss for each step.
     told = lost.losses | agents[0].losses | agents[1].losses
     assert sorted((int(rank), int(step)) for rank, step, _ in told) == [
         (rank, step) for rank in (0, 1) for step in range(1, 41)

@@ -1,4 +1,4 @@
-"""The snapshot server and its client, on loopback with real arenas: exact bytes, and nobody is believed."""
+"""The snapshot server and its client, on loopback with real arenas: exact bytes, and no trusted peers."""
 
 import asyncio
 import contextlib
@@ -51,12 +51,12 @@ async def located(client: ShardClient, source: SnapshotSource, name: str = PART)
 
 async def fetched(client: ShardClient, place: PartLocation, first: int, size: int) -> np.ndarray:
     target = np.zeros(size, dtype=np.uint8)
-    await client.fetch([RangeRequest(places=(place,), first=first, into=target.data)])
+    await client.fetch([RangeRequest(locations=(place,), first=first, into=target.data)])
     return target
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_parts_and_ranges_come_as_they_were_written(run: Callable[[Any], None]) -> None:
+def test_parts_and_ranges_arrive_as_they_were_written(run: Callable[[Any], None]) -> None:
     async def body(node: Node) -> None:
         async with ShardClient(TOKEN, block_bytes=1_000_000) as client:
             place = await located(client, node.source)
@@ -71,15 +71,15 @@ def test_parts_and_ranges_come_as_they_were_written(run: Callable[[Any], None]) 
     with_node(body, run=run)
 
 
-def test_who_has_no_token_or_a_wrong_one_gets_nothing_and_is_counted() -> None:
+def test_requests_without_a_valid_token_are_rejected_and_counted() -> None:
     async def body(node: Node) -> None:
         for number, token in enumerate((None, "", "x", TOKEN[:-1], bearer_token("other")), start=1):
             for path in (f"/v1/{JOB}/5", "/v1/", "/etc/passwd"):
                 answer = await raw_request(node.server.port, f"GET {path} HTTP/1.1", token=token)
                 assert answer.startswith(b"HTTP/1.1 401 ")
-            assert node.server.unauthorised == 3 * number
+            assert node.server.unauthorized == 3 * number
         async with ShardClient(bearer_token("other")) as client:
-            with pytest.raises(PeerError, match=r"node-1 .*does not accept our token.*secret"):
+            with pytest.raises(PeerError, match=r"node-1 .*rejects our token.*secret"):
                 await client.manifest(node.source, JOB, 5)
 
     with_node(body)
@@ -113,7 +113,7 @@ def test_who_has_no_token_or_a_wrong_one_gets_nothing_and_is_counted() -> None:
         ("rubbish", 400),
     ],
 )
-def test_tricks_in_paths_ranges_and_headers_get_an_error(line: str, status: int) -> None:
+def test_malicious_paths_ranges_and_headers_get_an_error(line: str, status: int) -> None:
     async def body(node: Node) -> None:
         answer = await raw_request(node.server.port, line)
         assert re.match(rb"HTTP/1\.\d (\d+)", answer), answer[:200]
@@ -125,7 +125,7 @@ def test_tricks_in_paths_ranges_and_headers_get_an_error(line: str, status: int)
     with_node(body)
 
 
-def test_a_link_in_the_place_of_a_job_leads_nowhere() -> None:
+def test_a_symbolic_link_in_place_of_a_job_is_not_followed() -> None:
     async def body(node: Node) -> None:
         write(node.root / "outside", 5, {PART: DATA})
         (node.root / "dots").symlink_to("/etc")
@@ -134,7 +134,7 @@ def test_a_link_in_the_place_of_a_job_leads_nowhere() -> None:
     with_node(body)
 
 
-def test_a_flipped_bit_is_named_by_the_server_or_found_by_who_can_verify_blocks() -> None:
+def test_a_flipped_bit_is_reported_by_the_server_or_found_by_readers_that_verify_blocks() -> None:
     async def body(node: Node) -> None:
         flip(node.root, 5, PART)
         flip(node.root, 5, "group-0/small")
@@ -143,13 +143,13 @@ def test_a_flipped_bit_is_named_by_the_server_or_found_by_who_can_verify_blocks(
             assert found is not None and found.corrupt == ("group-0/small",)
             for part in found.manifests[0].parts:
                 place = PartLocation(source=node.source, job_id=JOB, step=5, part=part)
-                with pytest.raises(PeerError, match=r"node-1 .*other bytes than were written"):
+                with pytest.raises(PeerError, match=r"node-1 .*bytes that differ from what was written"):
                     await fetched(client, place, 0, part.size_bytes)
 
     with_node(body)
 
 
-def test_the_next_source_is_tried_and_its_own_bytes_count() -> None:
+def test_the_next_source_is_tried_with_its_own_digests() -> None:
     async def body(node: Node) -> None:
         with shared_directory() as root:
             other = DATA[::-1].copy()
@@ -158,26 +158,28 @@ def test_the_next_source_is_tried_and_its_own_bytes_count() -> None:
                 places = [await located(client, one.source) for one in (node, second)]
                 flip(node.root, 5, PART)
                 target = np.zeros(SIZE, dtype=np.uint8)
-                await client.fetch([RangeRequest(places=tuple(places), first=0, into=target.data)])
+                await client.fetch([RangeRequest(locations=tuple(places), first=0, into=target.data)])
                 assert (target == other).all()
 
     with_node(body)
 
 
 async def flowing(node: Node, before: int) -> None:
-    """A good deal of a part is on its way, besides so many bytes that went before."""
-    while node.server.rate.taken_bytes < before + SIZE // 4:  # noqa: ASYNC110  # a stream tells nobody
+    """Return when a large share of a part has been sent, in addition to the bytes sent ``before``."""
+    while node.server.rate.acquired_bytes < before + SIZE // 4:  # noqa: ASYNC110  # a stream tells nobody
         await asyncio.sleep(0.01)
 
 
 def test_a_snapshot_released_in_mid_stream_is_noticed() -> None:
-    """Slow enough to be overwritten while it is on its way: as a whole part, and as a range with a digest."""
+    """The stream is slow enough for the snapshot to be overwritten meanwhile, as a whole part and as a range
+    with a digest.
+    """
 
     async def body(node: Node) -> None:
         async with ShardClient(TOKEN) as client:
             place = await located(client, node.source)
             for size in (SIZE, SIZE - 1):
-                before = node.server.rate.taken_bytes
+                before = node.server.rate.acquired_bytes
                 fetching = asyncio.ensure_future(fetched(client, place, 0, size))
                 await flowing(node, before)
                 assert not fetching.done()
@@ -185,7 +187,7 @@ def test_a_snapshot_released_in_mid_stream_is_noticed() -> None:
                 arena.release([5])
                 arena.begin(SIZE).view[:] = 0
                 arena.close()
-                with pytest.raises(PeerError, match="other bytes"):
+                with pytest.raises(PeerError, match="bytes that differ"):
                     await fetching
                 with pytest.raises(PeerError, match="does not have this snapshot any more"):
                     await fetched(client, place, 0, size)
@@ -195,7 +197,9 @@ def test_a_snapshot_released_in_mid_stream_is_noticed() -> None:
 
 
 def test_a_range_is_verified_against_what_its_owner_wrote() -> None:
-    """A bit that flipped behind the manifest is found to the block, though the server knows nothing of it."""
+    """A bit that flipped after the manifest was written is located to the block, though the server does not
+    know of it.
+    """
     data = np.random.default_rng(1).integers(0, 256, 3 * BLOCK_BYTES + 77, dtype=np.uint8)
 
     async def body(node: Node) -> None:
@@ -204,18 +208,18 @@ def test_a_range_is_verified_against_what_its_owner_wrote() -> None:
             found = await client.manifest(node.source, JOB, 6)
             assert found is not None
             place = PartLocation(source=node.source, job_id=JOB, step=6, part=found.manifests[0].part(PART))
-            flip(node.root, 6, PART)  # Byte 3: in the first block.
+            flip(node.root, 6, PART)  # Byte 3, in the first block.
             ends = (BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 1, len(data) - 9, len(data))
             for first, end in [(a, b) for a in (BLOCK_BYTES, BLOCK_BYTES + 7) for b in ends if a < b]:
                 assert (await fetched(client, place, first, end - first) == data[first:end]).all()
             for first, size in ((0, 100), (900, 50), (BLOCK_BYTES - 1, BLOCK_BYTES), (0, len(data))):
-                with pytest.raises(PeerError, match="other bytes than were written"):
+                with pytest.raises(PeerError, match="bytes that differ from what was written"):
                     await fetched(client, place, first, size)
 
     with_node(body)
 
 
-def test_a_step_done_again_is_another_snapshot() -> None:
+def test_a_repeated_step_is_another_snapshot() -> None:
     async def body(node: Node) -> None:
         async with ShardClient(TOKEN) as client:
             place = await located(client, node.source)
@@ -226,7 +230,7 @@ def test_a_step_done_again_is_another_snapshot() -> None:
     with_node(body)
 
 
-def test_streams_are_bounded_and_who_finds_it_busy_waits() -> None:
+def test_streams_are_bounded_and_clients_wait_for_a_busy_server() -> None:
     async def body(node: Node) -> None:
         async with ShardClient(TOKEN) as one, ShardClient(TOKEN) as two:
             places = [await located(client, node.source) for client in (one, two)]
@@ -237,10 +241,10 @@ def test_streams_are_bounded_and_who_finds_it_busy_waits() -> None:
             both = await asyncio.gather(slow, fetched(two, places[1], 0, SIZE))
             assert all((found == DATA).all() for found in both)
 
-    with_node(body, most_streams=1, rate_bytes_s=4e6)
+    with_node(body, max_streams=1, rate_bytes_s=4e6)
 
 
-def test_the_rate_is_kept_by_all_streams_together() -> None:
+def test_all_streams_share_one_rate_limit() -> None:
     async def body(node: Node) -> None:
         loop = asyncio.get_running_loop()
         async with ShardClient(TOKEN) as one, ShardClient(TOKEN) as two:
@@ -252,7 +256,7 @@ def test_the_rate_is_kept_by_all_streams_together() -> None:
     with_node(body, rate_bytes_s=2e7)
 
 
-def test_a_reader_that_does_not_read_is_cut_off() -> None:
+def test_a_reader_that_does_not_read_is_disconnected() -> None:
     async def body(node: Node) -> None:
         write(node.root, 9, {PART: np.zeros(64 << 20, dtype=np.uint8)})
         reader, writer = await asyncio.open_connection("127.0.0.1", node.server.port, limit=1024)
@@ -270,11 +274,11 @@ def test_a_reader_that_does_not_read_is_cut_off() -> None:
         answer = await raw_request(node.server.port, f"GET /v1/{JOB}/5/group-0/small HTTP/1.1")
         assert answer.startswith(b"HTTP/1.1 200")
 
-    with_node(body, stall_s=0.3, most_streams=1)
+    with_node(body, stall_s=0.3, max_streams=1)
 
 
-def test_connections_that_say_nothing_are_closed_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_server, "MOST_CONNECTIONS", 3)
+def test_silent_connections_are_closed_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_server, "MAX_CONNECTIONS", 3)
 
     async def body(node: Node) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", node.server.port) for _ in range(3)]
@@ -314,7 +318,7 @@ def head(first: int, end: int, **changed: str) -> bytes:
 def against(
     behaviour: Behaviour, check: Callable[[ShardClient, PartLocation], Awaitable[None]], stall_s: float = 30.0
 ) -> list[int]:
-    """Run a client against a peer that behaves like this; where each of its requests began."""
+    """Run a client against a peer that behaves like this, and return where each of its requests began."""
     asked: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -350,7 +354,7 @@ def fails(match: str, size: int = SIZE) -> Callable[[ShardClient, PartLocation],
 
 
 @pytest.mark.parametrize("size", [SIZE, SIZE - 7], ids=["whole", "range"])
-def test_a_broken_connection_goes_on_where_it_stopped(size: int) -> None:
+def test_a_broken_connection_is_resumed_where_it_stopped(size: int) -> None:
     async def breaks(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         writer.write(head(first, end) + DATA[first : min(end, first + 1_000_000)].tobytes())
 
@@ -361,7 +365,7 @@ def test_a_broken_connection_goes_on_where_it_stopped(size: int) -> None:
     assert asked == sorted(set(asked)) and asked[0] == 0 and len(asked) == 4
 
 
-def test_a_head_in_drops_and_bytes_behind_the_last_one_change_nothing() -> None:
+def test_a_fragmented_head_and_excess_bytes_change_nothing() -> None:
     async def drops(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         for byte in head(first, end):
             writer.write(bytes([byte]))
@@ -371,7 +375,7 @@ def test_a_head_in_drops_and_bytes_behind_the_last_one_change_nothing() -> None:
 
     async def check(client: ShardClient, place: PartLocation) -> None:
         memory = np.zeros(SIZE + 8, dtype=np.uint8)
-        await client.fetch([RangeRequest(places=(place,), first=0, into=memory[:SIZE].data)])
+        await client.fetch([RangeRequest(locations=(place,), first=0, into=memory[:SIZE].data)])
         assert (memory[:SIZE] == DATA).all() and not memory[SIZE:].any()
 
     against(drops, check)
@@ -442,17 +446,17 @@ async def hangs_up(writer: asyncio.StreamWriter, first: int, end: int) -> None:
 @pytest.mark.parametrize(
     ("behaviour", "size", "says"),
     [
-        (garbage, SIZE, "no answer"),
-        (endless_head, SIZE, "no answer"),
-        (said_twice, SIZE, "no answer.*comes twice"),
-        (wrong_bytes, SIZE, "other bytes than were written"),
-        (wrong_bytes, SIZE - 7, "other bytes of .* than it said"),
+        (garbage, SIZE, "malformed answer"),
+        (endless_head, SIZE, "malformed answer"),
+        (said_twice, SIZE, "malformed answer.*repeated"),
+        (wrong_bytes, SIZE, "bytes that differ from what was written"),
+        (wrong_bytes, SIZE - 7, "bytes that differ of .* than it said"),
         (longer, SIZE, "of length 1099511627776"),
         (other_range, SIZE, "answered bytes 0-"),
         (no_length, SIZE, "of length None"),
         (no_digest, SIZE - 7, "no digest"),
         (elsewhere, SIZE, "answered 302"),
-        (packed, SIZE, "other bytes"),
+        (packed, SIZE, "bytes that differ"),
         (silence, SIZE, "6 times"),
         (stalls, SIZE, "6 times"),
         (drips, SIZE, "6 times"),
@@ -464,7 +468,7 @@ def test_a_peer_that_breaks_the_contract_is_named(behaviour: Behaviour, size: in
     against(behaviour, fails(says, size), stall_s=0.3 if slow else 30.0)
 
 
-def test_a_digest_of_more_than_one_line_asks_for_nothing_else() -> None:
+def test_a_digest_of_several_lines_injects_no_request() -> None:
     async def check(client: ShardClient, place: PartLocation) -> None:
         part = msgspec.structs.replace(FAKE, digest='x"\r\nRange: bytes=0-0\r\nX: "')
         with pytest.raises(PeerError, match=r"node-9 .*in one line"):
@@ -473,7 +477,7 @@ def test_a_digest_of_more_than_one_line_asks_for_nothing_else() -> None:
     assert against(garbage, check) == []
 
 
-def test_a_manifest_that_is_none_is_refused() -> None:
+def test_a_malformed_manifest_is_rejected() -> None:
     async def rubbish(writer: asyncio.StreamWriter, first: int, end: int) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd")
 
@@ -484,7 +488,7 @@ def test_a_manifest_that_is_none_is_refused() -> None:
     against(rubbish, check)
 
 
-def test_nobody_there_is_an_error_that_names_the_node() -> None:
+def test_an_unreachable_node_is_named_in_the_error() -> None:
     async def main() -> None:
         async with ShardClient(TOKEN) as client:
             with pytest.raises(PeerError, match="node-9"):
@@ -498,7 +502,7 @@ def test_nobody_there_is_an_error_that_names_the_node() -> None:
 # --- arenas ------------------------------------------------------------------------------------------
 
 
-def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
+def test_arenas_are_loaded_verified_and_locked() -> None:
     with shared_directory() as root:
         write(root, 5, {PART: DATA})
         write(root, 6, {PART: DATA}, generation=2)
@@ -510,8 +514,8 @@ def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
         arenas, second = NodeArenas(root, devices=2), NodeArenas(root, devices=2)
         arenas.open()
         second.open()
-        assert second.take_stock() == ([], [])
-        held, problems = arenas.take_stock()
+        assert second.scan() == ([], [])
+        held, problems = arenas.scan()
         assert held == [(JOB, 5, 1, ""), (JOB, 6, 2, "")]
         assert sorted((p.step or 0, p.part) for p in problems) == [(0, "manifest"), (6, PART)]
         assert not (root / JOB / "staging-3").exists()
@@ -524,7 +528,7 @@ def test_arenas_are_found_again_verified_and_others_are_kept_out() -> None:
         root.mkdir()
 
 
-def test_a_limit_beyond_the_memory_is_said_at_the_start() -> None:
+def test_a_limit_beyond_the_memory_is_reported_at_start() -> None:
     with shared_directory() as root:
         arenas = NodeArenas(root, devices=1, limit_bytes=1 << 50)
         with pytest.raises(
