@@ -3,7 +3,8 @@
 # make quick  runs the tests that start no processes
 # make gpu-test   runs tests on this host's GPUs: NCCL, and the end-to-end suite on trainers that share one
 # make mutants   changes the rules of recovery one place at a time and reports what no test notices (an hour)
-# make docs   writes the pages and schemas that are made of the code
+# make docs   writes the pages and schemas that are made of the code, and builds the site with checked links into site/
+# make dist   builds the wheel and the source archive into dist/
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -11,7 +12,7 @@ STAMP  := $(VENV)/.installed
 
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: demo test quick gpu-test mutants check docs setup mosquitto promtool chromium clean
+.PHONY: demo test quick gpu-test mutants check docs dist setup mosquitto promtool chromium clean
 
 setup: $(STAMP)
 
@@ -44,6 +45,11 @@ docs: setup
 	$(BIN)/python -m ftd.observe.view.schema profile > docs/reference/profile.schema.json
 	$(BIN)/python -m ftd.observe.view.schema report > docs/reference/report.schema.json
 	$(BIN)/python -m tests.helpers.models_page
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+dist: setup
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist
 
 test: setup mosquitto promtool chromium check
 	$(BIN)/pytest -n 2 --no-loadscope-reorder

@@ -1,6 +1,11 @@
-"""Names for scripts: ``from ftd import Snapshotter``. The daemons import this package, too, and not torch."""
+"""The public interface: ``from ftd import Training, Snapshotter``.
+
+The names are loaded when they are used first, because the daemons import this package too, and they never import torch.
+``ftd.__version__`` is the version of the installed package.
+"""
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,6 +16,19 @@ if TYPE_CHECKING:
     from runtime.training import StepInfo as StepInfo
     from runtime.training import Training as Training
     from runtime.training import TrainingError as TrainingError
+
+__all__ = [
+    "SnapshotError",
+    "Snapshotter",
+    "StepInfo",
+    "Training",
+    "TrainingError",
+    "__version__",
+    "load_checkpoint",
+    "sample_indices",
+]
+
+__version__ = version("ftd")
 
 _MODULES = {
     "Snapshotter": "runtime.script.snapshotter",
@@ -24,6 +42,11 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
+    """Load a public name on its first use.
+
+    Raises:
+        AttributeError: ftd has no such public name.
+    """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
