@@ -59,6 +59,8 @@ INSTEAD = (
     (r"http://host-a:9650", "$DASHBOARD"),
     # What sets up the very environment that runs this test, or runs all tests: make says what it would do.
     (r"^make (.*)", rf"make -n -C {ROOT} \1"),
+    # What runs tests: the tests that it names exist.
+    (r"^(FTD_REWRITE_GOLDEN=1 )?pytest (.*)", rf"cd {ROOT} && pytest --collect-only -q \2"),
     # What is for the terminal that it is typed in: that it is of use there.
     (r"^source \S+$", r"\g<0> && ftd --version"),
     (

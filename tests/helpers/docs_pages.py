@@ -5,7 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [
+        *(ROOT / f"{name}.md" for name in ("README", "SECURITY", "CONTRIBUTING")),
+        *(ROOT / "docs").rglob("*.md"),
+    ]
+)
 PROGRAMS = (
     "ftd", "make", "curl", "sudo", "mosquitto_sub", "jq", "python", "source", "for", "kubectl", "sbatch",
     "torchrun", "export", "head", "squeue", "scancel", "git", "pip",

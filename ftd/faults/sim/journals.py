@@ -32,5 +32,5 @@ def named(journal: dict[str, Any]) -> set[str]:
         names |= {device["node"] for stage in pipeline["stages"] for device in stage["devices"]}
     for record in (journal["snapshot"], persisting["record"]):
         for group in record["groups"] if record is not None else ():
-            names |= {*group["owners"], group["buddy"]}
+            names |= {*group["owners"], group["replica_peer"]}
     return names

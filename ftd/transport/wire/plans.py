@@ -73,7 +73,7 @@ def pack(resume: Resume) -> bytes:
         _with(_Transfer, t, source=number(t.source), target=number(t.target)) for t in plan.transfers
     ]
     released = [_with(_Released, r, device=number(r.device)) for r in plan.released_layers]
-    small = _with(_Plan, plan, pipelines=pipelines, transfers=transfers, released=released)
+    small = _with(_Plan, plan, pipelines=pipelines, transfers=transfers, released_layers=released)
     devices = [(nodes.setdefault(device.node, len(nodes)), device.index) for device in numbers]
     packed = _Packed(list(nodes), devices, _with(_Resume, resume, plan=small))
     return zlib.compress(_ENCODER.encode(packed), _LEVEL)
