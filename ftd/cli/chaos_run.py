@@ -49,7 +49,7 @@ def run(
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
-    from ftd.faults.chaos.report import encoded, render_junit, render_text, write
+    from ftd.faults.chaos.report import encode_documents, render_junit, render_text, write
     from ftd.faults.chaos.scenario import load_scenario
 
     loaded = [load_scenario(path) for path in scenarios]
@@ -68,7 +68,7 @@ def run(
     if junit is not None:
         write(junit, render_junit(all_played), "--junit")
     if json_file is not None:
-        write(json_file, encoded(all_played), "--json")
+        write(json_file, encode_documents(all_played), "--json")
     raise typer.Exit(0 if all(played.met for played in all_played) else 1)
 
 

@@ -1,1 +1,1 @@
-"""Faults on purpose: chaos scenarios on running clusters, and the simulator."""
+"""Faults that are injected on purpose: chaos scenarios on running clusters, and the simulator."""

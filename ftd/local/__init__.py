@@ -1,1 +1,1 @@
-"""``ftd local``: a whole cluster on one machine, and faults that need its processes in hand."""
+"""Clusters on one machine (``ftd local``), and the faults that need control of their processes."""

@@ -1,4 +1,4 @@
-"""The processes of a cluster on one machine: started, watched, and gone without a trace at the end."""
+"""The processes of a cluster on one machine: starting them, and ending them so that none is left."""
 
 import asyncio
 import contextlib
@@ -26,24 +26,25 @@ from ftd.processes import (
 
 _GONE_TIMEOUT_S = 5.0
 _END_NOTICED_S = 5.0
-"""Time for a process that was killed to be gone before one of its name starts."""
+"""How long to wait for a killed process to be gone before another one of the same name starts."""
 _MAX_BASE_LENGTH = 30
-# What a scenario mounted there goes first (``ftd.local.mounts``).
+# Unmount first what a scenario mounted there (``ftd.local.mounts``).
 _JANITOR = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
 
 
 def shared_memory(directory: Path) -> Path:
-    """Where the nodes of a cluster in ``directory`` keep snapshots: in memory, where that can be had."""
+    """Return where the nodes of a cluster in ``directory`` hold snapshots: in shared memory if there is any."""
     memory = Path("/dev/shm")
     return memory / directory.name if memory.is_dir() else directory / "snapshots"
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A directory of our own under a short path (a unix socket's may have 107 bytes), gone afterwards.
+    """Yield a private directory with a short path (a unix socket's path has at most 107 bytes), and remove it
+    afterwards.
 
-    Even a SIGKILL of this process leaves nothing: a small shell waits for the end of a pipe that only
-    this process holds open, and then removes the directory.
+    Even a SIGKILL of this process leaves nothing: a small shell waits for the end of a pipe that only this
+    process holds open, and then removes the directory.
     """
     usual = tempfile.gettempdir()
     path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
@@ -92,10 +93,10 @@ class ChildProcess:
 
 @dataclass(slots=True, kw_only=True)
 class ChildProcesses:
-    """Starts, signals and ends the processes of one cluster.
+    """The child processes of one cluster: starts, signals and ends them.
 
-    Children die with this process (parent-death signal), and this process adopts what a killed child
-    leaves behind, so at the end "no child is left" is a fact the kernel confirms.
+    Children die with this process (parent-death signal), and this process adopts what a killed child leaves
+    behind. So the kernel itself confirms at the end that no child is left.
     """
 
     logs: Path
@@ -107,14 +108,13 @@ class ChildProcesses:
         become_subreaper()
 
     async def start(self, name: str, command: Sequence[str], *, inherit: Sequence[int] = ()) -> ChildProcess:
-        """Start a process under a name; its output is appended to ``<name>.log``.
+        """Start a process. Its output is appended to ``<name>.log``.
 
-        :param inherit: file descriptors that it gets, under the same numbers.
-
+        :param inherit: file descriptors that it inherits under the same numbers.
         :raises PeerError: a process of this name is running, or the program cannot be started.
         """
         if name in self.children and self.children[name].running:
-            # It may have been killed a moment ago, and its end not been noticed.
+            # It may have been killed a moment ago, and its end may not have been noticed yet.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.children[name].process.wait(), _END_NOTICED_S)
         if name in self.children and self.children[name].running:
@@ -142,13 +142,13 @@ class ChildProcesses:
         return name in self.children and self.children[name].running
 
     async def kill(self, name: str) -> None:
-        """SIGKILL the process group of ``name`` and wait for its leader's end."""
+        """SIGKILL the process group of ``name`` and wait until its leader has ended."""
         child = self.children[name]
         signal_group(child.pid, signal.SIGKILL)
         await child.process.wait()
 
     async def terminate(self, names: Sequence[str], grace_s: float) -> None:
-        """Ask these to leave (SIGTERM); those that are still there after ``grace_s`` are killed."""
+        """Send SIGTERM to these processes, and kill those that are still running after ``grace_s``."""
         leaving = [self.children[name] for name in names if self.running(name)]
         for child in leaving:
             with contextlib.suppress(ProcessLookupError):
@@ -160,11 +160,11 @@ class ChildProcesses:
                 await self.kill(child.name)
 
     def reap_adopted(self) -> None:
-        """Bury what killed nodes left behind: processes nobody else waits for."""
+        """Reap the processes that killed nodes left behind, since nobody else waits for them."""
         reap(child_pids() - {child.pid for child in self.children.values()})
 
     async def end(self) -> None:
-        """SIGKILL everything below this process and wait until it is gone."""
+        """SIGKILL everything below this process, and wait until it is gone."""
         own = {child.pid for child in self.children.values()}
         below = {pid for root in child_pids() & own for pid in descendant_pids(root)} | (child_pids() & own)
         for pid in below:
@@ -181,6 +181,6 @@ class ChildProcesses:
             raise PeerError(f"processes {sorted(left)} did not end within {_GONE_TIMEOUT_S:g} s of SIGKILL")
 
     def tails(self, size_bytes: int = 3000) -> dict[str, str]:
-        """The end of every process's log that said anything."""
+        """Return the end of every process's log that is not empty."""
         found = {name: read_tail(child.log, size_bytes) for name, child in self.children.items()}
         return {name: text for name, text in found.items() if text}

@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: broker, coordinator and node daemons as real processes."""
+"""A whole cluster on this machine: broker, coordinators and node daemons as real processes."""
 
 import asyncio
 import contextlib
@@ -26,31 +26,35 @@ RELAY = "relay"
 BROKER_START_S = 20.0
 HOST = "127.0.0.1"
 LOGGED_S = 90.0
-"""Time that a coordinator has to complete its logs."""
+"""How long a coordinator may take to complete its logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterOptions:
-    """What kind of cluster."""
+    """The kind of cluster to start."""
 
     devices_per_node: int = 1
     broker: str = "embedded"
     """``embedded``, ``mosquitto``, or the address of a broker that runs already."""
     cluster: str = "local"
     dashboard: bool = False
-    """Each coordinator serves its page, on a free port of its own."""
+    """Whether each coordinator serves its dashboard, on a free port of its own."""
     coordinators: int = 1
-    """One leads, the others stand by."""
+    """One leads, the others are standbys."""
     preload: tuple[str, ...] = ()
-    """``node.preload``: nothing here, where the daemons start with the job, unless the job needs it."""
+    """The value of ``node.preload``. Empty by default, since the daemons start with the job; a job that needs
+    modules names them.
+    """
     timing: dict[str, float] = field(default_factory=dict)
     """Overrides of ``statemachine.timing.Timing``."""
     network: NamespaceNetwork | None = None
-    """Broker and coordinator on its host ``hub``, each node on one of its own; mosquitto only."""
+    """The network to place the processes in: broker and coordinators on its host ``hub``, each node on a host
+    of its own. Requires mosquitto.
+    """
 
 
 class LocalCluster:
-    """Starts and restarts the parts of a cluster; all its files are under ``directory``."""
+    """Starts and restarts the processes of a cluster. All of its files are under ``directory``."""
 
     def __init__(self, directory: Path, options: ClusterOptions) -> None:
         self.options = options
@@ -63,19 +67,21 @@ class LocalCluster:
 
     @property
     def dashboards(self) -> dict[str, str]:
-        """Where each coordinator's page is: each shows the cluster, whoever leads. Empty: there is none."""
+        """The URL of each coordinator's dashboard. Each shows the whole cluster, whichever coordinator leads.
+        Empty if there is none.
+        """
         return {name: f"http://{page}/" for name, page in self._pages.items()}
 
     @property
     def broker(self) -> BrokerAddress:
-        """Where this process reaches the broker; the same after a restart."""
+        """The address at which this process reaches the broker; the same after a restart."""
         if self._address is None:
             raise PeerError("the broker was not started")
         return self._address
 
     @property
     def _broker_url(self) -> str:
-        """Where the cluster reaches it."""
+        """The address at which the cluster's processes reach the broker."""
         network = self.options.network
         if network is None:
             return self.broker.url
@@ -87,25 +93,27 @@ class LocalCluster:
 
     @property
     def central_services(self) -> tuple[str, ...]:
-        """The processes without which there is no cluster to follow."""
+        """The processes without which nobody can follow the cluster: coordinators, and the broker if it is
+        ours.
+        """
         return (BROKER, *self.coordinators) if self.owns_broker else self.coordinators
 
     @property
     def coordinators(self) -> tuple[str, ...]:
-        """Names of their processes, which are their own."""
+        """The names of the coordinators, which are also the names of their processes."""
         others = range(2, self.options.coordinators + 1)
         return (COORDINATOR, *(f"{COORDINATOR}-{number}" for number in others))
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Names of all nodes ever started, in order."""
+        """The names of all nodes that were ever started, in that order."""
         return tuple(self._node_names)
 
     async def start_broker(self) -> None:
-        """Start it, or start it again on the same port; returns when it listens.
+        """Start the broker, or start it again on the same port, and return when it listens.
 
-        :raises ConfigurationError: mosquitto is wanted and not installed, or the address makes no sense.
-        :raises PeerError: it did not come up; carries the end of what it printed.
+        :raises ConfigurationError: mosquitto is requested and not installed, or the address is not valid.
+        :raises PeerError: the broker did not start; carries the end of its output.
         """
         if not self.owns_broker:
             self._address = parse_broker(self.options.broker, "--broker")
@@ -137,7 +145,9 @@ class LocalCluster:
         await listening
 
     async def _reach(self, port: int) -> None:
-        """The broker of another network, on the same port of this one's loopback."""
+        """Make the broker of the other network reachable on the same port of this machine's loopback
+        interface.
+        """
         if self.options.network is None or self.processes.running(RELAY):
             return
         listening = socket.create_server((HOST, port))
@@ -155,12 +165,12 @@ class LocalCluster:
         return network.command(host, *command)
 
     async def start_coordinators(self) -> None:
-        """Start all of them."""
+        """Start all coordinators."""
         for name in self.coordinators:
             await self.start_coordinator(name)
 
     async def start_coordinator(self, name: str = COORDINATOR) -> ChildProcess:
-        """Start it, or start it again upon the same journal and with the same page."""
+        """Start a coordinator, or start it again with the same journal and the same dashboard address."""
         page = self._pages.get(name, "")
         tables = (
             f'[coordinator]\nname = "{name}"\nstate_dir = "{self.directory / f"state-{name}"}"\n'
@@ -171,10 +181,10 @@ class LocalCluster:
         return await self.processes.start(name, self._placed(HUB, command))
 
     async def start_node(self, name: str, devices: int | None = None) -> ChildProcess:
-        """Start a daemon of this name, known or new.
+        """Start the daemon of a node, known or new.
 
-        :param devices: how many the node has, if not as many as every other.
-        :raises PeerError: it runs already.
+        :param devices: the number of devices, if it differs from the other nodes'.
+        :raises PeerError: the daemon is running already.
         """
         if name in (BROKER, *self.coordinators, RELAY, HUB):
             raise PeerError(f"{name!r} is not free as a node's name here")
@@ -184,7 +194,7 @@ class LocalCluster:
         return child
 
     def node_command(self, name: str, devices: int | None = None) -> list[str]:
-        """The command that runs the daemon of ``name``."""
+        """Return the command that runs the daemon of ``name``."""
         runtime = self.directory / "run" / name
         network = self.options.network
         if network is not None:
@@ -200,23 +210,26 @@ class LocalCluster:
         return self._placed(name, module_command("ftd.cli.main", "node", "--config", str(config)))
 
     def pid(self, name: str) -> int:
-        """:raises PeerError: it does not run."""
+        """Return the process id of a running process.
+
+        :raises PeerError: it is not running.
+        """
         if not self.processes.running(name):
             raise PeerError(f"{name} is not running")
         return self.processes.children[name].pid
 
     async def kill(self, name: str) -> None:
-        """SIGKILL the broker, a coordinator or a node's daemon (whose trainers die with it).
+        """SIGKILL the broker, a coordinator or a node's daemon, whose trainers die with it.
 
-        :raises PeerError: it does not run.
+        :raises PeerError: it is not running.
         """
         self.pid(name)
         await self.processes.kill(name)
 
     async def restart(self, name: str) -> int:
-        """Start the broker, a coordinator or a node's daemon again; return its pid.
+        """Start the broker, a coordinator or a node's daemon again, and return its pid.
 
-        :raises PeerError: it runs already, or did not come up.
+        :raises PeerError: it is running already, or did not start.
         """
         if name == BROKER:
             await self.start_broker()
@@ -227,9 +240,9 @@ class LocalCluster:
         return self.pid(name)
 
     async def freeze(self, name: str, for_s: float) -> None:
-        """SIGSTOP a process, and SIGCONT it after ``for_s``, also when this is cancelled.
+        """SIGSTOP a process, and SIGCONT it after ``for_s``, also if this call is cancelled.
 
-        :raises PeerError: it does not run, or ends meanwhile.
+        :raises PeerError: the process is not running, or ended meanwhile.
         """
         pid = self.pid(name)
         try:
@@ -242,11 +255,11 @@ class LocalCluster:
                 os.kill(pid, signal.SIGCONT)
 
     async def stop_coordinators(self) -> None:
-        """Let them end by themselves: what they log of a job is then complete."""
+        """Ask the coordinators to end, so that what they log about a job is complete."""
         await self.processes.terminate(self.coordinators, grace_s=LOGGED_S)
 
     async def end(self) -> None:
-        """Leave no process, and no memory."""
+        """End every process and free the shared memory."""
         await self.processes.end()
         shutil.rmtree(shared_memory(self.directory), ignore_errors=True)
 
@@ -269,5 +282,7 @@ def _credentials(broker: BrokerAddress) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """One thread for each process: they share this machine's cores. Nodes copy as they do under systemd."""
+    """Return one thread per process, since all share this machine's cores, and the settings with which nodes
+    copy under systemd.
+    """
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | streaming_environment(os.environ)

@@ -1,4 +1,6 @@
-"""The driver of a cluster on this machine: ``ftd local``, scenarios and soaks start, watch and end theirs by it."""
+"""The driver of a cluster on this machine, with which ``ftd local``, scenarios and soaks start, follow and end
+theirs.
+"""
 
 import asyncio
 import contextlib
@@ -26,24 +28,26 @@ _LOG_BYTES = 2000
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterResources:
-    """What a cluster has to itself on this machine."""
+    """What a cluster gets for itself on this machine."""
 
     memory_mib: int | None = None
-    """Room of the nodes' memory for snapshots together; ``None``: all that this machine has."""
+    """The memory for the snapshots of all nodes together; ``None`` means all that this machine has."""
     disk_mib: int | None = None
-    """Room of ``LocalDriver.disk``; likewise."""
+    """The size of the file system ``LocalDriver.disk``; ``None`` means all that this machine has."""
     network: bool = False
-    """Broker, coordinators and each node have networks of their own."""
+    """Whether broker and coordinators share a network of their own, and each node has one."""
     memory_field: str = "cluster.memory_mib"
-    """Name of ``memory_mib`` in errors."""
+    """The name of ``memory_mib`` in error messages."""
 
 
 class LocalDriver:
-    """``async with LocalDriver(options, names) as driver, driver.connected(...)``: nothing is left of it afterwards.
+    """Starts, follows and ends a local cluster: ``async with LocalDriver(options, names) as driver,
+    driver.connected(...)``.
 
-    Broker and coordinators run in the first block, nodes in the second one.
+    Broker and coordinators run inside the first block, nodes inside the second one. Afterwards nothing is
+    left.
 
-    :param logs: directory in which the logs of all processes are kept; may be set until the first block ends.
+    :param logs: the directory for the logs of all processes; it may be set until the first block ends.
     """
 
     def __init__(
@@ -58,12 +62,14 @@ class LocalDriver:
         """The nodes that the cluster starts with."""
         self.logs = logs
         self.run = RunModel()
-        """What was seen of the cluster."""
+        """The model of what was observed of the cluster."""
         self.cluster: LocalCluster
-        """Its processes; known in the first block."""
+        """The cluster's processes; available inside the first block."""
         self.client: ClusterClient
         self.following: asyncio.Task[None]
-        """Ends with an error when the events cannot be followed any more, and never by itself."""
+        """The task that follows the events. It never ends by itself, and fails when the events cannot be
+        followed any more.
+        """
         self.disk: Path
         """A directory for checkpoints."""
         self._options = options
@@ -73,8 +79,10 @@ class LocalDriver:
         self._undo = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """:raises ConfigurationError: this machine cannot have such a cluster.
-        :raises PeerError: it did not come up.
+        """Start broker and coordinators.
+
+        :raises ConfigurationError: this machine cannot run such a cluster.
+        :raises PeerError: the cluster did not start.
         """
         try:
             await self._start()
@@ -120,9 +128,9 @@ class LocalDriver:
         on_node: Callable[[str, str], None] | None = None,
         on_broker: Callable[[bool], None] | None = None,
     ) -> AsyncIterator[None]:
-        """Listen to the cluster, and start the nodes, while the block runs.
+        """Follow the cluster, and run its nodes, for as long as the block runs.
 
-        :param on_event: takes every event, and what it says; see ``Run.on_event``.
+        :param on_event: takes every event with its meaning; see ``RunModel.on_event``.
         """
 
         def take_state(state: dict[str, Any]) -> None:
@@ -152,21 +160,29 @@ class LocalDriver:
 
     @property
     def address(self) -> ClusterAddress:
-        """Where clients find the cluster."""
+        """The address at which clients find the cluster."""
         return ClusterAddress(broker=self.cluster.broker, cluster=self._options.cluster)
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """The cluster's state, as it was published last."""
+        """The cluster's newest published state."""
         return self.run.state
 
     async def submit(self, job: JobData, timeout_s: float = REQUEST_S) -> str:
-        """Return the id of the job. :raises RequestRejected: it cannot run. :raises Unreachable: nobody answers."""
+        """Submit a job and return its id.
+
+        :raises RequestRejected: the job cannot run.
+        :raises Unreachable: nobody answers.
+        """
         request = SubmitRequest(**self._envelope(), job=job)
         return (await self.client.request(request, timeout_s=timeout_s)).detail
 
     async def stop(self, job: str) -> None:
-        """Stop a job. :raises RequestRejected: it does not run. :raises Unreachable: nobody answers."""
+        """Stop a job.
+
+        :raises RequestRejected: the job is not running.
+        :raises Unreachable: nobody answers.
+        """
         await self.client.request(StopRequest(**self._envelope(), job=job), timeout_s=REQUEST_S)
 
     def _envelope(self) -> dict[str, Any]:
@@ -174,11 +190,14 @@ class LocalDriver:
         return {"request": envelope["request"], "reply": envelope["reply"]}
 
     async def start_node(self, name: str) -> None:
-        """Start the daemon of a node, known or new. :raises PeerError: it runs already."""
+        """Start the daemon of a node, known or new.
+
+        :raises PeerError: it is running already.
+        """
         self.on_start(name, (await self.cluster.start_node(name)).pid)
 
     def on_start(self, name: str, pid: int) -> None:
-        """Note that a daemon was started: its trainers are not up yet."""
+        """Note that a daemon was started, so its trainers are not up yet."""
         self.run.on_daemon(name, pid)
 
     # --- how the processes are -----------------------------------------------------------------------
@@ -186,7 +205,7 @@ class LocalDriver:
     async def ready(self, limit_s: float = NODES_START_S) -> None:
         """Wait until the first nodes are healthy and have all their trainers.
 
-        :raises PeerError: they are not in time; carries the end of the log of the first that is not.
+        :raises PeerError: they are not in time; carries the end of the log of the first node that is not.
         """
         try:
             async with asyncio.timeout(limit_s):
@@ -194,7 +213,7 @@ class LocalDriver:
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
-            # The news may have come with the end of the wait.
+            # The message may have arrived together with the timeout.
             if late := self.run.list_unready_nodes(self.nodes, self._devices):
                 raise self.exit_error(late[0], f"{late[0]} was not ready within {limit_s:g} s") from None
 
@@ -204,8 +223,10 @@ class LocalDriver:
         running = [name for name in self.cluster.nodes if self.cluster.processes.running(name)]
         return not self.run.list_unready_nodes(running, self._devices)
 
-    def ended(self, absent: set[str]) -> list[str]:
-        """Return which of the broker and the coordinators have ended, but for those that are away on purpose."""
+    def ended_services(self, absent: set[str]) -> list[str]:
+        """Return which of the broker and the coordinators have ended, except those in ``absent``, which are
+        away on purpose.
+        """
         self.cluster.processes.reap_adopted()
         return [
             name
@@ -219,7 +240,7 @@ class LocalDriver:
         return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
 
     async def run_guarded(self, work: Awaitable[Any], *guards: asyncio.Future[None]) -> None:
-        """Do ``work``; an error of a guard, or of following the events, ends it."""
+        """Await ``work``. An error of a guard, or of the task that follows the events, ends it."""
         task = asyncio.ensure_future(work)
         watched = (self.following, *guards)
         try:

@@ -1,4 +1,4 @@
-"""Carries faults out with its own hands, where the processes are ours; the others go over MQTT."""
+"""The injection of faults into a local cluster: directly where the processes are ours, otherwise over MQTT."""
 
 import asyncio
 import time
@@ -15,9 +15,10 @@ from ftd.transport.wire.public import EventMessage, new_event_id, timestamp
 
 
 class LocalInjector:
-    """Faults of processes that are ours: broker, coordinator, nodes to start; and all the others.
+    """Injects faults into a local cluster. Faults of the broker, the coordinators, the network and nodes to
+    start are done directly; all others go over MQTT.
 
-    :param on_start: told the name and process id of each node's daemon that is started.
+    :param on_start: called with the name and process id of each node daemon that is started.
     """
 
     def __init__(
@@ -42,7 +43,10 @@ class LocalInjector:
         await self._remote.check(scenario)
 
     async def inject(self, fault: Fault) -> tuple[str, ...]:
-        """Which nodes it struck. :raises FtdError: it could not be done."""
+        """Inject a fault and return the nodes that it targeted.
+
+        :raises FtdError: the fault could not be injected.
+        """
         match fault.target, fault.do:
             case CentralService(service=part), "kill":
                 await self._outage(fault, part)
@@ -65,7 +69,7 @@ class LocalInjector:
         try:
             await self._announce(fault, part)
             await self._cluster.kill(name)
-        except FtdError:  # It is as it was, or ended by itself: whoever watches it is to see that.
+        except FtdError:  # It runs as before, or ended by itself, which its monitor reports.
             self.absent.discard(name)
             raise
         await asyncio.sleep(fault.restart_after_s)
@@ -73,14 +77,14 @@ class LocalInjector:
         self.absent.discard(name)
 
     def _process(self, part: Service) -> str:
-        """Of several coordinators, the one that leads."""
+        """Return the process of a service; of several coordinators, the one that leads."""
         if part == "broker":
             return BROKER
         leader = self._layout().leader
         return leader if leader in self._cluster.coordinators else COORDINATOR
 
     async def _cut(self, fault: Fault) -> tuple[str, ...]:
-        """Pull the nodes' cables, and plug them in again."""
+        """Unplug the nodes' network cables, and plug them in again."""
         network = self._cluster.options.network
         if network is None:
             raise PeerError("cut needs nodes with networks of their own (network = true under [cluster])")
@@ -89,7 +93,7 @@ class LocalInjector:
         for node in nodes:
             network.cut(node)
         try:
-            await asyncio.sleep(fault.lasts_s)
+            await asyncio.sleep(fault.duration_s)
         finally:
             for node in nodes:
                 network.heal(node)

@@ -1,4 +1,4 @@
-"""Small memory file systems, so that a full one is a fault of a scenario and not of this machine."""
+"""Small memory file systems, so that a scenario can fill one without filling this machine's own."""
 
 import contextlib
 import subprocess
@@ -12,7 +12,8 @@ _COMMAND_S = 10.0
 
 @contextlib.contextmanager
 def mount_tmpfs(directory: Path, size_mib: int, field: str) -> Iterator[None]:
-    """``directory``, made if need be, has so much room and no more; unmounted at the end.
+    """Mount a file system of ``size_mib`` at ``directory``, which is created if necessary, and unmount it at
+    the end.
 
     :raises ConfigurationError: it cannot be mounted here.
     """

@@ -1,9 +1,9 @@
-"""Several hosts on one machine: network namespaces, each with one cable to a common switch.
+"""Several hosts on one machine: network namespaces, each connected by one cable to a common switch.
 
-The switch is a bridge in a namespace of its own, so nothing of all this appears in the machine's own
-network, and the addresses cannot clash with anybody's. A cable is pulled at the switch's end: the host's
-interface loses its carrier and keeps its address, packets vanish in both directions, and no TCP
-connection hears of it.
+The switch is a bridge in a namespace of its own. So nothing of this appears in the machine's own network,
+and the addresses cannot clash with others. A cable is pulled at the switch's end: the host's interface
+loses its carrier and keeps its address, packets vanish in both directions, and no TCP connection is
+notified.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ COMMAND_S = 10.0
 
 
 def unavailable_reason() -> str | None:
-    """Why this machine cannot have such a network; None when it can."""
+    """Return why this machine cannot have such a network, or ``None`` if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
@@ -34,13 +34,18 @@ def unavailable_reason() -> str | None:
 
 
 def _ip(*arguments: str) -> str:
-    """:raises subprocess.CalledProcessError: carries what ip said."""
+    """Run ``ip`` and return its output.
+
+    :raises subprocess.CalledProcessError: ``ip`` failed; carries its output.
+    """
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=COMMAND_S)
     return done.stdout.decode()
 
 
 def _remove_left_behind(prefix: str) -> None:
-    """Namespaces of runs that were killed: their names say which process made them."""
+    """Delete the namespaces that killed processes left behind; the names contain the process that created
+    them.
+    """
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
         maker = name.removeprefix(prefix).partition("-")[0]
@@ -50,7 +55,9 @@ def _remove_left_behind(prefix: str) -> None:
 
 
 class NamespaceNetwork:
-    """``with Network(["hub", "a"]) as network``: hosts that reach each other; all gone afterwards."""
+    """Hosts that reach each other: ``with NamespaceNetwork(["hub", "a"]) as network``. Everything is removed
+    afterwards.
+    """
 
     def __init__(self, hosts: Sequence[str], *, prefix: str = PREFIX) -> None:
         self._maker = prefix
@@ -74,7 +81,7 @@ class NamespaceNetwork:
         self._remove()
 
     def add(self, host: str) -> None:
-        """One more; nothing happens where it is there."""
+        """Add a host, unless it exists."""
         if host not in self._hosts:
             self._hosts.append(host)
             self._plug_in(host)
@@ -86,7 +93,9 @@ class NamespaceNetwork:
         return f"{NETWORK}.{self._hosts.index(host) + 1}"
 
     def command(self, host: str, *command: str) -> list[str]:
-        """The command that runs ``command`` on ``host``; ip becomes it, so that the process is the same."""
+        """Return the command that runs ``command`` on ``host``. ``ip`` replaces itself by it, so the process
+        id stays the same.
+        """
         return ["ip", "netns", "exec", self.namespace(host), *command]
 
     def cut(self, host: str) -> None:
@@ -97,13 +106,13 @@ class NamespaceNetwork:
         _ip("-n", self._switch, "link", "set", host, "up")
 
     def pids(self, host: str) -> set[int]:
-        """Processes that run on ``host``."""
+        """Return the ids of the processes that run on ``host``."""
         return {int(pid) for pid in _ip("netns", "pids", self.namespace(host)).split()}
 
     def _plug_in(self, host: str) -> None:
         namespace = self.namespace(host)
         self._make_namespace(namespace)
-        # The switch calls each port by the name of the host at the other end.
+        # The switch names each port after the host at its other end.
         _ip(
             *("-n", self._switch, "link", "add", host, "type", "veth"),
             *("peer", "name", "eth0", "netns", namespace),
@@ -117,7 +126,7 @@ class NamespaceNetwork:
         _ip("-n", name, "link", "set", "lo", "up")
 
     def _remove(self) -> None:
-        """Also after half of it was made. Interfaces go with their namespaces."""
+        """Remove all namespaces, also if only some were created. Interfaces disappear with their namespaces."""
         for name in (*map(self.namespace, self._hosts), self._switch):
             with contextlib.suppress(subprocess.CalledProcessError, subprocess.TimeoutExpired):
                 _ip("netns", "delete", name)

@@ -1,7 +1,7 @@
-"""The way from this machine's own network into a namespace: ``python -m ftd.local.relay FD HOST PORT``.
+"""A relay from this machine's own network into a namespace: ``python -m ftd.local.relay FD HOST PORT``.
 
-A socket belongs to the network that it was made in, whoever has it: the listening one was made outside and
-inherited, the connections to ``HOST:PORT`` are made inside.
+A socket belongs to the network in which it was created, whichever process holds it. The listening socket is
+created outside and inherited; the connections to ``HOST:PORT`` are created inside.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ _CHUNK_BYTES = 65536
 
 
 async def relay(listening: socket.socket, host: str, port: int) -> None:
-    """Serve until cancelled. A connection that ends on one side ends on the other."""
+    """Serve until cancelled. A connection that ends on one side is closed on the other."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""``ftd local``: a whole cluster on this machine for one job, from the first process to the last trace."""
+"""``ftd local``: a whole cluster on this machine that trains one job, and nothing left of it afterwards."""
 
 import asyncio
 import contextlib
@@ -36,13 +36,13 @@ PAUSE_S = 5.0
 """How long a job may wait for nodes that nobody will start."""
 _WATCH_S = 0.2
 _LAST_NEWS_S = 1.0
-"""How long the end of the job may be known from the state before its event must have come."""
+"""How long after the state shows the job's end its event may still arrive."""
 _OUTCOME_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalOptions:
-    """What the user asked for."""
+    """The user's options."""
 
     job: Path
     nodes: int
@@ -54,18 +54,19 @@ class LocalOptions:
     coordinators: int = 1
     view: bool = True
     logs: Path | None = None
-    """Keep the logs of all processes in this directory."""
+    """The directory in which the logs of all processes are kept."""
     cluster: str | None = None
-    """Name of the cluster; ``None``: one that no other local cluster has."""
+    """The name of the cluster; ``None`` chooses one that no other local cluster has."""
 
 
 async def run_local(options: LocalOptions, console: Console) -> int:
-    """Run the job to its end; the exit code: 0 finished, 1 failed or stopped.
+    """Run the job to its end, and return the exit code: 0 if it finished, 1 if it failed or was stopped.
 
-    Cancelling it (Ctrl-C) ends everything and leaves nothing behind; what was seen so far is summed up.
+    Cancelling the call (Ctrl-C) ends everything and leaves nothing behind; the summary of what happened so
+    far is printed.
 
     :raises ConfigurationError: job, scenario or options are wrong; nothing was started.
-    :raises FtdError: the cluster could not be brought up, or one of its central parts died.
+    :raises FtdError: the cluster did not start, or the broker or the last coordinator died.
     """
     job = load_job_data(options.job, steps=options.steps)
     names = [f"node-{index}" for index in range(options.nodes)]
@@ -115,12 +116,16 @@ class LocalRun:
         self._conductor: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
-        """Why the run was given up: what the paused job waits for and nobody will bring."""
+        """What the paused job waits for although nobody will provide it; empty unless the run was abandoned
+        for that reason.
+        """
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Name of the event that ended the job."""
+        """The name of the event that ended the job."""
 
     async def run(self) -> int:
-        """From the nodes' start to the summary; the exit code. What was seen is summed up however it ends."""
+        """Run from the start of the nodes to the summary, and return the exit code. The summary is printed
+        however the run ends.
+        """
         if self._announcement.cluster != DEFAULT_CLUSTER:
             self._console.print(f"cluster: {self._announcement.cluster}", markup=False, highlight=False)
         for name, page in self._cluster.dashboards.items():
@@ -146,7 +151,9 @@ class LocalRun:
         return self._conclude()
 
     async def _conduct(self) -> None:
-        """Submit the job when the nodes are there, play the scenario, follow until the job is over."""
+        """Submit the job when the nodes are ready, inject the scenario's faults, and follow the events until
+        the job is over.
+        """
         driver = self._driver
         injector = LocalInjector(
             driver.client,
@@ -161,8 +168,8 @@ class LocalRun:
         try:
             await driver.run_guarded(self._submit(), watching)
             await driver.run_guarded(_wait_for(self._over), watching)
-            driver.following.cancel()  # What comes now is the cluster at rest.
-            self._notes += [f"never happened: {fault}" for fault in conductor.waiting]
+            driver.following.cancel()  # Later events only show the idle cluster.
+            self._notes += [f"was never due: {fault}" for fault in conductor.waiting]
             await self._fill_gaps()
         finally:
             await conductor.cancel()
@@ -170,9 +177,11 @@ class LocalRun:
             await asyncio.gather(watching, return_exceptions=True)
 
     async def _submit(self) -> None:
-        """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all of them.
+        """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all
+        of them.
 
-        :raises PeerError: the nodes do not appear. :raises RequestRejected: the job cannot run.
+        :raises PeerError: the nodes do not appear.
+        :raises RequestRejected: the job cannot run.
         """
         await self._driver.ready()
         await self._driver.submit(self._job)
@@ -183,33 +192,34 @@ class LocalRun:
         if self._begun and self._conductor is not None:
             self._conductor.on_event(event)
         elif isinstance(fact, RecoveryCompletedFact) and self._conductor is not None:
-            self._begun = True  # It is the start's: the first step is committed.
+            self._begun = True  # The start has completed: the first step is committed.
             self._conductor.start()
         if isinstance(fact, JobEndedFact):
             self._end(fact.event)
 
     async def _watch(self, injector: LocalInjector, conductor: FaultScheduler) -> None:
-        """The parts that nobody replaces must live, and a pause must have a chance to end.
+        """Monitor the processes that nobody replaces, and abandon a pause that cannot end.
 
-        :raises PeerError: one has ended; carries the end of its log.
+        :raises PeerError: a process has ended; carries the end of its log.
         """
         ended: set[str] = set()
         while True:
             await asyncio.sleep(_WATCH_S)
-            for name in self._driver.ended(injector.absent | ended):
+            for name in self._driver.ended_services(injector.absent | ended):
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
                     raise self._driver.exit_error(name, f"{name} has ended")
-                told = f"{name} has ended; {', '.join(sorted(others))} stays"
+                told = f"{name} has ended; {', '.join(sorted(others))} still running"
                 self._console.print(told, style="yellow", markup=False, highlight=False)
             self._give_up_when_stuck(conductor)
 
     def _give_up_when_stuck(self, conductor: FaultScheduler) -> None:
-        """End a job that waits for nodes, when all that run are healthy and the scenario starts no more.
+        """End a job that waits for nodes if all running ones are healthy and the scenario starts no more.
 
-        A start at a step or on an event does not count: while the job is paused, neither comes. What the
-        coordinator itself gives up after a while, it may go on with from a checkpoint.
+        A fault that starts a node at a step or on an event does not count, since neither occurs while the
+        job is paused. A wait that the coordinator itself abandons after a while is not ended here, since
+        the job may resume from a checkpoint.
         """
         state = self._driver.state
         if state.get("phase") != "PAUSED" or state.get("pause_limited"):
@@ -223,7 +233,7 @@ class LocalRun:
         self._end("paused")
 
     async def _fill_gaps(self) -> None:
-        """What the broker lost (an outage), the coordinator's journal knows."""
+        """Ask the coordinator's journal for the events and steps that were lost while the broker was away."""
         client, run = self._driver.client, self._driver.run
         with contextlib.suppress(UnreachableError):
             for event in await client.history():
@@ -239,7 +249,7 @@ class LocalRun:
         if self._view is not None:
             self._view.on_state(state)
         outcome = _OUTCOME_OF_PHASE.get(str(state.get("phase")))
-        if outcome is not None:  # Its event is under way, or was lost with a broker.
+        if outcome is not None:  # Its event is on its way, or was lost with a broker.
             asyncio.get_running_loop().call_later(_LAST_NEWS_S, self._end, outcome)
 
     def _end(self, outcome: str) -> None:
@@ -250,11 +260,11 @@ class LocalRun:
         self._notes.append(f"{fault}: {error}")
 
     def _conclude(self) -> int:
-        """Print the summary, write the report; the exit code."""
+        """Print the summary, write the report, and return the exit code."""
         report = build_report(self._driver.run)
         self._console.print(render_summary(report))
         if self._stuck:
-            self._console.print(f"given up: {self._stuck}", style="red", markup=False, highlight=False)
+            self._console.print(f"abandoned: {self._stuck}", style="red", markup=False, highlight=False)
         for note in self._notes:
             self._console.print(f"chaos: {note}", style="yellow", markup=False)
         if self._options.report is not None:
@@ -268,12 +278,12 @@ async def _wait_for(future: asyncio.Future[str]) -> None:
 
 
 def _monotonic(at: str) -> float:
-    """The monotonic time of an ISO-8601 stamp of this host, as good as its milliseconds."""
+    """Return the monotonic time of an ISO-8601 time of this host, to the millisecond."""
     return time.monotonic() - (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
 
 
 def imported_modules(job: JobData) -> tuple[str, ...]:
-    """Return which of the modules that nodes usually load before jobs come the job needs, as its code says."""
+    """Return which of the modules that nodes preload by default the job's code mentions."""
     function = str(job.training["function"])
     if function == RECIPE:
         return NodeTable().preload
@@ -292,7 +302,10 @@ def _wanted_name(options: LocalOptions) -> str | None:
 
 
 def _require_means(scenario: Scenario, options: LocalOptions) -> None:
-    """:raises ConfigurationError: a fault that cannot be done here."""
+    """Check that all faults can be injected here.
+
+    :raises ConfigurationError: one cannot.
+    """
     for fault in scenario.faults:
         if fault.do == "cut":
             raise ConfigurationError(
@@ -304,14 +317,17 @@ def _require_means(scenario: Scenario, options: LocalOptions) -> None:
         return
     if any(fault.target == CentralService(service="broker") for fault in scenario.faults):
         raise ConfigurationError(
-            f"the scenario strikes the broker, but {options.broker} is not ours",
+            f"the scenario injects a fault into the broker, but {options.broker} was not started by this command",
             field="--broker",
             remedy="use --broker embedded or mosquitto",
         )
 
 
 def require_writable(report: Path | None) -> None:
-    """Before an hour of training, not after it."""
+    """Check that the report can be written, before an hour of training and not after it.
+
+    :raises ConfigurationError: it cannot be written.
+    """
     if report is None:
         return
     if report.is_dir() or not os.access(report.parent if not report.exists() else report, os.W_OK):
@@ -321,7 +337,9 @@ def require_writable(report: Path | None) -> None:
 
 
 def cancel_on_signals(task: "asyncio.Task[Any]") -> dict[str, int]:
-    """Ctrl-C, SIGTERM and a closed terminal cancel ``task``; afterwards ``["signal"]`` says which."""
+    """Cancel ``task`` on Ctrl-C, SIGTERM and a closed terminal. Afterwards ``["signal"]`` of the returned dict
+    says which it was.
+    """
     caught: dict[str, int] = {}
 
     def stop(number: int) -> None:

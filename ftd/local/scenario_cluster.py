@@ -1,4 +1,4 @@
-"""A cluster on this machine that scenarios are played on, one after another: each finds it in order."""
+"""A local cluster on which scenarios are played one after another, each from a clean start."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from ftd.observe.run_model import Fact, JobEndedFact, RecoveryCompletedFact
 from ftd.transport.wire.public import JobData
 
 START_S = 120.0
-"""From the submission to the first plan that trains."""
+"""How long training may take to begin after the job was submitted."""
 LEAVE_S = 10.0
 STOP_S = 10.0
 _GAP_EVENTS = 200
@@ -33,12 +33,15 @@ Tell = Callable[[str], None]
 
 
 def cluster_key(setup: ClusterSetup) -> ClusterSetup:
-    """Scenarios with the same one can share a cluster: their jobs need not be the same."""
+    """Return a key that is equal for scenarios that can share a cluster; their jobs may differ."""
     return dataclasses.replace(setup, job=Path(), steps=None, override={})
 
 
 def require_setup(scenario: Scenario) -> ClusterSetup:
-    """:raises ConfigurationError: it names no cluster, or faults that this cluster cannot have."""
+    """Return the scenario's cluster setup.
+
+    :raises ConfigurationError: the scenario has no ``[cluster]``, or a fault that this cluster cannot have.
+    """
     if scenario.cluster is None:
         raise ConfigurationError(
             f"{scenario.name} has no [cluster]",
@@ -63,7 +66,7 @@ def require_setup(scenario: Scenario) -> ClusterSetup:
 
 
 def missing_requirement(setup: ClusterSetup) -> str:
-    """Why this machine cannot have such a cluster; empty where it can."""
+    """Return what this machine lacks for such a cluster, or an empty string if it can run it."""
     if setup.network and (reason := unavailable_reason()):
         return reason
     if setup.memory_mib is not None or setup.disk_mib is not None:
@@ -76,10 +79,14 @@ def missing_requirement(setup: ClusterSetup) -> str:
 
 
 class ScenarioCluster:
-    """``async with Stage(setup, tell=print) as stage``: the cluster; nothing of it is left afterwards."""
+    """A local cluster for scenarios: ``async with ScenarioCluster(setup, report=print) as cluster``. Nothing
+    is left afterwards.
+    """
 
     def __init__(self, setup: ClusterSetup, *, report: Tell, logs: Path | None = None) -> None:
-        """:param logs: where the logs of all processes are kept."""
+        """:param report: takes a line for the user.
+        :param logs: the directory for the logs of all processes.
+        """
         self._setup = setup
         self._tell = report
         self._undo = contextlib.AsyncExitStack()
@@ -100,7 +107,10 @@ class ScenarioCluster:
         self._undisturbed: dict[bytes, dict[int, float]] = {}
 
     async def __aenter__(self) -> Self:
-        """:raises FtdError: it could not be brought up."""
+        """Start the cluster.
+
+        :raises FtdError: it did not start.
+        """
         if reason := missing_requirement(self._setup):
             raise ConfigurationError(reason, field="cluster")
         try:
@@ -121,10 +131,10 @@ class ScenarioCluster:
     # --- a scenario --------------------------------------------------------------------------------
 
     async def play(self, scenario: Scenario) -> ScenarioResult:
-        """Put the cluster in order, train, play.
+        """Clean the cluster up, train, and play the scenario.
 
         :raises ConfigurationError: the scenario does not fit this cluster, or its job is wrong.
-        :raises FtdError: the cluster could not be put in order, or a node would not do a fault.
+        :raises FtdError: the cluster could not be cleaned up, or a node would reject a fault.
         """
         setup = require_setup(scenario)
         driver = self._driver
@@ -151,7 +161,7 @@ class ScenarioCluster:
             try:
                 while not played.done():
                     await asyncio.wait([played], timeout=0.5)
-                    for name in driver.ended(injector.absent):
+                    for name in driver.ended_services(injector.absent):
                         raise driver.exit_error(name, f"{name} has ended")
                     await self._fill_gaps(player)
                 return played.result()
@@ -161,20 +171,24 @@ class ScenarioCluster:
             self._player = None
 
     async def _fill_gaps(self, player: ScenarioPlayer) -> None:
-        """What was told while the broker was away, the coordinator's journal knows."""
-        if any(one.fault.target == CentralService(service="broker") for one in player.record.struck.values()):
-            with contextlib.suppress(FtdError):  # Nobody answers while it is away.
+        """Take from the coordinator's journal the events that were published while the broker was away."""
+        if any(
+            one.fault.target == CentralService(service="broker") for one in player.record.injected.values()
+        ):
+            with contextlib.suppress(FtdError):  # Nobody answers while the broker is away.
                 for event in await self._driver.client.history(newest=_GAP_EVENTS):
-                    player.on_missed(event)
+                    player.on_missed_event(event)
 
     async def _baseline(self, scenario: Scenario, job: JobData) -> dict[int, float]:
-        """The losses of the same job without any fault, where the scenario compares; made once."""
+        """Return the losses of the same job without faults if the scenario compares them. They are measured
+        once.
+        """
         if not any(isinstance(one, SameLosses) for one in _expected(scenario)):
             return {}
         key = repr((job.training, job.policy)).encode()
         if len(self._undisturbed.get(key, {})) < job.steps:
             await self._tidy()
-            self._tell(f"          {job.steps} steps without faults, to compare with")
+            self._tell(f"          {job.steps} steps without faults, for comparison")
             await self._train(job)
             async with asyncio.timeout(scenario.limit_s):
                 await self._ended.wait()
@@ -187,9 +201,10 @@ class ScenarioCluster:
         return self._undisturbed[key]
 
     async def _train(self, job: JobData) -> None:
-        """Submit; returns when training has begun.
+        """Submit the job, and return when training has begun.
 
-        :raises PeerError: it does not begin. :raises RequestRejected: the job cannot run.
+        :raises PeerError: training does not begin.
+        :raises RequestRejected: the job cannot run.
         """
         self._begun.clear()
         self._ended.clear()
@@ -204,12 +219,15 @@ class ScenarioCluster:
     # --- order ---------------------------------------------------------------------------------------
 
     async def _tidy(self) -> None:
-        """Whatever the last scenario left: no job, an empty disk, and the home nodes up, no others."""
+        """Remove what the last scenario left: its job, files on the disk, nodes that it started; and start
+        nodes that are missing.
+        """
         driver, state = self._driver, self._driver.state
         if state.get("job") and state.get("phase") not in ("FINISHED", "FAILED"):
             with contextlib.suppress(FtdError):  # It may have ended at this moment.
                 await driver.stop(state["job"]["id"])
-                # Its end must not be taken for the next job's; a broker that was killed may have lost it.
+                # Wait for its end, which must not be taken for the next job's. A killed broker may have
+                # lost the event.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ended.wait(), STOP_S)
         for path in driver.disk.iterdir():
@@ -227,7 +245,7 @@ class ScenarioCluster:
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
         if self._player is not None:
             self._player.on_event(event)
-        if isinstance(fact, RecoveryCompletedFact):  # The first is the start's: a step is committed.
+        if isinstance(fact, RecoveryCompletedFact):  # The first recovery is the start: a step is committed.
             self._begun.set()
         elif isinstance(fact, JobEndedFact):
             self._ended.set()

@@ -103,7 +103,7 @@ def test_a_run_with_a_kill_and_a_new_node(
     assert [len(pids) for pids in report.processes["node-0"].trainers.values()] == [1, 1]
     assert report.final.checksum
     assert "node-2" in printed
-    assert "never happened: at step 100000: term node-0" in printed
+    assert "was never due: at step 100000: term node-0" in printed
     assert (logs / "coordinator.log").exists()
     assert leftovers(home) == []
     assert not any(path.exists() for path in memory)
@@ -274,4 +274,4 @@ def test_a_pause_that_ends_in_a_return_to_a_checkpoint_is_waited_for(
     done = ftd("local", job, "--nodes", 4, "--chaos", scenario, home=patient)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "waiting for their return for 8 s, then the newest checkpoint is looked for" in done.stdout
-    assert "by a persistent checkpoint" in done.stdout and "given up:" not in done.stdout
+    assert "by a persistent checkpoint" in done.stdout and "abandoned:" not in done.stdout

@@ -1,4 +1,6 @@
-"""Seeds, mutants and lost messages take long: ``make quick`` has the scenarios and the situations alone."""
+"""Marks the tests of seeds, planted bugs and lost messages as long: ``make quick`` runs only the scenarios and
+the worst moments.
+"""
 
 import pytest
 

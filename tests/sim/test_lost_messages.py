@@ -1,4 +1,6 @@
-"""Every kind of message is lost, repeated and delayed once, in a life that has all of them: nothing stands still."""
+"""Every kind of message is lost, duplicated and delayed once in a run that has all of them, and training never
+gets stuck.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +58,7 @@ KINDS = (
 class Life:
     """One run of the scenario.
 
-    :param meddle: returns what becomes of a message, whose kind it is given.
+    :param meddle: returns what happens to a message of the given kind.
     """
 
     def __init__(self, directory: Path, meddle: Callable[[str], Fate | None]) -> None:
@@ -93,7 +95,10 @@ class Life:
     def _meddling(
         self, real: Callable[..., None], message: FromNode | ToNode | ToNodes, *others: Any
     ) -> None:
-        """Pass a message on as its fate wants it. :param others: arguments that come before the message."""
+        """Pass a message on, or not, as its fate says.
+
+        :param others: the arguments that come before the message.
+        """
         kind = kind_of(message)
         self.met[kind] = self.met.get(kind, 0) + 1
         match self._meddle(kind):
@@ -108,7 +113,7 @@ class Life:
 
     @property
     def longest_gap_s(self) -> float:
-        """Between two commits."""
+        """The longest time between two commits."""
         return max(later - earlier for earlier, later in zip(self.commits, self.commits[1:], strict=False))
 
 
@@ -123,12 +128,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Life:
     return life
 
 
-def test_the_life_has_messages_of_every_kind(undisturbed: Life) -> None:
+def test_the_run_has_messages_of_every_kind(undisturbed: Life) -> None:
     assert set(KINDS) <= set(undisturbed.met), set(KINDS) - set(undisturbed.met)
 
 
 class Once:
-    """Meddles with one message of a kind: the one of this number."""
+    """Meddles with one message of a kind, the one with this number."""
 
     def __init__(self, kind: str, fate: Fate, number: int) -> None:
         self._kind, self._fate, self._number = kind, fate, number
@@ -142,15 +147,15 @@ class Once:
 
 
 def cost_s(life: Life, undisturbed: Life) -> float:
-    """Return how much longer the job took, or the longest time without a commit was, whichever is more."""
+    """Return how much longer the job took, or how much longer the longest time without a commit was, whichever
+    is more.
+    """
     longer = life.world.world.now - undisturbed.world.world.now
     return max(longer, life.longest_gap_s - undisturbed.longest_gap_s)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_message_that_is_lost_repeated_or_late_costs_little(
-    kind: str, undisturbed: Life, tmp_path: Path
-) -> None:
+def test_a_lost_duplicated_or_late_message_costs_little(kind: str, undisturbed: Life, tmp_path: Path) -> None:
     count = undisturbed.met[kind]
     numbers = sorted({1, count // 2 + 1, count})
     cases: list[tuple[Fate, int]] = [("lost", number) for number in numbers]
@@ -161,7 +166,7 @@ def test_a_message_that_is_lost_repeated_or_late_costs_little(
         assert cost_s(life, undisturbed) <= COST_S, (fate, number)
 
 
-def test_it_is_the_acknowledgements_that_find_what_is_lost(
+def test_lost_messages_are_found_by_acknowledgements(
     undisturbed: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("statemachine.cluster.signals.take_acknowledgement", lambda c, node, signal: None)

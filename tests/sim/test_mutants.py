@@ -1,7 +1,8 @@
-"""Planted bugs: each must be found within some 200 seeds, or the simulator does not look where it should.
+"""Planted bugs: each must be found within some 200 seeds; otherwise the simulator does not check what it
+should.
 
-Where few seeds come across one, they are given a leaning: what it takes happens in each of them, so that a
-seed in ten or twenty finds it, whatever else comes to be drawn.
+Bugs that few seeds would come across get overrides: what the bug needs then happens in every seed, so that
+one seed in ten or twenty finds it, whatever else is drawn.
 """
 
 import asyncio
@@ -61,17 +62,17 @@ CHANGING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING)
 SHARDED = range(1, 3 * SEEDS, 3)
 """Jobs with ZeRO-1."""
 EXITS = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 9))
-"""Around commits: some have the gradients, some have applied them."""
+"""Around commits, where some trainers have the gradients and some have applied them."""
 real_decide = rules.decide
 real_go_on = EventStream.publish_unacknowledged
 
 
 def found(
-    expected: str, seeds: Sequence[int] = range(SEEDS), leaning: SeedOverrides | None = None
+    expected: str, seeds: Sequence[int] = range(SEEDS), overrides: SeedOverrides | None = None
 ) -> tuple[int, str]:
-    """The first seed that finds the bug, and what it says."""
+    """Return the first seed that finds the bug, and the violation."""
     for seed in seeds:
-        violation = run_seed(seed, overrides=leaning).violation
+        violation = run_seed(seed, overrides=overrides).violation
         if violation is not None and expected in violation:
             return seed, violation
     raise AssertionError(f"{len(seeds)} seeds did not find the planted bug ({expected!r})")
@@ -92,7 +93,7 @@ def without_roll_forward(
     *,
     zero1: bool,
 ) -> Decision:
-    """Whatever somebody committed, all go back to the oldest step that a survivor is at, and redo."""
+    """Redo from the oldest step of any survivor, whatever was committed."""
     decision = real_decide(reports, known, resumption, mode, zero1=zero1)
     if decision.outcome != "roll_forward":
         return decision
@@ -107,7 +108,7 @@ def without_gradients(
     *,
     zero1: bool,
 ) -> Decision:
-    """Who is at the VOTE with complete gradients counts for nothing."""
+    """Ignore that a trainer is at the VOTE with complete gradients."""
     blind: dict[str, Any] = {}
     for node, devices in reports.items():
         blind[node] = tuple(structs.replace(report, ready_step=None) for report in devices)
@@ -122,26 +123,26 @@ def without_the_dead(
     *,
     zero1: bool,
 ) -> Decision:
-    """Only survivors' reports count, not what was heard before."""
+    """Use only the survivors' reports, and not what was known before."""
     return real_decide(reports, None, resumption, mode, zero1=zero1)
 
 
 @pytest.mark.parametrize(
     ("mutant", "expected"),
     [
-        (without_roll_forward, "told as committed"),
+        (without_roll_forward, "published as committed"),
         (without_gradients, "live trainers hold all"),
-        (without_the_dead, "told as committed"),
+        (without_the_dead, "published as committed"),
     ],
 )
 def test_a_broken_roll_forward_rule_is_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., Decision], expected: str
 ) -> None:
     monkeypatch.setattr(recovery, "decide", mutant)
-    found(expected, leaning=SeedOverrides(at_commits=EXITS))
+    found(expected, overrides=SeedOverrides(at_commits=EXITS))
 
 
-def test_gradients_taken_for_layers_that_have_none_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_count_for_layers_without_any_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_by_gradients", lambda _, report, *others: frozenset(report.held))
     exits = tuple((commit, faults.exit_trainer) for commit in range(3, 80, 5))
     found("layer", range(2 * SEEDS), SeedOverrides(zero1=False, checkpoints=False, at_commits=exits))
@@ -154,14 +155,14 @@ def test_a_generation_used_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     found("was used twice")
 
 
-def test_a_node_that_raises_by_itself_and_is_taken_for_wrong_code_is_found(
+def test_a_node_failure_that_counts_as_wrong_code_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(trainers, "last_line", lambda detail: "the same")
     strikes = tuple(
         (name, faults.raise_in_trainer, 1) for name in ("StepCommitted", "Quiesced", "TrainerLost")
     )
-    found("taken for the job's", leaning=SeedOverrides(strikes=strikes))
+    found("counts as the job's", overrides=SeedOverrides(triggered_faults=strikes))
 
 
 def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan_in_words: Any) -> None:
@@ -174,10 +175,10 @@ def published_under_new_ids(stream: EventStream, session: Any, outbox: Any, plan
 
 @pytest.mark.parametrize(
     ("mutant", "expected"),
-    [(lambda *_: None, "and never told"), (published_under_new_ids, "came")],
-    ids=["lost", "told twice"],
+    [(lambda *_: None, "but never published"), (published_under_new_ids, "was published")],
+    ids=["lost", "published twice"],
 )
-def test_events_that_a_killed_coordinator_takes_with_it_or_tells_under_new_ids_are_found(
+def test_events_that_a_killed_coordinator_loses_or_publishes_under_new_ids_are_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., None], expected: str
 ) -> None:
     monkeypatch.setattr(EventStream, "go_on", mutant)
@@ -187,25 +188,25 @@ def test_events_that_a_killed_coordinator_takes_with_it_or_tells_under_new_ids_a
 def test_events_that_leave_the_outbox_before_the_broker_has_them_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A leader that is cut off, or whose broker dies, then forgets what nobody has received."""
+    """A leader that is cut off, or whose broker dies, then forgets events that nobody has received."""
 
     def publish(stream: EventStream, session: Any, message: Any) -> None:
         stream.outbox.acknowledge(message.id)
         session.publish(stream._topic, encode_event(message))
 
     monkeypatch.setattr(EventStream, "_publish", publish)
-    found("and never told", leaning=SeedOverrides(coordinators=2))
+    found("but never published", overrides=SeedOverrides(coordinators=2))
 
 
 def test_events_that_are_decided_after_the_journal_is_written_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A leader that is killed between the journal and the events takes them with it."""
+    """A leader that is killed between writing the journal and publishing the events takes them with it."""
     monkeypatch.setattr(EventStream, "decide", lambda stream, effects, now: None)
     crashes = tuple(
         (name, amid, passed) for name in ("GenerationStarted", "Quiesced") for passed in (0, 1, 2)
     )
-    found("", leaning=SeedOverrides(coordinators=1, strikes=crashes))
+    found("", overrides=SeedOverrides(coordinators=1, triggered_faults=crashes))
 
 
 def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,31 +216,31 @@ def test_a_journal_that_is_never_forced_to_the_disk_is_found(monkeypatch: pytest
     monkeypatch.setattr(Journal, "save", save)
     monkeypatch.setattr(Journal, "reserve", lambda self, generation: None)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("", leaning=SeedOverrides(coordinators=1, strikes=strikes))
+    found("", overrides=SeedOverrides(coordinators=1, triggered_faults=strikes))
 
 
 def test_a_journal_that_forgets_its_position_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator that restarts then takes an older journal at the broker for a newer one than its own."""
+    """A coordinator that restarts then mistakes an older journal at the broker for a newer one than its own."""
 
     def save(self: Journal, state: bytes, real: Callable[..., None] = Journal.save, **more: Any) -> None:
         real(self, state, **{**more, "position": None})
 
     monkeypatch.setattr(Journal, "save", save)
-    found("", leaning=BEHIND_A_SAVE)
+    found("", overrides=BEHIND_A_SAVE)
 
 
-def test_a_follower_that_ends_with_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reads what is retained, cannot keep it, and never begins to follow."""
+def test_a_follower_that_fails_on_a_full_disk_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what is retained, cannot store it, and never begins to follow."""
 
     def take(self: FollowerSession, topic: str, payload: bytes) -> None:
         self._route(topic, payload)
 
     monkeypatch.setattr(FollowerSession, "_take", take)
     full = tuple(("StepCommitted", fill_disk, passed) for passed in (1, 5))
-    found("no progress after the healing", leaning=SeedOverrides(coordinators=1, strikes=full))
+    found("no progress after the healing", overrides=SeedOverrides(coordinators=1, triggered_faults=full))
 
 
-def test_a_driver_that_forgets_events_of_the_same_moment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_drops_simultaneous_events_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     async def process(self: Driver, *events: Any) -> None:
         await real(self, *events[:1])
 
@@ -248,24 +249,27 @@ def test_a_driver_that_forgets_events_of_the_same_moment_is_found(monkeypatch: p
     found("", range(3, 4 * SEEDS, 4))
 
 
-def test_a_journal_that_forgets_with_its_end_which_generations_were_used_is_found(
+def test_a_journal_that_loses_used_generations_with_its_end_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(leadership, "beyond", lambda state, floor: state)
     strikes = (("GenerationStarted", power_cut, 1), ("PlanChosen", power_cut, 2), ("Quiesced", power_cut, 2))
-    found("was used twice", leaning=SeedOverrides(coordinators=1, strikes=strikes))
+    found("was used twice", overrides=SeedOverrides(coordinators=1, triggered_faults=strikes))
 
 
-def test_a_journal_that_forgets_with_its_end_who_went_on_with_which_plan_is_found(
+def test_a_journal_that_loses_the_resumed_plan_with_its_end_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whom they left behind is then taken for one of them, with gradients of another plan; or what they have
-    is taken for lost, or for undone."""
+    """A node that the others left behind is then mistaken for one of them, with gradients of another plan; or
+    what the others have is considered lost or undone.
+    """
     monkeypatch.setattr(coordinator, "durability_key", lambda journal: durability_key(journal)[:-1])
     cuts = tuple((commit, faults.cut_node) for commit in range(3, 80, 9))
     strikes = tuple(("PlanChosen", power_cut, passed) for passed in (1, 2, 3))
-    leaning = SeedOverrides(coordinators=1, zero1=False, rarer=False, at_commits=cuts, strikes=strikes)
-    found("", range(20, SEEDS), leaning)
+    overrides = SeedOverrides(
+        coordinators=1, zero1=False, rare_faults=False, at_commits=cuts, triggered_faults=strikes
+    )
+    found("", range(20, SEEDS), overrides)
 
 
 def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
@@ -278,37 +282,40 @@ def test_a_coordinator_that_leads_before_its_claim_is_at_the_broker_is_found(
 
     real = ElectionMachine._claim_term
     monkeypatch.setattr(ElectionMachine, "_claim_term", seated)
-    found("in which another one led", leaning=SeedOverrides(coordinators=3))
+    found("in which another coordinator led", overrides=SeedOverrides(coordinators=3))
 
 
-def test_a_leader_that_is_heard_beside_its_successor_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deposed_leader_whose_messages_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimNetwork, "fences", property(lambda _: False, lambda _, value: None), raising=False)
     blows = (faults.reset_coordinator, faults.freeze_coordinator, faults.cut_coordinator)
     strikes = tuple(("GenerationStarted", blow, passed) for passed, blow in enumerate(blows))
-    found("generation", leaning=SeedOverrides(coordinators=3, strikes=strikes))
+    found("generation", overrides=SeedOverrides(coordinators=3, triggered_faults=strikes))
 
 
-def test_a_standby_that_takes_what_a_broker_once_saved_for_the_newest_is_found(
+def test_a_standby_that_mistakes_a_saved_journal_for_the_newest_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It uses generations again that the leader started meanwhile; or another one there has a newer one."""
+    """It uses generations again that the leader started meanwhile, or another connected coordinator has a
+    newer journal.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(durable, "skip_unseen_generations", lambda journal, incarnation: journal)
-        found("was used twice", leaning=BEHIND_A_SAVE)
-    monkeypatch.setattr(election, "is_outdated", lambda newest, others: False)
-    found("which is there, has", leaning=BEHIND_A_SAVE)
+        found("was used twice", overrides=BEHIND_A_SAVE)
+    monkeypatch.setattr(election, "outdone", lambda newest, others: False)
+    found("which is connected, has", overrides=BEHIND_A_SAVE)
 
 
-def test_an_order_to_build_that_is_lost_and_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_build_order_that_is_not_repeated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "take_acknowledgement", lambda c, node, signal: None)
     lossy = tuple(("JobSubmitted", faults.lossy_line, 0) for _ in range(3))
     submitted = (("NodeJoined", faults.lossy_line, 0), ("NodeJoined", faults.lossy_line, 1))
-    found("to build", leaning=SeedOverrides(rarer=False, strikes=(*lossy, *submitted)))
+    found("to build", overrides=SeedOverrides(rare_faults=False, triggered_faults=(*lossy, *submitted)))
 
 
 def renewed_and_lost(sim: Simulation) -> None:
-    """One coordinator gets another program and leads, and the other one cannot read what it writes; then
-    all lose power, with the broker, and the leader is away for long."""
+    """Upgrade one coordinator, which then leads and writes what the other one cannot read. Then all lose
+    power, with the broker, and the leader is away for long.
+    """
 
     def again(coordinator: SimCoordinator, after_s: float) -> None:
         coordinator.crash()
@@ -321,17 +328,19 @@ def renewed_and_lost(sim: Simulation) -> None:
 
     new, old = sim.coordinator, next(one for one in sim.coordinators if one is not sim.coordinator)
     new.crash()
-    new.edition = 1
+    new.program_version = 1
     sim.world.call_later(0.5, new.restart)
     sim.world.call_later(4.0, again, old, 1.0)
     sim.world.call_later(9.0, black_out)
 
 
 @pytest.mark.parametrize("mutant", ["check", "bar"])
-def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
+def test_a_coordinator_that_leads_from_an_older_journal_is_found(
     monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    """It takes what it cannot read for nothing; or forgets with its process that there was such a journal."""
+    """It treats a journal that it cannot read as if there were none, or forgets in a restart that there was
+    one.
+    """
     if mutant == "check":
         begin, keep = Takeover.begin, Takeover.save_copy
 
@@ -349,7 +358,9 @@ def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
         found("", range(20, 220), SeedOverrides(coordinators=3, upgrades=True))
         return
     monkeypatch.setattr(simulation_run, "HEAL_S", 70.0)
-    lost = SeedOverrides(coordinators=2, upgrades=False, strikes=(("StepCommitted", renewed_and_lost, 2),))
+    lost = SeedOverrides(
+        coordinators=2, upgrades=False, triggered_faults=(("StepCommitted", renewed_and_lost, 2),)
+    )
     assert [run_seed(seed, overrides=lost).violation for seed in range(3)] == [None] * 3
 
     def bar(self: Journal, position: tuple[int, int], schema: int, protocol: int, version: str) -> None:
@@ -359,7 +370,7 @@ def test_a_coordinator_that_leads_from_less_than_the_newest_journal_is_found(
     found("a journal that it cannot read", range(10), lost)
 
 
-def test_a_standby_that_takes_the_leader_s_clock_for_its_own_is_found(
+def test_a_standby_that_uses_the_leader_s_clock_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def save_copy(
@@ -373,10 +384,14 @@ def test_a_standby_that_takes_the_leader_s_clock_for_its_own_is_found(
 
     monkeypatch.setattr(Journal, "save_copy", save_copy)
     crashes = tuple(("SnapshotCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
-    found("takes the newest snapshot to be", leaning=SeedOverrides(coordinators=2, strikes=crashes))
+    found(
+        "takes the newest snapshot to be", overrides=SeedOverrides(coordinators=2, triggered_faults=crashes)
+    )
 
 
-def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_leader_that_publishes_commands_before_its_journal_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def publish(self: Leadership, topic: str, payload: bytes, **more: Any) -> None:
         if topic == TOPICS.journal:
             asyncio.get_running_loop().call_later(0.02, lambda: real(self, topic, payload, **more))
@@ -385,7 +400,7 @@ def test_a_leader_whose_journal_comes_behind_its_commands_is_found(monkeypatch: 
 
     real = Leadership.publish
     monkeypatch.setattr(Leadership, "publish", publish)
-    found("published before it was persisted", leaning=SeedOverrides(coordinators=2))
+    found("published before it was persisted", overrides=SeedOverrides(coordinators=2))
 
 
 def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,12 +411,12 @@ def test_a_generation_published_before_it_is_persisted_is_found(monkeypatch: pyt
 @pytest.mark.parametrize(
     ("mutant", "expected"),
     [
-        (lambda to_all, node, incarnation: to_all.receivers.get(node), "takes a command"),
-        (lambda to_all, node, incarnation: incarnation, "takes a command"),
+        (lambda to_all, node, incarnation: to_all.receivers.get(node), "handles a command"),
+        (lambda to_all, node, incarnation: incarnation, "handles a command"),
     ],
     ids=["another incarnation's", "another node's"],
 )
-def test_a_node_that_obeys_what_is_for_others_is_found(
+def test_a_node_that_obeys_commands_for_others_is_found(
     monkeypatch: pytest.MonkeyPatch, mutant: Callable[..., int | None], expected: str
 ) -> None:
     def addressed(to_all: ToNodes, node: str, incarnation: int) -> ToNode | None:
@@ -412,14 +427,19 @@ def test_a_node_that_obeys_what_is_for_others_is_found(
 
     monkeypatch.setattr(ToNodes, "addressed", addressed)
     restarts = tuple(("GenerationStarted", faults.crash_node, passed) for passed in (0, 1))
-    found(expected, leaning=SeedOverrides(strikes=restarts))
+    found(expected, overrides=SeedOverrides(triggered_faults=restarts))
 
 
 def test_a_node_let_back_in_after_the_cluster_went_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signals, "may_return", lambda c, node: True)
     monkeypatch.setattr(recovery, "is_trusted", lambda *everything: True)
     cuts = tuple(("TrainingResumed", faults.cut_node, passed) for passed in (0, 0, 1, 2))
-    found("", leaning=SeedOverrides(coordinators=1, strikes=(*cuts, ("NodeLost", faults.exit_trainer, 0))))
+    found(
+        "",
+        overrides=SeedOverrides(
+            coordinators=1, triggered_faults=(*cuts, ("NodeLost", faults.exit_trainer, 0))
+        ),
+    )
 
 
 def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +452,7 @@ def test_a_fenced_agent_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -
     found("after it was fenced")
 
 
-def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_repeats_no_report_after_an_outage_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def hello(a: agent_commands.Agent) -> None:
         before = len(a.out)
         real(a)
@@ -441,17 +461,17 @@ def test_an_agent_that_says_nothing_again_after_an_outage_is_found(monkeypatch: 
     real = agent_commands.send_hello
     monkeypatch.setattr(agent_commands, "send_hello", hello)
     outages = tuple((name, faults.restart_broker, 0) for name in ("Quiesced", "PlanChosen", "NodeLost"))
-    found("no progress after the healing", leaning=SeedOverrides(strikes=outages))
+    found("no progress after the healing", overrides=SeedOverrides(triggered_faults=outages))
 
 
-def test_a_snapshot_that_is_kept_before_it_is_complete_everywhere_is_found(
+def test_a_snapshot_that_is_retained_before_it_is_complete_everywhere_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(snapshots, "is_complete_everywhere", lambda c, underway: True)
     found("did not complete it")
 
 
-def test_a_snapshot_that_is_kept_before_it_is_durable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_is_retained_before_it_is_durable_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     completed: list[Cluster] = []
 
     def complete(c: Cluster, *others: Any) -> None:
@@ -471,7 +491,7 @@ def test_a_snapshot_that_is_kept_before_it_is_durable_is_found(monkeypatch: pyte
     found("the journal names")
 
 
-def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_to_an_abandoned_snapshot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def give_up(c: Cluster, why: str) -> None:
         underway = c.snapshots.pending
         if underway is not None and underway.completed and c.resumption is not None and c.job is not None:
@@ -487,14 +507,14 @@ def test_a_rollback_to_a_snapshot_that_was_given_up_is_found(monkeypatch: pytest
     found("did not complete it")
 
 
-def test_a_rollback_that_forgets_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_that_undoes_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingProgress, "roll_back", lambda self, step, vote: None)
-    found("of which no snapshot is complete")
+    found("which has no complete snapshot")
 
 
-def test_trainers_that_are_not_told_what_to_keep_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_snapshots, "send_retained", lambda a, device: None)
-    found("writes over its part of the newest snapshot")
+def test_trainers_that_do_not_learn_what_to_retain_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_snapshots, "tell_kept", lambda a, device: None)
+    found("overwrites its shard of the newest snapshot")
 
 
 def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,14 +528,14 @@ def test_late_duplicates_of_prepare_that_are_obeyed_are_found(monkeypatch: pytes
     monkeypatch.setattr(agent_commands, "prepare", prepare)
     monkeypatch.setattr(
         signals, "take_acknowledgement", lambda c, node, signal: None
-    )  # It would be found out.
-    found("no progress after the healing", leaning=SeedOverrides(duplicates=0.1))
+    )  # Otherwise it would be repaired.
+    found("no progress after the healing", overrides=SeedOverrides(duplicates=0.1))
 
 
-def test_a_snapshot_that_counts_as_protected_otherwise_than_it_is_is_found(
+def test_a_snapshot_that_counts_with_a_wrong_protection_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the job file says, and not as the plan's owners were told."""
+    """The snapshot counts as protected as the job file says, and not as the owners were told."""
 
     def complete(c: Cluster, *others: Any) -> None:
         if c.resumption is not None and c.job is not None and c.job.snapshot.auto_protection:
@@ -531,10 +551,10 @@ def test_a_switch_that_does_not_wait_for_a_boundary_is_found(monkeypatch: pytest
     monkeypatch.setattr(
         boundaries, "reconfigure", lambda c, why, mode, record: recovery.reconfigure(c, why, "abort", record)
     )
-    found("is switched, and steps are done again")
+    found("is switched, but steps are computed again")
 
 
-def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
+def test_a_snapshot_reported_complete_before_the_replica_peer_has_it_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def wrote(a: agent_commands.Agent, device: int, report: ShardWritten) -> None:
@@ -548,11 +568,11 @@ def test_a_snapshot_said_to_be_complete_before_the_buddy_has_it_is_found(
     found("has no copy of")
 
 
-def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollback, "held_copies", lambda *everything, **others: {})
+def test_snapshot_copies_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollback, "copies", lambda *everything, **others: {})
     crashes = tuple(("SnapshotCompleted", faults.crash_node, passed) for passed in (1, 2))
-    alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, strikes=crashes)
-    found("and buddies of", leaning=alone)
+    alone = SeedOverrides(zero1=False, protection="aec+buddy", checkpoints=False, triggered_faults=crashes)
+    found("and replica peers of", overrides=alone)
 
 
 # --- names that never come back ---------------------------------------------------------------------
@@ -562,16 +582,16 @@ def test_buddies_whose_copies_are_not_reckoned_with_are_found(monkeypatch: pytes
     ("module", "name", "mutant", "expected"),
     [
         (membership, "needed", lambda c: frozenset(), "the job's journal names it"),
-        (machine, "forget", lambda c: None, "is gone for good, and is listed"),
-        (recovery, "unknown", lambda c, name: None, "is gone for good, and its state is retained"),
+        (machine, "forget", lambda c: None, "is gone for good, but is listed"),
+        (recovery, "unknown", lambda c, name: None, "is gone for good, but its state is retained"),
     ],
     ids=["whoever is gone", "nobody", "nothing at the broker"],
 )
-def test_a_coordinator_that_forgets_whom_it_needs_or_nobody_is_found(
+def test_a_coordinator_that_removes_nodes_it_needs_or_none_is_found(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, mutant: Callable[..., Any], expected: str
 ) -> None:
     monkeypatch.setattr(module, name, mutant)
-    found(expected, leaning=SeedOverrides(churn=True))
+    found(expected, overrides=SeedOverrides(churn=True))
 
 
 # --- evaluations ------------------------------------------------------------------------------------
@@ -579,33 +599,35 @@ def test_a_coordinator_that_forgets_whom_it_needs_or_nobody_is_found(
 
 EVALUATED = SeedOverrides(
     evaluations=True,
-    strikes=tuple(
+    triggered_faults=tuple(
         (name, faults.exit_trainer, passed) for name in ("Evaluated", "StepCommitted") for passed in (1, 3)
     ),
     at_commits=EXITS,
 )
 
 
-def test_an_evaluation_that_counts_as_reported_before_it_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_counts_as_published_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
         c.progress.evaluated = max(c.progress.evaluated, step)
 
     monkeypatch.setattr(recovery, "learn_evaluation", learn)
-    found("came, and Evaluated", leaning=EVALUATED)
+    found("was published, but Evaluated", overrides=EVALUATED)
 
 
-def test_an_evaluation_whose_report_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_that_is_published_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def tell(c: Cluster) -> None:
         real(c)
         c.progress.evaluated = 0
 
-    real = progress._publish_evaluation
-    monkeypatch.setattr(progress, "_publish_evaluation", tell)
-    found("came twice", leaning=EVALUATED)
+    real = progress._tell_evaluation
+    monkeypatch.setattr(progress, "_tell_evaluation", tell)
+    found("was published twice", overrides=EVALUATED)
 
 
-def test_ranks_that_go_on_without_the_end_of_an_evaluation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who stops everybody in the middle of it has its result lost, and the next group does not begin again."""
+def test_ranks_that_go_on_before_an_evaluation_ends_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result is lost if a rank stops everybody in the middle of an evaluation, and the next group does not
+    start it again.
+    """
 
     def resume(self: SimTrainer, command: Resume, staged: dict[int, int] | None = None) -> None:
         real(self, command, staged)
@@ -613,24 +635,24 @@ def test_ranks_that_go_on_without_the_end_of_an_evaluation_are_found(monkeypatch
 
     real = SimTrainer.resume
     monkeypatch.setattr(SimTrainer, "resume", resume)
-    found("came, and Evaluated", leaning=EVALUATED)
+    found("was published, but Evaluated", overrides=EVALUATED)
 
 
 # --- ZeRO-1 --------------------------------------------------------------------------------------
 
 
-def test_replicas_that_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def parts(*everything: Any) -> Any:
         told = real(*everything)
         return told and {device: tuple(p for p in of if not p.replica) for device, of in told.items()}
 
     real = recovery.parts_of
     monkeypatch.setattr(recovery, "parts_of", parts)
-    found("rolled back, and live trainers hold all", SHARDED)
+    found("rolled back although live trainers hold all", SHARDED)
 
 
-def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever is in the plan must have all parts among them."""
+def test_a_part_that_counts_as_the_whole_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All members of the plan together must have all parts."""
 
     def needs(nodes: Any, devices: int, parts: Any, layers: int) -> Any:
         some = {device: tuple(replace(p, start=0, end=1, of=1) for p in of) for device, of in parts.items()}
@@ -642,9 +664,9 @@ def test_a_part_that_is_taken_for_the_whole_is_found(monkeypatch: pytest.MonkeyP
     found("starts without all of layers", SHARDED)
 
 
-def test_parts_whose_gradients_count_for_nothing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_parts_that_are_ignored_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "_parts_by_gradients", lambda *everything, **more: ())
-    found("live trainers hold all", leaning=SeedOverrides(zero1=True, protection="aor", at_commits=EXITS))
+    found("live trainers hold all", overrides=SeedOverrides(zero1=True, protection="aor", at_commits=EXITS))
 
 
 def test_an_update_that_was_not_gathered_and_counts_as_whole_is_found(
@@ -670,21 +692,21 @@ def test_a_checkpoint_that_is_committed_before_every_layer_is_written_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(persisting, "all_written", lambda writing: True)
-    found("is committed with layers", leaning=SeedOverrides(checkpoints=True))
+    found("is committed with layers", overrides=SeedOverrides(checkpoints=True))
 
 
-def test_a_snapshot_that_goes_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "pinned_step", lambda c, record: 0)
-    found("while it is persisted", leaning=SeedOverrides(checkpoints=True))
+def test_a_snapshot_that_is_dropped_while_it_is_persisted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "pinned", lambda c, record: 0)
+    found("while it is persisted", overrides=SeedOverrides(checkpoints=True))
 
 
 def test_a_coordinator_that_forgets_what_it_wrote_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(durable, "_persisting", lambda c: {})
     crashes = tuple(("CheckpointCompleted", faults.crash_coordinator, passed) for passed in (0, 1))
-    found("checkpoint", leaning=SeedOverrides(zero1=False, checkpoints=True, strikes=crashes))
+    found("checkpoint", overrides=SeedOverrides(zero1=False, checkpoints=True, triggered_faults=crashes))
 
 
-def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
+def test_endless_rollbacks_to_a_corrupt_checkpoint_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def search(c: Cluster, reason: str) -> bool:
@@ -694,33 +716,42 @@ def test_a_damaged_checkpoint_that_is_gone_back_to_again_and_again_is_found(
     real = rollback.search_checkpoint
     monkeypatch.setattr(rollback, "search_checkpoint", search)
     strikes = tuple(("CheckpointCompleted", f, 0) for f in (faults.damage_checkpoint, faults.lose_all_memory))
-    found("no progress after the healing", leaning=SeedOverrides(checkpoints=True, strikes=strikes))
+    found(
+        "no progress after the healing", overrides=SeedOverrides(checkpoints=True, triggered_faults=strikes)
+    )
 
 
-def test_a_place_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_location_that_is_not_tried_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = (("CheckpointCompleted", 0), ("ClusterPaused", 0), ("Quiesced", 3), ("NodeJoined", 3))
     closed = tuple((name, faults.close_place, passed) for name, passed in (*moments, ("NodeJoined", 6)))
     lost = ("CheckpointCompleted", faults.lose_all_memory, 0)
-    monkeypatch.setattr(rollback, "_note_unreadable", lambda c: False)
-    found("sound checkpoints", range(2 * SEEDS), SeedOverrides(checkpoints=True, strikes=(lost, *closed)))
+    monkeypatch.setattr(rollback, "_refused", lambda c: False)
+    found(
+        "intact checkpoints",
+        range(2 * SEEDS),
+        SeedOverrides(checkpoints=True, triggered_faults=(lost, *closed)),
+    )
 
 
 # --- bits that change in memory ----------------------------------------------------------------------
 
 
-def test_a_damaged_part_that_is_asked_for_again_and_again_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_requests_for_a_corrupt_shard_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollback, "RESTORE_TRIES", 1_000_000)
     strikes = tuple(("SnapshotCompleted", f, 0) for f in (faults.damage_shards, faults.fail_all_trainers))
     found(
         "no progress after the healing",
-        leaning=SeedOverrides(protection="none", zero1=False, strikes=strikes),
+        overrides=SeedOverrides(protection="none", zero1=False, triggered_faults=strikes),
     )
 
 
-def test_a_node_that_is_not_told_who_can_help_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_learn_its_repair_sources_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     real = snapshots._parts_of
     monkeypatch.setattr(
         snapshots, "_parts_of", lambda c, record: structs.replace(real(c, record), sources={})
     )
     strikes = (("SnapshotCompleted", faults.damage_shard, 1),)
-    found("others hold what it takes", leaning=SeedOverrides(protection="aec", zero1=False, strikes=strikes))
+    found(
+        "others hold what it takes",
+        overrides=SeedOverrides(protection="aec", zero1=False, triggered_faults=strikes),
+    )

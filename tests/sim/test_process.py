@@ -1,4 +1,4 @@
-"""Event loops of simulated processes: virtual time, SIGSTOP and SIGKILL."""
+"""The event loops of simulated processes: virtual time, SIGSTOP and SIGKILL."""
 
 import asyncio
 
@@ -23,7 +23,7 @@ def test_time_jumps_from_timer_to_timer() -> None:
     assert woken == [1.0, 1.5, 101.5]
 
 
-def test_a_frozen_process_runs_what_came_meanwhile_when_it_thaws() -> None:
+def test_a_thawed_process_runs_what_arrived_while_it_was_frozen() -> None:
     world = World(0)
     loop = ProcessLoop(world)
     came: list[tuple[str, float]] = []
@@ -54,7 +54,7 @@ def test_a_killed_process_runs_nothing_and_leaves_no_task() -> None:
     assert task.cancelled() and came == ["ended"]
 
 
-def test_a_bug_that_a_task_dies_of_ends_the_run() -> None:
+def test_an_exception_in_a_task_ends_the_run() -> None:
     world = World(0)
     loop = ProcessLoop(world)
 

@@ -1,4 +1,4 @@
-"""Scenarios in the simulator: the same files that are played against the real service, and judged alike."""
+"""Scenarios in the simulator: the files that are also played on the real service, judged by the same rules."""
 
 import json
 from pathlib import Path
@@ -34,17 +34,17 @@ def supported(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_the_library_meets_its_expectations_in_the_simulator(path: Path) -> None:
+def test_the_example_scenarios_meet_their_expectations_in_the_simulator(path: Path) -> None:
     for seed in SEEDS:
         found = played(path, seed)
         assert found.met, render_text(found)
 
 
-def test_all_of_the_library_can_be_simulated() -> None:
+def test_all_example_scenarios_can_be_simulated() -> None:
     assert [path.name for path in SCENARIOS if not supported(path)] == []
 
 
-def test_a_seed_gives_the_same_run_and_another_one_another() -> None:
+def test_equal_seeds_give_equal_runs_and_other_seeds_other_runs() -> None:
     first, again, other = (
         build_document(played(EXAMPLES / "chaos" / "node-killed.toml", s)) for s in (1, 1, 2)
     )
@@ -54,7 +54,7 @@ def test_a_seed_gives_the_same_run_and_another_one_another() -> None:
 
 
 def scenario_file(directory: Path, **fault: Any) -> Path:
-    """One fault at step 10 on four nodes."""
+    """Write a scenario with one fault at step 10 on four nodes."""
     values = "\n".join(f"{name} = {json.dumps(value)}" for name, value in fault.items() if name != "expect")
     expect = f"expect = {fault['expect']}" if "expect" in fault else ""
     path = directory / "scenario.toml"
@@ -70,7 +70,7 @@ KILL = {"do": "kill", "node": "node-2"}
 
 
 def test_an_expectation_fails_where_a_bug_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator that is deaf to last wills finds out by silence, much later."""
+    """A coordinator that ignores last wills notices the loss by silence, much later."""
     path = scenario_file(tmp_path, **KILL, expect="{ resumed_within_s = 1.0 }")
     assert played(path, 0).met
     real = ClusterMachine._dispatch
@@ -100,7 +100,7 @@ def test_a_broken_invariant_fails_a_scenario_that_does_not_expect_anything(
 
 
 def ftd(*arguments: object) -> tuple[int, str]:
-    """Exit code and what was printed, of a command or of its refusal."""
+    """Return the exit code of a command, and what it printed or the message of its error."""
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if isinstance(done.exception, ConfigurationError):
         return done.exception.exit_code, str(done.exception)
@@ -110,7 +110,7 @@ def ftd(*arguments: object) -> tuple[int, str]:
 SHORT = {"do": "hang", "node": "node-1", "for_s": 0.2}
 
 
-def test_what_the_simulator_lacks_is_refused_or_left_out_and_said(tmp_path: Path) -> None:
+def test_unsupported_faults_are_rejected_or_skipped_with_a_report(tmp_path: Path) -> None:
     path, junit = scenario_file(tmp_path, **SHORT), tmp_path / "junit.xml"
     code, said = ftd("sim", "--scenario", path)
     assert code == 2
@@ -124,8 +124,8 @@ def test_what_the_simulator_lacks_is_refused_or_left_out_and_said(tmp_path: Path
     assert (suite.get("skipped"), "simulated" in str(suite.get("name"))) == ("1", True)
 
 
-def test_a_trainer_that_is_stopped_for_a_moment_goes_on_and_nobody_is_lost(tmp_path: Path) -> None:
-    """One that is stopped for longer is ended, and started anew."""
+def test_a_trainer_that_is_stopped_briefly_is_not_lost(tmp_path: Path) -> None:
+    """A trainer that is stopped for longer is ended and started again."""
     for for_s, lost in ((0.2, "no_events"), (20.0, "events")):
         stop = {"do": "stop", "target": "trainer", "node": "node-1", "for_s": for_s}
         path = scenario_file(tmp_path, **stop, expect=f'{{ {lost} = ["TrainerLost"] }}')
@@ -134,7 +134,7 @@ def test_a_trainer_that_is_stopped_for_a_moment_goes_on_and_nobody_is_lost(tmp_p
             assert found.met, render_text(found)
 
 
-def test_what_waits_for_a_fault_that_is_left_out_is_left_out(tmp_path: Path) -> None:
+def test_faults_that_wait_for_a_skipped_fault_are_skipped(tmp_path: Path) -> None:
     path = scenario_file(tmp_path, id="short", **SHORT)
     with path.open("a") as file:
         file.write('[[fault]]\nid = "next"\nafter_fault = "short"\ndo = "kill"\nnode = "node-0"\n')
@@ -146,7 +146,7 @@ def test_what_waits_for_a_fault_that_is_left_out_is_left_out(tmp_path: Path) -> 
     assert [name for name, _ in found["simulated"]["skipped"]] == ["short", "next"]
 
 
-def test_the_exit_code_says_whether_everything_was_as_expected(tmp_path: Path) -> None:
+def test_the_exit_code_says_whether_all_expectations_are_met(tmp_path: Path) -> None:
     path = scenario_file(tmp_path, **KILL, expect='{ events = ["NodeLost"] }')
     assert ftd("sim", "--scenario", path, "--seeds", 2)[0] == 0
     path = scenario_file(tmp_path, **KILL, expect='{ no_events = ["NodeLost"] }')
@@ -165,20 +165,20 @@ def test_a_scenario_without_a_cluster_needs_a_job_and_nodes(tmp_path: Path) -> N
     assert ftd("sim", "--nodes", 3, "--seed", 1)[0] == 2
 
 
-def test_a_fault_whose_node_is_not_there_is_a_fault_that_did_not_strike(tmp_path: Path) -> None:
+def test_a_fault_on_an_unknown_node_is_not_met(tmp_path: Path) -> None:
     found = played(scenario_file(tmp_path, do="kill", node="node-9"), 0)
     assert not found.met
     assert any("node-9" in verdict.measured for verdict in found.verdicts)
 
 
-def test_losses_are_those_of_the_undisturbed_run_or_told_apart() -> None:
+def test_losses_equal_those_of_the_undisturbed_run() -> None:
     scenario = parse_scenario({"fault": [], "expect": {"same_losses": True}}, "none")
     setting = make_scenario_setup(scenario, EXAMPLES / "chaos-job.toml", 2, "none")
     assert play_simulated(scenario, setting, 0)[0].met
 
 
-def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
-    """The broker has forgotten everything then: a coordinator without others waits for nobody."""
+def test_broker_and_coordinator_recover_when_they_are_killed_together() -> None:
+    """The broker has forgotten everything then, and a coordinator without standbys need not wait for anybody."""
     first = {"id": "early", "at_step": 3, "do": "kill", "role": "coordinator", "restart_after_s": 0.5}
     broker = {"id": "b", "at_step": 30, "do": "kill", "role": "broker", "restart_after_s": 1.0}
     coordinator = {"after_fault": "b", "do": "kill", "role": "coordinator", "restart_after_s": 1.0}
@@ -191,8 +191,10 @@ def test_broker_and_coordinator_killed_together_are_back_soon() -> None:
         assert found.met, render_text(found)
 
 
-def test_a_snapshot_beyond_repair_is_replaced_though_the_next_one_does_not_fit() -> None:
-    """Two parts of one group are damaged, and there is no room for a while; the next is due much later."""
+def test_an_irreparable_snapshot_is_replaced_even_if_the_next_one_does_not_fit() -> None:
+    """Two shards of one group are corrupt and there is no room for a while; the next snapshot is due much
+    later.
+    """
     moment = {"on_event": "SnapshotCompleted"}
     flips = [{**moment, "do": "flip", "node": node} for node in ("node-0", "node-1")]
     full = {**moment, "do": "fill_memory", "node": "node-2", "for_s": 3.0}

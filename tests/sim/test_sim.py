@@ -1,4 +1,4 @@
-"""The simulator: seeds hold, runs repeat, and it says what broke."""
+"""The simulator: invariants hold for all seeds, runs are repeatable, and violations are reported."""
 
 import json
 import os
@@ -25,20 +25,20 @@ SEEDS = 100
 TIERS = {"memory", "decoded", "buddy", "persistent"}
 
 
-def test_many_seeds_hold() -> None:
+def test_invariants_hold_for_many_seeds() -> None:
     broken = [(result.replay, result.violation) for n in range(SEEDS) if (result := run_seed(n)).violation]
     assert broken == []
 
 
-def test_a_seed_is_one_run() -> None:
+def test_equal_seeds_give_equal_traces() -> None:
     first, again = run_seed(7, tracing=True), run_seed(7, tracing=True)
     assert first.trace == again.trace
     assert len(first.trace) > 500
     assert run_seed(8, tracing=True).trace != first.trace
 
 
-def test_a_seed_is_one_run_whatever_ran_before_and_however_strings_hash() -> None:
-    """In another process: nothing may depend on the order of a set or on what is cached."""
+def test_a_run_does_not_depend_on_earlier_runs_or_string_hashes() -> None:
+    """The run is repeated in another process: nothing may depend on the order of a set or on a cache."""
     code = "from ftd.faults.sim.simulation_run import run_seed; import hashlib; " + (
         "print(hashlib.sha256('\\n'.join(run_seed(12, tracing=True).trace).encode()).hexdigest())"
     )
@@ -55,8 +55,8 @@ def test_a_seed_is_one_run_whatever_ran_before_and_however_strings_hash() -> Non
     assert len(digests) == 1
 
 
-def test_the_seeds_meet_what_they_are_to_meet() -> None:
-    """Faults of every kind happen, and recoveries of every cause, in every shape of cluster."""
+def test_the_seeds_cover_all_faults_causes_and_tiers() -> None:
+    """Faults of every kind happen, and recoveries of every cause, in every kind of cluster."""
     names: Counter[str] = Counter()
     causes: Counter[str] = Counter()
     decisions: Counter[str] = Counter()
@@ -65,11 +65,11 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     shapes = set()
     for seed in range(5 * SEEDS):
         if seed >= SEEDS and tiers == TIERS:
-            break  # Whether a seed comes to one of the rare ones changes with all that is drawn.
+            break  # Whether a seed has one of the rare tiers changes with everything that is drawn.
         simulation = SimulationRun(seed)
         shapes.add(simulation.shape)
 
-        def seen(event: EmitEvent, check=simulation.invariants.public_event) -> None:  # type: ignore[no-untyped-def]
+        def seen(event: EmitEvent, check=simulation.invariants.check_event) -> None:  # type: ignore[no-untyped-def]
             names[event.name] += 1
             if event.name == "RecoveryCompleted":
                 causes[event.details["recovery"]["cause"]] += 1
@@ -79,8 +79,8 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
                 decisions[event.details["decision"]] += 1
             check(event)
 
-        simulation.invariants.public_event = seen  # type: ignore[method-assign]
-        simulation.finish()
+        simulation.invariants.check_event = seen  # type: ignore[method-assign]
+        simulation.run_to_end()
         faults.update(line.split()[1] for line in simulation.faults)
     assert shapes == set(SHAPES)
     assert set(causes) == {
@@ -112,17 +112,17 @@ def test_the_seeds_meet_what_they_are_to_meet() -> None:
     )
 
 
-def test_the_rarer_faults_strike() -> None:
+def test_all_rare_faults_are_injected() -> None:
     struck: Counter[str] = Counter()
     for seed in range(SEEDS):
-        simulation = SimulationRun(seed, leaning=SeedOverrides(rarer=True))
+        simulation = SimulationRun(seed, overrides=SeedOverrides(rare_faults=True))
 
-        def strike(fault: Fault, real: Callable[[Fault], None] = simulation.strike) -> None:
+        def strike(fault: Fault, real: Callable[[Fault], None] = simulation.inject) -> None:
             struck[fault.__name__] += 1
             real(fault)
 
-        simulation.strike = strike  # type: ignore[method-assign]
-        simulation.finish()
+        simulation.inject = strike  # type: ignore[method-assign]
+        simulation.run_to_end()
         if {fault.__name__ for fault in RARER} <= set(struck):
             return
     raise AssertionError(f"{SEEDS} seeds did not meet all: {struck}")
@@ -135,7 +135,7 @@ def test_a_machine_that_does_nothing_makes_no_progress(monkeypatch: pytest.Monke
     assert violation.startswith("no progress after the healing: WAITING")
 
 
-def test_an_exception_in_a_machine_is_a_violation_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_machine_is_a_violation_with_its_location(monkeypatch: pytest.MonkeyPatch) -> None:
     def steps(self: ClusterMachine, events: list[object], bug: object) -> list[object]:
         if any(isinstance(event, TimerFired) for event in events):
             raise ZeroDivisionError("planted")
@@ -175,20 +175,20 @@ def test_a_broken_seed_prints_its_replay_and_fails(monkeypatch: pytest.MonkeyPat
     assert "2 broke an invariant" in done.output
 
 
-def test_a_seed_or_a_number_of_seeds() -> None:
+def test_the_command_needs_either_a_seed_or_a_number_of_seeds() -> None:
     assert CliRunner().invoke(app, ["sim"]).exit_code == 2
     assert CliRunner().invoke(app, ["sim", "--seed", "1", "--seeds", "2"]).exit_code == 2
 
 
-def test_wrong_code_fails_the_job_and_nothing_else_is_taken_for_it() -> None:
-    """Whatever else strikes, and whoever leads; the other jobs of these seeds end as ever."""
+def test_wrong_code_fails_the_job_and_nothing_else_counts_as_wrong_code() -> None:
+    """Other faults happen as well, whoever leads; the other jobs of these seeds end as usual."""
     failed = 0
     for seed in range(30):
         simulation = SimulationRun(
-            seed, leaning=SeedOverrides(strikes=(("StepCommitted", raise_everywhere, 4),))
+            seed, overrides=SeedOverrides(triggered_faults=(("StepCommitted", raise_everywhere, 4),))
         )
         said: list[str] = []
         simulation.invariants.on_failure = said.append
-        simulation.finish()
+        simulation.run_to_end()
         failed += any(WRONG_CODE in reason for reason in said)
     assert failed > 5

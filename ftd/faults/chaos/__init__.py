@@ -1,1 +1,1 @@
-"""Chaos as a script: faults with their moments and targets, and what is expected of the cluster."""
+"""Chaos scenarios: which faults happen when and to whom, and what is expected of the cluster."""

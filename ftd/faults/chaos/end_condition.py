@@ -1,52 +1,53 @@
-"""When a played scenario is over: one answer, whether it is real or simulated. Pure: time comes in.
+"""The condition that ends a played scenario, the same for the real service and the simulator. Pure: the caller
+passes the time.
 
-Over is what has come, or cannot come any more: the job's end, a fault that could not be done, an expectation
-that nothing can make good, the time limit.
+A scenario is over when everything expected has been observed, or cannot be any more: the job has ended, a
+fault could not be injected, an expectation can no longer be met, or the time limit is reached.
 """
 
 from ftd.faults.chaos.record import ScenarioRecord
 from ftd.faults.chaos.values import Scenario
-from ftd.faults.chaos.verdicts import broken, open_ones
+from ftd.faults.chaos.verdicts import has_failed, unmet_expectations
 
 GRACE_S = 10.0
-"""When the job is over, states and events may still be under way for so long."""
-STANDSTILLS = frozenset({"PAUSED", "WAITING"})
-"""Phases in which no step can be waited for."""
+"""How long states and events may still arrive after the job has ended."""
+IDLE_PHASES = frozenset({"PAUSED", "WAITING"})
+"""Phases in which no further step can be expected."""
 
 
 class EndCondition:
-    """Looked at again and again while ``record`` grows."""
+    """Decides when to stop observing a scenario. Call ``end_reason`` again and again while ``record`` grows."""
 
     def __init__(self, scenario: Scenario, record: ScenarioRecord) -> None:
         self._scenario, self._record = scenario, record
         self._satisfied_steps: int | None = None
-        """How many commits there were when everything had come."""
+        """The number of commits at the time when all expectations were met."""
         self._ended_at_s: float | None = None
 
-    def why(self, now_s: float, *, under_way: bool, to_come: bool) -> str:
-        """Why nothing more is to be seen; empty while there is.
+    def end_reason(self, now_s: float, *, injecting: bool, waiting: bool) -> str:
+        """Return why the scenario is over, or an empty string while it is not.
 
-        :param under_way: a fault that is due is being done.
-        :param to_come: one has its moment yet to come.
+        :param injecting: whether a due fault is being injected.
+        :param waiting: whether a fault is not due yet.
         """
         scenario, record = self._scenario, self._record
         if now_s > scenario.limit_s:
-            return f"the limit of {scenario.limit_s:g} s"
-        struck = record.struck.values()
-        happened = not under_way and not to_come and all(one.over_at_s <= now_s for one in struck)
-        satisfied = happened and not open_ones(scenario, record)
-        if record.ended:
+            return f"the time limit of {scenario.limit_s:g} s"
+        struck = record.injected.values()
+        happened = not injecting and not waiting and all(one.over_at_s <= now_s for one in struck)
+        satisfied = happened and not unmet_expectations(scenario, record)
+        if record.end_event:
             self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
             over = satisfied or now_s > self._ended_at_s + GRACE_S
-            return f"the job's end ({record.ended})" if over else ""
-        if any(one.problem for one in struck) and not under_way:
-            return "a fault that could not be done"
-        if broken(scenario, record):
+            return f"the end of the job ({record.end_event})" if over else ""
+        if any(one.problem for one in struck) and not injecting:
+            return "a fault that could not be injected"
+        if has_failed(scenario, record):
             return "an expectation that cannot be met any more"
         if not satisfied:
             self._satisfied_steps = None
             return ""
         if self._satisfied_steps is None:
-            self._satisfied_steps = record.steps
-        enough = record.steps >= self._satisfied_steps + scenario.steps_after
-        return "everything has come" if enough or record.state.get("phase") in STANDSTILLS else ""
+            self._satisfied_steps = record.commits
+        enough = record.commits >= self._satisfied_steps + scenario.steps_after
+        return "all expectations met" if enough or record.state.get("phase") in IDLE_PHASES else ""

@@ -1,4 +1,4 @@
-"""The ``prepare`` tables of a scenario: read and checked."""
+"""The ``expect`` tables of a scenario, read and checked."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ CAUSES = (
     "speed_changed", "protection_changed", "resumed",
 )  # fmt: skip
 RELATIVE = 1e-6
-"""What losses may differ by unless the scenario says otherwise: other layouts add up in another order."""
+"""The default relative difference that losses may have: other layouts add numbers in another order."""
 
 
 class ExpectTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
-    """``[expect]``, and ``prepare`` of a fault."""
+    """The table ``[expect]`` of a scenario, or ``expect`` of one fault."""
 
     resumed_within_s: float | None = None
     lost_steps_max: int | None = None
@@ -37,9 +37,9 @@ class ExpectTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, froz
 
 
 def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, ...]:
-    """In the order of the table's fields.
+    """Return the expectations of a table, in the order of its fields.
 
-    :raises ConfigurationError: an event, a state or a number that cannot be.
+    :raises ConfigurationError: an event, a state or a number is not possible.
     """
     found: list[v.Expectation] = []
     for name, kind in _LIMITS.items():
@@ -83,7 +83,7 @@ def _afterwards(table: ExpectTable, where: str) -> list[v.Expectation]:
 
 _LIMITS: dict[str, Any] = {
     "resumed_within_s": lambda value: v.ResumedWithin(limit_s=value),
-    "lost_steps_max": lambda value: v.StepsLost(most=value),
-    "recomputed_steps_max": lambda value: v.StepsRecomputed(most=value),
-    "recoveries_max": lambda value: v.RecoveryCount(most=value),
+    "lost_steps_max": lambda value: v.StepsLost(maximum=value),
+    "recomputed_steps_max": lambda value: v.StepsRecomputed(maximum=value),
+    "recoveries_max": lambda value: v.RecoveryCount(maximum=value),
 }

@@ -1,4 +1,4 @@
-"""Carries faults out over MQTT: asks nodes to do something to themselves."""
+"""The injection of faults over MQTT: nodes are asked to inject them into themselves."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,17 +12,23 @@ from ftd.transport.wire.public import ChaosRequest
 
 
 def require_remote(scenario: Scenario, origin: str) -> None:
-    """:raises ConfigurationError: the scenario has faults that need the processes in hand."""
-    for fault in scenario.hands_on:
+    """Check that all faults can be injected over MQTT.
+
+    :raises ConfigurationError: a fault needs the processes of a local cluster.
+    """
+    for fault in scenario.local_faults:
         raise ConfigurationError(
-            f"{fault.id}: {fault.do} {fault.target} needs the processes in hand",
+            f"{fault.id}: {fault.do} {fault.target} needs a local cluster",
             field=origin,
-            remedy="run it on a cluster of its own: ftd chaos run --local, or ftd local --chaos",
+            remedy="run it on one: ftd chaos run --local, or ftd local --chaos",
         )
 
 
 def require_known_nodes(scenario: Scenario, nodes: Sequence[str], origin: str) -> None:
-    """:raises ConfigurationError: a fault names a node that is not there and that nothing starts."""
+    """Check that every named node exists or is started by the scenario.
+
+    :raises ConfigurationError: a fault names a node that does not exist and that no fault starts.
+    """
     started = {name for fault in scenario.faults if fault.do == "start" for name in _named(fault)}
     for fault in scenario.faults:
         for name in _named(fault):
@@ -39,8 +45,11 @@ def _named(fault: Fault) -> tuple[str, ...]:
 
 
 class RemoteInjector:
-    """:param layout: who computes what now, for faults that strike a role.
-    :param seed: for random targets, and for what nodes draw."""
+    """Injects faults into nodes over MQTT.
+
+    :param layout: returns which node computes what now, for faults that target a role.
+    :param seed: seeds the choice of random targets and what the nodes draw.
+    """
 
     def __init__(self, client: ClusterClient, *, layout: Callable[[], ClusterLayout], seed: int = 0) -> None:
         self._client = client
@@ -48,31 +57,35 @@ class RemoteInjector:
         self._seed = seed
 
     def resolve_targets(self, fault: Fault) -> tuple[str, ...]:
-        """:raises PeerError: nobody has the role that the fault strikes."""
+        """Return the nodes that the fault targets now.
+
+        :raises PeerError: no node has the targeted role.
+        """
         return resolve_targets(fault, self._layout(), self._seed)
 
     async def inject(self, fault: Fault) -> tuple[str, ...]:
-        """All nodes of the fault at once; answers which these were.
+        """Inject the fault into all of its nodes at once, and return their names.
 
-        :raises RequestRejected: a node says no (chaos is off there).
+        :raises RequestRejected: a node rejects the fault (chaos is off there).
         :raises Unreachable: a node does not answer.
-        :raises PeerError: nobody has the role.
+        :raises PeerError: no node has the targeted role.
         """
         nodes = self.resolve_targets(fault)
         await asyncio.gather(*(self._ask(fault, node) for node in nodes))
         return nodes
 
     async def check(self, scenario: Scenario) -> None:
-        """Ask every node that may be struck whether it would do it, before anything is done.
+        """Ask every node that may be a target whether it would accept the fault, before anything is injected.
 
-        :raises ConfigurationError: one would not (chaos is off there, say); names the fault.
-        :raises Unreachable: one does not answer.
+        :raises ConfigurationError: a node would reject it, for example because chaos is off there; names
+            the fault.
+        :raises Unreachable: a node does not answer.
         """
         alive = self._layout().alive
         asked = [
             (fault, node)
             for fault in scenario.faults
-            if not fault.needs_hands
+            if not fault.needs_local_cluster
             for node in (n for n in _named(fault) or alive if n in alive)
         ]
         try:

@@ -1,4 +1,6 @@
-"""Plays a scenario on a running cluster: injects, watches, and says when there is nothing left to see."""
+"""The player of a scenario on a running cluster: it injects the faults, observes the cluster, and returns the
+result.
+"""
 
 import asyncio
 import contextlib
@@ -19,40 +21,41 @@ _LOOK_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationDetails:
-    """It was played in the simulator."""
+    """Facts about a result that comes from the simulator."""
 
     seed: int
     skipped: tuple[tuple[str, str], ...] = ()
-    """Ids of faults that the simulator does not have and that were left out, with the reason."""
+    """Id and reason of each fault that the simulator does not support and that was left out."""
     problems: tuple[str, ...] = ()
-    """An invariant of the simulator that does not hold, whatever the scenario expects."""
+    """Violations of the simulator's invariants, which fail the scenario whatever it expects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScenarioResult:
-    """How a scenario went."""
+    """The result of playing a scenario."""
 
     scenario: Scenario
     verdicts: tuple[Verdict, ...]
     record: ScenarioRecord
     took_s: float
     ended_by: str
-    """Why it was looked at no longer."""
+    """Why observing stopped."""
     simulated: SimulationDetails | None = None
-    """``None``: it was real."""
+    """``None`` if the scenario was played on the real service."""
 
     @property
     def met(self) -> bool:
-        """Every fault has happened, and every expectation is met."""
+        """Whether every fault happened, every expectation is met, and no invariant was violated."""
         sound = self.simulated is None or not self.simulated.problems
         return sound and all(verdict.met for verdict in self.verdicts)
 
 
 class ScenarioPlayer:
-    """``find_initial``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await ``wait_for_result``.
+    """Plays one scenario: call ``start``, feed it with ``on_event``, ``on_state`` and ``on_node``, and await
+    ``wait_for_result``.
 
-    :param inject: carries a fault out, and answers the nodes that it struck.
-    :param tell: a line for whoever watches.
+    :param inject: injects a fault and returns the nodes that it targeted.
+    :param report: takes a line for the user.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class ScenarioPlayer:
         self._ending = EndCondition(scenario, self.record)
 
     def start(self) -> None:
-        """The scenario's time runs from here; events before do not count."""
+        """Start the scenario's clock. Earlier events do not count."""
         self._began_at = self._clock()
         self.conductor.start()
 
@@ -84,8 +87,8 @@ class ScenarioPlayer:
         self.conductor.on_event(event)
         self._news.set()
 
-    def on_missed(self, event: dict[str, Any]) -> None:
-        """Out of the journal of a coordinator on this host: told while the broker was away."""
+    def on_missed_event(self, event: dict[str, Any]) -> None:
+        """Take an event from the journal of a coordinator on this host, published while the broker was away."""
         at_s = float(event.get("monotonic") or 0.0) - self._began_at
         if at_s >= 0:
             self.record.on_event(event, at_s)
@@ -100,7 +103,9 @@ class ScenarioPlayer:
         self.conductor.on_node(node, state)
 
     async def wait_for_result(self) -> ScenarioResult:
-        """Return when it is over: all as expected, or nothing can make it good, or the time is up."""
+        """Return the result as soon as all expectations are met, one cannot be met any more, or the time is
+        up.
+        """
         try:
             while not (why := self._over()):
                 self._news.clear()
@@ -117,19 +122,21 @@ class ScenarioPlayer:
         )
 
     def _over(self) -> str:
-        """Why nothing more is to be seen; empty while there is."""
+        """Return why the scenario is over, or an empty string while it is not."""
         conductor = self.conductor
-        return self._ending.why(self._now_s(), under_way=conductor.busy, to_come=bool(conductor.waiting))
+        return self._ending.end_reason(
+            self._now_s(), injecting=conductor.busy, waiting=bool(conductor.waiting)
+        )
 
     async def _strike(self, fault: Fault) -> None:
-        struck = self.record.on_struck(fault, self._now_s())
+        struck = self.record.on_injected(fault, self._now_s())
         self._tell(f"{struck.at_s:7.2f} s  ↯ {fault}")
         struck.nodes = await self._inject(fault)
-        # What a node does for a while is over later than it was asked for.
-        struck.over_at_s = struck.at_s + fault.lasts_s
+        # A fault that lasts is over that much later than it was requested.
+        struck.over_at_s = struck.at_s + fault.duration_s
 
     def _failed(self, fault: Fault, error: FtdError) -> None:
-        struck = self.record.struck.get(fault.id) or self.record.on_struck(fault, self._now_s())
+        struck = self.record.injected.get(fault.id) or self.record.on_injected(fault, self._now_s())
         struck.problem = str(error)
         self._tell(f"{self._now_s():7.2f} s  ✗ {fault}: {error}")
 

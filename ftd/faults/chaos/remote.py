@@ -1,4 +1,4 @@
-"""A scenario on a cluster that runs already, with what MQTT carries."""
+"""Scenarios on a cluster that runs already, played over MQTT."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,10 +18,11 @@ STATE_S = 5.0
 async def play_remotely(
     address: ClusterAddress, scenario: Scenario, *, report: Callable[[str], None]
 ) -> ScenarioResult:
-    """From now on; the job that runs is the one that is disturbed.
+    """Play a scenario now. The faults disturb the job that is running.
 
-    :raises ConfigurationError: it needs the processes in hand, names nodes that are not there, or one of
-        them would not do what is asked of it; nothing was injected.
+    :raises ConfigurationError: the scenario needs a local cluster or names nodes that do not exist, or a
+        node would reject
+      a fault; nothing was injected.
     :raises Unreachable: there is no cluster.
     """
     require_remote(scenario, scenario.name)

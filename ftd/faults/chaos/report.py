@@ -1,4 +1,4 @@
-"""How a scenario went: lines for people, JSON and JUnit XML for machines."""
+"""The result of a scenario as lines for people, and as JSON and JUnit XML for machines."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ _XML_REFUSES = {code: None for code in (*range(9), 11, 12, *range(14, 32))}
 
 
 def render_text(played: ScenarioResult) -> str:
-    """Each expectation met or not, with the measured value."""
+    """Return one line for each fault and expectation: whether it was met, and the measured value."""
     lines = []
     for verdict in played.verdicts:
         of = f"{verdict.fault_id}: " if verdict.fault_id else ""
@@ -35,7 +35,7 @@ def render_text(played: ScenarioResult) -> str:
 
 
 def build_document(played: ScenarioResult) -> dict[str, Any]:
-    """Everything that was found, and the events that it was found by."""
+    """Return everything that was found, and the events that it was found from."""
     record = played.record
     return {
         "scenario": played.scenario.name,
@@ -45,7 +45,7 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
         "met": played.met,
         "took_s": round(played.took_s, 3),
         "ended_by": played.ended_by,
-        "steps": record.steps,
+        "steps": record.commits,
         "faults": [
             {
                 "id": one.fault.id,
@@ -54,7 +54,7 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
                 "nodes": list(one.nodes),
                 "problem": one.problem,
             }
-            for one in record.struck.values()
+            for one in record.injected.values()
         ],
         "expectations": [
             {"of": one.fault_id, "what": one.description, "met": one.met, "measured": one.measured}
@@ -67,7 +67,7 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
 
 
 def render_junit(all_played: Sequence[ScenarioResult]) -> bytes:
-    """One suite for each scenario, one case for each fault and each expectation."""
+    """Return one suite for each scenario, with one case for each fault and each expectation."""
     root = ElementTree.Element("testsuites")
     for played in all_played:
         suite = ElementTree.SubElement(
@@ -97,7 +97,7 @@ def render_junit(all_played: Sequence[ScenarioResult]) -> bytes:
 
 
 def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, str]]) -> None:
-    """Cases that neither passed nor failed: what they are, and why."""
+    """Add cases that neither passed nor failed, with the reason."""
     suite.set({"error": "errors"}.get(kind, kind), str(len(cases)))
     for what, why in cases:
         attributes = {"classname": suite.get("name", ""), "name": _plain(what), "time": "0"}
@@ -106,13 +106,16 @@ def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, s
 
 
 def _name(played: ScenarioResult) -> str:
-    """Nobody takes a simulated run for a real one."""
+    """Return the scenario's name, marked so that nobody takes a simulated result for a real one."""
     simulated = played.simulated
     return played.scenario.name + (f" (simulated, seed {simulated.seed})" if simulated is not None else "")
 
 
 def write(path: Path, content: bytes, option: str) -> None:
-    """:raises ConfigurationError: the file cannot be written."""
+    """Write a report.
+
+    :raises ConfigurationError: the file cannot be written.
+    """
     try:
         path.write_bytes(content)
     except OSError as error:
@@ -121,8 +124,8 @@ def write(path: Path, content: bytes, option: str) -> None:
         ) from None
 
 
-def encoded(all_played: Iterable[ScenarioResult]) -> bytes:
-    """The JSON file: a list, one entry for each scenario."""
+def encode_documents(all_played: Iterable[ScenarioResult]) -> bytes:
+    """Return the JSON file: a list with one entry for each scenario."""
     return json.dumps([build_document(played) for played in all_played], indent=1).encode() + b"\n"
 
 
@@ -135,5 +138,5 @@ def _story(played: ScenarioResult) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """XML has no place for control characters, which a trainer's last words may have."""
+    """Remove control characters, which XML does not allow and which a trainer's last output may contain."""
     return text.translate(_XML_REFUSES)

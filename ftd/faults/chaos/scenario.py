@@ -1,7 +1,8 @@
-"""Scenario files: TOML, read and checked; plain values afterwards (``ftd.faults.chaos.values``, docs/how-to/chaos.md).
+"""The reader of scenario files: TOML that is checked and turned into the values of
+``ftd.faults.chaos.values``. See docs/chaos.md.
 
-A field that would have no effect is refused: it is a misunderstanding. An unknown one is answered with the
-nearest that there is.
+A field that would have no effect is an error, because whoever wrote it expects something else. The error
+for an unknown field suggests the nearest known one.
 """
 
 import re
@@ -22,7 +23,7 @@ from statemachine.timing import Timing
 _TRIGGERS = ("at_step", "after_s", "on_event", "in_phase", "after_fault")
 _TARGETS = ("node", "nodes", "role", "random")
 _TRAINER_FAULTS = ("stop", "hang", "raise", "slow", "flip")
-"""Strike trainers unless told otherwise; the others strike the node."""
+"""Faults that target the trainers by default; the others target the node."""
 _FIELD_OWNERS: dict[str, tuple[str, ...]] = {
     "target": ("kill", "stop"),
     "device": ("kill", *_TRAINER_FAULTS),
@@ -98,16 +99,18 @@ class ScenarioTable(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 def load_scenario(path: Path) -> v.Scenario:
     """Read and check a scenario file.
 
-    :raises ConfigurationError: it cannot be read, or something in it makes no sense; names the file, the
-        fault and the field, and says what would work.
+    :raises ConfigurationError: the file cannot be read or a value is wrong; names the file, the fault and
+        the field, and
+      says what would work.
     """
     return parse_scenario(read_toml(path), path.name, directory=path.resolve().parent)
 
 
 def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path()) -> v.Scenario:
-    """The same for a table already read.
+    """Check a table that was read already.
 
-    :param origin: stands in error messages. :param directory: what paths in it are relative to.
+    :param origin: the name to use in error messages.
+    :param directory: the directory that relative paths start from.
     """
     table = convert(data, ScenarioTable, where=origin)
     mistakes = ErrorCollector()
@@ -133,7 +136,7 @@ def parse_scenario(data: dict[str, Any], origin: str, *, directory: Path = Path(
 
 
 def require_at_least(least: float, value: float | None, field: str) -> None:
-    """:raises ConfigurationError: a number is below ``least``, or none."""
+    """:raises ConfigurationError: ``value`` is below ``least`` or not a number."""
     if value is not None and not value >= least:
         problem = f"{value:g} is negative" if value < 0 and least == 0 else f"{value:g} is below {least:g}"
         raise ConfigurationError(problem, field=field, remedy=f"{least:g} or more")
@@ -206,7 +209,7 @@ def _target(table: FaultTable, where: str) -> v.Target:
         return _role(table.role, table.do, where)
     if table.random is not None:
         _require(table.random >= 1, f"{where}: random is {table.random}; it is how many nodes to draw")
-        _require(table.do != "start", f"{where}: start needs names; nothing can be drawn that does not run")
+        _require(table.do != "start", f"{where}: start needs names; only running nodes can be drawn")
         return v.RandomNodes(count=table.random)
     names = (table.node,) if table.node is not None else (table.nodes or ())
     _require(bool(names), f'{where}: nodes is empty; for example nodes = ["node-1"]')
@@ -220,9 +223,9 @@ def _role(role: str, do: str, where: str) -> v.Target:
     match = _ROLES.fullmatch(role)
     if match is None:
         raise ConfigurationError(
-            f"{role!r} is no role", field=f"{where}: role", remedy=f"such as {_ROLE_REMEDY}"
+            f"{role!r} is not a role", field=f"{where}: role", remedy=f"such as {_ROLE_REMEDY}"
         )
-    _require(do != "start", f"{where}: start needs names; a role is held by who runs already")
+    _require(do != "start", f"{where}: start needs names; a role belongs to a node that is running")
     if match["part"]:
         _require(
             do in v.SERVICE_FAULTS,
@@ -234,13 +237,13 @@ def _role(role: str, do: str, where: str) -> v.Target:
             match["owner"] == "owner" or match["inside"] is None,
             f"{where}: owners are in all pipelines; for one of them write owner",
         )
-        place = cast(v.Place, match["owner"])
+        place = cast(v.RolePosition, match["owner"])
         return v.PlanRole(position=place, pipeline=int(match["inside"] or 0), layer=int(match["layer"]))
     if match["end"]:
-        return v.PlanRole(position=cast(v.Place, match["end"]), pipeline=int(match["of"] or 0))
+        return v.PlanRole(position=cast(v.RolePosition, match["end"]), pipeline=int(match["of"] or 0))
     if match["whole"]:
         return v.PlanRole(position="pipeline", pipeline=int(match["whole"]))
-    return v.PlanRole(position=cast(v.Place, role))
+    return v.PlanRole(position=cast(v.RolePosition, role))
 
 
 def _process(table: FaultTable) -> v.Process:
@@ -250,7 +253,7 @@ def _process(table: FaultTable) -> v.Process:
 
 
 def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
-    """A field that would have no effect is a misunderstanding; say so instead of ignoring it."""
+    """Reject fields that would have no effect, because whoever wrote them expects something else."""
     central = isinstance(target, v.CentralService)
     for name, owners in _FIELD_OWNERS.items():
         if getattr(table, name) is None:
@@ -272,7 +275,7 @@ def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None
     if table.do == "lossy" and not (table.drop or table.duplicate or table.late_s):
         raise ConfigurationError(f"{where}: lossy needs drop, duplicate or late_s")
     if table.do == "stop" and central and table.for_s is None:
-        raise ConfigurationError(f"{where}: stop of the {table.role} needs for_s: nobody else wakes it")
+        raise ConfigurationError(f"{where}: stop of the {table.role} needs for_s: nothing else continues it")
 
 
 def _check_numbers(table: FaultTable, where: str) -> None:
@@ -285,7 +288,7 @@ def _check_numbers(table: FaultTable, where: str) -> None:
     require_at_least(1, table.size_mib, f"{where}: size_mib")
     if table.factor is not None and table.factor < 1:
         raise ConfigurationError(
-            f"{table.factor:g}; 1 is as quick as it is, 3 takes three times as long", field=f"{where}: factor"
+            f"{table.factor:g}; 1 is normal speed, 3 takes three times as long", field=f"{where}: factor"
         )
     if table.device is not None and table.device < 0:
         raise ConfigurationError(f"{table.device}; devices are numbered from 0", field=f"{where}: device")

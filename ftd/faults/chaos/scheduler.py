@@ -1,4 +1,4 @@
-"""Plays a scenario: follows the events and says, and sees to it, that each fault happens when it is due."""
+"""The scheduler of a scenario's faults: it follows the events and injects each fault when it is due."""
 
 import asyncio
 import time
@@ -27,9 +27,10 @@ _PHASE_OF = {event: phase for phase, event in PHASE_EVENTS.items()}
 
 
 class FaultTriggers:
-    """Which faults are due: fed with what happens and the time, each fault comes out exactly once.
+    """The triggers of a scenario's faults. You feed it with events, node states and the time; it returns each
+    fault exactly once, when it is due.
 
-    MQTT may deliver an event twice, so events are told apart by their cause, name and moment.
+    MQTT may deliver an event twice, so events are distinguished by cause, name and time.
     """
 
     def __init__(self, scenario: Scenario) -> None:
@@ -45,15 +46,15 @@ class FaultTriggers:
 
     @property
     def next_delay_s(self) -> float | None:
-        """When, counted from the scenario's begin, the next fault by time is due."""
+        """The time in seconds, counted from the scenario's start, at which the next timed fault is due."""
         delays = [f.trigger.delay_s for f in self._waiting if isinstance(f.trigger, AfterTime)]
         return min(delays, default=None)
 
     def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
-        """The faults that this event triggers, in the scenario's order."""
+        """Return the faults that this event triggers, in the scenario's order."""
         name = str(event.get("event"))
         step = event.get("step")
-        if name == "StepCommitted":  # A step by number: seeing one twice triggers nothing twice.
+        if name == "StepCommitted":  # Steps are compared by number, so a second delivery triggers nothing.
             return self._take(lambda t: isinstance(t, AtStep) and step is not None and t.step <= step)
         identity = (name, str(event.get("cause")), float(event.get("monotonic") or 0.0))
         if identity in self._seen:
@@ -66,7 +67,10 @@ class FaultTriggers:
         return due + (self._begin(_PHASE_OF[name]) if name in _PHASE_OF else [])
 
     def on_node(self, node: str, state: str) -> list[Fault]:
-        """A node says its state: the first that takes a snapshot begins the phase of snapshots."""
+        """Return the faults that a node's new state triggers.
+
+        The phase ``snapshotting`` begins when the first node reports SNAP while no other node is in SNAP.
+        """
         if state != "SNAP":
             self._snapping.discard(node)
             return []
@@ -75,11 +79,11 @@ class FaultTriggers:
         return self._begin("snapshotting") if begins else []
 
     def on_time(self, elapsed_s: float) -> list[Fault]:
-        """The faults that are due ``elapsed_s`` after the scenario's begin."""
+        """Return the faults that are due ``elapsed_s`` after the scenario's start."""
         return self._take(lambda t: isinstance(t, AfterTime) and t.delay_s <= elapsed_s)
 
-    def on_struck(self, fault: Fault) -> list[Fault]:
-        """The faults that wait for this one."""
+    def on_injected(self, fault: Fault) -> list[Fault]:
+        """Return the faults that wait for this one."""
         return self._take(lambda t: isinstance(t, AfterFault) and t.fault == fault.id)
 
     def _begin(self, phase: str) -> list[Fault]:
@@ -95,10 +99,12 @@ class FaultTriggers:
 
 
 class FaultScheduler:
-    """Runs a scenario: ``on_event`` with every event, ``inject`` is awaited for every fault that is due.
+    """Injects a scenario's faults when they are due: feed it with every event, and it awaits ``inject`` for
+    every due fault.
 
-    Faults that are due together are injected together. One that fails (a node that is gone, a refusal, an
-    error of whatever kind) is told to ``on_failure`` and does not keep the others from happening.
+    Faults that are due together are injected together. If one fails (its node is gone, the node rejects the
+    request, or any other error occurs), ``on_failure`` is called and the other faults are injected all the
+    same.
     """
 
     def __init__(
@@ -116,37 +122,37 @@ class FaultScheduler:
 
     @property
     def waiting(self) -> tuple[Fault, ...]:
-        """Faults whose moment has not come."""
+        """The faults that are not due yet."""
         return self._cues.waiting
 
     @property
     def busy(self) -> bool:
-        """A fault is due, and is not over yet as far as ``inject`` waits for it."""
+        """Whether a fault is due or being injected, that is, its ``inject`` has not returned."""
         return bool(self._running)
 
     def start(self) -> None:
-        """Start the clock of the faults by time."""
+        """Start the clock of the timed faults."""
         self._clock = asyncio.get_running_loop().create_task(self._keep_time(time.monotonic()))
 
     def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
-        """Look at an event; the faults that it triggers are injected, and returned for whoever tells."""
+        """Inject the faults that an event triggers, and return them so that the caller can report them."""
         due = self._cues.on_event(event)
         self._perform(due)
         return due
 
     def on_node(self, node: str, state: str) -> list[Fault]:
-        """The same for what a node says of its state."""
+        """Inject the faults that a node's new state triggers, and return them."""
         due = self._cues.on_node(node, state)
         self._perform(due)
         return due
 
     async def finish(self) -> None:
-        """Wait for the faults under way."""
+        """Wait for the faults that are being injected."""
         while self._running:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Inject nothing more."""
+        """Stop injecting."""
         tasks = [*self._running, *([self._clock] if self._clock else [])]
         for task in tasks:
             task.cancel()
@@ -171,8 +177,9 @@ class FaultScheduler:
         except FtdError as error:
             self._on_failure(fault, error)
         except Exception as error:
-            # Nobody awaits this task: what is not told here is lost, and the fault would seem to strike on.
+            # Nobody awaits this task. An error that is not reported here would be lost, and the fault would
+            # seem to go on.
             log.exception("inject", fault=str(fault))
             self._on_failure(fault, PeerError(f"{type(error).__name__}: {error}"))
         else:
-            self._perform(self._cues.on_struck(fault))
+            self._perform(self._cues.on_injected(fault))

@@ -1,4 +1,4 @@
-"""Whom a fault strikes: roles and random choices become names at the moment when the fault is due."""
+"""The targets of faults: roles and random choices become node names when the fault is due."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from ftd.faults.chaos.values import CentralService, Fault, NamedNodes, PlanRole,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNodes:
-    """One stage: layers ``[first_layer, end_layer)`` and the nodes of its devices, in their order."""
+    """One stage: layers ``[first_layer, end_layer)`` and the nodes of its devices, in order."""
 
     first_layer: int
     end_layer: int
@@ -20,17 +20,17 @@ class StageNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLayout:
-    """Who computes what at this moment."""
+    """Which node computes which layers at this moment."""
 
     pipelines: tuple[tuple[StageNodes, ...], ...]
     alive: tuple[str, ...]
-    """Every node that is not OFFLINE, sorted."""
+    """Names of all nodes that are not OFFLINE, sorted."""
     leader: str = ""
-    """The coordinator that leads, or led last."""
+    """The coordinator that leads, or that led last."""
 
 
 def read_layout(state: Mapping[str, Any]) -> ClusterLayout:
-    """From the cluster's public state."""
+    """Return the layout that the cluster's public state describes."""
     return ClusterLayout(
         pipelines=tuple(
             tuple(
@@ -51,9 +51,11 @@ def read_layout(state: Mapping[str, Any]) -> ClusterLayout:
 
 
 def resolve_targets(fault: Fault, layout: ClusterLayout, seed: int) -> tuple[str, ...]:
-    """Names of the nodes, the same for the same seed, fault and layout; of the coordinator or broker none.
+    """Return the names of the targeted nodes; empty if the target is the coordinator or the broker.
 
-    :raises PeerError: nobody has this role now, or too few nodes are up.
+    The same seed, fault and layout give the same names.
+
+    :raises PeerError: no node has the role now, or too few nodes are up.
     """
     target = fault.target
     match target:
@@ -63,13 +65,13 @@ def resolve_targets(fault: Fault, layout: ClusterLayout, seed: int) -> tuple[str
             return ()
         case RandomNodes():
             if target.count > len(layout.alive):
-                raise PeerError(f"{target}: {len(layout.alive)} are up")
+                raise PeerError(f"{target}: only {len(layout.alive)} are up")
             drawn = Random(f"{seed}/{fault.id}").sample(layout.alive, target.count)
             return tuple(sorted(drawn))
         case PlanRole():
             found = _holders(target, layout)
             if not found:
-                raise PeerError(f"nobody is {target} now")
+                raise PeerError(f"no node is {target} now")
             return found
         case _:
             assert_never(target)

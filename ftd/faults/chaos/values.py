@@ -1,7 +1,8 @@
-"""The vocabulary of a scenario: when, what, whom, and what must follow. Plain values, no I/O.
+"""The parts of a scenario: when a fault happens, what it does to whom, and what must follow. Plain values, no
+I/O.
 
-They come from a file (``ftd.faults.chaos.scenario``) or are made directly; the real service and the simulator take
-the same ones.
+They come from a file (``ftd.faults.chaos.scenario``) or are constructed directly. The real service and the
+simulator use the same ones.
 """
 
 from dataclasses import dataclass
@@ -11,12 +12,12 @@ from typing import Any, Literal, get_args
 NodeFault = Literal[
     "kill", "term", "stop", "hang", "raise", "slow", "flip", "disconnect", "lossy", "fill_memory", "fill_disk"
 ]
-"""Faults that a node does to itself when it is asked over MQTT."""
+"""Faults that a node injects into itself when it is asked over MQTT."""
 LocalFault = Literal["start", "cut"]
-"""Faults that need the processes and the network in hand: a cluster that was started for the scenario."""
+"""Faults that need control of the processes and the network: a cluster that was started for the scenario."""
 Process = Literal["node", "trainer"]
 Service = Literal["coordinator", "broker"]
-Place = Literal["rank 0", "first stage", "last stage", "owner", "owners", "pipeline", "spare"]
+RolePosition = Literal["rank 0", "first stage", "last stage", "owner", "owners", "pipeline", "spare"]
 Phase = Literal["quiescing", "planning", "recovering", "resumed", "snapshotting", "persisting"]
 
 NODE_FAULTS: tuple[str, ...] = get_args(NodeFault)
@@ -24,7 +25,7 @@ LOCAL_FAULTS: tuple[str, ...] = get_args(LocalFault)
 FAULTS = (*NODE_FAULTS, *LOCAL_FAULTS)
 SERVICES: tuple[str, ...] = get_args(Service)
 SERVICE_FAULTS = ("kill", "stop")
-"""What can be done to the coordinator or the broker."""
+"""The faults that can be injected into the coordinator or the broker."""
 PHASES: tuple[str, ...] = get_args(Phase)
 PHASE_EVENTS: dict[str, str] = {
     "quiescing": "GenerationStarted",
@@ -33,11 +34,11 @@ PHASE_EVENTS: dict[str, str] = {
     "resumed": "TrainingResumed",
     "persisting": "CheckpointStarted",
 }
-"""The event that begins a phase. ``snapshotting`` has none: a node's state is SNAP while it lasts."""
+"""The event that begins each phase. ``snapshotting`` has none: it lasts while a node's state is SNAP."""
 DEFAULT_FOR_S: dict[str, float] = {
     "disconnect": 5.0, "cut": 5.0, "lossy": 10.0, "fill_memory": 10.0, "fill_disk": 10.0,
 }  # fmt: skip
-"""Of faults that end by themselves even if nobody says when."""
+"""The duration in seconds of faults that end by themselves even if the scenario does not say when."""
 
 
 # --- when ------------------------------------------------------------------------------------------
@@ -45,7 +46,7 @@ DEFAULT_FOR_S: dict[str, float] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtStep:
-    """Fires when ``step`` or a later one is committed."""
+    """Fires when ``step`` or a later step is committed."""
 
     step: int
 
@@ -55,7 +56,7 @@ class AtStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterTime:
-    """Fires ``delay_s`` after the scenario began."""
+    """Fires ``delay_s`` after the scenario's start."""
 
     delay_s: float
 
@@ -65,7 +66,7 @@ class AfterTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnEvent:
-    """Fires at the ``occurrence``-th event of this name since the scenario began."""
+    """Fires at the ``occurrence``-th event of this name since the scenario's start."""
 
     event: str
     occurrence: int = 1
@@ -76,7 +77,7 @@ class OnEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPhase:
-    """Fires when this phase begins for the ``occurrence``-th time since the scenario began."""
+    """Fires when this phase begins for the ``occurrence``-th time since the scenario's start."""
 
     phase: Phase
     occurrence: int = 1
@@ -87,7 +88,7 @@ class InPhase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AfterFault:
-    """Fires when the fault of this id has struck."""
+    """Fires when the fault with this id has been injected."""
 
     fault: str
 
@@ -115,13 +116,13 @@ class NamedNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRole:
-    """Whoever has this place in the plan at that moment.
+    """The nodes that have this position in the plan when the fault is due.
 
     ``rank 0``; ``first stage`` and ``last stage`` of a pipeline; ``owner`` of a layer in a pipeline, or all
-    of its ``owners``; a whole ``pipeline``; ``spare``, the nodes that are healthy and in no pipeline.
+    of its ``owners``; a whole ``pipeline``; ``spare``, the nodes that are up and in no pipeline.
     """
 
-    position: Place
+    position: RolePosition
     pipeline: int = 0
     layer: int | None = None
 
@@ -140,7 +141,7 @@ class PlanRole:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomNodes:
-    """So many of the nodes that are up at that moment, drawn by the scenario's seed."""
+    """A number of nodes that are up when the fault is due, drawn from the scenario's seed."""
 
     count: int
 
@@ -150,7 +151,7 @@ class RandomNodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CentralService:
-    """The coordinator that leads, or the broker."""
+    """The leading coordinator, or the broker."""
 
     service: Service
 
@@ -166,7 +167,9 @@ Target = NamedNodes | PlanRole | RandomNodes | CentralService
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedWithin:
-    """From the fault (of a scenario: its last) to the first step that is committed after a recovery."""
+    """A limit on the time from the fault (or from the scenario's last fault) to the first step committed after
+    a recovery.
+    """
 
     limit_s: float
 
@@ -176,27 +179,27 @@ class ResumedWithin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsLost:
-    """Committed steps that were undone, at most."""
+    """The maximum number of committed steps that may be undone."""
 
-    most: int
+    maximum: int
 
     def __str__(self) -> str:
-        return f"at most {_counted(self.most, 'committed step')} lost"
+        return f"at most {_counted(self.maximum, 'committed step')} lost"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepsRecomputed:
-    """Steps under way, not committed yet, that were computed again, at most."""
+    """The maximum number of steps that may be computed again although they were not committed."""
 
-    most: int
+    maximum: int
 
     def __str__(self) -> str:
-        return f"at most {_counted(self.most, 'step')} computed again"
+        return f"at most {_counted(self.maximum, 'step')} computed again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTier:
-    """Where the state that training went on with came from: ``recovery.tier`` is one of these."""
+    """The allowed values of ``recovery.tier``: where the state came from that training resumed with."""
 
     allowed: tuple[str, ...]
 
@@ -206,7 +209,7 @@ class RecoveryTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryCause:
-    """A recovery names one of these as its ``cause``."""
+    """The allowed values of a recovery's ``cause``."""
 
     allowed: tuple[str, ...]
 
@@ -216,12 +219,14 @@ class RecoveryCause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryCount:
-    """So many recoveries at most; 0: training goes on as if nothing were."""
+    """The maximum number of recoveries; 0 means that training must go on undisturbed."""
 
-    most: int
+    maximum: int
 
     def __str__(self) -> str:
-        return f"at most {_counted(self.most, 'recovery', 'recoveries')}" if self.most else "no recovery"
+        return (
+            f"at most {_counted(self.maximum, 'recovery', 'recoveries')}" if self.maximum else "no recovery"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +247,7 @@ class EventNotSeen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeStates:
-    """Each of these nodes comes to its state (``HEALTHY``, ``OFFLINE``, …) and has it at the end."""
+    """The states (``HEALTHY``, ``OFFLINE``, …) that these nodes must reach and have at the end."""
 
     states: tuple[tuple[str, str], ...]
 
@@ -262,7 +267,7 @@ class ClusterPhaseReached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFinishes:
-    """The job comes to its last step."""
+    """The requirement that the job reaches its last step."""
 
     def __str__(self) -> str:
         return "the job finishes"
@@ -270,7 +275,10 @@ class JobFinishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SameLosses:
-    """Every step has the loss that it has without any fault (the same job is run undisturbed beforehand)."""
+    """The requirement that every step has the loss that it has without faults.
+
+    The same job is run without faults beforehand.
+    """
 
     relative: float
 
@@ -299,34 +307,34 @@ Expectation = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One ``[[fault]]``; with several nodes as its target it strikes them at the same moment."""
+    """One ``[[fault]]``. If its target is several nodes, it is injected into all of them at the same moment."""
 
     id: str
     trigger: Trigger
     do: NodeFault | LocalFault
     target: Target
     delay_s: float = 0.0
-    """So much later than its trigger."""
+    """The delay in seconds after the trigger."""
     process: Process = "node"
     device: int | None = None
-    """``None``: every trainer of the node."""
+    """``None`` means every trainer of the node."""
     for_s: float | None = None
-    """``None``: for ever (stop, slow), or the fault's own default."""
+    """``None`` means for ever (stop, slow), or the fault's own default."""
     factor: float | None = None
     size_mib: int | None = None
-    """fill_memory, fill_disk: never take more than this."""
+    """For fill_memory and fill_disk: the most that may be taken."""
     drop: float = 0.0
     duplicate: float = 0.0
-    """lossy: probabilities, message by message."""
+    """For lossy: probabilities per message."""
     late_s: float = 0.0
-    """lossy: each message comes up to so much later; the order of one sender's stays."""
+    """For lossy: each message is delayed by up to this much; the order of one sender's messages is kept."""
     restart_after_s: float = 0.0
     expect: tuple[Expectation, ...] = ()
-    """Of what follows this fault, until the next one strikes or the scenario ends."""
+    """What must follow this fault before the next one is injected or the scenario ends."""
 
     @property
-    def lasts_s(self) -> float:
-        """Until nothing of it is to come any more; 0: it is done at once, or stays."""
+    def duration_s(self) -> float:
+        """How many seconds after its start the fault is over; 0 if it is over at once or never."""
         return self.for_s or self.restart_after_s or DEFAULT_FOR_S.get(self.do, 0.0)
 
     def __str__(self) -> str:
@@ -337,33 +345,37 @@ class Fault:
         return f"{self.trigger}{later}: {what}"
 
     @property
-    def needs_hands(self) -> bool:
-        """It takes a cluster that was started for the scenario."""
+    def needs_local_cluster(self) -> bool:
+        """Whether the fault needs a cluster that was started for the scenario."""
         return self.do in LOCAL_FAULTS or isinstance(self.target, CentralService)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSetup:
-    """``[cluster]``: what the scenario runs on by itself, all on one machine."""
+    """The table ``[cluster]``: the local cluster on which the scenario runs."""
 
     job: Path
     nodes: int
     devices_per_node: int = 1
     steps: int | None = None
-    """Instead of the job file's."""
+    """Replaces the job file's number of steps."""
     broker: Literal["embedded", "mosquitto"] = "mosquitto"
     coordinators: int = 1
-    """One leads, the others stand by; ``role = "coordinator"`` is the one that leads."""
+    """The number of coordinators: one leads, the others are standbys. ``role = "coordinator"`` means the
+    leader.
+    """
     network: bool = False
-    """Each node on a network of its own (namespaces), so that it can be cut off."""
+    """Whether each node gets a network of its own (a namespace), so that it can be cut off."""
     memory_mib: int | None = None
-    """Snapshots of all nodes live in a memory file system of this size; ``None``: the machine's own."""
+    """The size of the memory file system for the snapshots of all nodes; ``None`` uses the machine's own."""
     disk_mib: int | None = None
-    """``{disk}`` in ``override`` is a file system of this size; ``None``: a directory."""
+    """The size of the file system that ``{disk}`` in ``override`` stands for; ``None`` makes it a plain
+    directory.
+    """
     timing: tuple[tuple[str, float], ...] = ()
     """Overrides of ``[timing]``."""
     override: dict[str, Any]
-    """Laid over the job file's tables."""
+    """Overrides of the job file's tables."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -371,19 +383,19 @@ class Scenario:
     name: str = "scenario"
     purpose: str = ""
     seed: int = 0
-    """Random targets and lossy sessions are drawn from it."""
+    """The seed of random targets and of lossy sessions."""
     faults: tuple[Fault, ...] = ()
     expect: tuple[Expectation, ...] = ()
     steps_after: int = 3
-    """So many steps must follow when all faults are over and what is expected has come."""
+    """How many steps must follow after all faults are over and all expectations are met."""
     limit_s: float = 300.0
-    """What has not come by then is not met."""
+    """The time limit. An expectation that is not met by then has failed."""
     cluster: ClusterSetup | None = None
 
     @property
-    def hands_on(self) -> tuple[Fault, ...]:
-        """The faults that only a cluster of one's own can have."""
-        return tuple(fault for fault in self.faults if fault.needs_hands)
+    def local_faults(self) -> tuple[Fault, ...]:
+        """The faults that need a local cluster."""
+        return tuple(fault for fault in self.faults if fault.needs_local_cluster)
 
 
 def _counted(count: int, noun: str, nouns: str | None = None) -> str:

@@ -1,4 +1,6 @@
-"""Was it as expected? A pure function of what is expected and what was seen; the measured value in words."""
+"""The judgement of a scenario: a pure function of what is expected and what was observed, with the measured
+values in words.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,17 +12,19 @@ from ftd.faults.chaos.record import InjectedFault, ScenarioRecord
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectationStatus:
-    """``met`` is ``None`` while it is open: what has to come has not come."""
+    """How an expectation stands now. ``met`` is ``None`` while it is open, that is, while it may still be met."""
 
     met: bool | None
     measured: str
-    lasting: bool = False
-    """It is met as long as nothing happens: whether it was can be said at the end only."""
+    provisional: bool = False
+    """Whether the expectation is met only as long as nothing happens, so that the answer is final at the end
+    of the scenario.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """For the report. ``fault_id`` is the fault's id; empty: the whole scenario's."""
+    """One line of the report. ``fault_id`` is empty if it concerns the whole scenario."""
 
     fault_id: str
     description: str
@@ -28,27 +32,27 @@ class Verdict:
     measured: str
 
 
-def find(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRecord) -> ExpectationStatus:
-    """How it stands now.
+def assess(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRecord) -> ExpectationStatus:
+    """Return how an expectation stands now.
 
-    :param of: the fault that it belongs to; ``None``: to the whole scenario.
+    :param of: the fault that it belongs to, or ``None`` if it belongs to the whole scenario.
     """
-    faults = [of] if of is not None else list(record.struck.values())
+    faults = [of] if of is not None else list(record.injected.values())
     since_s = of.at_s if of is not None else 0.0
     match expected:
         case v.ResumedWithin():
             return _resumed(expected, faults, record)
-        case v.StepsLost(most=most):
+        case v.StepsLost(maximum=most):
             return _most("rolled_back_steps", most, faults, record)
-        case v.StepsRecomputed(most=most):
+        case v.StepsRecomputed(maximum=most):
             return _most("recomputed_steps", most, faults, record)
         case v.RecoveryTier(allowed=allowed):
             return _one_of("tier", allowed, faults, record)
         case v.RecoveryCause(allowed=allowed):
             return _one_of("cause", allowed, faults, record)
-        case v.RecoveryCount(most=most):
+        case v.RecoveryCount(maximum=most):
             count = len(record.recoveries(faults))
-            return ExpectationStatus(met=count <= most, measured=str(count), lasting=True)
+            return ExpectationStatus(met=count <= most, measured=str(count), provisional=True)
         case v.EventSeen(event=event):
             seen = record.since(since_s, event)
             if not seen:
@@ -59,7 +63,7 @@ def find(expected: v.Expectation, of: InjectedFault | None, record: ScenarioReco
             said = (
                 f"{seen[0][1].get('node') or ''} {seen[0][1].get('reason')}".strip() if seen else "not seen"
             )
-            return ExpectationStatus(met=not seen, measured=said, lasting=True)
+            return ExpectationStatus(met=not seen, measured=said, provisional=True)
         case v.NodeStates(states=states):
             nodes = record.state.get("nodes") or {}
             now = {name: (nodes.get(name) or {}).get("state", "unknown") for name, _ in states}
@@ -71,7 +75,7 @@ def find(expected: v.Expectation, of: InjectedFault | None, record: ScenarioReco
             now_in = str(record.state.get("phase"))
             return ExpectationStatus(met=(now_in == phase) or None, measured=now_in)
         case v.JobFinishes():
-            ended = record.ended
+            ended = record.end_event
             return ExpectationStatus(
                 met=None if not ended else ended == "JobFinished", measured=ended or "not yet"
             )
@@ -85,7 +89,7 @@ def _resumed(
     expected: v.ResumedWithin, faults: Sequence[InjectedFault], record: ScenarioRecord
 ) -> ExpectationStatus:
     if not faults:
-        return ExpectationStatus(met=None, measured="no fault has happened")
+        return ExpectationStatus(met=None, measured="no fault was injected")
     last = max(faults, key=lambda one: one.at_s)
     recoveries = record.recoveries([last])
     if not recoveries:
@@ -98,7 +102,7 @@ def _most(
     field: str, most: int, faults: Sequence[InjectedFault], record: ScenarioRecord
 ) -> ExpectationStatus:
     counted = max((getattr(recovery, field) for _, recovery in record.recoveries(faults)), default=0)
-    return ExpectationStatus(met=counted <= most, measured=str(counted), lasting=True)
+    return ExpectationStatus(met=counted <= most, measured=str(counted), provisional=True)
 
 
 def _one_of(
@@ -118,7 +122,9 @@ def _same_losses(relative: float, record: ScenarioRecord) -> ExpectationStatus:
         return ExpectationStatus(met=None, measured="no step yet")
     worst, step = max((_apart(record.losses[s], record.baseline[s]), s) for s in both)
     return ExpectationStatus(
-        met=worst <= relative, measured=f"{len(both)} steps, {worst:.1e} apart at step {step}", lasting=True
+        met=worst <= relative,
+        measured=f"{len(both)} steps, {worst:.1e} apart at step {step}",
+        provisional=True,
     )
 
 
@@ -126,22 +132,24 @@ def _apart(loss: float, other: float) -> float:
     return abs(loss - other) / max(abs(loss), abs(other), 1e-300)
 
 
-def open_ones(scenario: v.Scenario, record: ScenarioRecord) -> list[str]:
-    """What has to come and has not."""
+def unmet_expectations(scenario: v.Scenario, record: ScenarioRecord) -> list[str]:
+    """Return the expectations that are not met yet."""
     return [what for _, what, finding in _findings(scenario, record) if finding.met is None]
 
 
-def broken(scenario: v.Scenario, record: ScenarioRecord) -> bool:
-    """Nothing that may still come can make it good."""
+def has_failed(scenario: v.Scenario, record: ScenarioRecord) -> bool:
+    """Return whether an expectation has failed for good."""
     return any(finding.met is False for _, _, finding in _findings(scenario, record))
 
 
 def judge(scenario: v.Scenario, record: ScenarioRecord) -> tuple[Verdict, ...]:
-    """At the end: every fault has happened, and every expectation; what is open is not met."""
+    """Return the final verdicts on every fault and every expectation. An expectation that is still open is not
+    met.
+    """
     happened = []
     for fault in scenario.faults:
-        struck = record.struck.get(fault.id)
-        problem = "its moment never came" if struck is None else struck.problem
+        struck = record.injected.get(fault.id)
+        problem = "it was never due" if struck is None else struck.problem
         said = problem or (f"at {struck.at_s:.2f} s" if struck is not None else "")
         happened.append(Verdict(fault_id=fault.id, description=str(fault), met=not problem, measured=said))
     expected = [
@@ -154,12 +162,12 @@ def judge(scenario: v.Scenario, record: ScenarioRecord) -> tuple[Verdict, ...]:
 def _findings(scenario: v.Scenario, record: ScenarioRecord) -> list[tuple[str, str, ExpectationStatus]]:
     found = []
     for fault in scenario.faults:
-        struck = record.struck.get(fault.id)
+        struck = record.injected.get(fault.id)
         for expected in fault.expect:
             finding = (
-                ExpectationStatus(met=None, measured="the fault has not happened")
+                ExpectationStatus(met=None, measured="the fault was not injected")
                 if struck is None or struck.problem
-                else find(expected, struck, record)
+                else assess(expected, struck, record)
             )
             found.append((fault.id, str(expected), finding))
-    return found + [("", str(one), find(one, None, record)) for one in scenario.expect]
+    return found + [("", str(one), assess(one, None, record)) for one in scenario.expect]

@@ -1,6 +1,7 @@
-"""The whole service in one thread under a virtual clock: a seed draws everything.
+"""The simulator: the whole service in one thread under a virtual clock, with everything drawn from a seed.
 
-The very same ``ClusterMachine``, ``AgentMachine`` and ``Planner`` as in production; only the broker, the
-processes and the trainers are modelled. A safety phase with faults, invariants after every event, then the
-world heals and the job must finish (TigerBeetle's VOPR and FoundationDB's simulation are the models).
+``ClusterMachine``, ``AgentMachine`` and ``Planner`` are the production classes; only the broker, the
+processes and the trainers are simulated. A phase with faults comes first, with invariants checked after
+every event; then all faults heal and the job must finish. TigerBeetle's VOPR and FoundationDB's simulation
+are the models.
 """

@@ -1,4 +1,6 @@
-"""What a host's memory keeps of snapshots, whoever of its processes dies; and what it takes to restore from it."""
+"""The memory in which a simulated host holds snapshots. It survives the host's processes; restores read from
+it.
+"""
 
 from dataclasses import dataclass, field
 
@@ -11,48 +13,54 @@ from storage.codes import make_code, solve_lost_cells
 
 @dataclass(slots=True, kw_only=True)
 class SimShard:
-    """One device's part of a snapshot."""
+    """One device's shard of a snapshot."""
 
     key: HeldSnapshot
     layers: dict[int, int]
-    """Version of each layer of its stage."""
+    """The state version of each layer of its stage."""
     devices: frozenset[int]
-    """Devices of this node that take part in the snapshot."""
+    """The devices of this node that take part in the snapshot."""
     damaged: bool = False
-    """Bits changed; whoever reads it finds out."""
+    """Whether bits have changed, which every reader notices."""
 
 
 @dataclass(slots=True, kw_only=True)
 class SimSnapshotCopy:
-    """All that another node holds of a snapshot, received from it."""
+    """A snapshot copy: everything that another node holds of a snapshot, received from this node in full."""
 
     key: HeldSnapshot
-    """With its owner."""
+    """The snapshot, with its owner."""
     layers: dict[int, int]
 
 
 @dataclass(slots=True, kw_only=True)
 class SimArena:
-    """All devices of one host: three slots each, as in ``storage.arena``, one of them for the kept one."""
+    """The snapshot memory of one host: three slots per device, as in ``storage.arena``, one of which is for
+    the retained snapshot.
+    """
 
     node: str
-    truth: Oracle
-    kept: dict[int, int] = field(default_factory=dict)
-    """Per device: the step that its living trainer was told to keep."""
+    oracle: Oracle
+    retained: dict[int, int] = field(default_factory=dict)
+    """By device: the step that its running trainer was told to retain."""
     pinned: dict[int, int] = field(default_factory=dict)
-    """Likewise, the step that is being written to the disk."""
+    """By device: the step that is being written to the disk."""
     slots: dict[int, list[SimShard]] = field(default_factory=dict)
-    """Per device, the newest last."""
-    kept_copies: int = 0
-    """The step that this daemon was told to keep; 0: not yet."""
+    """By device, the newest last."""
+    retained_copies: int = 0
+    """The step from which on this daemon was told to retain snapshot copies; 0 until it was told."""
     copies: dict[str, list[SimSnapshotCopy]] = field(default_factory=dict)
-    """Per owner, the newest last."""
+    """By owner, the newest last."""
     persisting: Persist | None = None
-    """The order that the daemon writes a part of a checkpoint by, out of this memory."""
+    """The order by which the daemon currently writes a part of a checkpoint from this memory."""
 
     def begin(self, device: int, key: HeldSnapshot) -> None:
-        """Find a slot to write into: what is not kept goes, but for the newest."""
-        here, kept, pinned = self.slots.get(device, []), self.kept.get(device, 0), self.pinned.get(device, 0)
+        """Free a slot: everything that is not retained goes, except the newest snapshot."""
+        here, kept, pinned = (
+            self.slots.get(device, []),
+            self.retained.get(device, 0),
+            self.pinned.get(device, 0),
+        )
         stays = {kept, pinned} - {0}
         others = [s for s in here if s.key.step not in stays and s.key.step != key.step]
         room = 2 - len(stays)
@@ -64,46 +72,46 @@ class SimArena:
     def commit(self, device: int, shard: SimShard) -> None:
         self.slots.setdefault(device, []).append(shard)
         if self.holds(shard.key):
-            self.truth.written(self.node, shard.key)
+            self.oracle.written(self.node, shard.key)
 
     def keep(self, device: int, step: int, pinned: int) -> None:
-        self.kept[device], self.pinned[device] = step, pinned
+        self.retained[device], self.pinned[device] = step, pinned
         for shard in list(self.slots.get(device, [])):
             if shard.key.step < step and shard.key.step != pinned:
                 self._drop(device, shard)
 
-    def forget(self, device: int, after_step: int) -> None:
-        """A generation begins there: what is of a later step was undone."""
+    def drop_after(self, device: int, after_step: int) -> None:
+        """Drop what is later than ``after_step``, where a generation begins, since that was undone."""
         for shard in list(self.slots.get(device, [])):
             if shard.key.step > after_step:
                 self._drop(device, shard)
 
     def _drop(self, device: int, shard: SimShard) -> None:
-        self.truth.drops(self.node, shard.key, self.persisting)
+        self.oracle.check_dropped(self.node, shard.key, self.persisting)
         self.slots[device].remove(shard)
 
     # --- for others ------------------------------------------------------------------------------
 
     def receive(self, copy: SimSnapshotCopy) -> None:
-        """The same three slots for each owner."""
+        """Take a snapshot copy. There are three slots for each owner, too."""
         here = self.copies.setdefault(copy.key.owner, [])
         steps = sorted(old.key.step for old in here)
-        kept = self.kept_copies if self.kept_copies in steps else steps[0] if steps else 0
+        kept = self.retained_copies if self.retained_copies in steps else steps[0] if steps else 0
         others = [old for old in here if old.key.step not in (kept, copy.key.step)]
         for old in list(here):
             if old.key.step == copy.key.step or (old in others and old not in others[-1:]):
                 self._drop_copy(old)
         here.append(copy)
-        self.truth.received(self.node, copy.key)
+        self.oracle.received(self.node, copy.key)
 
     def keep_copies(self, step: int) -> None:
-        self.kept_copies = step
+        self.retained_copies = step
         for copy in [copy for here in self.copies.values() for copy in here]:
             if copy.key.step < step:
                 self._drop_copy(copy)
 
     def _drop_copy(self, copy: SimSnapshotCopy) -> None:
-        self.truth.drops_copy(self.node, copy.key)
+        self.oracle.check_dropped_copy(self.node, copy.key)
         self.copies[copy.key.owner].remove(copy)
 
     def copy(self, key: HeldSnapshot, owner: str) -> SimSnapshotCopy | None:
@@ -120,14 +128,14 @@ class SimArena:
             self.slots[device] = [shard for shard in here if shard.key.job_id != job_id]
         for owner, copies in self.copies.items():
             self.copies[owner] = [copy for copy in copies if copy.key.job_id != job_id]
-        self.kept_copies = 0
+        self.retained_copies = 0
 
-    def lost(self) -> None:
-        """The host died."""
+    def clear(self) -> None:
+        """Forget everything, since the host died."""
         self.slots.clear()
-        self.kept.clear()
+        self.retained.clear()
         self.copies.clear()
-        self.kept_copies = 0
+        self.retained_copies = 0
         self.pinned.clear()
 
     def parts(self, key: HeldSnapshot) -> dict[int, SimShard]:
@@ -149,12 +157,14 @@ class SimArena:
         return {n: v for shard in self.parts(key).values() for n, v in shard.layers.items()}
 
 
-def of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
+def layers_of_group(layers: dict[int, int], group: SnapshotGroup) -> dict[int, int]:
     return {layer: layers[layer] for layer in range(group.first_layer, group.end_layer) if layer in layers}
 
 
-def lacking(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
-    """Cannot be made from the shards of those present, nor from buddies' copies of the others'."""
+def is_unrecoverable(group: SnapshotGroup, present: set[str], copied: set[str]) -> bool:
+    """Return whether a group can be rebuilt neither from the shards of the nodes present nor from the snapshot
+    copies.
+    """
     if group.owners[0] in copied and group.replica_peer:
         return False
     lost = frozenset(index for index, owner in enumerate(group.owners) if owner not in present)

@@ -1,10 +1,11 @@
-"""What coordinators publish, looked at once the broker has it; and from what one may begin to lead.
+"""The checks at the broker: what coordinators publish, and from which journal one may begin to lead.
 
-A coordinator begins from the newest journal that ever was at the broker. It is replicated asynchronously: the
-leader does not wait until a standby has it. So where the broker forgets it, and the leader that wrote it is
-away, a standby begins from less. That is all that is let pass: nobody who is there has more; and who begins
-was there when the broker lost it, or waited ``lost_record_timeout_s``, unless the end of the newest was lost
-in the same moment, with its host's power, or was never on its writer's disk, which was full.
+A coordinator begins from the newest journal that ever was at the broker. Journals are replicated
+asynchronously: the leader does not wait until a standby has one. So if the broker loses the newest journal
+while the leader that wrote it is away, a standby begins from an older one. That is allowed only if nobody
+who is connected has a newer one, and if the new leader was connected when the broker lost it or waited
+``lost_record_timeout_s``. The wait is not required if the end of the newest journal was lost in the same
+moment with its host's power, or never reached its writer's disk, which was full.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.journals import journal_of
+from ftd.faults.sim.journals import decode_state
 from ftd.faults.sim.network import COMMAND, EVENTS, JOURNAL, TOPICS, SimConnection, SimNetwork
 from ftd.faults.sim.oracle import JournalView
 from ftd.transport.wire.codec import decode_to_node, decode_to_nodes
@@ -23,7 +24,7 @@ from statemachine.cluster.durable.outbox import OUTBOX
 from statemachine.effects import EmitEvent
 
 _NEWS_S = 1.5
-"""That somebody is there takes so long to be heard, at most."""
+"""The longest time until others notice that a coordinator is connected."""
 
 
 class BrokerChecks:
@@ -38,7 +39,7 @@ class BrokerChecks:
         self._payload: bytes | None = None
         network.at_broker = self._published
         for one in coordinators:
-            one.on_begin = partial(self._begins, one)
+            one.on_lead = partial(self._begins, one)
 
     @property
     def journal(self) -> dict[str, Any] | None:
@@ -46,7 +47,7 @@ class BrokerChecks:
         payload = self._network.retained.get(JOURNAL)
         if payload is not self._payload:
             self._payload = payload
-            self._journal = journal_of(decode_copy(payload).state) if payload else None
+            self._journal = decode_state(decode_copy(payload).state) if payload else None
         return self._journal
 
     def _published(self, connection: SimConnection, topic: str, payload: bytes, note: Any) -> None:
@@ -58,22 +59,22 @@ class BrokerChecks:
             if not payload:
                 return
             copy = decode_copy(payload)
-            self._payload, self._journal = payload, journal_of(copy.state)
+            self._payload, self._journal = payload, decode_state(copy.state)
             if copy.position > truth.replicated:
                 truth.replicated, truth.replicated_by = copy.position, connection.host
             truth.persisted(note)
-            truth.telling.decided(self._journal[OUTBOX])
+            truth.published_events.on_journaled(self._journal[OUTBOX])
         elif topic == COMMAND:
-            truth.commands(decode_to_nodes(payload).command, self.journal)
+            truth.check_command(decode_to_nodes(payload).command, self.journal)
         elif topic == EVENTS:
             message = decode_json(payload, EventMessage)
-            if truth.telling.is_news(message):
+            if truth.published_events.is_new(message):
                 self._event(self._coordinators[connection.host], message)
         elif (node := TOPICS.node_of(topic)) is not None:
             if topic == TOPICS.node_command(node):
-                truth.commands(decode_to_node(payload).command, self.journal)
+                truth.check_command(decode_to_node(payload).command, self.journal)
             elif topic == TOPICS.node_state(node) and not payload:
-                truth.forgets(self.journal, node)
+                truth.check_removal(self.journal, node)
 
     def _event(self, of: SimCoordinator, message: EventMessage) -> None:
         event = EmitEvent(
@@ -85,35 +86,35 @@ class BrokerChecks:
             step=message.step,
             details=message.details,
         )
-        self._invariants.public_event(event)
+        self._invariants.check_event(event)
         if of.on_event is not None:
             of.on_event(event)
 
     def _begins(self, me: SimCoordinator, position: tuple[int, int], view: JournalView) -> None:
-        """``me`` begins to lead from the journal of this position, which says what ``view`` says."""
+        """Check that ``me`` may begin to lead from the journal of this position, whose content is ``view``."""
         truth, network = self._invariants, self._network
         what = f"{me.name} begins to lead from the journal {position}"
         self._reads_times(me, what)
         if me.unreadable is not None and me.unreadable.position > position and not me.reads(me.unreadable):
-            truth.broken(f"{what}, and saw {me.unreadable.position}, a journal that it cannot read")
+            truth.violated(f"{what}, but saw {me.unreadable.position}, a journal that it cannot read")
         if position >= truth.replicated:
             if (
                 view.lineage > truth.lineage
-            ):  # A rollback that is on its disk alone: the broker was out of reach.
+            ):  # A rollback that is on its disk only: the broker was out of reach.
                 truth.persisted(view)
             return
         what += f", and {truth.replicated} was at the broker"
         retained = network.retained.get(JOURNAL)
         if retained is not None and decode_copy(retained).position > position:
-            truth.broken(f"{what}, which still has {decode_copy(retained).position}")
+            truth.violated(f"{what}, which still has {decode_copy(retained).position}")
         for other in self._coordinators.values():
             since = other.following_since
             there = since is not None and since < truth.world.now - _NEWS_S and not other.frozen
             there = there and network.reaches(other.name)
             if there and other is not me and not other.ineligible and other.position > position:
-                truth.broken(f"{what}, and {other.name}, which is there, has {other.position}")
+                truth.violated(f"{what}, but {other.name}, which is connected, has {other.position}")
         waited_s = truth.world.now - (me.following_since or truth.world.now)
-        # What was known last went with its host's power: there is nobody to wait for.
+        # What was known last was lost with its host's power, so there is nobody to wait for.
         gone = any(other.disk.knew >= truth.replicated for other in self._coordinators.values())
         # What a leader could not write to its own disk was at the broker, and nothing followed from it.
         gone |= truth.replicated_by == me.name
@@ -123,27 +124,31 @@ class BrokerChecks:
             and me.started_at > network.forgot_at
             and waited_s < truth.world.timing.lost_record_timeout_s
         ):
-            truth.broken(f"{what}, without having been there then; it waited {waited_s:.1f} s")
+            truth.violated(f"{what}; it was not connected then and waited only {waited_s:.1f} s")
         self._forgets(view)
-        # What it decided when it had been deposed already reached nobody, and is published now.
+        # What it decided after it had been deposed reached nobody, and is published now.
         truth.announced -= me.decided_generations()
 
     def _reads_times(self, me: SimCoordinator, what: str) -> None:
-        """On its own host's clock, whoever's they were."""
+        """Check that it computes the snapshot's age with its own host's clock, whichever host wrote the
+        journal.
+        """
         truth = self._invariants
         snapshot = me.machine.public_state()["snapshot"]
         if snapshot is None:
             return
         age_s = me.clock.monotonic_s() - snapshot["at"]
         if not -1e-3 <= age_s <= truth.world.now:
-            truth.broken(f"{what}, and takes the newest snapshot to be {age_s:.0f} s old")
+            truth.violated(f"{what}, and takes the newest snapshot to be {age_s:.0f} s old")
 
     def _forgets(self, view: JournalView) -> None:
-        """What is lost with the newest journals: what nodes know of it they say."""
+        """Forget what was lost with the newest journals; nodes report what they know of it."""
         truth = self._invariants
-        truth.known = min(truth.known, view.committed_step)
+        truth.known_step = min(truth.known_step, view.committed_step)
         truth.newest, truth.lineage, truth.groups.trained = view.snapshot, view.lineage, None
         truth.writing = view.writing
-        truth.telling.lose()
-        truth.next_to_tell = 0  # What was told may be told again, as it is found out anew.
-        truth.unforced = True
+        truth.published_events.on_journals_lost()
+        truth.next_to_publish = (
+            0  # Published steps may be published again, as the leader learns of them again.
+        )
+        truth.journal_tail_lost = True

@@ -1,4 +1,4 @@
-"""The place of persistent checkpoints: what is there stays, whoever dies; and what must hold of it."""
+"""The store of persistent checkpoints, which survives every process, and its invariants."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from statemachine.messages.cluster import Persist
 from statemachine.messages.values import Checkpoint, LayerFile, Restore, SkippedCheckpoint, Vote
 
 CALM_S = 46.0
-"""A job that ends from here on had ``finish_s`` for its last checkpoint behind the healing."""
+"""A job that ends after this time has had ``finish_s`` since the healing to write its last checkpoint."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,9 +19,9 @@ class StoredCheckpoint:
     attempt: str
     vote: Vote
     layers: dict[int, int]
-    """Version of each layer."""
+    """The state version of each layer."""
     damaged: bool = False
-    """Seen by who reads it."""
+    """Whether it is corrupt, which every reader notices."""
 
     def as_value(self, step: int) -> Checkpoint:
         return Checkpoint(step=step, vote=self.vote, layers=len(self.layers))
@@ -29,29 +29,29 @@ class StoredCheckpoint:
 
 @dataclass(slots=True, kw_only=True)
 class SimCheckpointStore:
-    """One directory, which every host reaches; all jobs of the simulation have one name."""
+    """One directory that every host reaches. All jobs of a simulation run have the same name."""
 
-    truth: Oracle
+    oracle: Oracle
     full: float = 0.0
-    """Probability that a layer cannot be written."""
-    kept: dict[int, StoredCheckpoint] = field(default_factory=dict)
+    """The probability that a layer cannot be written."""
+    checkpoints: dict[int, StoredCheckpoint] = field(default_factory=dict)
     """By step."""
     drafts: dict[tuple[int, str], dict[int, int]] = field(default_factory=dict)
     closed_until: float = 0.0
-    """Whoever reads or writes before this gets an error."""
+    """Reads and writes fail before this time."""
     hung_until: float = 0.0
-    """Whoever reads or writes before this waits."""
+    """Reads and writes wait until this time."""
     settled: set[tuple[str, int]] = field(default_factory=set)
-    """Job and step of what was committed and not undone since: never a second time."""
+    """Job and step of what was committed and not undone since, which must not be committed again."""
 
     @property
     def closed(self) -> bool:
-        return self.truth.world.now < self.closed_until
+        return self.oracle.world.now < self.closed_until
 
     @property
     def hangs_s(self) -> float:
-        """How long yet."""
-        return max(0.0, self.hung_until - self.truth.world.now)
+        """How long it still hangs, in seconds."""
+        return max(0.0, self.hung_until - self.oracle.world.now)
 
     def opens(self) -> None:
         self.closed_until = self.hung_until = 0.0
@@ -59,7 +59,7 @@ class SimCheckpointStore:
     # --- nodes -----------------------------------------------------------------------------------
 
     def write(self, order: Persist, layer: int, version: int) -> LayerFile:
-        """One layer, of this version."""
+        """Write one layer of this version."""
         self.drafts.setdefault((order.record.step, order.attempt), {})[layer] = version
         return LayerFile(
             layer=layer,
@@ -72,55 +72,59 @@ class SimCheckpointStore:
         )
 
     def read(self, restore: Restore, layers: set[int]) -> dict[int, int]:
-        """Version of each of these layers; none where the checkpoint is gone or damaged, or out of reach."""
-        kept = self.kept.get(restore.step)
+        """Return the version of each of these layers; empty if the checkpoint is gone, corrupt or out of
+        reach.
+        """
+        kept = self.checkpoints.get(restore.step)
         if kept is None or kept.damaged or self.closed:
             return {}
-        wanted = self.truth.told.get(restore.step)
+        wanted = self.oracle.published.get(restore.step)
         for layer in layers:
             version = kept.layers[layer]
-            if wanted not in (None, version) or self.truth.versions.step[version] != restore.step:
-                self.truth.broken(f"version {version} is read as step {restore.step}, which is {wanted}")
+            if wanted not in (None, version) or self.oracle.versions.step[version] != restore.step:
+                self.oracle.violated(
+                    f"version {version} is read as step {restore.step}, whose version is {wanted}"
+                )
         return {layer: kept.layers[layer] for layer in layers}
 
     # --- the coordinator -------------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> tuple[int, ...]:
-        """It is there from now on; the steps of older ones that were removed."""
-        step, broken = effect.step, self.truth.broken
+        """Commit a checkpoint, and return the steps of older ones that were removed."""
+        step, broken = effect.step, self.oracle.violated
         draft = self.drafts.pop((step, effect.attempt), {})
-        if effect.attempt != self.truth.writing:
-            # It hung, and was given up; what comes of it may be of a past that was undone since.
-            if len(draft) == self.truth.layers:
-                self.kept.setdefault(
+        if effect.attempt != self.oracle.writing:
+            # The commit hung and was abandoned; its state may have been undone since.
+            if len(draft) == self.oracle.layers:
+                self.checkpoints.setdefault(
                     step, StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
                 )
             return ()
-        if sorted(draft) != list(range(self.truth.layers)):
+        if sorted(draft) != list(range(self.oracle.layers)):
             broken(f"a checkpoint of step {step} is committed with layers {sorted(draft)}")
         if {file.layer: file.digest for file in effect.layers} != {n: str(v) for n, v in draft.items()}:
             broken(f"the manifest of step {step} is not what was written")
         version = int(effect.vote.loss)
-        if set(draft.values()) != {version} or self.truth.versions.step[version] != step:
+        if set(draft.values()) != {version} or self.oracle.versions.step[version] != step:
             broken(f"the checkpoint of step {step} is of versions {draft}, not of {version}")
-        if effect.job.job_id == self.truth.job_id and self.truth.told.get(step, version) != version:
-            broken(f"the checkpoint of step {step} is of another step than was told")
+        if effect.job.job_id == self.oracle.job_id and self.oracle.published.get(step, version) != version:
+            broken(f"the checkpoint of step {step} is not the published state of that step")
         if (effect.job.job_id, step) in self.settled:
             broken(f"two checkpoints of step {step} were committed")
         self.settled.add((effect.job.job_id, step))
-        self.kept[step] = StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
-        old = sorted((s for s in self.kept if s <= step), reverse=True)[effect.job.checkpoint.keep :]
-        pruned = tuple(sorted([*old, *(s for s in self.kept if s > step)]))
+        self.checkpoints[step] = StoredCheckpoint(attempt=effect.attempt, vote=effect.vote, layers=draft)
+        old = sorted((s for s in self.checkpoints if s <= step), reverse=True)[effect.job.checkpoint.keep :]
+        pruned = tuple(sorted([*old, *(s for s in self.checkpoints if s > step)]))
         for doomed in pruned:
-            del self.kept[doomed]
+            del self.checkpoints[doomed]
         return pruned
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
         self.drafts.pop((effect.step, effect.attempt), None)
 
     def newest(self, spoiled: tuple[int, ...] = ()) -> Checkpoint | None:
-        steps = [step for step in self.kept if step not in spoiled]
-        return self.kept[max(steps)].as_value(max(steps)) if steps else None
+        steps = [step for step in self.checkpoints if step not in spoiled]
+        return self.checkpoints[max(steps)].as_value(max(steps)) if steps else None
 
     def find(self, effect: FindCheckpoint, at: float) -> CheckpointFound:
         return CheckpointFound(
@@ -146,25 +150,27 @@ class SimCheckpointStore:
     # --- a user ----------------------------------------------------------------------------------
 
     def remove_damaged(self) -> None:
-        """Whose job failed for them."""
-        self.kept = {step: kept for step, kept in self.kept.items() if not kept.damaged}
+        """Remove the corrupt checkpoints, as a user does whose job failed because of them."""
+        self.checkpoints = {step: kept for step, kept in self.checkpoints.items() if not kept.damaged}
 
     # --- what must hold --------------------------------------------------------------------------
 
-    def goes_back(self, checkpoint: Checkpoint) -> None:
-        """It was committed, and is the state of the step that was told; its damages nobody has seen yet."""
+    def check_rollback(self, checkpoint: Checkpoint) -> None:
+        """Check the checkpoint of a rollback: it was committed, and it is the state of the published step. Its
+        corruption may not have been noticed yet.
+        """
         step, version = checkpoint.step, int(checkpoint.vote.loss)
-        kept = self.kept.get(step)
+        kept = self.checkpoints.get(step)
         if kept is None or set(kept.layers.values()) != {version}:
-            self.truth.broken(f"rolled back to a checkpoint of step {step}, which is not there")
-        if self.truth.told.get(step, version) != version:
-            self.truth.broken(f"the checkpoint of step {step} is of another step than was told")
+            self.oracle.violated(f"rolled back to a checkpoint of step {step}, which does not exist")
+        if self.oracle.published.get(step, version) != version:
+            self.oracle.violated(f"the checkpoint of step {step} is not the published state of that step")
 
-    def given_up(self, event: EmitEvent) -> None:
-        """Once everything is well again, the last step's is written in time."""
-        if self.truth.world.now > CALM_S and "after the last step" in event.reason:
-            self.truth.broken("nothing is wrong, and the checkpoint of the last step does not come")
+    def on_abandoned(self, event: EmitEvent) -> None:
+        """Check that the checkpoint of the last step is written in time once all faults are healed."""
+        if self.oracle.world.now > CALM_S and "after the last step" in event.reason:
+            self.oracle.violated("all faults are healed, but the checkpoint of the last step is abandoned")
 
     def rolled_back(self, job: str, step: int) -> None:
-        """What was committed behind it never was, and may be committed again."""
+        """Forget the commits after ``step``: they were undone, and these steps may be committed again."""
         self.settled = {(name, number) for name, number in self.settled if name != job or number <= step}

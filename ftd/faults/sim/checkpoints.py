@@ -1,4 +1,4 @@
-"""What a simulated coordinator does at the place of checkpoints, which may be full, closed, or hang."""
+"""The access of a simulated coordinator to the checkpoint store, which may be full, unavailable, or hang."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,11 +18,11 @@ from statemachine.events import (
 from statemachine.messages.values import Checkpoint, Job
 
 EXPORT_S = 0.5
-"""An export takes this long."""
+"""The duration of an export."""
 
 
 class SimCheckpoints:
-    """One process's (``ftd.coordinator.ports.CheckpointOperations``)."""
+    """The checkpoint port of one process (``ftd.coordinator.ports``)."""
 
     def __init__(
         self, world: World, place: SimCheckpointStore, loop: ProcessLoop, feed: Feed, driver: Driver
@@ -42,11 +42,13 @@ class SimCheckpoints:
         self._loop.call_later(self._world.between(0.001, 0.2), self._find, effect)
 
     def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
-        """Simulated users look it up themselves."""
+        """Answer with the newest checkpoint. Simulated users choose where to start themselves."""
         self._loop.call_soon(then, self._place.newest(), "")
 
     def _commit(self, effect: CommitCheckpoint) -> None:
-        """A coordinator that dies has committed or has not, and mostly does not hear of it."""
+        """Commit a checkpoint. A coordinator that dies then has committed or has not, and mostly does not
+        learn which.
+        """
         world, place = self._world, self._place
         if place.hangs_s:
             self._loop.call_later(place.hangs_s, self._commit, effect)
@@ -64,16 +66,16 @@ class SimCheckpoints:
     def _abandon(self, effect: AbandonCheckpoint) -> None:
         place = self._place
         if place.hangs_s:
-            self._loop.call_later(place.hangs_s + 0.1, self._abandon, effect)  # Behind the commit that hangs.
+            self._loop.call_later(place.hangs_s + 0.1, self._abandon, effect)  # After the commit that hangs.
         else:
             place.abandon(effect)
 
     def _export(self, effect: ExportCheckpoint) -> None:
-        """What a coordinator exports that dies is exported by the next one."""
+        """Export a checkpoint. If the coordinator dies before that, the next one exports it."""
         job, place = effect.job, self._place
         at: dict[str, Any] = {"at": self._now(), "cause": effect.cause}
         step = effect.step
-        if place.closed or step not in place.kept:
+        if place.closed or step not in place.checkpoints:
             self._feed(ExportFailed(**at, job_id=job.job_id, step=step, detail="gone"))
             return
         directory = job.checkpoint.huggingface_directory

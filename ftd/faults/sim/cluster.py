@@ -1,4 +1,6 @@
-"""A simulated cluster: a world with a broker, coordinators, nodes and a place for checkpoints, and what must hold."""
+"""A simulated cluster: a world with a broker, coordinators, nodes and a checkpoint store, and the invariants
+that must hold.
+"""
 
 from collections.abc import Iterable
 
@@ -13,7 +15,7 @@ from statemachine.messages.cluster import ToNode, ToNodes
 
 
 class SimCluster:
-    """Everything that a world is made of. Its coordinators are not started, and it has no nodes yet."""
+    """Everything that a world consists of. Initially its coordinators are not started, and it has no nodes."""
 
     def __init__(
         self,
@@ -24,11 +26,11 @@ class SimCluster:
         *,
         state_period_s: float = STATE_PERIOD_S,
     ) -> None:
-        """:param coordinators: their names."""
+        """:param coordinators: the names of the coordinators."""
         self.world, self.policy, self.profile = world, policy, profile
         self.invariants = Invariants(world, policy, profile)
         self.versions = self.invariants.versions
-        self.place = self.invariants.place
+        self.checkpoint_store = self.invariants.checkpoint_store
         self.nodes: dict[str, SimNode] = self.invariants.nodes
         self.network = SimNetwork(world)
         self.network.take_command = self._command
@@ -40,7 +42,7 @@ class SimCluster:
 
     @property
     def coordinator(self) -> SimCoordinator:
-        """The one that leads; or that did, as far as it knows."""
+        """The coordinator that leads; if none does, the one that most likely led last."""
         return leader_of(self.network, self.coordinators)
 
     def _command(self, node: str, message: ToNode | ToNodes) -> None:

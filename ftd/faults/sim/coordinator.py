@@ -11,7 +11,7 @@ from ftd.errors import JournalError
 from ftd.faults.sim.checkpoints import SimCheckpoints
 from ftd.faults.sim.disk import SimDisk
 from ftd.faults.sim.invariants import Invariants
-from ftd.faults.sim.journals import journal_of
+from ftd.faults.sim.journals import decode_state
 from ftd.faults.sim.network import JOURNAL, TOPICS, SimNetwork
 from ftd.faults.sim.oracle import JournalView
 from ftd.faults.sim.planning import SimPlanning
@@ -29,11 +29,11 @@ from statemachine.events import DrainRequested, Event, SnapshotRequested, StopRe
 from statemachine.messages.values import Checkpoint, Job
 
 STATE_PERIOD_S = 1.0
-"""Least time between two publications of the cluster's state, which nobody but a standby reads here."""
+"""The shortest time between two publications of the cluster's state, which only standbys read here."""
 
 
 class SimCoordinator:
-    """One host. What its process knows is lost when it is killed, except for its journal."""
+    """The host of one coordinator. When its process is killed, everything but the journal is lost."""
 
     def __init__(
         self,
@@ -48,26 +48,30 @@ class SimCoordinator:
         self.state_period_s = state_period_s
         self.incarnation = 0
         self.started_at = 0.0
-        self.edition = 0
-        """Of the program: it reads the journals of its own edition and of those before."""
+        self.program_version = 0
+        """The version of its program, which reads journals of its own and of earlier versions."""
         self.disk = SimDisk(world, name)
         self.clock = SimClock(world)
         self.loop = ProcessLoop(world)
         self.loop.alive = False
         self.process: _Process | None = None
-        """The last one, whether it is alive or not."""
+        """The newest process, alive or not."""
         self.unreadable: JournalCopy | None = None
-        """The newest journal that was ever at the broker while it was there, and that it could not read."""
+        """The newest journal that was at the broker while this coordinator was connected, and that it could
+        not read.
+        """
         self.crash_after: int | None = None
-        """Effects until it is killed in the middle of carrying them out."""
-        self.thinks_s = 0.0
-        """So much longer a plan may take, at most."""
-        self.on_begin: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
-        """Called when it begins to lead, with the position of the journal that it begins from, and what that says."""
+        """The number of effects after which the process is killed in the middle of carrying them out."""
+        self.max_planning_s = 0.0
+        """The longest extra time that a plan takes."""
+        self.on_lead: Callable[[tuple[int, int], JournalView], None] = lambda position, view: None
+        """Called when it begins to lead, with the position of the journal that it starts from and with a view
+        of that journal.
+        """
         self.on_event: Callable[[EmitEvent], None] | None = None
-        """Called with each public event that is news."""
+        """Called with each new public event."""
         self.on_state: Callable[[dict[str, Any]], None] | None = None
-        """Called with the state of the cluster that it publishes."""
+        """Called with each state of the cluster that it publishes."""
 
     # --- the process -------------------------------------------------------------------------------
 
@@ -81,12 +85,12 @@ class SimCoordinator:
 
     @property
     def leading(self) -> bool:
-        """It leads, as far as it knows."""
+        """Whether it leads as far as it knows."""
         return self.up and self.process is not None and self.process.leadership.leading
 
     @property
-    def heard(self) -> bool:
-        """What it publishes as the leader is at the broker at once."""
+    def reaches_broker(self) -> bool:
+        """Whether what it publishes as the leader reaches the broker at once."""
         connection = self.network.leader
         at_broker = connection is not None and connection.host == self.name
         process = self.process
@@ -99,38 +103,38 @@ class SimCoordinator:
 
     @property
     def machine(self) -> ClusterMachine:
-        """The machine of the last process."""
+        """The cluster machine of the newest process."""
         return self.process.machine if self.process is not None else ClusterMachine(self.world.timing)
 
     @property
     def following_since(self) -> float | None:
-        """When its follower session connected; ``None``: it has none."""
+        """When its follower session connected; ``None`` if it has none."""
         connection = self.network.connections.get(f"ftd-{TOPICS.cluster}-coordinator-{self.incarnation}")
         return connection.since if self.up and connection is not None else None
 
     @property
     def ineligible(self) -> str:
-        """Why it must not lead, as far as it knows."""
+        """Why it must not lead, as far as it knows; empty if it may."""
         return self.process.leadership.machine.me.ineligible if self.up and self.process is not None else ""
 
     def reads(self, copy: JournalCopy) -> bool:
-        """Whether its program can read this journal."""
-        return copy.schema <= durable.SCHEMA + self.edition
+        """Return whether its program can read this journal."""
+        return copy.schema <= durable.SCHEMA + self.program_version
 
     def decided_generations(self) -> set[int | None]:
-        """Generations that the events in its journal's outbox are of."""
+        """Return the generations of the events in its journal's outbox."""
         kept = self.process.journal.load() if self.process is not None else None
-        outbox = journal_of(kept).get(OUTBOX, ()) if kept is not None else ()
+        outbox = decode_state(kept).get(OUTBOX, ()) if kept is not None else ()
         return {decode_json(event.encode(), EventMessage).generation for _, event in outbox}
 
     @property
     def position(self) -> tuple[int, int]:
-        """Position of the journal that it has."""
+        """The position of its journal."""
         return self.process.journal.position if self.up and self.process is not None else self.disk.position
 
     def start(self) -> None:
         self.crash_after = None
-        self.incarnation, self.started_at = self.world.serial(), self.world.now
+        self.incarnation, self.started_at = self.world.next_serial(), self.world.now
         loop = self.loop = ProcessLoop(self.world)
         if self.world.seed % 4 == 3:
             loop.hurry(self.name)
@@ -148,7 +152,7 @@ class SimCoordinator:
         task.add_done_callback(lambda done: self._ended(loop, done))
 
     def _ended(self, loop: ProcessLoop, done: "asyncio.Task[None]") -> None:
-        """A process ends by itself where it cannot write its journal."""
+        """Restart the host's process after it ended by itself, which it does if it cannot write its journal."""
         if not loop.alive or done.cancelled():
             return
         error = done.exception()
@@ -165,15 +169,15 @@ class SimCoordinator:
             self.start()
 
     def crash(self) -> None:
-        """SIGKILL: only the journal is left."""
+        """SIGKILL the process: only the journal is left."""
         if self.up:
             self.loop.kill()
             self.network.drop(self.name, process_died=True)
 
     def lose_power(self) -> None:
-        """The host starts again, without the end of what was not forced to the disk."""
+        """Restart the host without the end of what was not forced to the disk."""
         self.disk.lose_power(self.world.rng)
-        self.clock.since_boot_s /= 2  # Never below zero, as real ones.
+        self.clock.since_boot_s /= 2  # Never below zero, like real clocks.
 
     def freeze(self, for_s: float) -> None:
         if self.up and not self.frozen:
@@ -186,7 +190,7 @@ class SimCoordinator:
     # --- what users want ---------------------------------------------------------------------------
 
     def _ask(self, make: Callable[..., Event], **fields: Any) -> None:
-        """As ``Requests`` does; what was asked of a process that dies first is lost."""
+        """Feed a request as ``Requests`` does. A request to a process that dies first is lost."""
         process = self.process
         if process is not None and self.leading:
             self.loop.enter(lambda: process.feed(make(at=process.driver.now(), cause="user", **fields)))
@@ -204,7 +208,7 @@ class SimCoordinator:
         self._ask(StopRequested, request="stop", job=job)
 
     def saw(self, payload: bytes) -> None:
-        """A journal arrives at its follower session."""
+        """Note a journal that arrives at its follower session."""
         if payload and not self.leading:
             copy = decode_copy(payload)
             if not self.reads(copy):
@@ -213,7 +217,7 @@ class SimCoordinator:
     # --- what the simulator looks at -----------------------------------------------------------------
 
     def watch(self, loop: ProcessLoop, it: Event | Effect) -> None:
-        """Every event before it is taken, and every effect before it is carried out."""
+        """Observe every event before it is handled, and every effect before it is carried out."""
         if not loop.alive:
             return
         if self.world.tracing:
@@ -227,7 +231,7 @@ class SimCoordinator:
                 self.world.call_later(self.world.between(0.1, 6.0), self.restart)
                 return
         if isinstance(it, RecordSteps):
-            self.check(lambda: self.invariants.recalled(it))
+            self.check(lambda: self.invariants.check_recalled(it))
 
     def check(self, look: Callable[[], None]) -> None:
         """Check an invariant inside the process, whose code handles exceptions."""
@@ -238,17 +242,17 @@ class SimCoordinator:
             raise
 
     def note(self, topic: str, payload: bytes) -> Any:
-        """Return what a journal that is published says, as its machine is now."""
+        """Return a view of a journal that is being published, as its machine is now."""
         if topic != JOURNAL or not payload or self.process is None:
             return None
         term = self.process.leadership.machine.term
         leader = Leader(term=term, name=self.name, incarnation=self.incarnation)
-        self.check(lambda: self.invariants.reigns(leader, self.network.forgot_at))
+        self.check(lambda: self.invariants.check_leader(leader, self.network.forgot_at))
         return JournalView(self.process.machine)
 
 
 class _Observer:
-    """Metrics, dashboard and tracking: here nobody looks at them."""
+    """An observer that does nothing: there are no metrics, dashboard and tracking here."""
 
     def __init__(self, of: SimCoordinator) -> None:
         self._of = of
@@ -266,7 +270,7 @@ class _Observer:
         return
 
     def on_state(self, state: dict[str, Any]) -> None:
-        if self._of.on_state is not None and self._of.heard:
+        if self._of.on_state is not None and self._of.reaches_broker:
             self._of.on_state(state)
 
     def on_acknowledged(self, seconds: float) -> None:
@@ -283,19 +287,21 @@ class _Observer:
 
 
 class _Process(Coordinator):
-    """The real one, looked at: nothing that it does is changed."""
+    """The real coordinator with hooks that observe it and change nothing."""
 
     def __init__(self, of: SimCoordinator, loop: ProcessLoop) -> None:
         self._of, self._loop = of, loop
-        edition = of.edition
+        edition = of.program_version
         ports = Ports(
             program=Program(version=f"{edition}.0", schema=durable.SCHEMA + edition),
             clock=of.clock,
             transport=SimTransport(loop, of.network, of.name, note=of.note, saw=of.saw),
             disk=of.disk,
-            planning=lambda feed, driver, _: SimPlanning(of.world, lambda: of.thinks_s, loop, feed, driver),
+            planning=lambda feed, driver, _: SimPlanning(
+                of.world, lambda: of.max_planning_s, loop, feed, driver
+            ),
             checkpoints=lambda feed, driver: SimCheckpoints(
-                of.world, of.invariants.place, loop, feed, driver
+                of.world, of.invariants.checkpoint_store, loop, feed, driver
             ),
             observer=_Observer(of),
         )
@@ -315,19 +321,19 @@ class _Process(Coordinator):
         of = self._of
         connection = of.network.leader
         if connection is not None and connection.host == of.name and self._loop.alive:
-            of.check(lambda: of.on_begin(position, JournalView(self.machine)))
+            of.check(lambda: of.on_lead(position, JournalView(self.machine)))
             of.check(lambda: of.invariants.coordinator_starts(self.machine))
 
     def _carried_out(self) -> None:
         super()._carried_out()
         of = self._of
-        if self._loop.alive and of.heard:
-            # What a coordinator knew that died before it journaled it, or was deposed, was never known.
+        if self._loop.alive and of.reaches_broker:
+            # What a coordinator knew that died before it journaled it, or was deposed, nobody ever learned.
             of.check(lambda: of.invariants.coordinator_stepped(self.machine))
 
 
 def leader_of(network: SimNetwork, coordinators: Sequence[SimCoordinator]) -> SimCoordinator:
-    """The one that leads; or that did, as far as it knows."""
+    """Return the coordinator that leads; if none does, the one that most likely led last."""
     if (connection := network.leader) is not None:
         return next(one for one in coordinators if one.name == connection.host)
     return max(coordinators, key=lambda one: (one.leading, one.up, one.position))

@@ -1,4 +1,6 @@
-"""A simulated daemon's orders about snapshots: its own part sent to its buddy, what it keeps, what may go."""
+"""A simulated daemon's handling of orders about snapshots: it sends its shard to its replica peer, and retains
+or removes snapshots.
+"""
 
 from typing import Any
 
@@ -13,12 +15,12 @@ from statemachine.messages.values import HeldSnapshot
 
 
 class SimCopySender:
-    """One daemon's."""
+    """The copy sender of one daemon."""
 
     def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
         self._node, self._scrubber = node, scrubber
         self.sends_s = 0.0
-        """So much longer a copy may take, at most."""
+        """The longest extra time that sending a copy takes."""
 
     def perform(self, effect: SendSnapshotCopy | RetainSnapshotCopies | RemoveSnapshots) -> None:
         node, world = self._node, self._node.world
@@ -32,13 +34,13 @@ class SimCopySender:
                 node.arena.keep_copies(effect.order.step)
                 if effect.order.restore is not None:
                     self._scrubber.watch(effect.order.restore)
-                node.tell_copies()
+                node.report_copies()
             case RemoveSnapshots():
                 node.arena.remove(effect.job_id)
                 self._scrubber.kept = None
 
     def _send(self, effect: SendSnapshotCopy, life: int) -> None:
-        """The daemon's word follows the buddy's, and may come to nothing in between."""
+        """Send the copy. The daemon reports it after the replica peer does, and may die in between."""
         node, world = self._node, self._node.world
         if node.life != life:
             return
@@ -53,7 +55,7 @@ class SimCopySender:
             node.feed(SnapshotCopyFailed(at=world.now, cause=effect.cause, failure=failure))
             return
         buddy.arena.receive(SimSnapshotCopy(key=copy_of(key, node.name), layers=node.arena.layers(key)))
-        buddy.tell_copies()
+        buddy.report_copies()
         world.call_later(world.between(0.0, 0.1), self._sent, said, life)
 
     def _sent(self, said: dict[str, Any], life: int) -> None:

@@ -1,4 +1,6 @@
-"""The disk of a simulated coordinator's host: a real SQLite database in memory, which may be full or lose power."""
+"""The disk of a simulated coordinator's host: a real SQLite database in memory, which may be full or lose
+power.
+"""
 
 import sqlite3
 from collections.abc import Callable
@@ -11,34 +13,34 @@ from ftd.faults.sim.world import World
 _WRITES = ("INSERT", "BEGIN", "DELETE", "COMMIT")
 
 Content = tuple[bytes | None, dict[str, str]]
-"""The tables that decide something: the state, and what is known beside it."""
+"""The tables that matter: the state, and the metadata stored with it."""
 
 
 class SimDisk:
-    """A disk, and its host's starts (``ftd.coordinator.ports.Disk``)."""
+    """A disk and the boots of its host (``ftd.coordinator.ports.Disk``)."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.full_until = 0.0
-        """Nothing can be written before this."""
+        """Nothing can be written before this time."""
         self.writer: Callable[[], bool] = lambda: True
-        """Returns whether the process that opens it next is alive."""
+        """Returns whether the process that opens the disk next is alive."""
         self.boots = 0
         self._name = name
         self._database: sqlite3.Connection | None = None
         self.content: Content = (None, {})
-        """What is written, in a transaction that may still be under way."""
+        """What is written, including a transaction that may still be open."""
         self._unforced: list[Content] = []
-        """What would be found after a loss of power: what was forced last, and every commit since."""
+        """The contents that may be found after a power loss: what was forced last, and every commit since."""
         self.knew = (0, 0)
-        """Position of the newest journal that was ever here, before the power failed."""
+        """The position of the newest journal that was on the disk before power failed."""
 
     @property
     def boot_id(self) -> str:
         return f"{self._name}-{self.boots}"
 
     def open(self, directory: Path) -> sqlite3.Connection:
-        """Open it, whatever the last process left under way."""
+        """Open the database, whatever state the last process left it in."""
         if self._database is None:
             self._database = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         elif self._database.in_transaction:
@@ -50,18 +52,20 @@ class SimDisk:
 
     @property
     def position(self) -> tuple[int, int]:
-        """Position of the journal that is here."""
+        """The position of the journal on the disk."""
         term, serial = self.content[1].get("position", "0 0").split()
         return int(term), int(serial)
 
     def committed(self, *, forced: bool) -> None:
-        """A transaction is over; ``forced``: it survives a loss of power, and everything before it."""
+        """Note the end of a transaction. With ``forced`` it survives a power loss, together with everything
+        before it.
+        """
         if forced:
             self._unforced.clear()
         self._unforced.append((self.content[0], dict(self.content[1])))
 
     def lose_power(self, chance: Random) -> None:
-        """Forget some of what was not forced, from its end; the host starts again."""
+        """Lose some of the commits that were not forced, from the end, and boot the host again."""
         self.knew = max(self.knew, self.position)
         self.boots += 1
         if self._unforced and self._database is not None:
@@ -78,14 +82,14 @@ class SimDisk:
 
 
 class _Connection:
-    """A connection to the database that fails where the disk is full, and notes what is forced."""
+    """A connection to the database that fails while the disk is full, and notes what is forced."""
 
     def __init__(self, database: sqlite3.Connection, disk: SimDisk) -> None:
         self._database, self._disk = database, disk
         self._forced = True
         self._alive = disk.writer
         self._before: Content = (None, {})
-        """What there was when the present transaction began."""
+        """The content when the open transaction began."""
 
     def execute(self, statement: str, values: Any = ()) -> sqlite3.Cursor:
         if statement.startswith("PRAGMA synchronous"):

@@ -1,7 +1,7 @@
-"""What a seed draws of all that can go wrong: at random times, with commits, behind events of a recovery.
+"""The faults that a seed draws: at random times, with commits, and after events of a recovery.
 
-What came to be drawn later has a source of its own each (``apart``), so that whatever else happens in a seed
-stays as it is.
+Kinds of faults that were added later have a random generator of their own each (``separate_rng``), so that
+everything else in a seed stays the same.
 """
 
 from collections.abc import Callable
@@ -62,7 +62,7 @@ PHASES = (
     "GenerationStarted", "Quiesced", "PlanChosen", "TrainingResumed", "NodeJoined", "NodeLost", "RolledBack",
     "SnapshotCompleted", "SnapshotAbandoned",
 )  # fmt: skip
-"""Events that mark the moments of a recovery; a fault shortly after each of them hits the next phase."""
+"""Events that mark the phases of a recovery; a fault shortly after one of them hits the next phase."""
 
 FAULTS: tuple[tuple[int, Fault], ...] = (
     (6, crash_node),
@@ -91,7 +91,7 @@ FAULTS: tuple[tuple[int, Fault], ...] = (
     (4, switch_protection),
     (2, change_interval),
 )
-"""With weights."""
+"""Faults with their weights."""
 
 RARER: tuple[Fault, ...] = (
     lossy_line, part_two, restore_broker, ask_again, fill_disk, pause_host, pause_trainer,
@@ -105,7 +105,9 @@ _DURING_A_ROLLBACK: tuple[Fault, ...] = (
 
 
 def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:
-    """Enough dies behind a snapshot that it is needed, and more while it is read."""
+    """Draw losses after a snapshot that are large enough for a rollback to it, and more faults while it is
+    read.
+    """
     rng = sim.world.rng
     if sim.snapshot.every_steps < 1 or not sim.world.chance(0.4):
         return []
@@ -117,7 +119,7 @@ def _draw_rollback(sim: Simulation) -> list[TriggeredFault]:
 
 
 def _draw_going_back(sim: Simulation) -> list[TriggeredFault]:
-    """No memory helps any more, and more dies while everybody goes back to a checkpoint."""
+    """Draw the loss of all memory, and more faults while everybody rolls back to a checkpoint."""
     rng = sim.world.rng
     if not sim.checkpoint.url or not sim.world.chance(0.7):
         return []
@@ -132,7 +134,7 @@ def _draw_going_back(sim: Simulation) -> list[TriggeredFault]:
 
 
 def _draw_place(sim: Simulation) -> list[TriggeredFault]:
-    """The place itself fails, while something is written there or is to be read."""
+    """Draw failures of the checkpoint store while a checkpoint is written or about to be read."""
     rng = Random(f"place {sim.world.seed}")
     if not sim.checkpoint.url or rng.random() < 0.4:
         return []
@@ -144,8 +146,8 @@ def _draw_place(sim: Simulation) -> list[TriggeredFault]:
 
 
 def _draw_damage(sim: Simulation) -> list[TriggeredFault]:
-    """Behind a snapshot, or when everybody is about to go back to it."""
-    rng = Random(f"damage {sim.world.seed}")  # of its own, so that the other draws are as they were
+    """Draw corruption after a snapshot, or when everybody is about to roll back to it."""
+    rng = Random(f"damage {sim.world.seed}")  # A generator of its own, so that the other draws stay the same.
     if sim.snapshot.every_steps < 1 or rng.random() < 0.5:
         return []
     moments = ("SnapshotCompleted", "SnapshotCompleted", "GenerationStarted", "Quiesced", "RolledBack")
@@ -153,8 +155,10 @@ def _draw_damage(sim: Simulation) -> list[TriggeredFault]:
     return [(rng.choice(moments), rng.choice(faults), rng.randrange(3)) for _ in range(rng.randrange(1, 4))]
 
 
-def apart(sim: Simulation, what: str, likely: float, leaning: bool | None) -> Random | None:
-    """The source of what happens in some seeds only, or in all that lean to it; ``None``: not in this one."""
+def separate_rng(sim: Simulation, what: str, likely: float, leaning: bool | None) -> Random | None:
+    """Return the random generator of something that happens only in some seeds, or in all whose overrides say
+    so; otherwise ``None``.
+    """
     rng = Random(f"{sim.world.seed} {what}")
     wanted = rng.random() < likely if leaning is None else leaning
     return rng if wanted else None
@@ -168,7 +172,7 @@ def _draw_hosts(
     strike: Callable[[Simulation, float, float], None],
     longest_s: float,
 ) -> None:
-    """Up to ``most`` of them go, each for so long at most."""
+    """Schedule up to ``most`` host faults, each of a random duration of at most ``longest_s``."""
     for _ in range(rng.randint(1, most) if rng is not None else 0):
         assert rng is not None
         sim.world.call_later(
@@ -183,9 +187,9 @@ def _some(rng: Random, least: int, most: int) -> list[Fault]:
 
 def draw(sim: Simulation, until_s: float) -> None:
     """Schedule the seed's faults: a few at any time, some tied to the phases of recoveries and to commits."""
-    rng, leaning = sim.world.rng, sim.leaning
+    rng, leaning = sim.world.rng, sim.overrides
     for fault in _some(rng, 1, 6):
-        sim.world.call_later(sim.world.between(0.5, until_s), sim.strike, fault)
+        sim.world.call_later(sim.world.between(0.5, until_s), sim.inject, fault)
     reactions = _some(rng, 0, 6)
     pending = [(rng.choice(PHASES), fault, rng.randrange(4)) for fault in reactions]
     pending += _draw_rollback(sim) + _draw_going_back(sim)
@@ -194,23 +198,29 @@ def draw(sim: Simulation, until_s: float) -> None:
     commits = [(rng.randrange(1, 80), fault) for fault in _some(rng, 0, 4)]
     pending += _draw_place(sim) + _draw_damage(sim)
     more, instants = _draw_rarer(sim, until_s)
-    _react(sim, [*pending, *leaning.strikes, *more])
+    _react(sim, [*pending, *leaning.triggered_faults, *more])
     _at_commits(sim, [*commits, *leaning.at_commits], instants)
-    upgrade_faults.draw(sim, apart(sim, "upgrades", 0.3, leaning.upgrades), until_s)
-    _draw_hosts(sim, apart(sim, "churn", 0.25, leaning.churn), 4, until_s, host_faults.replace_host, 3.0)
-    _draw_hosts(sim, apart(sim, "power", 0.2, leaning.late_wills), 3, until_s, host_faults.lose_power, 8.0)
+    upgrade_faults.draw(sim, separate_rng(sim, "upgrades", 0.3, leaning.upgrades), until_s)
+    _draw_hosts(
+        sim, separate_rng(sim, "churn", 0.25, leaning.churn), 4, until_s, host_faults.replace_host, 3.0
+    )
+    _draw_hosts(
+        sim, separate_rng(sim, "power", 0.2, leaning.power_losses), 3, until_s, host_faults.lose_power, 8.0
+    )
 
 
 def _draw_rarer(sim: Simulation, until_s: float) -> tuple[list[TriggeredFault], list[tuple[int, Fault]]]:
-    """Behind which events, and in the instant of which commits; some in the same instant as another one."""
-    rng = apart(sim, "rarer", 0.4, sim.leaning.rarer)
+    """Schedule rare faults, some at the same instant as another fault. Return those to inject after events,
+    and at commits.
+    """
+    rng = separate_rng(sim, "rarer", 0.4, sim.overrides.rare_faults)
     if rng is None:
         return [], []
     for fault in rng.choices(RARER, k=rng.randrange(1, 4)):
         when_s = rng.uniform(0.5, until_s)
         both = [fault, *_some(rng, 0, 2)]
         for one in rng.sample(both, k=len(both)):  # In either order.
-            sim.world.call_later(when_s, sim.strike, one)
+            sim.world.call_later(when_s, sim.inject, one)
     moments = (*PHASES, "CheckpointStarted", "CheckpointCompleted", "JobSubmitted", "ClusterPaused")
     more = [
         (rng.choice(moments), fault, rng.randrange(4)) for fault in rng.choices(RARER, k=rng.randrange(4))
@@ -226,7 +236,7 @@ def _react(sim: Simulation, pending: list[TriggeredFault]) -> None:
             elif name == event.name:
                 del pending[index]
                 longest_s = 0.5 if name in ("RolledBack", "SnapshotCompleted") else 0.1
-                sim.world.call_later(sim.world.between(0.0, longest_s), sim.strike, fault)
+                sim.world.call_later(sim.world.between(0.0, longest_s), sim.inject, fault)
                 return
 
     for coordinator in sim.coordinators:
@@ -234,7 +244,9 @@ def _react(sim: Simulation, pending: list[TriggeredFault]) -> None:
 
 
 def _at_commits(sim: Simulation, commits: list[tuple[int, Fault]], instants: list[tuple[int, Fault]]) -> None:
-    """Shortly behind a commit; or in the very instant, before whoever committed can say so."""
+    """Inject faults shortly after a commit, or at the same instant, before the trainer that committed can
+    report it.
+    """
     count = 0
 
     def on_commit() -> None:
@@ -242,9 +254,9 @@ def _at_commits(sim: Simulation, commits: list[tuple[int, Fault]], instants: lis
         count += 1
         for number, fault in commits:
             if number == count:
-                sim.world.call_later(sim.world.between(0.0, 0.01), sim.strike, fault)
+                sim.world.call_later(sim.world.between(0.0, 0.01), sim.inject, fault)
         for number, fault in instants:
             if number == count:
-                sim.strike(fault)
+                sim.inject(fault)
 
     sim.invariants.on_commit = on_commit

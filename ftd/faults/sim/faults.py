@@ -1,4 +1,4 @@
-"""What can go wrong with nodes, trainers, links, the broker and coordinators, and what users may want."""
+"""Faults of nodes, trainers, links, the broker and coordinators, and requests of users."""
 
 from ftd.faults.sim.invariants import WRONG_CODE
 from ftd.faults.sim.network import MessageFaults
@@ -22,7 +22,7 @@ def crash_node(sim: Simulation) -> None:
         sim.log(f"crash {node.name}{', its memory is gone' if host else ''}")
         node.crash(host=host)
         if sim.world.chance(0.7):
-            sim.world.call_later(sim.world.between(0.05, 8.0), sim.revive, node)
+            sim.world.call_later(sim.world.between(0.05, 8.0), sim.start_if_down, node)
 
 
 def crash_two(sim: Simulation) -> None:
@@ -50,7 +50,9 @@ def _fail_trainer(sim: Simulation, cause: str) -> None:
 
 
 def fail_all_trainers(sim: Simulation) -> None:
-    """Something that strikes every process at once: a driver, a bug at one step."""
+    """Make all trainers exit at once, as a driver or a bug at one step does, possibly except those of one
+    node.
+    """
     spared = some_node(sim) if sim.world.chance(0.5) else None
     sim.log(f"all trainers exit{f', but for those of {spared.name}' if spared is not None else ''}")
     for node in live_nodes(sim):
@@ -73,7 +75,7 @@ def hang_trainer(sim: Simulation) -> None:
 
 
 def cut_node(sim: Simulation) -> None:
-    """The host is cut off: from the broker, and mostly from the other hosts."""
+    """Cut a host off from the broker, and mostly from the other hosts."""
     node = some_node(sim)
     if node is not None:
         _cut(sim, node, sim.world.between(0.1, 12.0))
@@ -91,7 +93,7 @@ def _cut(sim: Simulation, node: SimNode, for_s: float) -> None:
 
 
 def break_connection(sim: Simulation) -> None:
-    """Two trainers lose their connection, and nothing else happens."""
+    """Break the connection between two trainers, and nothing else."""
     node = some_node(sim)
     groups = [t.group for t in node.trainers.values() if t.group is not None] if node is not None else []
     if groups:
@@ -100,7 +102,7 @@ def break_connection(sim: Simulation) -> None:
 
 
 def cut_several(sim: Simulation) -> None:
-    """A switch fails: some or all nodes lose the broker at once."""
+    """Cut several or all nodes off from the broker at once, as a failing switch does."""
     for_s = sim.world.between(0.1, 12.0)
     live = live_nodes(sim)
     for node in live if sim.world.chance(0.4) else live[: len(live) // 2 + 1]:
@@ -171,15 +173,15 @@ def terminate_node(sim: Simulation) -> None:
     if node is not None:
         sim.log(f"terminate {node.name}")
         node.terminate()
-        sim.world.call_later(sim.world.between(1.0, 15.0), sim.revive, node)
+        sim.world.call_later(sim.world.between(1.0, 15.0), sim.start_if_down, node)
 
 
 def unbuildable(sim: Simulation) -> None:
-    """The next trainers of a node cannot build the job (a file is missing there, for a while)."""
+    """Make the next trainers of a node unable to build the job, as if a file were missing there for a while."""
     node = some_node(sim)
     if node is not None:
-        node.unbuildable = sim.world.rng.randrange(1, 4)
-        sim.log(f"{node.unbuildable} builds fail on {node.name}")
+        node.failing_builds = sim.world.rng.randrange(1, 4)
+        sim.log(f"{node.failing_builds} builds fail on {node.name}")
 
 
 def add_node(sim: Simulation) -> None:
@@ -187,41 +189,41 @@ def add_node(sim: Simulation) -> None:
 
 
 def lose_all_memory(sim: Simulation) -> None:
-    """The whole cluster goes down and comes back: only what is on a disk is left."""
+    """Crash all hosts, so that only what is on a disk survives."""
     sim.log("all hosts crash, their memory is gone")
     for node in list(sim.nodes.values()):
         node.crash(host=True)
-        sim.world.call_later(sim.world.between(0.05, 6.0), sim.revive, node)
+        sim.world.call_later(sim.world.between(0.05, 6.0), sim.start_if_down, node)
 
 
 def damage_checkpoint(sim: Simulation) -> None:
-    """A byte of the newest checkpoint is not what was written."""
-    if sim.place.kept:
-        step = max(sim.place.kept)
+    """Change a byte of the newest checkpoint."""
+    if sim.checkpoint_store.checkpoints:
+        step = max(sim.checkpoint_store.checkpoints)
         sim.log(f"the checkpoint of step {step} is damaged")
-        sim.place.kept[step].damaged = True
+        sim.checkpoint_store.checkpoints[step].damaged = True
 
 
 def close_place(sim: Simulation) -> None:
-    """Nobody can read or write checkpoints: a mount is gone."""
+    """Make checkpoints unreadable and unwritable, as if a mount were gone."""
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints is closed for {for_s:.2f} s")
-    sim.place.closed_until = sim.world.now + for_s
+    sim.checkpoint_store.closed_until = sim.world.now + for_s
 
 
 def hang_place(sim: Simulation) -> None:
     for_s = sim.world.between(0.5, 10.0)
     sim.log(f"the place of checkpoints hangs for {for_s:.2f} s")
-    sim.place.hung_until = sim.world.now + for_s
+    sim.checkpoint_store.hung_until = sim.world.now + for_s
 
 
 def restart_node(sim: Simulation) -> None:
-    """SIGKILL and at once a new daemon: its Hello may overtake the old one's last will."""
+    """SIGKILL a daemon and start a new one at once, whose Hello may overtake the old one's last will."""
     node = some_node(sim)
     if node is not None:
         sim.log(f"restart {node.name}")
         node.crash()
-        sim.world.call_later(sim.world.between(0.001, 0.1), sim.revive, node)
+        sim.world.call_later(sim.world.between(0.001, 0.1), sim.start_if_down, node)
 
 
 def stop_job(sim: Simulation) -> None:
@@ -231,7 +233,7 @@ def stop_job(sim: Simulation) -> None:
 
 
 def switch_protection(sim: Simulation) -> None:
-    """A user wants another one; or changes their mind at once."""
+    """Request another protection, as a user does who may change their mind at once."""
     schemes = ("auto", *protections(sharded=sim.policy.zero1))
     for scheme in sim.world.rng.choices(schemes, k=sim.world.rng.choice((1, 1, 2))):
         sim.log(f"protect {scheme}")
@@ -245,31 +247,31 @@ def change_interval(sim: Simulation) -> None:
 
 
 def lossy_line(sim: Simulation) -> None:
-    """Of the messages from and to a node some are lost, come twice, or late."""
+    """Lose, duplicate and delay some of the messages from and to a node."""
     node, world = some_node(sim), sim.world
-    if node is None or node.name in sim.network.lines:
+    if node is None or node.name in sim.network.message_faults:
         return
     drop, for_s = world.between(0.02, 0.3), world.between(1.0, 8.0)
     sim.log(f"of {node.name}'s messages {drop:.0%} are lost for {for_s:.2f} s")
     line = MessageFaults(drop=drop, duplicate=world.between(0.0, 0.3), late_s=world.between(0.0, 1.5))
-    sim.network.lines[node.name] = line
+    sim.network.message_faults[node.name] = line
     world.call_later(for_s, _mend, sim, node.name)
 
 
 def _mend(sim: Simulation, name: str) -> None:
-    sim.network.lines.pop(name, None)
+    sim.network.message_faults.pop(name, None)
 
 
 def part_two(sim: Simulation) -> None:
-    """Two hosts do not reach each other, and the broker and all others do."""
+    """Separate two hosts from each other, but not from the broker and all others."""
     there = live_nodes(sim)
     if len(there) < 2:
         return
     one, other = sim.world.rng.sample(there, 2)
     pair, for_s = frozenset((one.name, other.name)), sim.world.between(0.5, 15.0)
     sim.log(f"{one.name} and {other.name} do not reach each other for {for_s:.2f} s")
-    sim.network.apart.add(pair)
-    sim.world.call_later(for_s, sim.network.apart.discard, pair)
+    sim.network.partitioned_pairs.add(pair)
+    sim.world.call_later(for_s, sim.network.partitioned_pairs.discard, pair)
     theirs = [trainer.group for trainer in one.trainers.values() if trainer.group is not None]
     for group in theirs[:1]:
         if any(member.node is other for member in group.members.values()):
@@ -277,7 +279,7 @@ def part_two(sim: Simulation) -> None:
 
 
 def restore_broker(sim: Simulation) -> None:
-    """It persists what it retains, from time to time; what it comes back with is of then, or of just now."""
+    """Restart the broker with what it retained some time ago, or just now."""
     ago_s, for_s = sim.world.rng.choice((0.0, sim.world.between(0.1, 6.0))), sim.world.between(0.1, 6.0)
 
     def stop(left: dict[str, bytes]) -> None:
@@ -294,7 +296,7 @@ def restore_broker(sim: Simulation) -> None:
 
 
 def ask_again(sim: Simulation) -> None:
-    """Whoever got no answer repeats what was asked for."""
+    """Repeat a request, as a user does who got no answer."""
     leader = sim.coordinator
     if sim.job is not None and leader.machine.job_id == sim.job.job_id:
         sim.log("submit the job again")
@@ -302,12 +304,12 @@ def ask_again(sim: Simulation) -> None:
 
 
 def damage_shard(sim: Simulation) -> None:
-    """A bit of what one node keeps of the newest complete snapshot is not what was written."""
+    """Change a bit of what one node holds of the newest complete snapshot."""
     _damage(sim, 1)
 
 
 def damage_shards(sim: Simulation) -> None:
-    """Of several nodes: beyond what some protections withstand."""
+    """Change bits on several nodes, which is more than some protections withstand."""
     _damage(sim, 3)
 
 
@@ -324,14 +326,14 @@ def _damage(sim: Simulation, count: int) -> None:
 
 
 def fill_disk(sim: Simulation) -> None:
-    """A coordinator that cannot write its journal ends, and again when it is started."""
+    """Fill a coordinator's disk: it ends since it cannot write its journal, and again after every restart."""
     coordinator, for_s = sim.world.rng.choice(sim.coordinators), sim.world.between(0.5, 8.0)
     sim.log(f"the disk of {coordinator.name} is full for {for_s:.2f} s")
     coordinator.disk.full_until = sim.world.now + for_s
 
 
 def power_cut(sim: Simulation) -> None:
-    """The broker's host and the leader's are one, and without power for a moment."""
+    """Cut the power of the broker and the leader for a moment, as if they shared a host."""
     sim.network.stop_broker(sim.world.between(0.1, 3.0))
     leader = sim.coordinator
     leader.crash()
@@ -340,8 +342,9 @@ def power_cut(sim: Simulation) -> None:
 
 
 def raise_everywhere(sim: Simulation) -> None:
-    """The job's code is wrong in the step under way, wherever that is computed; whoever is stopped before does not
-    come to it."""
+    """Make the job's code raise in the current step wherever that is computed. Trainers that are stopped
+    before do not raise.
+    """
     sim.invariants.wrong_code = True
     for node in sim.nodes.values():
         for device in list(node.trainers):

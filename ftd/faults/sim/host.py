@@ -1,10 +1,10 @@
-"""A simulated host as its processes see it: its memory, its links to the other hosts, its agent, how fast it is."""
+"""A simulated host as its processes see it: its memory, its links to other hosts, its agent, and its speed."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ftd.faults.sim.arena import SimArena, lacking, of_group
+from ftd.faults.sim.arena import SimArena, is_unrecoverable, layers_of_group
 from ftd.faults.sim.checkpoint_store import SimCheckpointStore
 from ftd.faults.sim.network import SimNetwork
 from ftd.faults.sim.oracle import Oracle
@@ -15,15 +15,15 @@ from statemachine.messages.values import HeldSnapshot, Restore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTiming:
-    """How steps go in this world: the moments between two trainers are where protocols break."""
+    """The timing of steps in this world. Protocols break in the moments between two trainers."""
 
     step_s: float
     imbalance: float
-    """A rank computes up to this part of a step longer than another, which waits at the VOTE."""
+    """The largest fraction by which a rank computes longer than another one, which waits at the VOTE."""
     commit_spread_s: float
-    """From the VOTE's end to a rank's commit, at most."""
+    """The longest time from the end of the VOTE to a rank's commit."""
     full: float = 0.0
-    """Probability that a snapshot has no room."""
+    """The probability that there is no room for a snapshot."""
 
 
 class SimHost(ABC):
@@ -38,44 +38,48 @@ class SimHost(ABC):
         name: str,
         pace: StepTiming,
     ) -> None:
-        """:param hosts: all hosts of the world by name, this one among them."""
+        """:param hosts: all hosts of the world by name, including this one."""
         self.oracle, self.world, self.versions = truth, truth.world, truth.versions
-        self.network, self.place, self.hosts = network, place, hosts
+        self.network, self.checkpoint_store, self.hosts = network, place, hosts
         self.name, self.pace = name, pace
         self.up = False
-        """The daemon runs."""
+        """Whether the daemon is running."""
         self.frozen = False
-        """The daemon is stopped."""
+        """Whether the daemon is stopped."""
         self.data_cut = False
-        """The other hosts are out of reach."""
+        """Whether the other hosts are out of reach."""
         self.slowness = 1.0
-        """Its trainers take so many times as long to compute."""
+        """The factor by which its trainers compute more slowly."""
         self.life = 0
-        """Counts daemon processes and fences: what was scheduled for an earlier one does not count."""
-        self.arena = SimArena(node=name, truth=truth)
+        """Counts daemon processes and fences. Actions that were scheduled in an earlier life are ignored."""
+        self.arena = SimArena(node=name, oracle=truth)
         self.agent = AgentMachine(name, self.world.timing)
 
     @abstractmethod
     def feed(self, event: AgentEvent) -> None:
-        """Let the agent take an event, and carry out what it decides."""
+        """Feed an event to the agent, and carry out its effects."""
 
-    def tell_copies(self) -> None:
-        """Report to the agent what is kept for others."""
+    def report_copies(self) -> None:
+        """Report to the agent which snapshot copies are held for others."""
         self.feed(SnapshotCopiesChanged(at=self.world.now, cause="arena", snapshots=self.arena.copy_keys()))
 
     def reaches(self, other: "SimHost") -> bool:
-        """Over what trainers and shards go."""
+        """Return whether trainers and shards can connect to the other host."""
         if self.data_cut or other.data_cut:
             return False
-        return not self.network.apart or frozenset((self.name, other.name)) not in self.network.apart
+        return (
+            not self.network.partitioned_pairs
+            or frozenset((self.name, other.name)) not in self.network.partitioned_pairs
+        )
 
     def serves(self, reader: "SimHost") -> bool:
-        """Its shards and copies can be had there."""
+        """Return whether another host can read its shards and copies."""
         return self.up and not self.frozen and (self is reader or self.reaches(reader))
 
-    def restored(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
-        """Return the version of each of these layers, as put together here now; or the nodes whose shards cannot be
-        had."""
+    def restore_layers(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
+        """Return the version of each of these layers as restored here now, or the nodes whose shards cannot be
+        read.
+        """
         key = HeldSnapshot(job_id=restore.job_id, step=restore.step, generation=restore.generation)
         found: dict[int, int] = {}
         for group in restore.groups:
@@ -89,12 +93,12 @@ class SimHost(ABC):
                 if group.replica_peer in able
                 else None
             )
-            if lacking(group, there, {group.owners[0]} if copy is not None else set()):
+            if is_unrecoverable(group, there, {group.owners[0]} if copy is not None else set()):
                 asked = {*group.owners, group.replica_peer} & set(restore.sources)
                 return {}, tuple(sorted(asked - there if copy is None else asked))
             held = [self.hosts[name].arena.layers(key) for name in group.owners if name in there]
             held += [copy.layers] if copy is not None else []
-            shards = [of_group(layers, group) for layers in held]
-            self.oracle.restores(restore, group, shards)
+            shards = [layers_of_group(layers, group) for layers in held]
+            self.oracle.check_restored(restore, group, shards)
             found.update({layer: shards[0][layer] for layer in wanted})
         return found, ()

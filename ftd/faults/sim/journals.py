@@ -1,4 +1,4 @@
-"""What a journal says, as plain values."""
+"""The content of journals as plain values."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ from ftd.transport.wire.coordinator_messages import decompress_state
 from statemachine.cluster.phases import OVER
 
 
-def journal_of(kept: bytes) -> dict[str, Any]:
-    """Return a durable state, as plain values."""
+def decode_state(kept: bytes) -> dict[str, Any]:
+    """Return a durable state as plain values."""
     state: dict[str, Any] = msgspec.msgpack.decode(decompress_state(kept))
     return state
 
 
-def over(journal: dict[str, Any]) -> bool:
-    """Return whether the job of a journal that is put together has ended, or there is none."""
+def is_job_over(journal: dict[str, Any]) -> bool:
+    """Return whether the job of a decoded journal has ended, or there is none."""
     return journal["job"] is None or journal["phase"] in OVER
 
 
-def named(journal: dict[str, Any]) -> set[str]:
-    """Return the nodes that a journal names: by its plan, its generation, its snapshots, its recovery."""
+def named_nodes(journal: dict[str, Any]) -> set[str]:
+    """Return the nodes that a journal names: in its plan, its generation, its snapshots, or its recovery."""
     attempt, plan, persisting = journal.get("attempt"), journal.get("plan"), journal["persisting"]
     names = {*persisting["writers"], *journal.get("resumed_replica_peers", {}).values()}
     if (recovery := journal.get("recovery")) is not None:

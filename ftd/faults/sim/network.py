@@ -1,12 +1,19 @@
-"""The broker and the connections to it.
+"""The simulated broker and the connections to it.
 
-What MQTT with QoS 1 and clean sessions really does: messages of one sender to one receiver keep their order, different
-senders' do not, nor do the coordinator's to one node and those to all; a message may come twice (at any later time,
-which is harsher than real); what is under way when a connection breaks may be lost; an abnormal end publishes the last
-will; a client id that connects again ends the connection before; a restarted broker has forgotten everything, or comes
-back with what it once saved, and publishes no wills.
+It does what MQTT does with QoS 1 and clean sessions:
 
-Payloads are those of production. A node is a client with one connection; a coordinator's process has one per session.
+- Messages of one sender to one receiver keep their order. Messages of different senders do not, nor do the
+  coordinator's
+  messages to one node and those to all.
+- A message may arrive twice, the second time at any later moment (which is harsher than real brokers).
+- Messages under way when a connection breaks may be lost.
+- An abnormal end of a connection publishes the last will.
+- A client id that connects again ends the earlier connection.
+- A restarted broker has forgotten everything, or comes back with what it once saved, and publishes no
+  wills.
+
+Payloads are those of production. A node is a client with one connection; a coordinator's process has one
+per session.
 """
 
 from collections.abc import Callable
@@ -28,17 +35,17 @@ LEADER = "leader"
 """The client id of the cluster's leader."""
 
 KEEP_ALIVE_S = 4.0
-"""A connection over a cut link breaks after this long; a shorter cut only delays its messages."""
+"""A connection over a cut link breaks after this time; a shorter cut only delays its messages."""
 _NOTICE_S = 0.25
-"""A leader that was cut off when its connection ended finds out so long after the link is back, at most."""
+"""How soon after the link is back a leader finds out that its connection ended while it was cut off."""
 _ACKNOWLEDGED_S = 0.005
-"""So long after the broker has a message its acknowledgement is there."""
+"""The time from the arrival of a message at the broker to its acknowledgement."""
 _AT = "2000-01-01T00:00:00.000Z"
 
 TO_ALL = "coordinator to all"
-"""The sender of broadcasts, for ``Network._last``: MQTT keeps the order of messages on one topic alone."""
+"""The sender of broadcasts in ``_last``, since MQTT keeps the order of messages only within one topic."""
 BROKER = "broker"
-"""The sender of everything between coordinators, for ``Network._last``: to them the broker keeps its order."""
+"""The sender of all messages between coordinators in ``_last``, since the broker keeps their order."""
 
 
 class NodeClient(Protocol):
@@ -54,12 +61,12 @@ class NodeClient(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFaults:
-    """What becomes of messages between a node and the coordinator."""
+    """What happens to messages between a node and the coordinator."""
 
     drop: float = 0.0
     duplicate: float = 0.0
     late_s: float = 0.0
-    """At most so much later."""
+    """The longest extra delay."""
 
 
 class BrokerLink:
@@ -70,10 +77,10 @@ class BrokerLink:
     def __init__(self, client: NodeClient | None) -> None:
         self.client = client
         self.open = 0
-        """Number of the node's connection, from 1 on; 0: it has none."""
+        """The number of the node's connection, from 1; 0 if it has none."""
         self.cut = False
         self.held: list[tuple[bool, Callable[..., None], tuple[Any, ...]]] = []
-        """What waits for a cut link to heal, in order: whether it was sent, and what then happens."""
+        """What waits for a cut link to heal, in order: whether this host sent it, and what to do then."""
         self.since = 0.0
 
 
@@ -91,7 +98,9 @@ class SimConnection:
         closed: Callable[["SimConnection"], None],
         acknowledge: Callable[["SimConnection", Callable[[], None]], None],
     ) -> None:
-        """:param receive, closed, acknowledge: called by the network, at the process's own time."""
+        """:param receive: called with each message, at the process's own time; likewise ``closed`` and
+        ``acknowledge``.
+        """
         self.host, self.client_id, self.will = host, client_id, will
         self.exact = frozenset(topic for topic in subscriptions if "+" not in topic)
         self.filters = tuple(topic for topic in subscriptions if "+" in topic)
@@ -100,13 +109,13 @@ class SimConnection:
         self.since = 0.0
 
     def wants(self, topic: str) -> bool:
-        """Whether it subscribed to this topic."""
+        """Return whether it subscribed to this topic."""
         return topic in self.exact or (bool(self.filters) and _matches_any(self.filters, topic))
 
 
 @lru_cache(maxsize=4096)
 def _matches_any(filters: tuple[str, ...], topic: str) -> bool:
-    """Return whether a topic is of one of these filters, in which ``+`` stands for any one level."""
+    """Return whether one of these filters matches a topic; ``+`` stands for any one level."""
     given = topic.split("/")
     return any(
         len(levels) == len(given) and all(a in ("+", b) for a, b in zip(levels, given, strict=True))
@@ -122,31 +131,33 @@ class SimNetwork:
         self.up = True
         self.links: dict[str, BrokerLink] = {}
         self.connections: dict[str, SimConnection] = {}
-        """Of coordinators, by client id."""
+        """The coordinators' connections by client id."""
         self.retained: dict[str, bytes] = {}
-        self.forgot_at = 0.0  # Everything, last; or all since it was saved.
+        self.forgot_at = 0.0  # When it last lost everything, or everything since it was saved.
         self.aged = False
-        """It came back with less than it had, and who comes then cannot know."""
+        """Whether it came back with less than it had, which clients that connect then cannot know."""
         self.fences = True
-        """Off only for a planted bug: what a previous leader sends goes through."""
+        """Whether a deposed leader's messages are dropped; off only for a planted bug."""
         self.duplicates = 0.0
-        """Probability that a message comes again."""
+        """The probability that a message is duplicated."""
         self.slow = 0.0
-        """Probability that a message takes long."""
-        self.lines: dict[str, MessageFaults] = {}
-        """Nodes whose line to the coordinator is bad."""
-        self.apart: set[frozenset[str]] = set()
+        """The probability that a message takes long."""
+        self.message_faults: dict[str, MessageFaults] = {}
+        """The faults of individual nodes' messages."""
+        self.partitioned_pairs: set[frozenset[str]] = set()
         """Pairs of nodes that do not reach each other."""
         self.take_command: Callable[[str, ToNode | ToNodes], None] = lambda name, message: None
-        """By the node of that name."""
+        """Called with each command that arrives at a node."""
         self.at_broker: Callable[[SimConnection, str, bytes, Any], None] = lambda *published: None
-        """Sees everything that a coordinator publishes once the broker has it, with the note that it came with."""
+        """Called with everything that a coordinator publishes once the broker has it, and with the note that
+        came with it.
+        """
         self._last: dict[tuple[str, str], float] = {}
 
     # --- nodes ---------------------------------------------------------------------------------
 
     def register(self, client: NodeClient) -> None:
-        """A node's daemon starts: it will connect as soon as it can."""
+        """Connect a node's daemon that has just started, as soon as possible."""
         link = self.links.get(client.name)
         if link is None:
             link = self.links[client.name] = BrokerLink(client)
@@ -163,20 +174,20 @@ class SimNetwork:
             again_s = self.world.between(0.2, 1.0)
             self.world.call_later(again_s, self._connect_node, link, client, incarnation)
             return
-        link.open = self.world.serial()
+        link.open = self.world.next_serial()
         link.since = self.world.now
         client.connected()
 
     def is_connected(self, node: str) -> bool:
-        """Whether a node has a connection."""
+        """Return whether a node has a connection."""
         return self.links[node].open > 0
 
     def forget_connection(self, node: str) -> None:
-        """A node's host lost power: nobody hears of it before the keep-alive is over."""
+        """Drop the connection of a node whose host lost power. Nobody notices before the keep-alive expires."""
         self.links[node].open = 0
 
     def signal(self, message: FromNode) -> None:
-        """A node publishes a signal."""
+        """Publish a node's signal."""
         link = self.links[message.node]
         if link.open and self.up:
             self._from_node(
@@ -184,13 +195,13 @@ class SimNetwork:
             )
 
     def retain(self, node: str, offline: bool, incarnation: int) -> None:
-        """A node publishes its own state."""
+        """Publish a node's own state."""
         link = self.links[node]
         if self.up and link.open and not link.cut:
             self.publish_node_state(node, offline, incarnation, False)
 
     def publish_node_state(self, node: str, offline: bool, incarnation: int, graceful: bool) -> None:
-        """At the broker: a node's state, by itself or as its last will."""
+        """Publish a node's state at the broker, from the node itself or as its last will."""
         topic = TOPICS.node_state(node)
         message = NodeStateMessage(
             node=node,
@@ -210,7 +221,7 @@ class SimNetwork:
                 self._pass(BROKER, connection, topic, payload, False)
 
     def offline(self) -> dict[str, int]:
-        """Nodes whose retained state is OFFLINE, with their incarnations."""
+        """Return the incarnation of each node whose retained state is OFFLINE."""
         found: dict[str, int] = {}
         for topic, payload in self.retained.items():
             if topic.endswith("/state") and (node := TOPICS.node_of(topic)) is not None:
@@ -237,11 +248,11 @@ class SimNetwork:
         return self.connections.get(LEADER)
 
     def reaches(self, host: str) -> bool:
-        """Whether a connection from there would succeed now."""
+        """Return whether a connection from this host would succeed now."""
         return self.up and not self._link(host).cut
 
     def connect(self, connection: SimConnection) -> None:
-        """Open a connection; one under the same client id ends. What is retained comes first."""
+        """Open a connection and end one with the same client id. Retained messages arrive first."""
         if (before := self.connections.get(connection.client_id)) is not None:
             self._end(before)
         connection.since = self.world.now
@@ -259,7 +270,7 @@ class SimNetwork:
         there: Callable[[], None] | None,
         note: Any = None,
     ) -> None:
-        """Publish, in the order of the calls."""
+        """Publish a message. Messages keep the order of the calls."""
         link = self._link(connection.host)
         if link.cut and (connection.open or not self.fences):
             link.held.append((True, self.publish, (connection, topic, payload, retain, there, note)))
@@ -276,13 +287,13 @@ class SimNetwork:
             self.world.call_later(_ACKNOWLEDGED_S, connection.acknowledge, connection, there)
 
     def disconnect(self, connection: SimConnection) -> None:
-        """Say goodbye; over a cut link the broker does not hear it."""
+        """Close a connection in order. Over a cut link the broker does not notice."""
         if self.connections.get(connection.client_id) is connection and not self._link(connection.host).cut:
             del self.connections[connection.client_id]
             connection.open = False
 
     def end_leader(self) -> None:
-        """The leader's connection breaks."""
+        """Break the leader's connection."""
         if (leader := self.leader) is not None:
             self._end(leader)
 
@@ -302,7 +313,7 @@ class SimNetwork:
                 self._pass(BROKER, connection, topic, payload, False)
 
     def _end(self, connection: SimConnection) -> None:
-        """The broker ends a connection: its last will goes out, and its owner notices when it can."""
+        """End a connection at the broker: its last will is published, and its owner notices when it can."""
         if self.connections.get(connection.client_id) is not connection:
             return
         del self.connections[connection.client_id]
@@ -347,13 +358,13 @@ class SimNetwork:
         to.receive(to, topic, payload, retained)
 
     def _delays(self, sender: str, receiver: str) -> list[float]:
-        """After how long it arrives, each time that it does."""
+        """Return the delay of each delivery of a message; empty if it is lost."""
         world = self.world
         random = world.rng.random()
         delay = 0.001 + 0.012 * random
         if self.slow and random < self.slow:
             delay += world.between(0.0, 1.0)
-        line = self.lines.get(sender) or self.lines.get(receiver)
+        line = self.message_faults.get(sender) or self.message_faults.get(receiver)
         if line is not None and world.chance(line.drop):
             return []
         delay += world.between(0.0, line.late_s) if line is not None else 0.0
@@ -374,7 +385,9 @@ class SimNetwork:
         return link
 
     def drop(self, name: str, *, process_died: bool = False, graceful: bool = False) -> None:
-        """The connections of a host end: by its process's death, by a reset, or (``graceful``) by a goodbye."""
+        """End the connections of a host: by its process's death, by a reset, or by a proper goodbye
+        (``graceful``).
+        """
         link = self._link(name)
         link.held.clear()
         for connection in [one for one in self.connections.values() if one.host == name]:
@@ -392,7 +405,7 @@ class SimNetwork:
             )
 
     def cut(self, name: str, for_s: float) -> None:
-        """The link is dead for a while; nobody notices at once."""
+        """Cut a link for a while. Nobody notices at once."""
         link = self._link(name)
         if link.cut:
             return
@@ -411,15 +424,18 @@ class SimNetwork:
             self._end(connection)
 
     def heal(self, name: str) -> None:
-        """The link is back."""
+        """Heal a link."""
         link = self._link(name)
         link.cut = False
         held, link.held = link.held, []
         for _, action, arguments in sorted(held, key=lambda one: not one[0]):
-            action(*arguments)  # What it sent, it sent before it hears.
+            action(*arguments)  # A host sends what it had to send before it receives.
 
     def stop_broker(self, for_s: float, left: dict[str, bytes] | None = None) -> None:
-        """:param left: what it finds of all that it retained; nothing, where that is not said."""
+        """Stop the broker.
+
+        :param left: what it retains when it comes back; nothing by default.
+        """
         if not self.up:
             return
         self.up = False
@@ -439,5 +455,5 @@ class SimNetwork:
         self.world.call_later(for_s, self.start_broker)
 
     def start_broker(self) -> None:
-        """The broker is back."""
+        """Start the broker."""
         self.up = True

@@ -56,7 +56,7 @@ AgentEffect = (
 
 
 class SimNode(SimHost):
-    """One host: a daemon that can be killed, stopped or cut off, and the trainers that live under it."""
+    """One host: a daemon that can be killed, stopped or cut off, and the trainers under it."""
 
     def __init__(
         self,
@@ -68,25 +68,25 @@ class SimNode(SimHost):
         devices: int,
         pace: StepTiming,
     ) -> None:
-        super().__init__(groups.truth, network, place, nodes, name, pace)
-        self.groups, self.devices, self.profile = groups, devices, groups.truth.profile
+        super().__init__(groups.oracle, network, place, nodes, name, pace)
+        self.groups, self.devices, self.profile = groups, devices, groups.oracle.profile
         self.incarnation = 0
-        self.left = False
-        """It exited on its own accord."""
-        self.gone_at: float | None = None
-        """When it went for good."""
-        self.unbuildable = 0
+        self.exited = False
+        """Whether the daemon exited by itself."""
+        self.removed_at: float | None = None
+        """When the host was removed for good."""
+        self.failing_builds = 0
         """How many of the next builds fail."""
-        self.looks_s = 0.0
-        """So much longer a daemon that starts looks through its memory, at most."""
+        self.max_scan_s = 0.0
+        """The longest extra time that a starting daemon needs to scan its memory."""
         self.trainers: dict[int, SimTrainer] = {}
         self.writer = SimWriter(self)
         scrubber = self._scrubber()
-        self.copies = SimCopySender(self, scrubber)
-        self.stager = SimRestorer(self, scrubber)
+        self.copy_sender = SimCopySender(self, scrubber)
+        self.restorer = SimRestorer(self, scrubber)
         self._timers: dict[str, int] = {}
         self._starts: dict[int, int] = {}
-        """Per device, counts orders to start and to kill."""
+        """By device: counts orders to start and to kill."""
         self._backlog: list[AgentEvent] = []
 
     def _scrubber(self) -> SimScrubber:
@@ -95,8 +95,8 @@ class SimNode(SimHost):
     # --- the daemon ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.up, self.left, self.frozen = True, False, False
-        self.arena.kept_copies = 0
+        self.up, self.exited, self.frozen = True, False, False
+        self.arena.retained_copies = 0
         self.life += 1
         self._backlog.clear()
         self._timers.clear()
@@ -104,26 +104,26 @@ class SimNode(SimHost):
         self._begin()
 
     def _begin(self) -> None:
-        self.incarnation = self.world.serial()
+        self.incarnation = self.world.next_serial()
         host = f"host-{self.name}"
         facts = NodeFacts(devices=self.devices, host=host, rendezvous_port=7000, snapshot_port=7001)
         self.feed(AgentStarted(at=self.world.now, cause="start", incarnation=self.incarnation, facts=facts))
         self.network.register(self)
         looks_s = self.world.between(0.0, 0.5) + (
-            self.world.between(0.0, self.looks_s) if self.looks_s else 0.0
+            self.world.between(0.0, self.max_scan_s) if self.max_scan_s else 0.0
         )
         self.world.call_later(looks_s, self._found, self.life)
 
     def _found(self, life: int) -> None:
-        """The daemon has looked through its memory."""
+        """Report the snapshots that the daemon found in its memory."""
         if self.life == life:
             held = self.arena.snapshots()
             self.feed(SnapshotsFound(at=self.world.now, cause="arena", snapshots=held))
 
     def crash(self, *, host: bool = False) -> None:
-        """SIGKILL of the daemon and, with it, of its trainers; or the whole host with its memory."""
+        """SIGKILL the daemon, with which its trainers die, or lose the whole host with its memory."""
         if host:
-            self.arena.lost()
+            self.arena.clear()
         if not self.up:
             return
         self._stop()
@@ -141,7 +141,7 @@ class SimNode(SimHost):
         self.trainers.clear()
 
     def freeze(self, for_s: float) -> None:
-        """SIGSTOP of the daemon: everything waits for it, its timers are late."""
+        """SIGSTOP the daemon: messages wait for it, and its timers are late."""
         if self.up and not self.frozen:
             self.frozen = True
             self.world.call_later(for_s, self.thaw, self.life)
@@ -152,14 +152,14 @@ class SimNode(SimHost):
         self.frozen = False
         backlog, self._backlog = self._backlog, []
         for event in backlog:
-            self.feed(replace(event, at=self.world.now))  # it is read only now
+            self.feed(replace(event, at=self.world.now))  # It is read only now.
 
-    def eased(self) -> None:
-        """Nothing is wrong with this host any more."""
+    def clear_faults(self) -> None:
+        """Clear every fault of this host."""
         self.data_cut = False
-        self.unbuildable = 0
+        self.failing_builds = 0
         self.slowness = 1.0
-        self.looks_s = self.stager.reads_s = self.copies.sends_s = 0.0
+        self.max_scan_s = self.restorer.reads_s = self.copy_sender.sends_s = 0.0
         self.thaw()
 
     def terminate(self) -> None:
@@ -193,7 +193,7 @@ class SimNode(SimHost):
             message = heard
         else:
             message = heard.addressed(self.name, self.incarnation)
-            self.oracle.heard(self.name, self.incarnation, heard, taken=message is not None)
+            self.oracle.check_addressed(self.name, self.incarnation, heard, taken=message is not None)
         if message is not None:
             self.feed(CommandArrived(at=self.world.now, cause=message.cause, message=message))
 
@@ -209,7 +209,7 @@ class SimNode(SimHost):
             case CancelTimer():
                 self._timers[effect.name] = self._timers.get(effect.name, 0) + 1
             case SendSignal():
-                self.oracle.signals(self.name, self.incarnation)
+                self.oracle.check_signal(self.name, self.incarnation)
                 message = FromNode(node=self.name, incarnation=self.incarnation, signal=effect.signal)
                 self.network.signal(message)
             case StartTrainer():
@@ -226,9 +226,9 @@ class SimNode(SimHost):
                 self._instruct(effect.device, self._obey, effect, 0.0005, 0.005)
             case ResumeTrainer():
                 staging = 0.4 if effect.resume.restore is not None else 0.0005
-                self._instruct(effect.device, self.stager.stage, effect, staging / 4, staging + 0.005)
+                self._instruct(effect.device, self.restorer.restore, effect, staging / 4, staging + 0.005)
             case SendSnapshotCopy() | RetainSnapshotCopies() | RemoveSnapshots():
-                self.copies.perform(effect)
+                self.copy_sender.perform(effect)
             case PersistLayers() | StopPersisting():
                 self.writer.perform(effect)
             case PublishNode():
@@ -240,7 +240,7 @@ class SimNode(SimHost):
                 self._begin()
             case ExitDaemon():
                 self._stop()
-                self.left = True
+                self.exited = True
                 self.network.drop(self.name, process_died=True, graceful=True)
             case EmitEvent():
                 pass
@@ -255,7 +255,9 @@ class SimNode(SimHost):
         self.feed(TimerFired(at=self.world.now, cause=cause, name=name))
 
     def _beats(self) -> None:
-        """The beats since the last look, as one per trainer: all that the agent uses of them."""
+        """Report the heartbeats since the last check as one per trainer, which is all that the agent uses of
+        them.
+        """
         now = self.world.now
         for trainer in self.trainers.values():
             if trainer.alive and not trainer.frozen:
@@ -276,17 +278,17 @@ class SimNode(SimHost):
     def _trainer_up(self, device: int, start: int) -> None:
         if not self.up or self._starts.get(device) != start:
             return
-        pid = self.world.serial()
-        self.arena.kept.pop(device, None)
+        pid = self.world.next_serial()
+        self.arena.retained.pop(device, None)
         self.arena.pinned.pop(device, None)
         self.trainers[device] = SimTrainer(self, self.groups, device, pid)
         self.feed(TrainerConnected(at=self.world.now, cause="trainer", device=device, pid=pid))
 
     def _prepare(self, trainer: SimTrainer, effect: PrepareTrainer) -> None:
-        if not trainer.able:
+        if not trainer.responsive:
             return
-        if self.unbuildable > 0:
-            self.unbuildable -= 1
+        if self.failing_builds > 0:
+            self.failing_builds -= 1
             self.fail_trainer(trainer.device, "unprepared")
             return
         sharded = effect.job.policy.zero1
@@ -306,7 +308,7 @@ class SimNode(SimHost):
                 self.arena.keep(trainer.device, step, pinned)
 
     def fail_trainer(self, device: int, cause: FailureCause, words: str = "") -> None:
-        """The process dies; the daemon hears of it a little later."""
+        """End a trainer process; the daemon notices a little later."""
         trainer = self.trainers.get(device)
         if trainer is None or not trainer.alive:
             return

@@ -1,4 +1,4 @@
-"""The planner of a simulated coordinator: the real one, whose answers take a while of virtual time."""
+"""The planner of a simulated coordinator: the real one, whose answers take some virtual time."""
 
 from collections.abc import Callable
 
@@ -14,14 +14,14 @@ from statemachine.events import PlanCompared, TemplatesReady
 
 
 class SimPlanning:
-    """One process's (``ftd.coordinator.ports.Planning``)."""
+    """The planning port of one process (``ftd.coordinator.ports.Planning``)."""
 
     progress: tuple[int, int] | None = None
 
     def __init__(
         self, world: World, thinks_s: Callable[[], float], loop: ProcessLoop, feed: Feed, driver: Driver
     ) -> None:
-        """:param thinks_s: returns how much longer a plan may take now, at most."""
+        """:param thinks_s: returns the longest extra time that a plan takes now."""
         self._world, self._thinks_s, self._loop, self._feed, self._now = (
             world,
             thinks_s,
@@ -31,16 +31,16 @@ class SimPlanning:
         )
         self._planner: Planner | None = None
         self._busy_until = 0.0
-        """What is asked first is answered first: there is one thread."""
+        """When the only planning thread is free, so that requests are answered in order."""
 
     def prepare(self) -> None:
-        """There is no process to start."""
+        """Do nothing: there is no process to start."""
 
     def cancel(self, effect: CancelTemplates) -> None:
-        """What is precomputed is kept from seed to seed."""
+        """Do nothing: what is precomputed serves all seeds."""
 
     def check_solver(self, answer: Callable[[str], None]) -> None:
-        """No simulated job wants one."""
+        """Answer that there is no problem, since no simulated job needs a solver."""
         self._loop.call_soon(answer, "")
 
     def build(self, effect: BuildTemplates) -> None:
@@ -50,7 +50,7 @@ class SimPlanning:
         world = self._world
         if isinstance(effect, PlanAhead):
             return
-        took_s = world.between(0.001, 0.1) + world.upto(self._thinks_s())
+        took_s = world.between(0.001, 0.1) + world.up_to(self._thinks_s())
         self._later(
             took_s, lambda: self._weigh(effect) if isinstance(effect, ComparePlan) else self._plan(effect)
         )

@@ -1,4 +1,4 @@
-"""The real planner, for a simulated coordinator: its answers are kept from seed to seed."""
+"""The real planner for simulated coordinators, with answers that are cached between seeds."""
 
 from functools import lru_cache
 from typing import Any
@@ -15,18 +15,21 @@ MOST_NODES = 7
 
 @lru_cache(maxsize=64)
 def planner_for(profile: ModelProfile, policy: Policy) -> Planner:
-    """One planner per shape of job: its templates serve every seed, whatever ran before."""
+    """Return the planner for one kind of job. Its templates serve every seed, whatever ran before."""
     planner = Planner(profile, policy)
     planner.precompute(MOST_NODES)
     return planner
 
 
 _PLANS: dict[Any, Plan | PlanningError] = {}
-"""Plans by situation; the planner is deterministic, so a seed's run does not depend on earlier seeds."""
+"""Plans by situation. The planner is deterministic, so a seed's run does not depend on earlier seeds."""
 
 
 def plan_for(planner: Planner, situation: Situation) -> Plan:
-    """:raises PlanningError: as the planner does."""
+    """Return the plan for a situation.
+
+    :raises PlanningError: the planner raises it.
+    """
     holdings, speeds = frozenset(situation.holdings.items()), frozenset(situation.speeds.items())
     parts = None if situation.parts is None else frozenset(situation.parts.items())
     of_others = situation.previous, situation.horizon_s, situation.in_memory
@@ -46,7 +49,7 @@ def plan_for(planner: Planner, situation: Situation) -> Plan:
 
 
 def plan_event(planner: Planner, effect: ComputePlan, now: float) -> PlanReady | PlanImpossible:
-    """The planner's answer."""
+    """Return the planner's answer as an event."""
     generation = effect.generation
     try:
         plan = plan_for(planner, effect.situation)

@@ -1,8 +1,8 @@
 """The event loop of one simulated process, on the world's virtual time.
 
-The real daemons' classes run on it unchanged. A process that is frozen (SIGSTOP) runs nothing until it thaws; what
-came meanwhile runs then, in order. A process that is killed (SIGKILL) runs nothing any more, and nothing of what it
-still has in memory reaches the network or a disk.
+The production classes of the daemons run on it unchanged. A frozen process (SIGSTOP) runs nothing until it
+thaws; what arrived meanwhile then runs in order. A killed process (SIGKILL) runs nothing any more, and
+nothing in its memory reaches the network or a disk.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ from typing import Any
 from ftd.faults.sim.world import World
 
 _MOST_LAST_CALLS = 10_000
-"""Callbacks that the tasks of a killed process may take to end."""
+"""The number of callbacks that the tasks of a killed process may take to end."""
 
 
 class ProcessLoop(asyncio.BaseEventLoop):
-    """See the module. Single-threaded; it shares the world's queue with all others."""
+    """The event loop described above. It is single-threaded and shares the world's queue with all others."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -51,7 +51,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
             self._run([(action, arguments)])
 
     def hurry(self, name: str) -> None:
-        """Be busy at times, and take together what came meanwhile."""
+        """Be busy at times, and handle together what arrived meanwhile."""
         self._haste = Random(f"{self.world.seed} {name} together")
 
     def _resume(self) -> None:
@@ -60,21 +60,23 @@ class ProcessLoop(asyncio.BaseEventLoop):
             self.thaw()
 
     def freeze(self) -> None:
-        """SIGSTOP."""
+        """Stop the process, as SIGSTOP does."""
         self.frozen = True
 
     def thaw(self) -> None:
-        """SIGCONT: everything that came meanwhile is there at once."""
+        """Continue the process, as SIGCONT does: everything that arrived meanwhile is there at once."""
         self.frozen = False
         if self.alive and not self._pausing:
             held, self._held = self._held, []
             self._run(held)
 
     def kill(self) -> None:
-        """SIGKILL. The tasks are ended, so that none of them is left to the garbage collector."""
+        """Kill the process, as SIGKILL does. Its tasks are ended, so that none is left to the garbage
+        collector.
+        """
         self.alive = False
         self._held.clear()
-        if self._inside:  # In the middle of its own callback: end them when that is over.
+        if self._inside:  # It is inside its own callback: end the tasks after that.
             self.world.call_later(0.0, self._end)
         else:
             self._end()
@@ -143,7 +145,7 @@ class ProcessLoop(asyncio.BaseEventLoop):
             self.enter(self._ready.append, handle)
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """A timer that was cancelled stays in the world's queue, and does nothing when it is due."""
+        """Do nothing: a cancelled timer stays in the world's queue and is ignored when it is due."""
 
     def create_future(self) -> "asyncio.Future[Any]":
         return asyncio.Future(loop=self)
@@ -151,13 +153,13 @@ class ProcessLoop(asyncio.BaseEventLoop):
     def create_task(  # type: ignore[override]
         self, coro: Coroutine[Any, Any, Any], *, name: str | None = None, context: Context | None = None
     ) -> "asyncio.Task[Any]":
-        task = asyncio.Task(coro, loop=self, name=name or f"task-{self.world.serial():09d}")
+        task = asyncio.Task(coro, loop=self, name=name or f"task-{self.world.next_serial():09d}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An exception that nobody handles is a bug of the daemon."""
+        """Fail the run, since an exception that nobody handles is a bug of the daemon."""
         error = context.get("exception")
         if self.alive and isinstance(error, Exception):
             self.world.fail(error)
@@ -182,7 +184,7 @@ class SimClock:
     def __init__(self, world: World) -> None:
         self._world = world
         self.since_boot_s = 0.0
-        """The monotonic clock of the host is ahead of the world's by this."""
+        """How far the host's monotonic clock is ahead of the world's."""
 
     def monotonic_s(self) -> float:
         return self._world.now + self.since_boot_s
@@ -191,7 +193,7 @@ class SimClock:
         return _EPOCH_S + self._world.now
 
     def cpu_s(self) -> float:
-        """Nothing takes time to compute."""
+        """Return 0: computing takes no CPU time here."""
         return 0.0
 
 

@@ -1,4 +1,6 @@
-"""What the world hears: everything that a journal at the broker says was decided, and nothing twice."""
+"""The check of published events: everything that a journal at the broker decided is published, and nothing
+twice.
+"""
 
 from collections.abc import Iterable
 
@@ -9,37 +11,37 @@ from ftd.transport.wire.public import EventMessage
 
 
 class PublishedEvents:
-    """Of all coordinators together, whichever of them tells."""
+    """The events of all coordinators together, whichever of them publishes them."""
 
     def __init__(self, truth: Oracle) -> None:
         self._truth = truth
         self._heard: dict[str, EventMessage] = {}
         self._due: dict[str, str] = {}
-        """Decided in a journal that was at the broker, and not heard yet."""
-        self.losses = 0
-        """Times that the newest journals were lost, and what they said with them."""
+        """Events that were decided in a journal at the broker and are not published yet."""
+        self.journal_losses = 0
+        """How often the newest journals were lost together with their content."""
 
-    def decided(self, outbox: Iterable[tuple[str, str]]) -> None:
-        """At the broker."""
+    def on_journaled(self, outbox: Iterable[tuple[str, str]]) -> None:
+        """Note the outbox of a journal that is at the broker."""
         self._due |= {number: event for number, event in outbox if number not in self._heard}
 
-    def is_news(self, message: EventMessage) -> bool:
-        """Somebody who drops what comes twice looks at its id."""
+    def is_new(self, message: EventMessage) -> bool:
+        """Return whether a message is new, as receivers decide that drop duplicates by id."""
         self._due.pop(message.id, None)
         said = msgspec.structs.replace(message, at="", monotonic=0.0)
         if message.id not in self._heard:
             self._heard[message.id] = said
             return True
         if self._heard[message.id] != said:
-            self._truth.broken(f"{message.id} is {self._heard[message.id]}, and then {said}")
+            self._truth.violated(f"event {message.id} was {self._heard[message.id]}, and then {said}")
         return False
 
-    def lose(self) -> None:
-        """Nobody has the newest journals any more."""
-        self.losses += 1
+    def on_journals_lost(self) -> None:
+        """Note that nobody has the newest journals any more."""
+        self.journal_losses += 1
         self._due.clear()
 
-    def complete(self) -> None:
-        """At the end everything was told."""
+    def check_complete(self) -> None:
+        """Check at the end that every event was published."""
         if self._due:
-            self._truth.broken(f"decided, and never told: {list(self._due.values())}")
+            self._truth.violated(f"decided, but never published: {list(self._due.values())}")

@@ -1,4 +1,6 @@
-"""A simulated daemon's way from a snapshot or a checkpoint to its trainers: it stages what a device needs."""
+"""A simulated daemon's restoring: it fetches the layers that a device needs from a snapshot or a checkpoint,
+and passes them on to the trainer.
+"""
 
 from ftd.faults.sim.host import SimHost
 from ftd.faults.sim.scrubber import SimScrubber
@@ -15,20 +17,20 @@ _AGAIN_S = 0.5
 
 
 class SimRestorer:
-    """One daemon's."""
+    """The restorer of one daemon."""
 
     def __init__(self, node: SimHost, scrubber: SimScrubber) -> None:
         self._node, self._scrubber = node, scrubber
         self.reads_s = 0.0
-        """So much longer a read may take, at most."""
+        """The longest extra time that a read takes."""
 
-    def stage(self, trainer: SimTrainer, effect: ResumeTrainer) -> None:
-        """What the device needs of a snapshot, and then the trainer is told."""
+    def restore(self, trainer: SimTrainer, effect: ResumeTrainer) -> None:
+        """Fetch what the device needs of a snapshot or checkpoint, then resume the trainer."""
         if effect.resume.restore is None or self._layers(trainer, effect) is None:
             trainer.resume(effect.resume)
         elif self.reads_s:
             world = self._node.world
-            world.call_later(world.upto(self.reads_s), self._read, trainer, effect, _TRIES)
+            world.call_later(world.up_to(self.reads_s), self._read, trainer, effect, _TRIES)
         else:
             self._read(trainer, effect, _TRIES)
 
@@ -38,7 +40,7 @@ class SimRestorer:
 
     def _read(self, trainer: SimTrainer, effect: ResumeTrainer, tries: int) -> None:
         node, resume = self._node, effect.resume
-        restore, layers, place = resume.restore, self._layers(trainer, effect), node.place
+        restore, layers, place = resume.restore, self._layers(trainer, effect), node.checkpoint_store
         assert restore is not None, "there is something to read"
         assert layers is not None, "the device has a rank"
         if not node.up or node.agent.generation != resume.generation:
@@ -69,5 +71,5 @@ class SimRestorer:
     def _staged(self, restore: Restore, layers: set[int]) -> tuple[dict[int, int], tuple[str, ...]]:
         node = self._node
         if restore.url:
-            return node.place.read(restore, layers), ()
-        return node.restored(restore, layers)
+            return node.checkpoint_store.read(restore, layers), ()
+        return node.restore_layers(restore, layers)

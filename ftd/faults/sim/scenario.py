@@ -1,6 +1,6 @@
-"""``ftd sim --scenario``: a scenario played in the simulator, and judged as the real one is.
+"""``ftd sim --scenario``: a scenario that is played in the simulator and judged like a real one.
 
-The machines and the planner are the real ones, with the periods and limits of production; time is virtual.
+State machines and planner are the production ones, with production timing; time is virtual.
 """
 
 import traceback
@@ -21,7 +21,7 @@ from ftd.faults.chaos.verdicts import judge
 from ftd.faults.sim.cluster import SimCluster
 from ftd.faults.sim.host import StepTiming
 from ftd.faults.sim.node import AgentEffect, SimNode
-from ftd.faults.sim.scenario_faults import strike_central, strike_node
+from ftd.faults.sim.scenario_faults import inject_into_node, inject_into_service
 from ftd.faults.sim.scenario_setup import STEP_S, ScenarioSetup
 from ftd.faults.sim.scrubber import SimScrubber
 from ftd.faults.sim.world import InvariantViolation, World
@@ -30,17 +30,17 @@ from statemachine.effects import EmitEvent, PublishNode
 from statemachine.messages.values import CheckpointPolicy, Job
 
 SUBMIT_S = 2.0
-"""The nodes and their trainers are up by then."""
+"""When the job is submitted; the nodes and their trainers are up by then."""
 START_S = 60.0
-"""Training must have begun by then."""
+"""How long training may take to begin."""
 _LOOK_S = 0.1
 _AT = "2000-01-01T00:00:00.000Z"
 
 
 class _Node(SimNode):
-    """Tells its states and its own events."""
+    """A node that reports its states and its own events to the scenario."""
 
-    told: "ScenarioSimulation"
+    simulation: "ScenarioSimulation"
 
     def _scrubber(self) -> SimScrubber:
         return _Scrubber(self)
@@ -48,21 +48,21 @@ class _Node(SimNode):
     def _perform(self, effect: AgentEffect) -> None:
         super()._perform(effect)
         if isinstance(effect, PublishNode):
-            self.told.on_node(self.name, str(effect.state))
+            self.simulation.on_node(self.name, str(effect.state))
         elif isinstance(effect, EmitEvent):
-            self.told.on_event(effect)
+            self.simulation.on_event(effect)
 
 
 class _Scrubber(SimScrubber):
-    """Tells what it finds and repairs, as the daemon does."""
+    """A scrubber that reports what it finds and repairs, as the daemon does."""
 
     def __init__(self, node: _Node) -> None:
         super().__init__(node)
-        self._told = node
+        self._monitored = node
 
     def _again(self, pause_s: float) -> None:
-        """With the period that the scenario says, and at once."""
-        node = self._told
+        """Read again after the scenario's period at most, without the random delays."""
+        node = self._monitored
         pause_s = min(pause_s, node.world.timing.scrub_s) + 0.02
         node.world.call_later(pause_s, self._read, node.life, self._watch)
 
@@ -78,20 +78,23 @@ class _Scrubber(SimScrubber):
             self._say("ShardRepaired")
 
     def _is_damaged(self) -> bool:
-        newest = self._told.oracle.newest
-        if newest is None or not self._told.up:
+        newest = self._monitored.oracle.newest
+        if newest is None or not self._monitored.up:
             return False
-        key = self._told.oracle.key_of(newest)
-        return any(shard.damaged for shard in self._told.arena.parts(key).values())
+        key = self._monitored.oracle.key_of(newest)
+        return any(shard.damaged for shard in self._monitored.arena.parts(key).values())
 
     def _say(self, name: str) -> None:
-        self._told.told.on_event(EmitEvent(cause="scrub", name=name, reason="", node=self._told.name))
+        self._monitored.simulation.on_event(
+            EmitEvent(cause="scrub", name=name, reason="", node=self._monitored.name)
+        )
 
 
 class ScenarioSimulation(SimCluster):
     """One scenario on one simulated cluster.
 
-    ``seed`` draws what no scenario says (how long messages take, who is first); it always gives the same run.
+    The seed draws what no scenario says (message delays, which process is first); the same seed always
+    gives the same run.
     """
 
     def __init__(
@@ -102,7 +105,7 @@ class ScenarioSimulation(SimCluster):
         super().__init__(
             world, setting.job.policy, setting.profile, setting.coordinators, state_period_s=STATE_PERIOD_S
         )
-        # A step's loss is the number of updates in its state, which in an undisturbed run is its own number.
+        # A step's loss is the number of updates in its state; in an undisturbed run it equals the step.
         self.record = ScenarioRecord(baseline={step: float(step) for step in range(1, setting.job.steps + 1)})
         self._cues = FaultTriggers(scenario)
         for coordinator in self.coordinators:
@@ -110,28 +113,31 @@ class ScenarioSimulation(SimCluster):
         self.layout = ClusterLayout(pipelines=(), alive=())
         self.begun_s: float | None = None
         self.ended_by = ""
-        """Why it was looked at no longer."""
+        """Why observing stopped."""
         self._pending = 0
-        """Faults that are due and have not struck."""
+        """The number of faults that are due and not injected yet."""
         self._ending = EndCondition(scenario, self.record)
         self._serial = 0
 
     @property
     def now_s(self) -> float:
-        """Since the scenario began."""
+        """Seconds since the scenario's start."""
         return self.world.now - (self.begun_s or 0.0)
 
     # --- what the world does -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """:raises Violation: an invariant of the simulator does not hold."""
+        """Run the scenario.
+
+        :raises InvariantViolation: an invariant of the simulator does not hold.
+        """
         world, setting = self.world, self.setting
         for coordinator in self.coordinators:
             coordinator.start()
         for name in setting.nodes:
             self.start(name)
         job = setting.job
-        if job.checkpoint.url:  # Nothing is written anywhere.
+        if job.checkpoint.url:  # Nothing is really written.
             job = replace(job, checkpoint=replace(job.checkpoint, url="/simulated"))
         else:
             job = replace(job, checkpoint=CheckpointPolicy())
@@ -147,19 +153,22 @@ class ScenarioSimulation(SimCluster):
         self.coordinator.submit(job, None)
 
     def start(self, name: str) -> None:
-        """A daemon of this name, known or new. :raises PeerError: it runs already."""
+        """Start the daemon of a node, known or new.
+
+        :raises PeerError: it is running already.
+        """
         node = self.nodes.get(name)
         if node is None:
             made = _Node(
                 self.invariants.groups,
                 self.network,
-                self.place,
+                self.checkpoint_store,
                 self.nodes,
                 name,
                 self.setting.devices,
                 StepTiming(step_s=STEP_S, imbalance=0.3, commit_spread_s=0.01),
             )
-            made.told = self
+            made.simulation = self
             node = self.nodes[name] = made
         elif node.up:
             raise PeerError(f"{name} is running already")
@@ -173,7 +182,9 @@ class ScenarioSimulation(SimCluster):
     # --- what is told ------------------------------------------------------------------------------
 
     def on_event(self, effect: EmitEvent) -> None:
-        """As subscribers get it; the scenario begins when the job's first step is committed."""
+        """Record an event as subscribers receive it. The scenario starts when the job's first step is
+        committed.
+        """
         details = dict(effect.details)
         if effect.name == "StepCommitted":
             details["loss"] = float(self.versions.step[int(details["loss"])])
@@ -213,12 +224,12 @@ class ScenarioSimulation(SimCluster):
         self._due(self._cues.on_node(node, state))
 
     def on_state(self, state: Mapping[str, Any]) -> None:
-        """The cluster's, with the nodes of which roles are made."""
+        """Take the cluster's state, which determines the nodes of roles."""
         self.layout = read_layout(state)
         self.record.on_state(state)
 
     def _look(self) -> None:
-        """Is it over? Looked at ten times a second."""
+        """Check every ``_LOOK_S`` whether the scenario is over."""
         self.ended_by = self._over()
         self.world.done = bool(self.ended_by)
         self.world.call_later(_LOOK_S, self._look)
@@ -227,12 +238,12 @@ class ScenarioSimulation(SimCluster):
         if self.begun_s is None:
             return ""
         waiting = self._cues.waiting
-        return self._ending.why(self.now_s, under_way=self._pending > 0, to_come=bool(waiting))
+        return self._ending.end_reason(self.now_s, injecting=self._pending > 0, waiting=bool(waiting))
 
     # --- faults ------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """The scenario's clock starts when training does."""
+        """Start the scenario's clock when training begins."""
         self.begun_s = self.world.now
         for fault in self._cues.waiting:
             if isinstance(fault.trigger, AfterTime):
@@ -250,8 +261,8 @@ class ScenarioSimulation(SimCluster):
         self._pending -= 1
         if self.world.tracing:
             self.world.note("FAULT", fault)
-        struck = self.record.on_struck(fault, self.now_s)
-        struck.over_at_s = self.now_s + fault.lasts_s
+        struck = self.record.on_injected(fault, self.now_s)
+        struck.over_at_s = self.now_s + fault.duration_s
         try:
             struck.nodes = self._do(fault)
         except PeerError as error:
@@ -261,22 +272,22 @@ class ScenarioSimulation(SimCluster):
             node = struck.nodes[0] if len(struck.nodes) == 1 else None
             details = {"fault": fault.do, "at": self.world.now, "target": str(fault.target)}
             self._tell("ChaosInjected", node, None, None, str(fault.trigger), details)
-        self._due(self._cues.on_struck(fault))
+        self._due(self._cues.on_injected(fault))
 
     def _do(self, fault: Fault) -> tuple[str, ...]:
-        """Do it now; return the nodes that it strikes.
+        """Inject a fault now, and return the targeted nodes.
 
-        :raises PeerError: nobody has the role that it strikes, or it cannot be done as things are.
+        :raises PeerError: no node has the targeted role, or the fault is not possible at the moment.
         """
         if isinstance(fault.target, CentralService):
-            strike_central(self, fault, fault.target.service)
+            inject_into_service(self, fault, fault.target.service)
             return ()
         names = resolve_targets(fault, self.layout, self.scenario.seed)
         for name in names:
             if fault.do == "start":
                 self.start(name)
             else:
-                strike_node(self, fault, name)
+                inject_into_node(self, fault, name)
         return names
 
 
@@ -288,16 +299,16 @@ def play_simulated(
     skipped: tuple[tuple[str, str], ...] = (),
     tracing: bool = False,
 ) -> tuple[ScenarioResult, tuple[str, ...]]:
-    """Play it once; how it went, and the trace.
+    """Play a scenario once, and return its result and the trace.
 
-    :param skipped: what of the file is left out of ``scenario``, by id, with the reason: said in reports.
+    :param skipped: id and reason of each fault of the file that was left out of ``scenario``, for reports.
     """
     world = ScenarioSimulation(scenario, setting, seed, tracing=tracing)
     problems: list[str] = []
     try:
         world.run()
     except InvariantViolation as error:
-        problems.append(f"an invariant broke {error}")
+        problems.append(f"an invariant was violated {error}")
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         problems.append(f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})")

@@ -1,4 +1,4 @@
-"""The faults of a scenario, done to a simulated cluster."""
+"""The faults of a chaos scenario, injected into a simulated cluster."""
 
 from dataclasses import replace
 from typing import assert_never
@@ -13,8 +13,8 @@ FOR_EVER_S = 1e6
 DEFAULT_FACTOR = 3.0
 
 
-def strike_central(cluster: SimCluster, fault: Fault, part: str) -> None:
-    """Do it now to the coordinator that leads or to the broker."""
+def inject_into_service(cluster: SimCluster, fault: Fault, part: str) -> None:
+    """Inject a fault into the leading coordinator or the broker."""
     for_s = fault.for_s or FOR_EVER_S
     match part, fault.do:
         case "coordinator", "kill":
@@ -25,20 +25,20 @@ def strike_central(cluster: SimCluster, fault: Fault, part: str) -> None:
             cluster.coordinator.freeze(for_s)
         case "broker", "kill":
             cluster.network.stop_broker(fault.restart_after_s)
-        case _:  # A broker that stands still: nobody hears anybody.
+        case _:  # The broker is frozen: no message arrives anywhere.
             for name in (*(one.name for one in cluster.coordinators), *cluster.nodes):
                 cluster.network.cut(name, for_s)
 
 
-def strike_node(cluster: SimCluster, fault: Fault, name: str) -> None:
-    """Do it now to this node.
+def inject_into_node(cluster: SimCluster, fault: Fault, name: str) -> None:
+    """Inject a fault into a node.
 
-    :raises PeerError: the node is not up, or it cannot be done as things are.
+    :raises PeerError: the node is not up, or the fault is not possible at the moment.
     """
     node = cluster.nodes.get(name)
     if node is None or not node.up:
         raise PeerError(f"{name} is not up")
-    clock, for_s = cluster.world, fault.lasts_s or FOR_EVER_S
+    clock, for_s = cluster.world, fault.duration_s or FOR_EVER_S
     match fault.do:
         case "kill" if fault.process == "node":
             node.crash()
@@ -67,11 +67,11 @@ def strike_node(cluster: SimCluster, fault: Fault, name: str) -> None:
             node.pace = replace(node.pace, full=1.0)
             clock.call_later(for_s, _empty, node)
         case "fill_disk":
-            cluster.place.full = 1.0
+            cluster.checkpoint_store.full = 1.0
             clock.call_later(for_s, _empty_disk, cluster)
         case "lossy":
             line = MessageFaults(drop=fault.drop, duplicate=fault.duplicate, late_s=fault.late_s)
-            cluster.network.lines[node.name] = line
+            cluster.network.message_faults[node.name] = line
             clock.call_later(for_s, _mend, cluster, node)
         case "flip":
             _flip(cluster, fault, node)
@@ -82,7 +82,7 @@ def strike_node(cluster: SimCluster, fault: Fault, name: str) -> None:
 
 
 def _flip(cluster: SimCluster, fault: Fault, node: SimNode) -> None:
-    """:raises PeerError: it keeps nothing of a complete snapshot."""
+    """:raises PeerError: the node holds no part of a complete snapshot."""
     newest = cluster.invariants.newest
     parts = {} if newest is None else node.arena.parts(cluster.invariants.key_of(newest))
     shards = [shard for device, shard in parts.items() if fault.device in (None, device)]
@@ -101,7 +101,7 @@ def _devices(fault: Fault, node: SimNode) -> list[int]:
 
 
 def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
-    """From the broker and from the other hosts, whose connections to it break."""
+    """Cut a node off from the broker and from the other hosts, whose connections to it break."""
     cluster.network.cut(node.name, for_s)
     node.data_cut = True
     for trainer in list(node.trainers.values()):
@@ -111,7 +111,7 @@ def _cut(cluster: SimCluster, node: SimNode, for_s: float) -> None:
 
 
 def _mend(cluster: SimCluster, node: SimNode) -> None:
-    cluster.network.lines.pop(node.name, None)
+    cluster.network.message_faults.pop(node.name, None)
 
 
 def _reconnect(node: SimNode) -> None:
@@ -123,7 +123,7 @@ def _quicken(node: SimNode) -> None:
 
 
 def _empty_disk(cluster: SimCluster) -> None:
-    cluster.place.full = 0.0
+    cluster.checkpoint_store.full = 0.0
 
 
 def _empty(node: SimNode) -> None:

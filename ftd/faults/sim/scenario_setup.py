@@ -1,7 +1,7 @@
-"""What a scenario is played on in the simulator: a job, a stand-in for its model, nodes, periods and limits.
+"""The setup of a scenario in the simulator: a job, a stand-in for its model, nodes, and timing.
 
-The model is stood for by layers of equal size: as many as the faults name, six at least. Where the job limits
-a device's memory, two nodes are needed for a copy of it, as in the examples.
+The stand-in consists of equal layers: as many as the faults name, but at least six. If the job limits a
+device's memory, two nodes are needed for one replica of it, as in the examples.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ class ScenarioSetup:
     profile: ModelProfile
     nodes: tuple[str, ...]
     coordinators: tuple[str, ...]
-    """The first to start leads, most likely; the others stand by."""
+    """The first one to start most likely leads; the others are standbys."""
     devices: int
     timing: Timing
 
@@ -39,9 +39,9 @@ class ScenarioSetup:
 def make_scenario_setup(
     scenario: Scenario, job: Path | None, nodes: int | None, origin: str
 ) -> ScenarioSetup:
-    """The scenario's own ``[cluster]``, or what is given instead.
+    """Return the setup of the scenario's own ``[cluster]``, or of the arguments instead.
 
-    :raises ConfigurationError: there is neither, or the job makes no sense.
+    :raises ConfigurationError: there is neither, or the job is not valid.
     """
     cluster = scenario.cluster
     path = job if job is not None else cluster.job if cluster is not None else None
@@ -103,7 +103,7 @@ def _stand_in(scenario: Scenario, job: Job) -> ModelProfile:
 
 
 def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) -> str:
-    """Return why the simulator cannot do this, in words; empty: it can."""
+    """Return why the simulator cannot inject this fault; empty if it can."""
     hung_s = 2 * max(timing.hang_floor_s, timing.hang_steps * step_s)
     short = fault.for_s is not None and fault.for_s < max(hung_s, timing.silence_s + 1.0)
     match fault.do:
@@ -116,13 +116,13 @@ def _why_unsupported(fault: Fault, timing: Timing, step_s: float, devices: int) 
 
 
 def unsupported_faults(scenario: Scenario, setting: ScenarioSetup) -> dict[Fault, str]:
-    """The faults that the simulator does not have, with the reason."""
+    """Return the faults that the simulator does not support, with the reason."""
     found = {f: _why_unsupported(f, setting.timing, STEP_S, setting.devices) for f in scenario.faults}
     return {fault: why for fault, why in found.items() if why}
 
 
 def without_faults(scenario: Scenario, skipped: Iterable[Fault]) -> Scenario:
-    """The scenario without these faults and those that wait for them."""
+    """Return the scenario without these faults and those that wait for them."""
     gone = {fault.id for fault in skipped}
     while more := {
         fault.id

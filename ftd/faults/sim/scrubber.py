@@ -1,28 +1,30 @@
-"""A simulated daemon's scrubber: it reads what the host keeps of a snapshot, and repairs where bits have changed."""
+"""A simulated daemon's scrubber: it reads the host's shards of a snapshot, and repairs changed bits."""
 
 from collections.abc import Iterable
 from random import Random
 
-from ftd.faults.sim.arena import lacking
+from ftd.faults.sim.arena import is_unrecoverable
 from ftd.faults.sim.host import SimHost
 from statemachine.agent.events import SnapshotCorrupted
 from statemachine.messages.values import HeldSnapshot, Restore
 
 _READING_S = (0.02, 0.6)
-"""Until a kept snapshot is read; and from what was found to what was made again."""
+"""The time until a held snapshot is read, and the time that a repair takes."""
 _PERIOD_S = 4.0
 
 
 class SimScrubber:
-    """One daemon's: as ``ftd.snapshots.scrub``, of own shards."""
+    """The scrubber of one daemon's own shards, as ``ftd.snapshots.scrub``."""
 
     def __init__(self, node: SimHost) -> None:
         self._node = node
         self.kept: Restore | None = None
-        self._rng = Random(f"scrub {node.world.seed} {node.name}")  # of its own: see ``draw``
+        self._rng = Random(f"scrub {node.world.seed} {node.name}")  # A generator of its own: see ``drawing``.
         self._watch = 0
         self._gone_back = False
-        """It was told with a rollback, with those who held something then."""
+        """Whether the current snapshot came with a rollback, which names the nodes that held something at that
+        time.
+        """
 
     def watch(self, kept: Restore, *, at_once: bool = False) -> None:
         before, self.kept = self.kept, kept
@@ -49,7 +51,7 @@ class SimScrubber:
             self._again(_PERIOD_S)
 
     def _repair(self, life: int, watch: int) -> None:
-        """Out of what others keep, as it is now."""
+        """Repair the shards from what other nodes hold now."""
         node, kept = self._node, self._here(life, watch)
         if kept is None:
             return
@@ -63,14 +65,14 @@ class SimScrubber:
                     shard.damaged = False
             else:
                 if not self._gone_back and repairable(kept, node, node.hosts):
-                    what = f"its part of step {kept.step}"
-                    node.oracle.broken(f"{node.name} cannot repair {what}, and others hold what it takes")
+                    what = f"its shard of step {kept.step}"
+                    node.oracle.violated(f"{node.name} cannot repair {what}, but others hold what it takes")
                 node.feed(SnapshotCorrupted(at=node.world.now, cause="scrub", step=kept.step))
         self._again(_PERIOD_S)
 
 
 def repairable(kept: Restore, node: SimHost, names: Iterable[str]) -> bool:
-    """Have ``names`` what makes this node's shards of all its groups again?"""
+    """Return whether ``names`` hold what it takes to rebuild this node's shards of all its groups."""
     nodes = node.hosts
     others = [n for name in names if (n := nodes[name]) is not node and n.up and not n.frozen]
     there = {other.name for other in others if other.arena.sound(_key(kept))}
@@ -83,7 +85,7 @@ def repairable(kept: Restore, node: SimHost, names: Iterable[str]) -> bool:
             if any(n.name == group.replica_peer and n.arena.copy(_key(kept), owner) for n in others)
             else set()
         )
-        if lacking(group, there, copied):
+        if is_unrecoverable(group, there, copied):
             return False
     return True
 

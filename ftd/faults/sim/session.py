@@ -1,4 +1,4 @@
-"""Sessions of a simulated coordinator's process with the simulated broker."""
+"""The sessions of a simulated coordinator's process with the simulated broker."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ def _nothing(*_: Any) -> None:
 
 
 class SimSession:
-    """One of them, as ``ftd.coordinator.ports.BrokerSession`` has it."""
+    """One session (``ftd.coordinator.ports.BrokerSession``)."""
 
     def __init__(
         self,
@@ -36,8 +36,9 @@ class SimSession:
         on_lost: Callable[[], None] = _nothing,
         on_acknowledged: Callable[[float], None] = _nothing,
     ) -> None:
-        """:param note: what the network is to be told with a message, for those who look at it there.
-        :param saw: called with every journal that arrives."""
+        """:param note: returns what the network passes on with a message, for the checks at the broker.
+        :param saw: called with every journal that arrives.
+        """
         self._loop, self._network, self._host, self._note, self._saw = loop, network, host, note, saw
         self._client_id, self._will = client_id, will
         self._subscriptions = (*subscriptions, *unacknowledged)
@@ -59,7 +60,7 @@ class SimSession:
             await asyncio.sleep(self._loop.world.between(0.05, 1.0))
 
     async def run_once(self) -> None:
-        """Connect, serve until the connection ends, and report that."""
+        """Connect, serve until the connection ends, and report its end."""
         world, network = self._loop.world, self._network
         await asyncio.sleep(world.between(0.005, 0.05))
         if not network.reaches(self._host):
@@ -101,8 +102,9 @@ class SimSession:
         queue_offline: bool = False,
         on_done: Callable[[], None] = _nothing,
     ) -> None:
-        """Publish, or keep the message for the next connection where ``queue_offline`` says so and there is
-        none now."""
+        """Publish, or queue the message for the next connection if there is none now and the caller asks for
+        it.
+        """
         if not self._loop.alive:
             return
         if (connection := self._connection) is None:
@@ -135,7 +137,7 @@ class SimSession:
             self._saw(payload)
         with contextlib.suppress(
             JournalError
-        ):  # One message must not cost the connection; it would be logged.
+        ):  # One bad message must not cost the connection; in production it is logged.
             self._on_message(topic, payload, retained)
 
     def _acknowledge(self, connection: SimConnection, there: Callable[[], None]) -> None:
@@ -146,7 +148,7 @@ class SimSession:
         if connection is not self._connection or self._closed is None:
             return
         self._connection = None
-        # An acknowledgement that has not come never will. Twice is what QoS 1 allows.
+        # An acknowledgement that has not arrived never will. Sending twice is what QoS 1 allows.
         self._kept.extend(self._sending.values())
         self._sending.clear()
         if not self._closed.done():
@@ -154,7 +156,7 @@ class SimSession:
 
 
 class SimTransport:
-    """The broker, as one process reaches it (``ftd.coordinator.ports.Transport``)."""
+    """The broker as one process reaches it (``ftd.coordinator.ports.Transport``)."""
 
     leader_client_id = LEADER
 

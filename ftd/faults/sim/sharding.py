@@ -1,4 +1,4 @@
-"""ZeRO-1 in the simulated world: which parts a rank keeps, and who sends which to whom."""
+"""ZeRO-1 in the simulated world: which parts a rank keeps, and who sends what to whom."""
 
 from collections.abc import Iterable, Mapping
 
@@ -9,7 +9,7 @@ from statemachine.cluster.sharding import owned_parts
 from statemachine.messages.cluster import Resume
 
 Parts = Mapping[StatePart, int]
-"""Version of each part."""
+"""The state version of each part."""
 
 
 def is_sharded(resume: Resume) -> bool:
@@ -17,12 +17,12 @@ def is_sharded(resume: Resume) -> bool:
 
 
 def all_of(layers: dict[int, int]) -> dict[StatePart, int]:
-    """Whole layers as parts."""
+    """Return whole layers as parts."""
     return {StatePart(layer=layer, start=0, end=1, of=1): version for layer, version in layers.items()}
 
 
 def kept_parts(resume: Resume, device: Device) -> frozenset[StatePart]:
-    """What ``device`` keeps of its layers under the plan: its part, and with ``aor`` the next owner's."""
+    """Return the parts that ``device`` keeps under the plan: its own, and with ``aor`` also the next owner's."""
     replicas = "aor" in resume.protection and len(resume.plan.pipelines) > 1
     return frozenset(
         part for part in owned_parts(resume.plan, device, zero1=True) if replicas or not part.replica
@@ -30,7 +30,9 @@ def kept_parts(resume: Resume, device: Device) -> frozenset[StatePart]:
 
 
 def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]:
-    """(layer, ranks that have all of it together, rank that needs it); owners before replicas."""
+    """Return (layer, ranks that together have all of it, rank that needs it) of every transfer. Owners come
+    before replicas.
+    """
     devices = resume.plan.devices
     rank_of = {device: rank for rank, device in enumerate(devices)}
     held: dict[int, list[tuple[bool, int, StatePart]]] = {layer: [] for layer in range(layers)}
@@ -56,7 +58,9 @@ def moves(resume: Resume, layers: int) -> list[tuple[int, tuple[int, ...], int]]
 def _together(
     held: Iterable[tuple[bool, int, StatePart]], rank: int, layer: int, layers: int
 ) -> tuple[int, ...]:
-    """The rank itself first, then owners, then replicas, as long as something is lacking."""
+    """Return the ranks that together hold a layer: the rank itself first, then owners, then replicas, until
+    nothing is missing.
+    """
     parts: dict[int, list[StatePart]] = {}
     for _, holder, part in sorted(held, key=lambda told: (told[1] != rank, told[0], told[1], told[2])):
         if layer not in incomplete(parts.values(), layers):

@@ -1,4 +1,4 @@
-"""A cluster that a seed draws, and what faults do to it."""
+"""A cluster that a seed draws, as the faults see it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,14 @@ from statemachine.messages.values import CheckpointPolicy, Job, SnapshotPolicy
 Fault = Callable[["Simulation"], None]
 
 TriggeredFault = tuple[str, Fault, int]
-"""Shortly behind an event of this name, so many of which are passed over."""
+"""The name of an event, the fault to inject shortly after it, and how many such events to skip first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobShape:
-    """A model and policy that planners exist for; few, so that templates are made once for all seeds."""
+    """A model and policy for which planners exist. There are few, so that templates are computed once for all
+    seeds.
+    """
 
     layers: int
     devices: int
@@ -29,7 +31,7 @@ class JobShape:
     oobleck: bool = False
     microbatches: int = 12
     nodes: tuple[int, int] = (3, 5)
-    """Fewest and most nodes at the start."""
+    """The smallest and largest number of nodes at the start."""
 
 
 SHAPES = (
@@ -38,35 +40,38 @@ SHAPES = (
     JobShape(layers=4, devices=2, memory_bytes=None, nodes=(2, 3)),
     JobShape(layers=6, devices=1, memory_bytes=36_500, nodes=(4, 6)),
     JobShape(layers=5, devices=1, memory_bytes=60_000, oobleck=True, nodes=(4, 5)),
-    # Two microbatches and two layers use four nodes at most: the others are idle members.
+    # Two microbatches and two layers use at most four nodes: the others are idle members.
     JobShape(layers=2, devices=2, memory_bytes=None, microbatches=2, nodes=(3, 6)),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedOverrides:
-    """What every seed is to have besides what it draws: for who looks for one thing, and finds it soon,
-    whatever else is drawn."""
+    """What every seed has in addition to what it draws, so that tests for one thing find it soon, whatever
+    else is drawn.
+
+    ``None`` leaves the choice to the seed.
+    """
 
     zero1: bool | None = None
     protection: str = ""
     checkpoints: bool | None = None
     coordinators: int | None = None
     duplicates: float | None = None
-    """Probability that a message comes again."""
+    """The probability that a message is duplicated."""
     upgrades: bool | None = None
-    """Coordinators get another program in the middle of it."""
+    """Whether coordinators get another program version during the run."""
     churn: bool | None = None
-    """Nodes go for good, and others come under new names."""
-    late_wills: bool | None = None
-    """Hosts lose power, and their last wills come when the keep-alive is over."""
+    """Whether nodes go for good and others come under new names."""
+    power_losses: bool | None = None
+    """Whether hosts lose power, so that their last wills come when the keep-alive expires."""
     evaluations: bool | None = None
-    """The state after every so many steps is evaluated."""
-    rarer: bool | None = None
-    """Faults that come more seldom, and two in one instant."""
-    strikes: tuple[TriggeredFault, ...] = ()
+    """Whether jobs evaluate the state after some steps."""
+    rare_faults: bool | None = None
+    """Whether rare faults are injected, and two faults at one instant."""
+    triggered_faults: tuple[TriggeredFault, ...] = ()
     at_commits: tuple[tuple[int, Fault], ...] = ()
-    """With the so manieth commit of a rank."""
+    """Faults to inject at the given commit of a rank, counted over all ranks."""
 
 
 def _profile(shape: JobShape) -> ModelProfile:
@@ -89,18 +94,18 @@ PROFILES = {shape: _profile(shape) for shape in SHAPES}
 
 
 def protections(*, sharded: bool) -> tuple[str, ...]:
-    """What snapshots may be protected with, ``sharded`` by ZeRO-1 or not."""
+    """Return the protections that snapshots may have, ``sharded`` by ZeRO-1 or not."""
     if sharded:
         return ("none", "aor", "aor", "arc:1+aor")
     return ("none", "aec", "aec+buddy", "aec+buddy", "arc:1", "aec2", "aec+arc:1", "buddy")
 
 
 class Simulation(SimCluster):
-    """A cluster with its job, as faults see it."""
+    """A cluster with its job, as the faults see it."""
 
-    def __init__(self, seed: int, *, tracing: bool = False, leaning: SeedOverrides | None = None) -> None:
+    def __init__(self, seed: int, *, tracing: bool = False, overrides: SeedOverrides | None = None) -> None:
         world = World(seed, tracing=tracing)
-        self.leaning = leaning = leaning or SeedOverrides()
+        self.overrides = overrides = overrides or SeedOverrides()
         self.shape = shape = world.rng.choice(SHAPES)
         policy = Policy(
             devices_per_node=shape.devices,
@@ -108,7 +113,7 @@ class Simulation(SimCluster):
             global_batch=2 * shape.microbatches,
             microbatch_rows=2,
             minimum="oobleck" if shape.oobleck else "one_replica",
-            zero1=seed % 3 == 1 if leaning.zero1 is None else leaning.zero1,
+            zero1=seed % 3 == 1 if overrides.zero1 is None else overrides.zero1,
         )
         self.pace = StepTiming(
             step_s=world.between(0.1, 0.6),
@@ -121,14 +126,14 @@ class Simulation(SimCluster):
             world.rng.choice(protections(sharded=policy.zero1)),
         )
         self.snapshot = SnapshotPolicy(
-            every_steps=max(every, 1) if leaning.protection or leaning.checkpoints else every,
-            protection=leaning.protection or scheme,
+            every_steps=max(every, 1) if overrides.protection or overrides.checkpoints else every,
+            protection=overrides.protection or scheme,
             auto_interval=world.chance(0.2),
             auto_protection=world.chance(0.2),
         )
         self.checkpoint = CheckpointPolicy()
-        wanted = seed % 3 == 0 if leaning.checkpoints is None else leaning.checkpoints
-        if self.snapshot.every_steps and wanted:  # the other seeds are as they are without
+        wanted = seed % 3 == 0 if overrides.checkpoints is None else overrides.checkpoints
+        if self.snapshot.every_steps and wanted:  # The other seeds stay as they are without checkpoints.
             self.checkpoint = CheckpointPolicy(
                 url="/checkpoints",
                 every_steps=world.rng.choice((1, 2, 4)),
@@ -139,20 +144,20 @@ class Simulation(SimCluster):
         self.faults: list[str] = []
         self.healed = False
         self.job: Job | None = None
-        """The newest job that was submitted."""
+        """The newest submitted job."""
         self.jobs = 0
-        count = (seed % 3 + 1) if leaning.coordinators is None else leaning.coordinators
+        count = (seed % 3 + 1) if overrides.coordinators is None else overrides.coordinators
         super().__init__(world, policy, PROFILES[shape], [f"coordinator-{number}" for number in range(count)])
-        own = Random(f"{seed} evaluations")  # The other seeds are as they are without.
+        own = Random(f"{seed} evaluations")  # The other seeds stay as they are without evaluations.
         every, some = own.choice((1, 2, 3, 7)), own.random() < 0.4
-        if some if leaning.evaluations is None else leaning.evaluations:
+        if some if overrides.evaluations is None else overrides.evaluations:
             self.invariants.evaluations.every_steps = every
         drawn = world.rng.choice((0.0, 0.0, 0.03))
-        self.network.duplicates = drawn if leaning.duplicates is None else leaning.duplicates
+        self.network.duplicates = drawn if overrides.duplicates is None else overrides.duplicates
         self.network.slow = world.rng.choice((0.0, 0.0, 0.05))
         if self.checkpoint.url:
-            self.place.full = world.rng.choice((0.0, 0.0, 0.05))
-        for coordinator in self.coordinators:  # Each host was started at another time.
+            self.checkpoint_store.full = world.rng.choice((0.0, 0.0, 0.05))
+        for coordinator in self.coordinators:  # Each host was booted at another time.
             coordinator.clock.since_boot_s = Random(f"{seed} {coordinator.name}").uniform(5e3, 1e5)
 
     def log(self, what: str) -> None:
@@ -161,30 +166,30 @@ class Simulation(SimCluster):
             self.world.note("FAULT", what)
 
     def add_node(self) -> None:
-        if sum(node.gone_at is None for node in self.nodes.values()) >= MOST_NODES:
+        if sum(node.removed_at is None for node in self.nodes.values()) >= MOST_NODES:
             return
         node = SimNode(
             self.invariants.groups,
             self.network,
-            self.place,
+            self.checkpoint_store,
             self.nodes,
             f"node-{len(self.nodes)}",
             self.shape.devices,
             self.pace,
         )
         self.nodes[node.name] = node
-        self.world.call_later(self.world.between(0.0, 0.3), self.revive, node)
+        self.world.call_later(self.world.between(0.0, 0.3), self.start_if_down, node)
 
-    def revive(self, node: SimNode) -> None:
-        if not node.up and node.gone_at is None:
+    def start_if_down(self, node: SimNode) -> None:
+        if not node.up and node.removed_at is None:
             node.start()
 
     def reconnect_data(self, node: SimNode) -> None:
         node.data_cut = False
 
-    def quicken(self, node: SimNode) -> None:
+    def restore_speed(self, node: SimNode) -> None:
         node.slowness = 1.0
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         if not self.healed:
             fault(self)

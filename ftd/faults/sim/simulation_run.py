@@ -1,4 +1,6 @@
-"""One seed: draw a cluster and its faults, let them happen, heal, and require that the job is done."""
+"""The run of one seed: it draws a cluster and its faults, lets them happen, heals them, and requires that the
+job finishes.
+"""
 
 import traceback
 from dataclasses import dataclass
@@ -10,18 +12,19 @@ from ftd.faults.sim.world import InvariantViolation
 from statemachine.messages.values import Job
 
 CHAOS_S = 16.0
-"""Faults begin in this time; each lasts as long as it lasts, until the healing."""
+"""Faults begin within this time; they last until they end by themselves or are healed."""
 HEAL_S = 24.0
 PATIENCE_S = 150.0
-"""After the healing the job must be done within this time. One whose state is lost is given up
-``lost_state_s`` after the last node came back, and the next one takes as long again."""
+"""After the healing the job must finish within this time. If its state is lost, it fails ``lost_state_s``
+after the last node came back, and the next job takes as long again.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeedResult:
     seed: int
     violation: str | None
-    """What broke, or ``None``."""
+    """The violated invariant, or ``None``."""
     events: int
     virtual_s: float
     trace: tuple[str, ...]
@@ -29,14 +32,14 @@ class SeedResult:
 
     @property
     def replay(self) -> str:
-        """The one line that shows this run again."""
+        """The command that repeats this run with a trace."""
         return f"ftd sim --seed {self.seed} --trace"
 
 
 class SimulationRun(Simulation):
-    """A simulation from its beginning to its end: a user submits jobs, faults strike, and all of them heal."""
+    """A simulation run from start to end: a user submits jobs, faults are injected, and all of them heal."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         world = self.world
         for coordinator in self.coordinators:
             coordinator.start()
@@ -48,16 +51,18 @@ class SimulationRun(Simulation):
         world.call_later(HEAL_S, self.heal)
 
     def submit(self) -> None:
-        """The user submits the job, and again when there was nobody to take it."""
-        open_here = self.coordinator.leading and self.coordinator.heard
-        if not open_here or (self.checkpoint.url and (self.place.closed or self.place.hangs_s)):
+        """Submit the job as a user, and try again later if nobody can take it."""
+        open_here = self.coordinator.leading and self.coordinator.reaches_broker
+        if not open_here or (
+            self.checkpoint.url and (self.checkpoint_store.closed or self.checkpoint_store.hangs_s)
+        ):
             self.world.call_later(0.7, self.submit)
             return
         self.jobs += 1
         steps = self.world.rng.randrange(12, 30)
         if self.invariants.failed_job is not None:
-            self.place.remove_damaged()
-        begin = self.place.newest() if self.checkpoint.url else None
+            self.checkpoint_store.remove_damaged()
+        begin = self.checkpoint_store.newest() if self.checkpoint.url else None
         self.job = Job(
             job_id=f"job-{self.jobs}",
             name="job",
@@ -68,10 +73,10 @@ class SimulationRun(Simulation):
             training={"evaluation_every_steps": self.invariants.evaluations.every_steps},
         )
         self.coordinator.submit(self.job, begin)
-        self.world.call_later(1.0, self.look, self.job)
+        self.world.call_later(1.0, self.check_job, self.job)
 
-    def look(self, job: Job) -> None:
-        """Is the job over? A user whose job ended before the healing submits another."""
+    def check_job(self, job: Job) -> None:
+        """Check whether the job is over. A user whose job ended before the healing submits another one."""
         machine = self.coordinator.machine
         state = str(machine.phase)
         if not self.coordinator.leading or state not in ("FINISHED", "FAILED", "WAITING"):
@@ -79,41 +84,43 @@ class SimulationRun(Simulation):
         elif self.job_is_unknown(job):
             self.submit()
             return
-        elif state == "FINISHED" and self.healed and not self.left_out():
+        elif state == "FINISHED" and self.healed and not self.missing_nodes():
             self.world.done = True
             return
         elif state == "FINISHED" and self.healed:
-            pass  # They are waited for.
+            pass  # The run waits for them.
         elif state in ("FINISHED", "FAILED"):
             if self.healed or self.world.chance(0.5):
                 self.submit()
                 return
             self.world.done = state == "FINISHED" and self.world.chance(0.5)
-        self.world.call_later(1.0, self.look, job)
+        self.world.call_later(1.0, self.check_job, job)
 
-    def left_out(self) -> list[str]:
-        """Nodes that are there and do not belong to the cluster."""
+    def missing_nodes(self) -> list[str]:
+        """Return the running nodes that do not belong to the cluster."""
         listed = self.coordinator.machine.public_state()["nodes"]
         there = {name for name, node in listed.items() if node["state"] != "OFFLINE"}
         return [node.name for node in self.nodes.values() if node.up and node.name not in there]
 
     def job_is_unknown(self, job: Job) -> bool:
-        """The coordinator was killed before it journaled the job: the user has no answer and asks again."""
+        """Return whether the coordinator was killed before it journaled the job, so that the user gets no
+        answer and asks again.
+        """
         known = self.coordinator.machine.public_state()["job"]
         return known is None or known["id"] != job.job_id
 
     def heal(self) -> None:
-        """From here on nothing goes wrong any more."""
+        """End all faults. From here on nothing goes wrong any more."""
         self.healed = True
         self.log("healed")
         for coordinator in self.coordinators:
             coordinator.crash_after = None
-            coordinator.thinks_s = coordinator.disk.full_until = 0.0
+            coordinator.max_planning_s = coordinator.disk.full_until = 0.0
         self.network.duplicates = self.network.slow = 0.0
-        self.network.lines.clear()
-        self.network.apart.clear()
+        self.network.message_faults.clear()
+        self.network.partitioned_pairs.clear()
         self.network.start_broker()
-        self.place.opens()
+        self.checkpoint_store.opens()
         for name in list(self.network.links):
             self.network.heal(name)
         upgrade_faults.finish(self)
@@ -121,25 +128,29 @@ class SimulationRun(Simulation):
             coordinator.thaw()
             coordinator.restart()
         for node in self.nodes.values():
-            node.eased()
-            self.revive(node)
+            node.clear_faults()
+            self.start_if_down(node)
             for trainer in list(node.trainers.values()):
                 if trainer.frozen or trainer.asleep:
                     node.fail_trainer(trainer.device, "exited")
-        # Nodes that were drained or asked to leave, too, come back to work in the end.
+        # Nodes that were drained or asked to leave also return in the end.
         self.world.call_later(25.0, self._replace_drained)
 
     def _replace_drained(self) -> None:
         for name, state in self.coordinator.machine.public_state()["nodes"].items():
             if state["draining"]:
                 self.nodes[name].crash()
-                self.world.call_later(0.5, self.revive, self.nodes[name])
+                self.world.call_later(0.5, self.start_if_down, self.nodes[name])
         for node in self.nodes.values():
-            self.world.call_later(1.0, self.revive, node)
+            self.world.call_later(1.0, self.start_if_down, node)
 
-    def finish(self) -> None:
-        """:raises Violation: an invariant broke, or the job was not done in time after the healing."""
-        self.begin()
+    def run_to_end(self) -> None:
+        """Run to the end.
+
+        :raises InvariantViolation: an invariant does not hold, or the job was not done in time after the
+            healing.
+        """
+        self.start()
         try:
             self.world.run(HEAL_S + PATIENCE_S)
         finally:
@@ -151,17 +162,17 @@ class SimulationRun(Simulation):
             raise InvariantViolation(
                 f"no progress after the healing: {state['phase']} at step {state['step']}, "
                 f"generation {state['generation']}, waiting for {state['waiting_for'] or 'nothing'}, "
-                f"without {self.left_out() or 'nobody'}"
+                f"without {self.missing_nodes() or 'nobody'}"
             )
-        self.invariants.telling.complete()
+        self.invariants.published_events.check_complete()
 
 
 def run_seed(seed: int, *, tracing: bool = False, overrides: SeedOverrides | None = None) -> SeedResult:
     """Run one seed to its end."""
-    simulation = SimulationRun(seed, tracing=tracing, leaning=overrides)
+    simulation = SimulationRun(seed, tracing=tracing, overrides=overrides)
     violation: str | None = None
     try:
-        simulation.finish()
+        simulation.run_to_end()
     except InvariantViolation as error:
         violation = str(error)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What is slow, and neither dead nor away for good."""
+"""Faults that make something slow, but neither dead nor away for good."""
 
 from ftd.faults.sim.faults import some_node
 from ftd.faults.sim.node import SimNode
@@ -6,17 +6,17 @@ from ftd.faults.sim.simulation import Simulation
 
 
 def slow_node(sim: Simulation) -> None:
-    """A node computes slowly, for a while or until the healing."""
+    """Make a node compute slowly, for a while or until the healing."""
     node = some_node(sim)
     if node is not None:
         node.slowness = sim.world.between(1.2, 6.0)
         sim.log(f"slow {node.name} by {node.slowness:.1f}")
         if sim.world.chance(0.6):
-            sim.world.call_later(sim.world.between(3.0, 15.0), sim.quicken, node)
+            sim.world.call_later(sim.world.between(3.0, 15.0), sim.restore_speed, node)
 
 
 def pause_trainer(sim: Simulation) -> None:
-    """A process is stopped, and goes on where it was: before anybody notices, or after it was given up."""
+    """Stop a trainer and continue it later: before anybody notices, or after it was declared lost."""
     node = some_node(sim)
     if node is not None and node.trainers:
         for_s = sim.world.between(0.1, 6.0)
@@ -26,7 +26,7 @@ def pause_trainer(sim: Simulation) -> None:
 
 
 def pause_host(sim: Simulation) -> None:
-    """A virtual machine is moved: all of its processes stand still."""
+    """Stop all processes of a host, as the migration of a virtual machine does."""
     node = some_node(sim)
     if node is not None:
         for_s = sim.world.between(0.1, 8.0)
@@ -43,7 +43,7 @@ def _pause(sim: Simulation, node: SimNode, devices: list[int], for_s: float) -> 
 
 
 def stutter_daemon(sim: Simulation) -> None:
-    """It gets on, a little at a time."""
+    """Let a daemon run only a little at a time."""
     node = some_node(sim)
     if node is not None:
         sim.log(f"the daemon of {node.name} stutters")
@@ -52,7 +52,7 @@ def stutter_daemon(sim: Simulation) -> None:
 
 
 def stutter_leader(sim: Simulation) -> None:
-    """Slow, not dead: around the limits behind which others take it for dead."""
+    """Stop the leader repeatedly, for about as long as it takes others to consider it dead."""
     leader = sim.coordinator
     sim.log(f"{leader.name} stutters")
     for _ in range(sim.world.rng.randrange(2, 10)):
@@ -60,32 +60,37 @@ def stutter_leader(sim: Simulation) -> None:
 
 
 def slow_planning(sim: Simulation) -> None:
-    """Nothing is precomputed, or the host is busy."""
+    """Make plans slow, as if nothing were precomputed or the host were busy."""
     thinks_s = sim.world.between(0.5, 6.0)
     sim.log(f"plans take up to {thinks_s:.1f} s")
     for coordinator in sim.coordinators:
-        coordinator.thinks_s = thinks_s
+        coordinator.max_planning_s = thinks_s
     sim.world.call_later(sim.world.between(3.0, 15.0), _plan_quickly, sim)
 
 
 def _plan_quickly(sim: Simulation) -> None:
     for coordinator in sim.coordinators:
-        coordinator.thinks_s = 0.0
+        coordinator.max_planning_s = 0.0
 
 
 def slow_bytes(sim: Simulation) -> None:
-    """A node reads and sends snapshots slowly, up to beyond the limits of who waits for it."""
+    """Make a node read and send snapshots slowly, up to beyond the timeouts of those who wait for it."""
     node = some_node(sim)
     if node is not None:
-        node.stager.reads_s, node.copies.sends_s = sim.world.between(0.5, 15.0), sim.world.between(0.5, 8.0)
-        sim.log(f"{node.name} reads up to {node.stager.reads_s:.1f} s, sends {node.copies.sends_s:.1f} s")
+        node.restorer.reads_s, node.copy_sender.sends_s = (
+            sim.world.between(0.5, 15.0),
+            sim.world.between(0.5, 8.0),
+        )
+        sim.log(
+            f"{node.name} reads up to {node.restorer.reads_s:.1f} s, sends {node.copy_sender.sends_s:.1f} s"
+        )
 
 
 def restart_slowly(sim: Simulation) -> None:
-    """A daemon is killed, and the next one takes long to find what its memory keeps."""
+    """Kill a daemon and make the next one take long to find what its memory holds."""
     node = some_node(sim)
     if node is not None:
-        node.looks_s = sim.world.between(0.5, 10.0)
-        sim.log(f"restart {node.name}, which takes up to {node.looks_s:.1f} s to look through its memory")
+        node.max_scan_s = sim.world.between(0.5, 10.0)
+        sim.log(f"restart {node.name}, which takes up to {node.max_scan_s:.1f} s to look through its memory")
         node.crash()
-        sim.world.call_later(sim.world.between(0.001, 0.5), sim.revive, node)
+        sim.world.call_later(sim.world.between(0.001, 0.5), sim.start_if_down, node)

@@ -1,13 +1,15 @@
-"""Trainers as the protocol sees them: what they hold, where in a step they are, who waits for whom.
+"""Trainers as the protocol sees them: what they hold, where in a step they are, and who waits for whom.
 
-The trainers of one generation are a ``SimGroup``: they meet, move state, vote; none goes on without the others.
+The trainers of one generation are a ``SimGroup``: they meet, move state and vote; none goes on without the
+others.
 
 State is a *version*: the model at step 0, or a version plus one step computed by one generation's group.
-Two trainers have equal state exactly when their versions are equal, so that redoing a step gives another
+Two trainers have equal state exactly when their versions are equal. So redoing a step gives another
 version, as different rounding does. A step's vote carries its version as the loss.
 
-Under ZeRO-1 ``layers`` are those whose parameters are whole, and ``parts`` is the state of the optimizer. An
-update makes what a rank keeps of it new; layers are whole again once their owners have gathered them.
+Under ZeRO-1 ``layers`` are those whose parameters are complete, and ``parts`` is the state of the
+optimizer. An update makes new versions of what a rank keeps; layers are complete again once their owners
+have gathered them.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,7 +36,7 @@ Phase = Literal[
     "stopped", "done",
 ]  # fmt: skip
 EVALUATION_BATCHES = 2
-"""Held-out batches of one evaluation."""
+"""The number of held-out batches of one evaluation."""
 STEPPING = frozenset({"evaluate", "sum", "compute", "vote", "commit", "gather"})
 
 
@@ -77,44 +79,44 @@ class SimTrainer:
         self.node, self.groups, self.device, self.pid = node, groups, device, pid
         self.alive = True
         self.frozen = False
-        """SIGSTOP: no beat, no progress."""
+        """Whether the process is stopped (SIGSTOP): no heartbeat, no progress."""
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        """What it does when it goes on."""
+        """What it does when it continues."""
         self.asleep = False
-        """The main thread sleeps; the control thread beats."""
+        """Whether the main thread sleeps while the control thread sends heartbeats."""
         self.built = False
         self.steps = 0
         self.evaluate_every = 0
-        """Evaluate after every so many steps and after the last one; 0: never."""
+        """The interval of evaluations, which also follow the last step; 0 means never."""
         self.evaluated = 0
         """The newest step whose evaluation is known."""
         self.evaluation: Evaluation | None = None
-        """Of the state after ``committed``, if the present group evaluated it."""
+        """The evaluation of the state after ``committed``, if the current group computed it."""
         self.phase: Phase = "idle"
         self.generation = 0
         self.committed = 0
         self.version = 0
         self.ready: int | None = None
         self.gradients: tuple[int, frozenset[int], frozenset[StatePart]] = (0, frozenset(), frozenset())
-        """Generation, layers and kept parts of the complete gradients, while ``ready``."""
+        """Generation, layers and kept parts of the complete gradients, while ``ready`` is set."""
         self.layers: dict[int, int] = {}
-        """Version of each layer held completely."""
+        """The version of each layer that is held completely."""
         self.parts: dict[StatePart, int] = {}
-        """Under ZeRO-1, version of each part."""
+        """Under ZeRO-1, the version of each part."""
         self.group: SimGroup | None = None
         self.rank = -1
         self.flag: int | None = None
-        """Generation of a Quiesce(boundary) that waits for the end of a step."""
+        """The generation of a Quiesce(boundary) that waits for the end of a step."""
         self.token = 0
-        """Counts changes of mind: what was scheduled before does not count."""
+        """Counts changes of the trainer's course. Actions that were scheduled before a change are ignored."""
         self.progress = 0
         self.lineage = 0
         self.snap_flag = False
         self.copy: SimShard | None = None
-        """What is being copied into host memory."""
+        """The shard that is being copied into host memory."""
 
     @property
-    def able(self) -> bool:
+    def responsive(self) -> bool:
         return self.alive and not self.frozen and not self.asleep
 
     def build(self, layers: int, steps: int, *, evaluate_every: int, sharded: bool) -> None:
@@ -125,7 +127,7 @@ class SimTrainer:
     # --- a process that is stopped ----------------------------------------------------------------
 
     def do(self, action: Callable[..., None], *arguments: Any) -> None:
-        """Now, or where it is stopped, when it goes on."""
+        """Run an action now or, if the process is stopped, when it continues."""
         if self.frozen:
             self._backlog.append((action, arguments))
         else:
@@ -145,7 +147,7 @@ class SimTrainer:
     # --- instructions ---------------------------------------------------------------------------
 
     def quiesce(self, generation: int, mode: QuiesceMode) -> None:
-        if not self.able or generation <= self.generation:
+        if not self.responsive or generation <= self.generation:
             return
         if mode == "boundary" and self.phase in STEPPING:
             self.flag = generation
@@ -157,22 +159,22 @@ class SimTrainer:
         self._later(self.node.world.between(0.0005, 0.03), self._report, self.token)
 
     def _leave(self) -> None:
-        """Out of the group. An APPLY that has begun is finished, or given up in time."""
+        """Leave the group. An APPLY that has begun is finished, or aborted in time."""
         group, self.group = self.group, None
         self.token += 1
         if group is None:
             return
         if self.phase == "commit" and self.node.world.chance(0.5):
             self._apply(group)
-            if self.layers and self.alive:  # under ZeRO-1 it is over before the parts were gathered
+            if self.layers and self.alive:  # Under ZeRO-1 it ends before the parts were gathered.
                 self._say_stepped(group)
         self.snap_flag = False
-        if self.copy is not None:  # at the speed of memory, or there is no time for it
+        if self.copy is not None:  # The copy ends at the speed of memory, or there is no time for it.
             self._copied(self.copy, self.node.world.chance(0.7))
         group.left(self)
 
     def _report(self, token: int) -> None:
-        if not self.able or token != self.token:
+        if not self.responsive or token != self.token:
             return
         step_of = self.node.versions.step
         held = tuple(layer for layer, v in self.layers.items() if step_of[v] == self.committed)
@@ -195,11 +197,11 @@ class SimTrainer:
         node.feed(TrainerReported(at=node.world.now, cause="trainer", device=self.device, report=report))
 
     def resume(self, resume: Resume, staged: dict[int, int] | None = None) -> None:
-        """Roll forward or drop the step in flight, then meet the others, or wait without a rank.
+        """Roll forward or drop the step in flight; then meet the others, or wait without a rank.
 
-        ``staged``: versions of the layers restored from a snapshot.
+        :param staged: versions of the layers that were restored from a snapshot.
         """
-        if not self.able or resume.generation != self.generation or self.phase != "quiesced":
+        if not self.responsive or resume.generation != self.generation or self.phase != "quiesced":
             return
         node = self.node
         self.groups.resumes(self, resume)
@@ -208,7 +210,7 @@ class SimTrainer:
             -1,
         )
         if self.lineage != resume.lineage:
-            # All it has is of a past that was undone.
+            # Everything it has belongs to a past that was undone.
             self._drop(resume)
             self.lineage = resume.lineage
         if staged is not None:
@@ -217,26 +219,27 @@ class SimTrainer:
         elif self.ready is not None and self.ready == resume.step:
             self._update(*self.gradients)
         elif self.committed != resume.step and rank >= 0:
-            self._drop(resume)  # Stale: everything comes from others.
+            self._drop(resume)  # Its state is stale: everything comes from others.
         self.ready = self.evaluation = None
         self.evaluated = resume.evaluated
         self.rank, self.token = rank, self.token + 1
         if rank < 0:
             self.phase = "idle"
             return
-        node.arena.forget(self.device, resume.step)
+        node.arena.drop_after(self.device, resume.step)
         self.phase = "joining"
         self.group = self.groups.group(resume)
         self.group.join(self)
 
     def _drop(self, resume: Resume) -> None:
         self.layers, self.parts, self.ready, self.committed = {}, {}, None, resume.step
-        self.node.oracle.resumes_from(resume.vote)
+        self.node.oracle.check_resumed_vote(resume.vote)
         self.version = int(resume.vote.loss) if resume.vote is not None else 0
 
     def _update(self, generation: int, layers: frozenset[int], kept: frozenset[StatePart]) -> None:
-        """The optimizer's step. What it does not make new is dropped; under ZeRO-1 only the part of a lone
-        owner makes the layer whole."""
+        """Apply the optimizer's step. What it does not update is dropped; under ZeRO-1 only the part of a lone
+        owner makes the layer complete.
+        """
         child = self.node.versions.child
         alone = {part.layer for part in kept if part.is_whole}
         whole = alone if self.parts else layers
@@ -248,7 +251,7 @@ class SimTrainer:
     # --- steps ------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Evaluate where that is due, else compute the next step, if there is one."""
+        """Evaluate if that is due, else compute the next step if there is one."""
         assert self.group is not None
         if self._evaluation_due:
             self.evaluate(1)
@@ -273,13 +276,13 @@ class SimTrainer:
         self._later(computing_s, self._computed_batch, self.token, batch)
 
     def _computed_batch(self, token: int, batch: int) -> None:
-        if token == self.token and self.able and self.group is not None:
+        if token == self.token and self.responsive and self.group is not None:
             self.phase = "sum"
             self.group.summed(self, batch, self.flag is not None)
 
     def pass_sum(self, token: int, batch: int, stop: bool) -> None:
-        """Every rank has computed the batch."""
-        if token != self.token or not self.able or self.group is None:
+        """Go on after every rank has computed the batch."""
+        if token != self.token or not self.responsive or self.group is None:
             return
         last = batch == EVALUATION_BATCHES
         if last:
@@ -293,7 +296,7 @@ class SimTrainer:
             self.evaluate(batch + 1)
 
     def _stop(self) -> None:
-        """Somebody wants everybody to stop; the order itself may come a little later."""
+        """Leave the group because a rank asked everybody to stop; the order itself may come a little later."""
         self._leave()
         self.phase = "stopped"
         if self.flag is not None:
@@ -310,7 +313,7 @@ class SimTrainer:
     def _computed(self, token: int) -> None:
         if token != self.token or self.group is None:
             return
-        if not self.able:
+        if not self.responsive:
             return
         self.phase = "vote"
         self.ready = self.committed + 1
@@ -319,17 +322,17 @@ class SimTrainer:
         self.group.arrived(self, self.flag is not None, snap)
 
     def commit(self, token: int, stop: bool, snap: bool) -> None:
-        if token != self.token or not self.able or self.group is None:
+        if token != self.token or not self.responsive or self.group is None:
             return
         group = self.group
         if self.copy is not None:
-            self._copied(self.copy, True)  # the copy must end before the next APPLY: a stall
+            self._copied(self.copy, True)  # The copy must end before the next APPLY: a stall.
         self._apply(group)
         self.do(self._applied, token, group, stop, snap)
 
     def _applied(self, token: int, group: "SimGroup", stop: bool, snap: bool) -> None:
-        """Nobody knows yet, and it may be the last that it did."""
-        if token != self.token or not self.able:
+        """Go on after the update, of which nobody knows yet. The trainer may have died meanwhile."""
+        if token != self.token or not self.responsive:
             return
         if group.sharded and len(group.resume.plan.pipelines) > 1:
             self.phase = "gather"
@@ -338,8 +341,8 @@ class SimTrainer:
             self.committed_whole(token, stop, snap)
 
     def committed_whole(self, token: int, stop: bool, snap: bool) -> None:
-        """The update is complete, and under ZeRO-1 gathered."""
-        if token != self.token or not self.able or self.group is None:
+        """Report the step after the update is complete and, under ZeRO-1, gathered."""
+        if token != self.token or not self.responsive or self.group is None:
             return
         group = self.group
         if self.phase == "gather":
@@ -353,7 +356,7 @@ class SimTrainer:
             self.go_on()
 
     def _apply(self, group: "SimGroup") -> None:
-        # The first commit of a generation also drops what was kept for the sake of another failure.
+        # The first commit of a generation also drops what was kept in case of another failure.
         self._update(group.generation, group.owned[self.rank], group.kept[self.rank])
         self.ready = self.evaluation = None
         self.phase = "compute"
@@ -374,12 +377,17 @@ class SimTrainer:
         )
 
     def snap(self, generation: int) -> None:
-        if self.able and self.group is not None and self.group.generation == generation:
+        if self.responsive and self.group is not None and self.group.generation == generation:
             self.snap_flag = True
 
     def snap_last(self, generation: int) -> None:
-        """All steps are done: no ballot, and no step to copy it beside."""
-        if not self.able or self.group is None or self.group.generation != generation or self.phase != "done":
+        """Begin a snapshot after all steps are done: there is no vote, and no step to overlap the copy with."""
+        if (
+            not self.responsive
+            or self.group is None
+            or self.group.generation != generation
+            or self.phase != "done"
+        ):
             return
         self.report(SnapshotStarted(generation=generation, step=self.committed))
         self._begin_copy(self.group)
@@ -388,7 +396,7 @@ class SimTrainer:
         node = self.node
         key = HeldSnapshot(job_id=group.resume.job_id, step=self.committed, generation=group.generation)
         mine = frozenset(d.index for d in group.resume.plan.devices if d.node == node.name)
-        # The devices of a stage share its layers out.
+        # The devices of a stage divide its layers among themselves.
         share = {
             layer
             for pipeline in group.resume.plan.pipelines
@@ -402,7 +410,7 @@ class SimTrainer:
         self._later(node.world.between(0.005, 1.5 * node.pace.step_s), self._copied, self.copy, True)
 
     def _copied(self, copy: SimShard, whole: bool) -> None:
-        """The copying ends, well or not."""
+        """End the copying, successfully or not."""
         if self.copy is not copy or not self.alive:
             return
         self.copy = None
@@ -423,7 +431,7 @@ class SimTrainer:
         )
 
     def _done(self, token: int, generation: int) -> None:
-        if not self.able or token != self.token:
+        if not self.responsive or token != self.token:
             return
         if self.flag is not None:
             requested, self.flag = self.flag, None
@@ -451,7 +459,7 @@ class SimGroup:
     """The ranks of one generation."""
 
     def __init__(self, resume: Resume, groups: "SimGroups") -> None:
-        truth = groups.truth
+        truth = groups.oracle
         self.world, self.resume, self.groups = truth.world, resume, groups
         self.generation = resume.generation
         devices = resume.plan.devices
@@ -464,21 +472,21 @@ class SimGroup:
         self.expected_ms = [expected[device] for device in devices]
         self.members: dict[int, SimTrainer] = {}
         self.gone = False
-        """Somebody left: nothing that needs everybody happens any more."""
+        """Whether a member has left, so that nothing that needs all ranks happens any more."""
         self.broken = False
-        """A connection broke for good: nothing at all happens any more."""
+        """Whether a connection broke for good, so that nothing at all happens any more."""
         self.snap = False
-        """Some rank's ballot of the present step asked for a snapshot."""
+        """Whether a rank's vote on the current step asked for a snapshot."""
         self.votes: dict[int, bool] = {}
-        """Ranks at the VOTE of the present step, with their stop flags."""
+        """Ranks at the VOTE of the current step, with their stop flags."""
         self.sums: dict[int, bool] = {}
-        """Ranks that have computed the present held-out batch, with their stop flags."""
+        """Ranks that have computed the current held-out batch, with their stop flags."""
         self.updated: dict[int, tuple[bool, bool]] = {}
-        """Under ZeRO-1: ranks that have yet to gather the present step, with its stop and snapshot flags."""
+        """Under ZeRO-1: ranks that have yet to gather the current step, with its stop and snapshot flags."""
         self.formed: dict[int, SimTrainer] = {}
-        """Who met."""
+        """The members that met."""
         self.trained_by: dict[int, SimTrainer] = {}
-        """The same, once somebody passed the first VOTE."""
+        """The same members, once one of them passed the first VOTE."""
         rank_of = {device: rank for rank, device in enumerate(devices)}
         self.transfers: list[tuple[int, tuple[int, ...], int]] = [
             (t.layer, (rank_of[t.source],), rank_of[t.target]) for t in resume.plan.transfers
@@ -486,7 +494,7 @@ class SimGroup:
         if self.sharded:
             self.transfers = moves(resume, truth.layers)
         self.owes = [0] * self.size
-        """Transfers that each rank has yet to take part in."""
+        """The number of transfers that each rank has yet to take part in."""
         for _, sources, target in self.transfers:
             for rank in {*sources, target}:
                 self.owes[rank] += 1
@@ -499,7 +507,7 @@ class SimGroup:
             self.world.call_later(self.world.between(0.005, 0.05), self._form)
 
     def left(self, trainer: SimTrainer) -> None:
-        """A member stopped, died or was told to: its vote may or may not have gone out."""
+        """Remove a member that stopped, died or was told to leave. Its vote may or may not have been sent."""
         self.gone = True
         if self.members.get(trainer.rank) is trainer:
             del self.members[trainer.rank]
@@ -509,7 +517,7 @@ class SimGroup:
             del self.sums[trainer.rank]
 
     def break_connection(self) -> None:
-        """As TCP does after too long a cut; at least one rank notices, some time later."""
+        """Break a connection, as TCP does after too long a cut. At least one rank notices some time later."""
         if self.broken:
             return
         self.broken = self.gone = True
@@ -524,7 +532,7 @@ class SimGroup:
             member.report(PeerSuspected(generation=self.generation, detail="connection reset"))
 
     def _connected(self, members: Iterable[SimTrainer] | None = None) -> bool:
-        """All of them (of all members, where nobody is named), with each other."""
+        """Return whether these members (by default all) are connected with each other."""
         nodes = {m.node.name: m.node for m in (self.members.values() if members is None else members)}
         return not any(a.data_cut for a in nodes.values()) and all(
             a.reaches(b) for a, b in combinations(nodes.values(), 2)
@@ -554,7 +562,7 @@ class SimGroup:
                 world.call_later(when[rank], member.do, self._rank_resumed, member, member.token)
 
     def _drop(self) -> None:
-        """Before state moves: those without room drop old layers. What is parked is as what is kept."""
+        """Drop old layers where there is no room, before state moves. Parked layers count as held."""
         devices = self.resume.plan.devices
         for each in self.resume.plan.released_layers:
             member = self.members[devices.index(each.device)]
@@ -563,7 +571,7 @@ class SimGroup:
 
     def _moved(self, layer: int, sources: list[SimTrainer], target: SimTrainer) -> None:
         involved = list(dict.fromkeys([*sources, target]))
-        if self.broken or not all(m.group is self and (m.able or m.frozen) for m in involved):
+        if self.broken or not all(m.group is self and (m.responsive or m.frozen) for m in involved):
             return
         if any(member.frozen for member in involved) or not self._connected(involved):
             self.world.call_later(0.5, self._moved, layer, sources, target)
@@ -582,7 +590,7 @@ class SimGroup:
                 self._rank_resumed(member, member.token)
 
     def _rank_resumed(self, member: SimTrainer, token: int) -> None:
-        if member.token != token or not member.able:
+        if member.token != token or not member.responsive:
             return
         self.groups.starts(self, member)
         member.report(Resumed(generation=self.generation, bytes_moved=0, rendezvous_s=0.01, state_s=0.01))
@@ -591,7 +599,7 @@ class SimGroup:
         member.go_on()
 
     def summed(self, trainer: SimTrainer, batch: int, stop: bool) -> None:
-        """A rank has computed a held-out batch of the state that it is at."""
+        """Note that a rank has computed a held-out batch of its current state."""
         self.sums[trainer.rank] = stop
         if len(self.sums) == self.size:
             self._pass_sum(trainer.committed, batch)
@@ -622,7 +630,7 @@ class SimGroup:
             return
         stop, snap = any(self.votes.values()), self.snap
         self.votes, self.snap = {}, False
-        if not self.trained_by and self.members:  # Votes of who is dead by now may go out yet.
+        if not self.trained_by and self.members:  # The votes of a dead member may still be sent.
             self.trained_by = self.formed
             self.groups.trains(self)
         for member in list(self.members.values()):
@@ -634,7 +642,7 @@ class SimGroup:
                 self.world.call_later(delay, member.do, member.commit, member.token, stop, snap)
 
     def applied(self, trainer: SimTrainer, stop: bool, snap: bool) -> None:
-        """A rank has made its parts new. Who has the same layers gathers when all of them have."""
+        """Note that a rank has updated its parts. Ranks with the same layers gather when all of them have."""
         self.updated[trainer.rank] = (stop, snap)
         self._gather(trainer.committed)
 
@@ -658,127 +666,138 @@ class SimGroup:
 
 
 class SimGroups:
-    """All groups of the world; and what must hold when trainers meet, move state and commit."""
+    """All groups of the world, and the invariants of meeting, moving state and committing."""
 
     def __init__(self, truth: Oracle) -> None:
-        self.truth = truth
+        self.oracle = truth
         self.trained: SimGroup | None = None
-        """The last group that passed a VOTE, since when everybody in it has what it is to keep."""
+        """The last group that passed a VOTE; since then all of its members have what they keep."""
         self._groups: dict[int, SimGroup] = {}
         """By generation."""
 
     def resumes(self, trainer: SimTrainer, resume: Resume) -> None:
-        """A trainer that obeys a Resume never loses a step that it committed."""
+        """Check that a trainer that obeys a Resume does not lose a step that it committed."""
         if trainer.committed > resume.step and trainer.lineage == resume.lineage:
-            self.truth.broken(
+            self.oracle.violated(
                 f"{trainer.node.name}/{trainer.device} committed step {trainer.committed} and is told to "
                 f"resume at {resume.step}"
             )
 
     def group(self, resume: Resume) -> SimGroup:
-        """The one group of this generation."""
+        """Return the one group of this generation."""
         group = self._groups.get(resume.generation)
         if group is None:
             group = self._groups[resume.generation] = SimGroup(resume, self)
         elif group.resume.plan != resume.plan or group.resume.step != resume.step:
-            self.truth.broken(f"generation {resume.generation} has two plans")
+            self.oracle.violated(f"generation {resume.generation} has two plans")
         elif group.resume.evaluated != resume.evaluated:
-            self.truth.broken(f"ranks of generation {resume.generation} do not agree what is evaluated")
+            self.oracle.violated(f"ranks of generation {resume.generation} do not agree on what is evaluated")
         return group
 
     def forms(self, group: SimGroup) -> None:
-        """All members are at the same generation and step, and what they hold is the same state."""
+        """Check that all members are at the same generation and step, and hold the same state."""
         step = group.resume.step
         versions = set()
         for rank, member in group.members.items():
             if member.generation != group.generation or member.committed != step:
-                self.truth.broken(
+                self.oracle.violated(
                     f"rank {rank} meets generation {group.generation} at step {step} with generation "
                     f"{member.generation} and step {member.committed}"
                 )
             of_member = (*member.layers.values(), *member.parts.values())
-            versions |= {v for v in of_member if self.truth.versions.step[v] == step}
+            versions |= {v for v in of_member if self.oracle.versions.step[v] == step}
         if len(versions) > 1:
-            self.truth.broken(f"generation {group.generation} starts from different states of step {step}")
-        lacking = self.lacking(group.members.values(), step)
+            self.oracle.violated(f"generation {group.generation} starts from different states of step {step}")
+        lacking = self.missing_layers(group.members.values(), step)
         if lacking:
-            self.truth.broken(f"generation {group.generation} starts without all of layers {sorted(lacking)}")
-        told = self.truth.told.get(step)
-        if group.resume.lineage < self.truth.lineage:
+            self.oracle.violated(
+                f"generation {group.generation} starts without all of layers {sorted(lacking)}"
+            )
+        told = self.oracle.published.get(step)
+        if group.resume.lineage < self.oracle.lineage:
             return  # An order from before a rollback, to nodes that the cluster went on without.
         if told is not None and versions and told not in versions:
-            self.truth.broken(f"generation {group.generation} starts from another step {step} than was told")
+            self.oracle.violated(
+                f"generation {group.generation} starts from another state of step {step} than was published"
+            )
 
     def moves(self, group: SimGroup, layer: int, source: SimTrainer) -> None:
         version = source.layers.get(layer)
-        if version is None or self.truth.versions.step[version] != group.resume.step:
-            self.truth.broken(
+        if version is None or self.oracle.versions.step[version] != group.resume.step:
+            self.oracle.violated(
                 f"{source.node.name}/{source.device} is to send layer {layer} of step {group.resume.step} "
-                f"and does not hold it"
+                f"but does not hold it"
             )
 
     def moves_parts(self, group: SimGroup, layer: int, sources: list[SimTrainer]) -> int:
-        """The senders have all of the layer among them, of one version, which this is."""
+        """Check that the senders together have all of the layer in one version, and return that version."""
         step, found = group.resume.step, [s.parts.items() for s in sources]
-        now = [[p for p, v in of if p.layer == layer and self.truth.versions.step[v] == step] for of in found]
-        if layer in incomplete(now, self.truth.layers):
+        now = [
+            [p for p, v in of if p.layer == layer and self.oracle.versions.step[v] == step] for of in found
+        ]
+        if layer in incomplete(now, self.oracle.layers):
             names = [f"{source.node.name}/{source.device}" for source in sources]
-            self.truth.broken(f"{names} are to send all of layer {layer} of step {step} and do not have it")
+            self.oracle.violated(
+                f"{names} are to send all of layer {layer} of step {step} but do not have it"
+            )
         versions = {
-            v for of in found for p, v in of if p.layer == layer and self.truth.versions.step[v] == step
+            v for of in found for p, v in of if p.layer == layer and self.oracle.versions.step[v] == step
         }
         if len(versions) > 1:
-            self.truth.broken(f"layer {layer} of step {step} is put together from different states")
+            self.oracle.violated(f"layer {layer} of step {step} is assembled from different states")
         return versions.pop()
 
     def trains(self, group: SimGroup) -> None:
-        """Everybody is at the first VOTE of a group."""
+        """Note that a group has reached its first VOTE."""
         self.trained = group
 
     def starts(self, group: SimGroup, member: SimTrainer) -> None:
-        """A rank that begins to compute holds every layer it owns at the resume step."""
+        """Check that a rank that begins to compute holds every layer it owns at the resume step."""
         for part in group.kept[member.rank]:
             version = member.parts.get(part)
-            if version is None or self.truth.versions.step[version] != group.resume.step:
-                self.truth.broken(f"rank {member.rank} starts without {part} of step {group.resume.step}")
+            if version is None or self.oracle.versions.step[version] != group.resume.step:
+                self.oracle.violated(f"rank {member.rank} starts without {part} of step {group.resume.step}")
         for layer in group.owned[member.rank]:
             version = member.layers.get(layer)
-            if version is None or self.truth.versions.step[version] != group.resume.step:
-                self.truth.broken(
+            if version is None or self.oracle.versions.step[version] != group.resume.step:
+                self.oracle.violated(
                     f"rank {member.rank} starts without layer {layer} of step {group.resume.step}"
                 )
         if member.layers:
             member.version = member.layers[min(group.owned[member.rank])]
 
     def commits(self, trainer: SimTrainer, group: SimGroup) -> None:
-        """A step that the world was told of is never committed differently.
+        """Check that a step that was published is never committed differently.
 
-        A whole group behind a partition may go on for a while after the cluster gave it up; nobody hears
-        of what it commits, and ``forms`` sees to it that none of it comes back.
+        A whole group in a partition may go on for a while after the cluster abandoned it. Nobody learns of
+        what it commits, and ``forms`` checks that none of it comes back.
         """
-        self.truth.on_commit()
+        self.oracle.on_commit()
         told = (
-            self.truth.told.get(trainer.committed) if group.generation == self.truth.newest_resume else None
+            self.oracle.published.get(trainer.committed)
+            if group.generation == self.oracle.newest_resume
+            else None
         )
         if told is not None and told != trainer.version:
-            self.truth.broken(
+            self.oracle.violated(
                 f"step {trainer.committed} was committed again by generation {group.generation}, differently"
             )
         if set(trainer.parts) != set(group.kept[trainer.rank]):
-            self.truth.broken(f"rank {trainer.rank} committed without all that it keeps")
+            self.oracle.violated(f"rank {trainer.rank} committed without all of its parts")
         if not group.sharded:
             self.gathered(trainer, group)
 
     def gathered(self, trainer: SimTrainer, group: SimGroup) -> None:
         if set(trainer.layers) != set(group.owned[trainer.rank]):
-            self.truth.broken(f"rank {trainer.rank} committed without all of its layers")
+            self.oracle.violated(f"rank {trainer.rank} committed without all of its layers")
 
-    def lacking(
+    def missing_layers(
         self, trainers: Iterable[SimTrainer], step: int, ready: Iterable[SimTrainer] = ()
     ) -> set[int]:
-        """Return the layers of which these trainers do not hold everything at ``step``, nor those that are
-        ``ready`` for it once they have applied their gradients."""
-        truth = self.truth
+        """Return the layers that these trainers do not hold completely at ``step``, counting those that are
+        ``ready`` for it once they have applied their gradients.
+        """
+        truth = self.oracle
         at = truth.versions.step
         if truth.policy.zero1:
             parts = [[part for part, v in trainer.parts.items() if at[v] == step] for trainer in trainers]

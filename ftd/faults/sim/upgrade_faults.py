@@ -1,4 +1,4 @@
-"""Coordinators whose program is replaced while the cluster runs, one after the other, in any order."""
+"""Upgrades of coordinators while the cluster runs, one after the other, in any order."""
 
 from random import Random
 
@@ -6,11 +6,11 @@ from ftd.faults.sim.coordinator import SimCoordinator
 from ftd.faults.sim.simulation import Simulation
 
 NEW = 1
-"""The edition that comes; all begin with the one before it."""
+"""The new program version; all coordinators begin with the one before it."""
 
 
 def draw(sim: Simulation, rng: Random | None, until_s: float) -> None:
-    """Where there are several coordinators."""
+    """Schedule upgrades if there are several coordinators."""
     if len(sim.coordinators) < 2 or rng is None:
         return
     for coordinator in rng.sample(sim.coordinators, rng.randint(1, len(sim.coordinators))):
@@ -18,18 +18,18 @@ def draw(sim: Simulation, rng: Random | None, until_s: float) -> None:
 
 
 def finish(sim: Simulation) -> None:
-    """Whoever began to replace programs replaces the others, too, in the end."""
-    if any(coordinator.edition == NEW for coordinator in sim.coordinators):
+    """Upgrade the remaining coordinators in the end, if any was upgraded."""
+    if any(coordinator.program_version == NEW for coordinator in sim.coordinators):
         for coordinator in sim.coordinators:
-            if coordinator.edition != NEW:
+            if coordinator.program_version != NEW:
                 coordinator.crash()
-                coordinator.edition = NEW
+                coordinator.program_version = NEW
 
 
 def _upgrade(sim: Simulation, coordinator: SimCoordinator, away_s: float) -> None:
-    if sim.healed or coordinator.edition == NEW:
+    if sim.healed or coordinator.program_version == NEW:
         return
     sim.log(f"{coordinator.name} gets another program")
     coordinator.crash()
-    coordinator.edition = NEW
+    coordinator.program_version = NEW
     sim.world.call_later(away_s, coordinator.restart)

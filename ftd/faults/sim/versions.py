@@ -1,4 +1,6 @@
-"""All states that there ever were, in the simulated world: which step each is, and of which it is made."""
+"""All states that ever existed in the simulated world: the step of each, and the state that it was computed
+from.
+"""
 
 from msgspec.structs import replace
 
@@ -6,19 +8,19 @@ from statemachine.messages.values import Evaluation, Vote
 
 
 class Versions:
-    """All states that ever were: version 0 is step 0."""
+    """All state versions; version 0 is step 0."""
 
     def __init__(self) -> None:
         self.step = [0]
         self.parent = [0]
         self.generation = [0]
-        """Of the group that made each of them."""
+        """The generation of the group that computed each version."""
         self.evaluations: dict[tuple[int, int], Evaluation] = {}
-        """By the version that was evaluated and the generation of the group that did."""
+        """By evaluated version and generation of the group that evaluated it."""
         self._child: dict[tuple[int, int], int] = {}
 
     def child(self, version: int, generation: int) -> int:
-        """The state one step on, by gradients of ``generation``'s group."""
+        """Return the state one step later, computed with gradients of ``generation``'s group."""
         key = (version, generation)
         child = self._child.get(key)
         if child is None:
@@ -29,18 +31,20 @@ class Versions:
         return child
 
     def evaluation(self, version: int, generation: int) -> Evaluation:
-        """The result of evaluating a version: another one for each group, as rounding is."""
+        """Return the result of evaluating a version. It differs between groups, as rounding does."""
         found = Evaluation(loss=float(version), weight=float(generation), metrics={"right": 0.5}, took_s=1.0)
         return self.evaluations.setdefault((version, generation), found)
 
     def vote(self, version: int) -> Vote:
-        """Return the vote that made a version: if its group evaluated the state before, with the result."""
+        """Return the vote that made a version, with the evaluation of the previous state if its group computed
+        one.
+        """
         made_by = self.parent[version], self.generation[version]
         return replace(vote_of(version), evaluation=self.evaluations.get(made_by))
 
 
 def vote_of(version: int) -> Vote:
-    """Return the one vote of a version: whatever a survivor needs of it must arrive as it was said."""
+    """Return the one vote of a version. A survivor must receive all of its values unchanged."""
     return Vote(
         loss=float(version),
         gradient_norm=1.0,

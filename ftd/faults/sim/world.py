@@ -1,4 +1,4 @@
-"""Virtual time, the seed's random numbers, and the trace."""
+"""The simulated world: virtual time, the seed's random numbers, and the trace."""
 
 import heapq
 import logging
@@ -41,11 +41,11 @@ TIMING = Timing(
     idle_heartbeat_s=6.0,
     idle_progress_s=12.0,
 )
-"""Slower beats than in production, so that a run of minutes takes milliseconds; the ratios are alike."""
+"""Slower heartbeats than in production with similar ratios, so that minutes of virtual time take milliseconds."""
 
 
 class InvariantViolation(AssertionError):
-    """An invariant does not hold: a bug in the protocol (or in the simulator)."""
+    """An invariant that does not hold: a bug in the protocol or in the simulator."""
 
 
 class World:
@@ -58,7 +58,7 @@ class World:
         self.events = 0
         self.done = False
         self.failure: Exception | None = None
-        """The first violation or bug that was met where somebody else handles exceptions."""
+        """The first violation or bug that occurred where other code handles exceptions."""
         self.tracing = tracing
         self.lines: list[str] = []
         self._queue: list[tuple[float, int, Action, tuple[Any, ...]]] = []
@@ -66,13 +66,15 @@ class World:
         self._serial = 1000
 
     def call_later(self, delay_s: float, action: Action, *arguments: Any) -> None:
-        """Call ``action(*arguments)`` after ``delay_s``; equal times keep their order."""
+        """Call ``action(*arguments)`` after ``delay_s``. Actions that are due at the same time keep their
+        order.
+        """
         heapq.heappush(self._queue, (self.now + delay_s, next(self._order), action, arguments))
 
     def run(self, until_s: float) -> None:
-        """Let time pass until then, or until ``done``.
+        """Let time pass until ``until_s``, or until ``done``.
 
-        :raises Exception: the first violation, and the first bug that a daemon logged.
+        :raises Exception: the first violation, or the first bug that a daemon logged.
         """
         before = structlog.get_config()
         structlog.configure(
@@ -88,7 +90,7 @@ class World:
     def _note_bug(
         self, _logger: object, method: str, line: structlog.typing.EventDict
     ) -> structlog.typing.EventDict:
-        """An exception that a daemon logs and survives is a bug."""
+        """Treat an exception that a daemon logs and survives as a bug."""
         error = sys.exc_info()[1]
         if line.get("exc_info") and isinstance(error, Exception):
             self.fail(error)
@@ -107,24 +109,24 @@ class World:
                 raise self.failure
 
     def fail(self, error: Exception) -> None:
-        """End the run with ``error``, whoever handles exceptions here."""
+        """End the run with ``error``, whatever code handles exceptions here."""
         if self.failure is None:
             self.failure = error
 
-    def serial(self) -> int:
-        """A number never used before in this world: incarnations, process ids."""
+    def next_serial(self) -> int:
+        """Return a number that was never used before in this world, for incarnations and process ids."""
         self._serial += 1
         return self._serial
 
     def note(self, who: str, what: object) -> None:
-        """One line of the trace; callers ask ``tracing`` first, since formatting costs."""
+        """Add a line to the trace. Callers check ``tracing`` first, since formatting costs time."""
         self.lines.append(f"{self.now:9.4f} {who:<8} {what}")
 
     def between(self, low: float, high: float) -> float:
         return low + (high - low) * self.rng.random()
 
-    def upto(self, most: float) -> float:
-        """Nothing is drawn where that is 0."""
+    def up_to(self, most: float) -> float:
+        """Return a random number up to ``most``; nothing is drawn if that is 0."""
         return self.between(0.0, most) if most else 0.0
 
     def chance(self, probability: float) -> bool:

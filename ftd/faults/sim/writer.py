@@ -1,4 +1,4 @@
-"""A simulated daemon's part of a persistent checkpoint: one layer after the other, and then the answer."""
+"""A simulated daemon's part of a persistent checkpoint: it writes one layer after the other, and then reports."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from statemachine.messages.values import LayerFile, Restore
 
 
 class SimWriter:
-    """One daemon's."""
+    """The checkpoint writer of one daemon."""
 
     def __init__(self, node: SimHost) -> None:
         self._node = node
@@ -25,17 +25,17 @@ class SimWriter:
                 self._node.arena.persisting = None
 
     def stopped(self) -> None:
-        """The daemon is gone."""
+        """Stop writing, since the daemon is gone."""
         self._node.arena.persisting = None
 
     def _write(self, effect: PersistLayers, files: tuple[LayerFile, ...]) -> None:
         node, order, world = self._node, effect.order, self._node.world
         if self._node.arena.persisting is not order:
             return
-        if node.frozen or node.place.hangs_s:
+        if node.frozen or node.checkpoint_store.hangs_s:
             world.call_later(0.5, self._write, effect, files)
             return
-        place = node.place
+        place = node.checkpoint_store
         of: dict[str, Any] = {"job_id": order.job_id, "attempt": order.attempt, "step": order.record.step}
         if len(files) == len(order.layers):
             self._node.arena.persisting = None
@@ -49,8 +49,10 @@ class SimWriter:
         world.call_later(world.between(0.02, 0.6), self._write, effect, (*files, file))
 
     def _file(self, order: Persist, layer: int) -> LayerFile | None:
-        """Write a layer out of the nodes' memory, as it is now; ``None``: it cannot be had, or written."""
-        place, record = self._node.place, order.record
+        """Write a layer from what the nodes' memory holds now. Return ``None`` if it cannot be read or
+        written.
+        """
+        place, record = self._node.checkpoint_store, order.record
         if place.closed:
             return None
         parts = Restore(
@@ -60,7 +62,7 @@ class SimWriter:
             groups=record.groups,
             sources=order.sources,
         )
-        found, bad = self._node.restored(parts, {layer})
+        found, bad = self._node.restore_layers(parts, {layer})
         return None if bad or layer not in found else place.write(order, layer, found[layer])
 
     def _answer(self, effect: PersistLayers, answer: LayersPersisted | PersistFailed) -> None:

@@ -1,4 +1,4 @@
-"""Does to a local cluster what a soak has drawn, and sees to it that whatever was taken away comes back."""
+"""The injector of a soak: it injects the drawn faults into a local cluster, and restarts what it took away."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from ftd.faults.chaos.inject import RemoteInjector
 from ftd.faults.chaos.targets import read_layout
 from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes, NodeFault, Process
 from ftd.local.cluster import BROKER, LocalCluster
-from ftd.local.soak.draw import CENTRAL, IMPAIRING, DrawnFault
+from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, DrawnFault
 from ftd.local.soak.monitor import SoakMonitor
 from ftd.local.soak.report import FaultRecord
 from ftd.processes import child_pids, read_tail
@@ -20,15 +20,15 @@ from ftd.transport.client import ClusterClient
 
 _GOOD_STATES = frozenset({"HEALTHY", "SNAP", "COMPLETED"})
 _SETTLED_S = 1.0
-"""A node is well again when nothing has been wrong with it for so long."""
+"""How long a node must be healthy to count as recovered."""
 _ORPHAN_S = 5.0
-"""A process whose parent was killed must be gone after this."""
+"""How long a process may outlive its killed parent."""
 _LEAVE_S = 60.0
-"""A node that was asked to leave must have left by then."""
+"""How long a node may take to leave after it was asked to."""
 _LATE_S = 2.0
-"""Of a lossy session that loses everything: so late comes the rest at most; of others in proportion."""
+"""The longest delay of a message in a lossy session that loses everything; in proportion for others."""
 _LEADER_SHARE = 0.75
-"""So often it is the leading coordinator that is struck, where others stand by."""
+"""The share of coordinator faults that target the leader if there are standbys."""
 _DO: dict[str, tuple[NodeFault, Process]] = {
     "kill_trainer": ("kill", "trainer"),
     "term": ("term", "node"),
@@ -42,14 +42,14 @@ _DO: dict[str, tuple[NodeFault, Process]] = {
     "flip": ("flip", "trainer"),
     "fill_memory": ("fill_memory", "node"),
 }
-"""What a node does to itself when it is asked over MQTT."""
+"""What a node injects into itself when it is asked over MQTT."""
 
 
 class SoakInjector:
-    """All that strikes, and what may be struck now.
+    """Injects the faults of a soak, and keeps track of which nodes may be targeted now.
 
-    :param tolerate: so many nodes at most are struck and not well again, unless ``beyond``.
-    :param seed: lossy sessions draw from it.
+    :param tolerate: the maximum number of nodes that are impaired at once, unless ``beyond``.
+    :param seed: the seed of lossy sessions.
     """
 
     def __init__(
@@ -65,22 +65,24 @@ class SoakInjector:
         self._client, self._cluster, self._watch = client, cluster, watch
         self._tolerate, self._beyond = tolerate, beyond
         self._remote = RemoteInjector(client, layout=lambda: read_layout(watch.state), seed=seed)
-        self.struck: list[FaultRecord] = []
+        self.injected: list[FaultRecord] = []
         self._away: set[str] = set()
-        """Processes that ended because we wanted it."""
+        """Processes that were ended on purpose."""
         self._impaired: dict[str, float] = {}
-        """Nodes that were struck, with the moment when the fault is over."""
+        """Impaired nodes, with the time at which their fault is over."""
         self._well_since: dict[str, float] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._orphans: dict[int, float] = {}
         self._own = child_pids()
-        """What this process had started before."""
+        """Child processes that existed before the soak."""
         self._looked_at_s = 0.0
 
     # --- what may be struck ------------------------------------------------------------------------
 
-    def look(self, at_s: float) -> None:
-        """Who is well again, who has ended unasked, and who is left over."""
+    def update(self, at_s: float) -> None:
+        """Note which nodes have recovered, which processes ended by themselves, and which outlived their
+        parents.
+        """
         self._looked_at_s = at_s
         state = self._watch.state
         for name in list(self._impaired):
@@ -96,7 +98,7 @@ class SoakInjector:
                 self._away.add(name)
                 child = self._cluster.processes.children[name]
                 said = read_tail(child.log, 1500)
-                self._watch.broken(
+                self._watch.add_violation(
                     at_s, "process", f"{name} ended by itself with {child.process.returncode}: {said}"
                 )
         self._look_for_orphans(at_s)
@@ -108,21 +110,25 @@ class SoakInjector:
         return up and (idle_job or (state.get("phase") == "RUNNING" and bool(node.get("in_plan"))))
 
     def _look_for_orphans(self, at_s: float) -> None:
-        """Processes that killed nodes left behind are adopted by this one; the kernel ends them at once."""
+        """Report orphans of killed nodes that are still running. This process adopts them; the kernel should
+        end them at once.
+        """
         self._orphans = {pid: self._orphans.get(pid, at_s) for pid in self._adopted()}
         for pid, since in self._orphans.items():
             if at_s - since > _ORPHAN_S:
                 self._own.add(pid)
-                self._watch.broken(at_s, "left_over", f"process {pid} outlived its node: {_command(pid)}")
+                self._watch.add_violation(
+                    at_s, "left_over", f"process {pid} outlived its node: {_command(pid)}"
+                )
 
-    def may_strike(self, strike: DrawnFault) -> bool:
-        """Whether the losses tolerated leave room for it."""
+    def may_inject(self, strike: DrawnFault) -> bool:
+        """Return whether the losses that the job tolerates leave room for this fault."""
         free = len(self._impaired) < self._tolerate
         return free or self._beyond or strike.do not in IMPAIRING
 
     @property
-    def calm(self) -> bool:
-        """Nothing is on its way, nobody is away, all nodes are well."""
+    def all_recovered(self) -> bool:
+        """Whether no fault is under way and all nodes are healthy."""
         everybody = set(self._cluster.nodes)
         states = self._watch.state.get("nodes") or {}
         up = {name for name in everybody if (states.get(name) or {}).get("state") in _GOOD_STATES}
@@ -130,21 +136,21 @@ class SoakInjector:
 
     # --- striking ----------------------------------------------------------------------------------
 
-    def strike(self, strike: DrawnFault, at_s: float) -> None:
-        """Begin it; the rest happens beside."""
+    def inject(self, strike: DrawnFault, at_s: float) -> None:
+        """Begin to inject a fault; a task does the rest."""
         able = [
             name
             for name in self._cluster.nodes
             if self._cluster.processes.running(name) and name not in self._away and name not in self._impaired
         ]
-        node = strike.node_of(able)
-        if node is None and strike.do not in CENTRAL:
-            self._record(strike, None, at_s, "there is no node to strike")
+        node = strike.choose_node(able)
+        if node is None and strike.do not in CENTRAL_FAULTS:
+            self._record(strike, None, at_s, "no node is available")
             return
         until_s = at_s + strike.for_s
         if node is not None and strike.do in IMPAIRING:
             self._impaired[node] = until_s
-        self._watch.struck(node, strike.do, until_s)
+        self._watch.on_injected(node, strike.do, until_s)
         task = asyncio.get_running_loop().create_task(self._carry_out(strike, node, at_s))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -167,13 +173,17 @@ class SoakInjector:
                     await self._ask(strike, str(node))
         except FtdError as error:
             refused = str(error)
-        except Exception as error:  # Nobody awaits this task: what is not told here is lost.
+        except (
+            Exception
+        ) as error:  # Nobody awaits this task: an error that is not reported here would be lost.
             refused = f"{type(error).__name__}: {error}"
-            self._watch.broken(at_s, "strike", f"{strike.do} of {node or 'the middle'} broke off: {refused}")
+            self._watch.add_violation(
+                at_s, "injection", f"{strike.do} of {node or 'the cluster'} failed: {refused}"
+            )
         self._record(strike, node, at_s, refused)
 
     def _record(self, strike: DrawnFault, node: str | None, at_s: float, refused: str) -> None:
-        self.struck.append(
+        self.injected.append(
             FaultRecord(
                 number=strike.number,
                 at_s=round(at_s, 3),
@@ -186,10 +196,10 @@ class SoakInjector:
         )
 
     def _coordinator(self, strike: DrawnFault) -> str:
-        """Of several mostly the one that leads."""
+        """Return the targeted coordinator: mostly the leader."""
         names = self._cluster.coordinators
         leader = read_layout(self._watch.state).leader
-        return leader if leader in names and strike.place < _LEADER_SHARE else names[-1]
+        return leader if leader in names and strike.position < _LEADER_SHARE else names[-1]
 
     async def _outage(self, name: str, for_s: float) -> None:
         if name in self._away:
@@ -202,18 +212,20 @@ class SoakInjector:
         await self._cluster.freeze(name, for_s)
 
     async def _kill(self, name: str, for_s: float) -> None:
-        """SIGKILL of broker, coordinator or a node's daemon, whose zygote and trainers die with it."""
+        """SIGKILL the broker, a coordinator or a node's daemon (its zygote and trainers die with it), and
+        restart it later.
+        """
         self._away.add(name)
         try:
             await self._cluster.kill(name)
-        except FtdError:  # It ended by itself just then, which ``look`` is to see.
+        except FtdError:  # It ended by itself just then, which ``update`` reports.
             self._away.discard(name)
             raise
         await asyncio.sleep(for_s)
         await self._bring_back(name)
 
     async def _leave(self, strike: DrawnFault, node: str) -> None:
-        """Once it has left by itself, it comes back later."""
+        """Ask a node to leave, and start it again later."""
         self._away.add(node)
         try:
             await self._ask(strike, node)
@@ -231,7 +243,7 @@ class SoakInjector:
         try:
             await self._cluster.restart(name)
         except FtdError as error:
-            self._watch.broken(self._looked_at_s, "process", f"{name} did not come back: {error}")
+            self._watch.add_violation(self._looked_at_s, "process", f"{name} did not come back: {error}")
         else:
             self._away.discard(name)
 
@@ -253,12 +265,12 @@ class SoakInjector:
         await self._remote.inject(fault)
 
     async def finish(self, within_s: float) -> None:
-        """Wait for what is under way."""
+        """Wait for the faults that are under way."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=within_s)
 
     async def cancel(self) -> None:
-        """Do nothing more."""
+        """Stop injecting."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -266,10 +278,10 @@ class SoakInjector:
     # --- the end -----------------------------------------------------------------------------------
 
     async def end_nodes(self, at_s: float, grace_s: float) -> None:
-        """SIGTERM to all nodes: each must end by itself, and leave no process."""
+        """Send SIGTERM to all nodes. Each must end by itself and leave no process behind."""
         fleet = self._cluster.processes
         for name in self._cluster.nodes:
-            self._watch.struck(name, "end", at_s + grace_s)
+            self._watch.on_injected(name, "end", at_s + grace_s)
         names = [name for name in self._cluster.nodes if fleet.running(name)]
         self._away.update(self._cluster.nodes)
         await fleet.terminate(names, grace_s)
@@ -277,15 +289,15 @@ class SoakInjector:
             code = fleet.children[name].process.returncode
             states = self._watch.state.get("nodes") or {}
             joined = (states.get(name) or {}).get("state") in _GOOD_STATES
-            # One that has just been started may not listen to signals yet.
+            # A node that has just been started may not handle signals yet.
             if code != 0 and (joined or code != -signal.SIGTERM):
                 said = "had to be killed" if code == -9 else f"ended with {code}"
-                self._watch.broken(at_s, "left_over", f"{name} {said}, {grace_s:g} s after SIGTERM")
+                self._watch.add_violation(at_s, "left_over", f"{name} {said}, {grace_s:g} s after SIGTERM")
         deadline = asyncio.get_running_loop().time() + _ORPHAN_S
         while left := self._adopted():
             if asyncio.get_running_loop().time() > deadline:
                 what = "; ".join(f"{pid}: {_command(pid)}" for pid in sorted(left))
-                self._watch.broken(at_s, "left_over", f"processes outlived all nodes: {what}")
+                self._watch.add_violation(at_s, "left_over", f"processes outlived all nodes: {what}")
                 return
             await asyncio.sleep(0.05)
 

@@ -1,6 +1,7 @@
-"""What must hold of a cluster while faults strike it: judged from its public events and states alone.
+"""The rules that must hold for a cluster while faults are injected, checked with its public events and states
+alone.
 
-Pure: fed with events, states and moments (seconds on one clock), it gathers violations.
+Pure: you feed it with events, states and times (seconds on one clock), and it collects violations.
 """
 
 import math
@@ -23,139 +24,147 @@ from ftd.observe.run_model import (
 Json = Mapping[str, Any]
 
 _ALWAYS_WRONG = {
-    "MessageRejected": "refused",
+    "MessageRejected": "rejected",
     "ReplicasDiverged": "diverged",
     "OptimizerReplicaDiverged": "diverged",
     "SnapshotsUnavailable": "snapshots",
 }
-"""Events that no fault of a soak may lead to, with the name of the rule that they break."""
+"""Events that no fault of a soak may cause, with the name of the rule that they violate."""
 _OUR_FAULT = frozenset({"exited", "raised", "unprepared", "foreign"})
-"""How a trainer fails that nobody touched only because of a bug; ``hung`` may be a busy machine."""
+"""Causes of a trainer's failure that mean a bug if no fault was injected there; ``hung`` may be a busy
+machine.
+"""
 _END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 _LAST_NEWS_S = 2.0
-"""How long something may be known from the state before the event of it must have come."""
+"""How long after a state an event about the same fact may still arrive."""
 GROWTH = 100.0
-"""By rounding alone a loss differs from the undisturbed one's at most so many times as much as some loss
-before it did (13 times was seen: in float64, 1e-16 of a loss becomes 1e-9 within 800 steps of Adam, and 1
-within 2000). Work that is lost, or done twice, shows at once."""
+"""By rounding alone, a loss differs from the undisturbed run's at most by this factor more than any earlier
+loss of the round did. A factor of 13 was measured: in float64, 1e-16 of a loss becomes 1e-9 within 800
+steps of Adam, and 1 within
+2000. Work that is lost or done twice shows at once.
+"""
 MOST_KEPT = 1000
-"""Of what the model of the run keeps."""
+"""The number of records of each kind that the run model retains."""
 STARVED = 4
-"""So many times the limit may faults, one after the other, keep training from any step."""
+"""The multiple of the limit for which faults, one after the other, may keep training from committing any step."""
 _AFTERMATH_S = 20.0
-"""So long after a node was struck, what fails there is the strike's doing."""
+"""A failure counts as the consequence of a fault in the same node for this long."""
 _FORGIVEN_REFUSALS = ("chaos/",)
-"""Topics on which we may talk to a node that ends just then."""
+"""Topics on which the soak itself may address a node that is just ending."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:
-    """A rule that did not hold."""
+    """A rule that was violated."""
 
     at_s: float
     rule: str
-    """``step``, ``loss``, ``generation``, ``problem``, ``diverged``, ``snapshots``, ``damage``, ``failed``,
-    ``unprovoked``, ``stuck``, ``gap``, ``process``, ``left_over`` or ``strike``."""
+    """``step``, ``loss``, ``generation``, ``rejected``, ``diverged``, ``snapshots``, ``damage``, ``failed``,
+    ``unprovoked``, ``stuck``, ``gap``, ``process``, ``left_over`` or ``injection``.
+    """
     detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedRecovery:
-    """A way back to training."""
+    """A recovery that was observed."""
 
     at_s: float
-    """When the first step behind it was committed."""
+    """When the first step after the recovery was committed."""
     cause: str
     tier: str
     total_ms: float
-    """From the detection on."""
+    """The duration since the detection."""
     generation: int
     rolled_back_steps: int
 
 
 @dataclass(slots=True, kw_only=True)
 class SoakMonitor:
-    """Gathers what happens, and what must not.
+    """Collects what happens in a soak, and the violations of its rules.
 
-    :param limit_s: training must go on within this long after a fault, whatever it was.
-    :param relative: by how much of itself the loss of a step may differ from when it was computed before, and
-        by ``GROWTH`` times what any step of the round before it did.
+    :param limit_s: training must go on within this time after a fault, whichever it was.
+    :param relative: the relative difference that the loss of a step may have from its first value; it may
+        also be ``GROWTH``
+      times the largest difference of any earlier step of the round.
     """
 
     limit_s: float
     relative: float
     standbys: bool = False
-    """Several coordinators: each journal has what was told while it was there."""
+    """Whether there are several coordinators, so that a journal contains only what was published while its
+    owner was there.
+    """
     violations: list[Violation] = field(default_factory=list)
     recoveries: list[ObservedRecovery] = field(default_factory=list)
     commits: list[tuple[float, int]] = field(default_factory=list)
-    """When, and how many steps were new then: what was committed before is none."""
+    """Times of commits, with the number of steps that had never been committed before."""
     unprovoked: list[str] = field(default_factory=list)
-    """Losses that no strike explains and that a busy machine may have caused."""
+    """Losses of nodes and trainers that no fault explains and that a busy machine may have caused."""
     rollbacks: int = 0
     run: RunModel = field(default_factory=lambda: RunModel(most=MOST_KEPT))
     losses: dict[int, float | None] = field(default_factory=dict)
-    """Of each step, as it was computed first: by the undisturbed run, or else by an earlier round."""
+    """The first loss of each step: from the undisturbed run, or else from an earlier round."""
     state: Json = field(default_factory=dict)
-    """The newest."""
+    """The cluster's newest state."""
     job: str | None = None
-    """Id of the round's job; ``None`` between two rounds."""
+    """The id of the round's job; ``None`` between two rounds."""
     ended: str | None = None
     """The event that ended the round's job."""
     step: int = 0
-    """The round's last committed step, as told."""
-    best: int = 0
-    """The highest so far: a rollback changes nothing about it."""
-    done_again: int = 0
+    """The round's last committed step according to the events."""
+    highest_step: int = 0
+    """The highest committed step of the round; a rollback does not change it."""
+    repeated_steps: int = 0
     """Steps that had been committed before, in all rounds."""
-    lossy: bool = False
-    """The broker was away: events may be missing."""
+    events_may_be_missing: bool = False
+    """Whether the broker was away, so that events may be missing."""
     excused: bool = False
-    """More was lost at once than the job tolerates: it may fail."""
+    """Whether more was lost at once than the job tolerates, so that it may fail."""
     flipped: bool = False
-    """A bit was flipped on purpose."""
+    """Whether a bit was flipped on purpose."""
     _generations: dict[str, int] = field(default_factory=dict)
     _repeats: bool = False
-    """A coordinator was restarted: it may tell again what it had not journaled."""
+    """Whether a coordinator was restarted, so that it may publish again what it had not journaled."""
     _told: dict[int, float | None] = field(default_factory=dict)
-    """Losses of the round's steps, as they came."""
+    """Losses of the round's steps, as they were published."""
     _apart: float = 0.0
-    """So much of itself a loss of the round differed at most."""
+    """The largest relative difference of a loss in this round."""
     _struck: dict[str, float] = field(default_factory=dict)
     _last_s: float = 0.0
-    """Of the last progress or disturbance."""
+    """The time of the last progress or disturbance."""
     _progress_s: float = 0.0
     _stuck: bool = False
     _over_since: float | None = None
     _went_back: tuple[float, int, int] | None = None
-    """When the state went back, from which step to which."""
+    """When the state went back, and from which step to which."""
     _rolled_back_s: float = -math.inf
 
     # --- what the soak itself does -----------------------------------------------------------------
 
     def begin_round(self, job: str, at_s: float) -> None:
-        """A job was submitted."""
-        self.job, self.ended, self.step, self.best = job, None, 0, 0
-        self.lossy = self._repeats = self._stuck = self.excused = False
+        """Note that a job was submitted."""
+        self.job, self.ended, self.step, self.highest_step = job, None, 0, 0
+        self.events_may_be_missing = self._repeats = self._stuck = self.excused = False
         self._over_since, self._apart = None, 0.0
         self._told.clear()
         self._last_s, self._progress_s = max(self._last_s, at_s), at_s
 
-    def struck(self, node: str | None, do: str, until_s: float) -> None:
-        """A fault strikes, of which everything is over at ``until_s``."""
+    def on_injected(self, node: str | None, do: str, until_s: float) -> None:
+        """Note that a fault is injected whose effects are over at ``until_s``."""
         self._last_s = max(self._last_s, until_s)
         if node is not None:
             self._struck[node] = max(self._struck.get(node, 0.0), until_s)
-        self.lossy |= do == "kill_broker"
+        self.events_may_be_missing |= do == "kill_broker"
         self.flipped |= do == "flip"
 
-    def broken(self, at_s: float, rule: str, detail: str) -> None:
+    def add_violation(self, at_s: float, rule: str, detail: str) -> None:
         self.violations.append(Violation(at_s=round(at_s, 3), rule=rule, detail=detail))
 
     # --- what the cluster says ---------------------------------------------------------------------
 
     def on_event(self, event: Json, at_s: float) -> None:
-        """One event; a second delivery changes nothing."""
+        """Take an event; a second delivery changes nothing."""
         match self.run.on_event(event, at_s):
             case StepCommittedFact() as fact:
                 self._committed(fact)
@@ -174,14 +183,14 @@ class SoakMonitor:
             case Fact(event="CoordinatorStarted"):
                 self._repeats = True
             case Fact(event="ShardCorrupted") as fact if not self.flipped:
-                self.broken(at_s, "damage", f"{fact.node}: {fact.reason}")
+                self.add_violation(at_s, "damage", f"{fact.node}: {fact.reason}")
             case Fact() as fact if fact.event in _ALWAYS_WRONG:
                 self._wrong(fact, event)
             case _:
                 pass
 
     def on_state(self, state: Json, at_s: float) -> None:
-        """The cluster's state; the last will of a coordinator says nothing here."""
+        """Take the cluster's state. The last will of a coordinator is ignored."""
         if state.get("phase") == "UNREACHABLE":
             return
         before, self.state = self.state, state
@@ -194,7 +203,7 @@ class SoakMonitor:
             self._went_back = (at_s, old, step)
 
     def on_time(self, at_s: float) -> bool:
-        """Is training stuck? Told once until it goes on."""
+        """Return whether training is stuck. It is reported once, until training goes on."""
         self._look_for_the_end(at_s)
         self._look_back(at_s)
         if self.job is None or self.ended or self._stuck:
@@ -202,12 +211,12 @@ class SoakMonitor:
         if at_s - self._last_s > self.limit_s:
             since = f"within {self.limit_s:g} s after the last fault"
         elif at_s - self._progress_s > STARVED * self.limit_s:
-            since = f"for {STARVED * self.limit_s:g} s, whatever struck meanwhile"
+            since = f"for {STARVED * self.limit_s:g} s, whatever faults were injected meanwhile"
         else:
             return False
         self._stuck = True
         phase, waiting = self.state.get("phase"), self.state.get("waiting_for")
-        self.broken(
+        self.add_violation(
             at_s,
             "stuck",
             f"no step was committed {since}: {phase} at step {self.step}, generation "
@@ -216,18 +225,22 @@ class SoakMonitor:
         return True
 
     def _look_back(self, at_s: float) -> None:
-        """A state that went back belongs to a rollback, which an event tells a little earlier or later."""
+        """Check that a state that went back belongs to a rollback, whose event comes a little earlier or
+        later.
+        """
         if self._went_back is None:
             return
         when, old, step = self._went_back
-        if abs(self._rolled_back_s - when) < _LAST_NEWS_S or self.lossy:
+        if abs(self._rolled_back_s - when) < _LAST_NEWS_S or self.events_may_be_missing:
             self._went_back = None
         elif at_s - when > _LAST_NEWS_S:
             self._went_back = None
-            self.broken(when, "step", f"the cluster's state went back from step {old} to {step}, untold")
+            self.add_violation(
+                when, "step", f"the cluster's state went back from step {old} to {step} without a rollback"
+            )
 
     def _look_for_the_end(self, at_s: float) -> None:
-        """The event of it may have been lost with a broker; the state stays."""
+        """Detect the job's end from the state, since a broker may have lost the event."""
         name = _END_OF_PHASE.get(str(self.state.get("phase")))
         if name is None or self.ended or (self.state.get("job") or {}).get("id") != self.job:
             self._over_since = None
@@ -236,16 +249,18 @@ class SoakMonitor:
         if at_s - self._over_since > _LAST_NEWS_S:
             self._end(name, str(self.state.get("outcome")), at_s)
 
-    def on_journal(self, steps: Iterable[Json], at_s: float) -> None:
-        """At a round's end: all that the coordinator's journal has of its job."""
+    def check_journal(self, steps: Iterable[Json], at_s: float) -> None:
+        """Check the coordinator's journal of the job at a round's end."""
         rows = {int(row["step"]): (row.get("details") or {}).get("loss") for row in steps}
         newest = max(rows, default=0)
         there = rows.keys() | self._told.keys() if self.standbys else rows.keys()
         missing = [step for step in range(1, newest + 1) if step not in there]
         if missing:
-            self.broken(at_s, "gap", f"the journal lacks {len(missing)} steps, {missing[0]} the first")
-        if newest < self.step and not (self.lossy or self.standbys):
-            self.broken(at_s, "gap", f"step {self.step} was told, and the journal ends with {newest}")
+            self.add_violation(at_s, "gap", f"the journal lacks {len(missing)} steps, {missing[0]} the first")
+        if newest < self.step and not (self.events_may_be_missing or self.standbys):
+            self.add_violation(
+                at_s, "gap", f"step {self.step} was published, but the journal ends with {newest}"
+            )
         for step, loss in sorted(rows.items()):
             if step not in self._told or self._told[step] != loss:
                 self._compare(step, loss, at_s)
@@ -256,18 +271,18 @@ class SoakMonitor:
         step, at_s = fact.step, fact.at
         if self.job is None or self.ended:
             return
-        if step <= self.step and not (self.lossy or self._repeats):
-            self.broken(at_s, "step", f"step {step} was told after step {self.step}")
-        if step > self.best:
-            self.commits.append((at_s, step - self.best))
+        if step <= self.step and not (self.events_may_be_missing or self._repeats):
+            self.add_violation(at_s, "step", f"step {step} was published after step {self.step}")
+        if step > self.highest_step:
+            self.commits.append((at_s, step - self.highest_step))
         else:
-            self.done_again += 1
-        self.step, self.best = step, max(self.best, step)
+            self.repeated_steps += 1
+        self.step, self.highest_step = step, max(self.highest_step, step)
         self._last_s, self._progress_s, self._stuck = max(self._last_s, at_s), at_s, False
         self._compare(step, fact.loss, at_s)
 
     def _compare(self, step: int, loss: float | None, at_s: float) -> None:
-        """Equal to rounding with the same step of the undisturbed run, or of whoever computed it first."""
+        """Check that a loss equals, up to rounding, the first loss of the same step."""
         first, self._told[step] = self.losses.setdefault(step, loss), loss
         if first is None or loss is None:
             same = first is loss
@@ -276,13 +291,15 @@ class SoakMonitor:
             same = apart <= max(self.relative, GROWTH * self._apart)
             self._apart = max(self._apart, apart) if same else self._apart
         if not same:
-            self.broken(at_s, "loss", f"step {step} has loss {loss}, and had {first} before")
+            self.add_violation(at_s, "loss", f"step {step} has loss {loss}, but had {first} before")
 
     def _generation_is(self, where: str, generation: int, at_s: float) -> None:
-        """Events and states are held against their own kind: one may overtake the other."""
+        """Check that generations never decrease. Events and states are checked separately, since one may
+        overtake the other.
+        """
         before = self._generations.get(where, 0)
         if generation < before:
-            self.broken(at_s, "generation", f"{where}: generation {generation} came after {before}")
+            self.add_violation(at_s, "generation", f"{where}: generation {generation} came after {before}")
         self._generations[where] = max(before, generation)
 
     def _recovery(self, recovery: RecoveryDetails, at_s: float) -> None:
@@ -303,14 +320,14 @@ class SoakMonitor:
         self.ended = name
         self._last_s = max(self._last_s, at_s)
         if name == "JobFailed" and not self.excused:
-            self.broken(at_s, "failed", f"the job failed at step {self.step}: {reason}")
+            self.add_violation(at_s, "failed", f"the job failed at step {self.step}: {reason}")
 
     def _lost(self, fact: DetectionFact) -> None:
         if fact.at <= self._struck.get(str(fact.node), -math.inf) + _AFTERMATH_S:
             return
-        said = f"{fact.event} of {fact.node}, which nobody struck ({fact.how}): {fact.reason}"
+        said = f"{fact.event} of {fact.node}, without an injected fault ({fact.how}): {fact.reason}"
         if fact.event == "TrainerLost" and fact.how in _OUR_FAULT:
-            self.broken(fact.at, "unprovoked", said)
+            self.add_violation(fact.at, "unprovoked", said)
         else:
             self.unprovoked.append(said)
 
@@ -318,4 +335,6 @@ class SoakMonitor:
         topic = str((event.get("details") or {}).get("topic", ""))
         if fact.event == "MessageRejected" and any(part in topic for part in _FORGIVEN_REFUSALS):
             return
-        self.broken(fact.at, _ALWAYS_WRONG[fact.event], f"{fact.event}: {fact.node or ''} {fact.reason}")
+        self.add_violation(
+            fact.at, _ALWAYS_WRONG[fact.event], f"{fact.event}: {fact.node or ''} {fact.reason}"
+        )

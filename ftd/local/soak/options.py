@@ -1,4 +1,4 @@
-"""What a soak was asked for, and the command that asks for it again."""
+"""The options of a soak, and the command that repeats it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakOptions:
-    """What the user asked for."""
+    """The user's options."""
 
     job: Path
     minutes: float
@@ -14,22 +14,23 @@ class SoakOptions:
     rate_per_min: float
     nodes: int
     coordinators: int
-    """One leads, the others stand by."""
+    """One leads, the others are standbys."""
     steps: int | None
     limit_s: float
     relative: float | None
-    """``None``: by the job's precision."""
+    """The allowed relative difference of losses; ``None`` chooses it by the job's precision."""
     beyond: bool
-    """More nodes may be lost at once than the job tolerates."""
+    """Whether more nodes may be lost at once than the job tolerates."""
     memory_mib: int | None
-    """Snapshots of all nodes live in a memory file system of this size, which may be filled; ``None``: in
-    the machine's own, which may not."""
+    """The size of a memory file system for the snapshots of all nodes, which may be filled; ``None`` uses the
+    machine's own, which may not.
+    """
     broker: str
     logs: Path | None
 
     @property
     def command(self) -> str:
-        """Brings the same faults again."""
+        """The command that injects the same faults again."""
         parts = [
             f"ftd chaos soak --minutes {self.minutes:g} --seed {self.seed}",
             f"--rate {self.rate_per_min:g} --nodes {self.nodes}",

@@ -1,4 +1,4 @@
-"""A soak as a picture: goodput over time, with the faults that struck and the recoveries from them."""
+"""The plot of a soak: goodput over time, with the injected faults and the recoveries."""
 
 import io
 import math
@@ -22,13 +22,16 @@ _ROWS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("bit flipped, memory full", FAINT, ("flip", "fill_memory")),
     ("coordinator, broker", INK, ("kill_coordinator", "stop_coordinator", "kill_broker")),
 )
-"""Name, colour, faults."""
+"""Label, colour and faults of each row."""
 _TOP = 130.0
-"""Steps that are told together behind an outage would be much more."""
+"""The top of the axis in percent. Steps that are published together after an outage would reach far above it."""
 
 
 def require_picture(path: Path | None) -> None:
-    """Before minutes of work. :raises ConfigurationError: a format that is not offered, or no such place."""
+    """Check the output path before minutes of work.
+
+    :raises ConfigurationError: the format is not supported, or the directory does not exist.
+    """
     if path is None:
         return
     require_format(path, (".svg", ".png"), "--plot")
@@ -37,7 +40,10 @@ def require_picture(path: Path | None) -> None:
 
 
 def plot_soak(report: SoakReport, path: Path) -> None:
-    """:raises ConfigurationError: the place cannot be written."""
+    """Plot a soak to a file.
+
+    :raises ConfigurationError: the file cannot be written.
+    """
     picture = io.BytesIO()
     with rc_context({"svg.hashsalt": "ftd"}):
         kind = path.suffix.removeprefix(".")
@@ -95,7 +101,7 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
 
 
 def _faults(axes: Axes, faults: Sequence[FaultRecord]) -> None:
-    """One row for each family of faults; what lasts is drawn as long as it lasted."""
+    """Draw one row for each family of faults, and a line for as long as each fault lasted."""
     for row, (_, colour, kinds) in enumerate(_ROWS):
         mine = [fault for fault in faults if fault.fault in kinds and not fault.problem]
         level = len(_ROWS) - 1 - row

@@ -1,4 +1,4 @@
-"""What a soak found, as a document: written by ``ftd chaos soak --report``, explained in docs/how-to/soak.md."""
+"""The report of a soak, which ``ftd chaos soak --report`` writes. docs/soak.md explains it."""
 
 import statistics
 from collections import Counter
@@ -11,27 +11,29 @@ from ftd.local.soak.monitor import ObservedRecovery, Violation
 
 SCHEMA_VERSION = 1
 BINS = 60
-"""Points of the goodput over time."""
+"""The number of points of the goodput over time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultRecord:
-    """A fault and what came of the order to do it."""
+    """A fault, and whether it could be injected."""
 
     number: int
     at_s: float
-    """When it struck; of one that could not, when that was clear."""
+    """When the fault was injected, or when it was clear that it could not be."""
     fault: str
     node: str | None
     for_s: float
     factor: float
     problem: str
-    """Why it could not strike (nobody to strike, a refusal, no answer); empty: it did."""
+    """Why the fault could not be injected (no node was available, it was rejected, nobody answered); empty if
+    it was.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CauseTimes:
-    """All recoveries of one cause; times from the detection to the next committed step."""
+    """The number and durations of all recoveries of one cause, from the detection to the next committed step."""
 
     count: int
     median_ms: float
@@ -40,23 +42,23 @@ class CauseTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakGoodput:
-    """Steps that were new, against what an undisturbed run makes in the same time."""
+    """New steps, compared with an undisturbed run of the same duration."""
 
     ratio: float
     new_steps: int
     repeated_steps: int
-    """Steps that were committed before and undone by a rollback, or told twice."""
+    """Steps that had been committed before: they were undone by a rollback, or published twice."""
     step_s: float
-    """Of the undisturbed run."""
+    """Seconds per step of the undisturbed run."""
     between_jobs_s: float
-    """Not counted: from the end of one round's job to the first step of the next."""
+    """Time that does not count: from the end of one round's job to the first step of the next."""
     series: tuple[tuple[float, float | None], ...]
-    """Seconds, and the ratio of the time up to then since the point before; null between two jobs."""
+    """Seconds, and the goodput since the previous point; null between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoakReport:
-    """The whole document. ``at_s`` counts from when faults began."""
+    """The whole document. ``at_s`` counts from the first moment at which faults could be injected."""
 
     schema: int = SCHEMA_VERSION
     simulated: bool = False
@@ -65,41 +67,43 @@ class SoakReport:
     rate_per_min: float
     nodes: int
     steps: int
-    """Of each round's job."""
+    """Steps of each round's job."""
     rounds: int
-    """Jobs that came to their last step under faults."""
+    """Jobs that reached their last step under faults."""
     duration_s: float
     passed: bool
-    """No rule was broken."""
+    """Whether no rule was violated."""
     violations: tuple[Violation, ...]
     faults: tuple[FaultRecord, ...]
     by_kind: dict[str, int]
-    """Faults that struck."""
+    """The number of injected faults by name."""
     not_injected: int
-    """Faults that never struck, because a node that was struck before was not well again."""
+    """Faults that were never injected because earlier ones had not been recovered from."""
     recoveries: tuple[ObservedRecovery, ...]
     by_cause: dict[str, CauseTimes]
     rollbacks: int
     unprovoked: tuple[str, ...]
-    """Nodes and trainers taken for lost though nothing struck them, as a busy machine makes happen."""
+    """Nodes and trainers that counted as lost although no fault was injected into them, as happens on a busy
+    machine.
+    """
     goodput: SoakGoodput
     repeat_command: str
-    """The command that lets the same faults strike again."""
+    """The command that injects the same faults again."""
     logs: str | None
-    """Where the logs of all processes are."""
+    """The directory with the logs of all processes."""
 
     def to_bytes(self) -> bytes:
-        """An indented JSON document, newline at its end."""
+        """Return the report as an indented JSON document with a newline at its end."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
 
 
-def by_kind(faults: Sequence[FaultRecord]) -> dict[str, int]:
-    """How often each fault struck, the most frequent first."""
+def count_by_kind(faults: Sequence[FaultRecord]) -> dict[str, int]:
+    """Return how often each fault was injected, the most frequent first."""
     return dict(Counter(fault.fault for fault in faults if not fault.problem).most_common())
 
 
-def by_cause(recoveries: Sequence[ObservedRecovery]) -> dict[str, CauseTimes]:
-    """Without the starts of jobs."""
+def time_by_cause(recoveries: Sequence[ObservedRecovery]) -> dict[str, CauseTimes]:
+    """Return the recovery times by cause, without the starts of jobs."""
     found: dict[str, list[float]] = {}
     for recovery in recoveries:
         if recovery.cause != "start":
@@ -112,7 +116,7 @@ def by_cause(recoveries: Sequence[ObservedRecovery]) -> dict[str, CauseTimes]:
     }
 
 
-def goodput(
+def measure_goodput(
     commits: Sequence[tuple[float, int]],
     *,
     until_s: float,
@@ -120,9 +124,9 @@ def goodput(
     gaps: Sequence[tuple[float, float]],
     done_again: int,
 ) -> SoakGoodput:
-    """Of commits ``(at_s, new steps)`` in ``[0, until_s)``.
+    """Return the goodput of commits ``(at_s, new steps)`` in ``[0, until_s)``.
 
-    :param gaps: from, to: no job was under way.
+    :param gaps: times (from, to) in which no job was running.
     """
     width_s = until_s / BINS
     new = [0.0] * BINS
@@ -133,7 +137,7 @@ def goodput(
     for index, here in enumerate(new):
         begin, end = index * width_s, (index + 1) * width_s
         free_s = width_s - sum(max(0.0, min(end, b) - max(begin, a)) for a, b in gaps)
-        enough = free_s > 0.2 * width_s  # What is left of a bin between two jobs says little.
+        enough = free_s > 0.2 * width_s  # The rest of a bin between two jobs says little.
         series.append((round(end, 3), round(here * step_s / free_s, 4) if enough else None))
     between_s = sum(max(0.0, min(until_s, b) - max(0.0, a)) for a, b in gaps)
     total = int(sum(new))
@@ -149,23 +153,24 @@ def goodput(
 
 
 def render_lines(report: SoakReport) -> list[str]:
-    """For people, plainly."""
+    """Return the report as lines for people."""
     kinds = ", ".join(f"{kind} {count}" for kind, count in report.by_kind.items()) or "none"
-    refused = sum(1 for fault in report.faults if fault.problem)
+    rejected = sum(1 for fault in report.faults if fault.problem)
     good = report.goodput
-    told = [
+    found = [
         f"soaked {report.job} on {report.nodes} nodes for {report.duration_s:.0f} s, seed {report.seed}: "
         f"{report.rounds} jobs of {report.steps} steps finished",
-        f"faults: {kinds} ({refused} could not strike, {report.not_injected} waited for a node to be well again)",
+        f"faults: {kinds} ({rejected} could not be injected, {report.not_injected} waited too long for nodes to "
+        "recover)",
         *_recovery_lines(report.by_cause),
         f"goodput: {good.ratio:.0%} of an undisturbed run ({good.new_steps} new steps, {good.repeated_steps} "
-        f"done again, {report.rollbacks} rollbacks)",
+        f"computed again, {report.rollbacks} rollbacks)",
     ]
-    told += [f"taken for lost, and not struck: {what}" for what in report.unprovoked]
+    found += [f"lost without an injected fault: {what}" for what in report.unprovoked]
     if report.passed:
-        return [*told, "every rule held"]
-    told += [f"VIOLATION at {v.at_s:.1f} s ({v.rule}): {v.detail}" for v in report.violations]
-    return [*told, f"the same faults again: {report.repeat_command}", f"logs: {report.logs}"]
+        return [*found, "every rule held"]
+    found += [f"VIOLATION at {v.at_s:.1f} s ({v.rule}): {v.detail}" for v in report.violations]
+    return [*found, f"repeat with: {report.repeat_command}", f"logs: {report.logs}"]
 
 
 def _recovery_lines(causes: Mapping[str, CauseTimes]) -> list[str]:

@@ -1,8 +1,9 @@
-"""``ftd chaos soak``: a cluster on this machine under random faults for some minutes, watched all the time.
+"""``ftd chaos soak``: a cluster on this machine that trains under random faults, while rules are checked all
+the time.
 
-First the job runs undisturbed: its losses are what every later one is held against, its pace is what goodput
-is measured by. Then it runs again and again while faults strike. At the end they stop, everything comes
-back, training must go on, and every process must end.
+First the job runs undisturbed: its losses are the reference for all later rounds, its pace the reference
+for goodput. Then it runs again and again while faults are injected. At the end they stop, all nodes
+recover, training must go on, and every process must end.
 """
 
 import asyncio
@@ -21,11 +22,11 @@ from ftd.config.job import load_job_data
 from ftd.errors import FtdError, PeerError, RequestRejected, UnreachableError
 from ftd.local.cluster import ClusterOptions
 from ftd.local.driver import ClusterResources, LocalDriver
-from ftd.local.soak.draw import DrawnFault, draw
+from ftd.local.soak.draw import DrawnFault, draw_faults
 from ftd.local.soak.injector import SoakInjector
 from ftd.local.soak.monitor import SoakMonitor
 from ftd.local.soak.options import SoakOptions
-from ftd.local.soak.report import SoakReport, by_cause, by_kind, goodput
+from ftd.local.soak.report import SoakReport, count_by_kind, measure_goodput, time_by_cause
 from ftd.observe.run_model import Fact
 from ftd.transport.client import ANSWER_S
 from ftd.transport.wire.public import JobData
@@ -34,19 +35,19 @@ NODES_START_S = 120.0
 _TICK_S = 0.1
 _GRACE_S = 30.0
 _MOST_VIOLATIONS = 20
-"""More say nothing more."""
+"""A soak stops after this many violations, since more would say nothing new."""
 _LEAST_UNDISTURBED_S = 120.0
 _PAUSED_S = 5.0
-"""A job that nothing disturbs and that pauses for so long will not go on."""
+"""A job that pauses for this long although nothing disturbs it will not go on."""
 _FURTHER_STEPS = 3
-"""So many must follow when all faults are over."""
+"""How many steps must follow when all faults are over."""
 
 
 async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakReport:
-    """Soak; returns what was found. All processes are ended, whatever happens.
+    """Run a soak and return its report. All processes are ended, whatever happens.
 
     :raises ConfigurationError: the job or the options are wrong; nothing was started.
-    :raises FtdError: the cluster could not be brought up, or the job does not even run undisturbed.
+    :raises FtdError: the cluster did not start, or the job does not even run undisturbed.
     """
     job = load_job_data(options.job, steps=options.steps)
     wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
@@ -64,7 +65,9 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
 
 
 def _private(job: JobData, directory: Path, number: int) -> JobData:
-    """A soak leaves the user's checkpoints alone, and each round begins anew."""
+    """Return the job with a checkpoint directory of its own. So the user's checkpoints are untouched, and each
+    round starts anew.
+    """
     if not job.checkpoint.url:
         return job
     place = directory / "checkpoints" / str(number)
@@ -77,7 +80,7 @@ T = TypeVar("T", bound=Any)
 
 
 def _since(zero_s: float, found: Iterable[T]) -> tuple[T, ...]:
-    """The same with times that count from ``zero_s``, in order."""
+    """Return the records sorted, with times that count from ``zero_s``."""
     dated = [replace(one, at_s=round(one.at_s - zero_s, 3)) for one in found]
     return tuple(sorted(dated, key=lambda one: float(one.at_s)))
 
@@ -91,12 +94,14 @@ class Soak:
         self._options, self._job, self._driver, self._say = options, job, driver, say
         relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
         standbys = options.coordinators > 1
-        self.watch = SoakMonitor(limit_s=options.limit_s, relative=relative, standbys=standbys)
+        self.monitor = SoakMonitor(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []
-        """All but steps, for whoever looks for what went wrong."""
+        """All events but steps, for whoever looks for the cause of a violation."""
         self._began = time.monotonic()
         self._faults_s = 0.0
-        """When faults began, on the clock that began with the soak; likewise their end."""
+        """When the first fault could come, in seconds since the soak began; ``_over_s`` is the end of the
+        faults.
+        """
         self._over_s: float | None = None
         self._step_s = 0.0
         self._submitted = 0
@@ -113,13 +118,13 @@ class Soak:
         return time.monotonic() - self._began
 
     async def run(self) -> None:
-        """From the first process to the last."""
+        """Run the soak from the start of the nodes to their end."""
         driver, options = self._driver, self._options
         async with driver.connected(on_event=self._on_event, on_state=self._on_state):
             hands = self._hands = SoakInjector(
                 driver.client,
                 driver.cluster,
-                self.watch,
+                self.monitor,
                 tolerate=self._job.policy.tolerate,
                 beyond=options.beyond,
                 seed=options.seed,
@@ -129,7 +134,7 @@ class Soak:
                 await driver.run_guarded(self._soak(hands))
             finally:
                 await hands.cancel()
-                if driver.logs is None and self.watch.violations:
+                if driver.logs is None and self.monitor.violations:
                     driver.logs = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
 
     async def _soak(self, hands: SoakInjector) -> None:
@@ -141,39 +146,39 @@ class Soak:
     # --- phases ------------------------------------------------------------------------------------
 
     async def _undisturbed(self) -> None:
-        """The losses and the pace of a run that nothing disturbs.
+        """Measure the losses and the pace of a run that nothing disturbs.
 
         :raises PeerError: the job fails or pauses, or it takes longer than the soak is to last.
         """
         await self._submit()
         limit_s = max(60.0 * self._options.minutes, _LEAST_UNDISTURBED_S)
         try:
-            await self._wait(lambda: self.watch.ended is not None or self._pauses(), limit_s, "its end")
+            await self._wait(lambda: self.monitor.ended is not None or self._pauses(), limit_s, "its end")
         except PeerError as error:
             raise PeerError(
-                f"the undisturbed job: {error} (it is at step {self.watch.step} of {self._job.steps}; "
+                f"the undisturbed job: {error} (it is at step {self.monitor.step} of {self._job.steps}; "
                 "give fewer --steps, or more --minutes)"
             ) from None
-        if self.watch.ended is None:
+        if self.monitor.ended is None:
             raise PeerError(
-                f"the job does not even run undisturbed, it pauses: {self.watch.state.get('waiting_for')} "
+                f"the job does not even run undisturbed, it pauses: {self.monitor.state.get('waiting_for')} "
                 f"(it was given {self._options.nodes} nodes; give more with --nodes)"
             )
-        if self.watch.violations or self.watch.ended != "JobFinished":
-            said = "; ".join(violation.detail for violation in self.watch.violations)
-            raise PeerError(f"the job does not even run undisturbed: {said or self.watch.ended}")
-        commits = self.watch.commits
+        if self.monitor.violations or self.monitor.ended != "JobFinished":
+            said = "; ".join(violation.detail for violation in self.monitor.violations)
+            raise PeerError(f"the job does not even run undisturbed: {said or self.monitor.ended}")
+        commits = self.monitor.commits
         steps = sum(count for _, count in commits[1:])
         self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
         await self._check_round()
-        self.watch.recoveries.clear()
-        self.watch.ended = None
+        self.monitor.recoveries.clear()
+        self.monitor.ended = None
         commits.clear()
         self._say(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
 
     def _pauses(self) -> bool:
-        """It has done so for long enough not to go on."""
-        if self.watch.state.get("phase") != "PAUSED":
+        """Return whether the job has been paused for so long that it will not go on."""
+        if self.monitor.state.get("phase") != "PAUSED":
             self._paused_since = None
             return False
         self._paused_since = self.now_s if self._paused_since is None else self._paused_since
@@ -181,7 +186,7 @@ class Soak:
 
     async def _strike(self, hands: SoakInjector) -> None:
         options = self._options
-        drawn = draw(
+        drawn = draw_faults(
             options.seed,
             rate_per_min=options.rate_per_min,
             until_s=60.0 * options.minutes,
@@ -193,50 +198,52 @@ class Soak:
         while self.now_s < end_s and not self._hopeless:
             await self._next_round()
             self._strike_due(strikes, hands)
-            hands.look(self.now_s)
-            self.watch.on_time(self.now_s)
+            hands.update(self.now_s)
+            self.monitor.on_time(self.now_s)
             await asyncio.sleep(_TICK_S)
         self._over_s = self.now_s
         self._waited = sum(strike.at_s < end_s - self._faults_s for strike in strikes)
 
     def _strike_due(self, strikes: list[DrawnFault], hands: SoakInjector) -> None:
-        """Those that must wait for room keep their order; the others pass them by."""
+        """Inject the faults that are due. Those that must wait keep their order, and others overtake them."""
         due = [strike for strike in strikes if self.now_s - self._faults_s >= strike.at_s]
         for strike in due:
-            if not hands.may_strike(strike):
+            if not hands.may_inject(strike):
                 continue
             strikes.remove(strike)
             self._say(f"{self.now_s - self._faults_s:7.1f} s  {strike.do} for {strike.for_s:.1f} s")
-            hands.strike(strike, self.now_s)
+            hands.inject(strike, self.now_s)
 
     async def _heal(self, hands: SoakInjector) -> None:
-        """No more faults: everything comes back, and training goes on."""
+        """Wait until all nodes have recovered from the last fault and training goes on."""
         await hands.finish(self._options.limit_s)
-        self.watch.struck(None, "heal", self.now_s)
-        goal = self.watch.step + _FURTHER_STEPS
+        self.monitor.on_injected(None, "heal", self.now_s)
+        goal = self.monitor.step + _FURTHER_STEPS
 
         def well() -> bool:
-            hands.look(self.now_s)
-            self.watch.on_time(self.now_s)
-            going = self.watch.step >= goal or self.watch.ended is not None
-            return (going and hands.calm) or self._hopeless
+            hands.update(self.now_s)
+            self.monitor.on_time(self.now_s)
+            going = self.monitor.step >= goal or self.monitor.ended is not None
+            return (going and hands.all_recovered) or self._hopeless
 
         try:
             await self._wait(well, 2 * self._options.limit_s, "")
         except PeerError:
-            nodes = {name: node["state"] for name, node in (self.watch.state.get("nodes") or {}).items()}
-            said = f"{self.watch.state.get('phase')} at step {self.watch.step} of {goal}, nodes {nodes}"
-            self.watch.broken(self.now_s, "stuck", f"it did not heal after the last fault: {said}")
-        if self.watch.ended:
+            nodes = {name: node["state"] for name, node in (self.monitor.state.get("nodes") or {}).items()}
+            said = f"{self.monitor.state.get('phase')} at step {self.monitor.step} of {goal}, nodes {nodes}"
+            self.monitor.add_violation(
+                self.now_s, "stuck", f"the cluster did not recover from the last fault: {said}"
+            )
+        if self.monitor.ended:
             await self._check_round()
 
     async def _leave(self, hands: SoakInjector) -> None:
         """Stop the job, and end the nodes as their hosts would."""
-        if self.watch.job is not None and not self.watch.ended:
+        if self.monitor.job is not None and not self.monitor.ended:
             with contextlib.suppress(FtdError):
-                await self._driver.stop(self.watch.job)
+                await self._driver.stop(self.monitor.job)
             with contextlib.suppress(PeerError):
-                await self._wait(lambda: self.watch.ended is not None, self._options.limit_s, "")
+                await self._wait(lambda: self.monitor.ended is not None, self._options.limit_s, "")
             await self._check_round()
         await hands.end_nodes(self.now_s, _GRACE_S)
 
@@ -244,13 +251,13 @@ class Soak:
 
     @property
     def _hopeless(self) -> bool:
-        return len(self.watch.violations) >= _MOST_VIOLATIONS or any(
-            violation.rule == "stuck" for violation in self.watch.violations
+        return len(self.monitor.violations) >= _MOST_VIOLATIONS or any(
+            violation.rule == "stuck" for violation in self.monitor.violations
         )
 
     async def _next_round(self) -> None:
-        """A job is always under way: the next one follows when one is over."""
-        watch = self.watch
+        """Submit the next job when one is over, so that a job is always running."""
+        watch = self.monitor
         if watch.job is not None and watch.ended is None:
             if self._idle_since is not None and watch.step:
                 self._gaps.append((self._idle_since, self.now_s))
@@ -264,7 +271,7 @@ class Soak:
                 self._rounds += watch.ended == "JobFinished"
             await self._submit()
         except UnreachableError:
-            return  # The broker or the coordinator is away: next time.
+            return  # The broker or the coordinator is away; try again at the next tick.
         except RequestRejected as error:
             self._refused(str(error))
 
@@ -273,27 +280,35 @@ class Soak:
         begun = await self._driver.submit(job, timeout_s=ANSWER_S)
         self._submitted += 1
         self._refused_since = None
-        self.watch.begin_round(begun, self.now_s)
+        self.monitor.begin_round(begun, self.now_s)
 
     def _refused(self, why: str) -> None:
-        """An answer that was lost: the job is under way. Anything else that lasts is wrong."""
-        job = self.watch.state.get("job") or {}
-        if job.get("name") == self._job.name and self.watch.state.get("phase") not in ("FINISHED", "FAILED"):
-            self.watch.begin_round(str(job["id"]), self.now_s)
+        """Handle a rejected submission. If only the answer to the last one was lost, the job is running; any
+        other lasting rejection is a violation.
+        """
+        job = self.monitor.state.get("job") or {}
+        if job.get("name") == self._job.name and self.monitor.state.get("phase") not in (
+            "FINISHED",
+            "FAILED",
+        ):
+            self.monitor.begin_round(str(job["id"]), self.now_s)
             self._submitted += 1
             return
         self._refused_since = self.now_s if self._refused_since is None else self._refused_since
         if self.now_s - self._refused_since > self._options.limit_s:
-            self.watch.broken(self.now_s, "stuck", f"no job is accepted any more: {why}")
+            self.monitor.add_violation(self.now_s, "stuck", f"jobs are no longer accepted: {why}")
 
     async def _check_round(self) -> None:
-        """Hold the journal against what was told. :raises Unreachable: the coordinator is away."""
-        watch = self.watch
+        """Compare the journal with the events of the round.
+
+        :raises Unreachable: the coordinator is away.
+        """
+        watch = self.monitor
         job = watch.job
         if job is None:
             return
         rows = [row for row in await self._driver.client.history(what="steps") if row["job"] == job]
-        watch.on_journal(rows, self.now_s)
+        watch.check_journal(rows, self.now_s)
         watch.job = None
 
     # --- what the cluster says ---------------------------------------------------------------------
@@ -301,13 +316,16 @@ class Soak:
     def _on_event(self, event: dict[str, Any], _: Fact | None) -> None:
         if event["event"] != "StepCommitted":
             self.events.append(event)
-        self.watch.on_event(event, self.now_s)
+        self.monitor.on_event(event, self.now_s)
 
     def _on_state(self, state: dict[str, Any]) -> None:
-        self.watch.on_state(state, self.now_s)
+        self.monitor.on_state(state, self.now_s)
 
     async def _wait(self, holds: Callable[[], bool], limit_s: float, what: str) -> None:
-        """:raises PeerError: not in time."""
+        """Wait until ``holds`` returns true.
+
+        :raises PeerError: it did not in time.
+        """
         deadline = time.monotonic() + limit_s
         while not holds():
             if time.monotonic() > deadline:
@@ -317,11 +335,11 @@ class Soak:
     # --- the end -----------------------------------------------------------------------------------
 
     def report(self) -> SoakReport:
-        """All that was found. Its times count from when faults began."""
-        options, watch, zero_s = self._options, self.watch, self._faults_s
+        """Return the report. Its times count from the first moment at which faults could come."""
+        options, watch, zero_s = self._options, self.monitor, self._faults_s
         over_s = self._over_s if self._over_s is not None else self.now_s
         gaps = [*self._gaps, *([(self._idle_since, over_s)] if self._idle_since is not None else [])]
-        struck = self._hands.struck if self._hands is not None else []
+        struck = self._hands.injected if self._hands is not None else []
         faults = _since(zero_s, struck)
         recoveries = _since(zero_s, watch.recoveries)
         return SoakReport(
@@ -335,18 +353,18 @@ class Soak:
             passed=not watch.violations,
             violations=_since(zero_s, watch.violations),
             faults=faults,
-            by_kind=by_kind(faults),
+            by_kind=count_by_kind(faults),
             not_injected=self._waited,
             recoveries=recoveries,
-            by_cause=by_cause(recoveries),
+            by_cause=time_by_cause(recoveries),
             rollbacks=watch.rollbacks,
             unprovoked=tuple(watch.unprovoked),
-            goodput=goodput(
+            goodput=measure_goodput(
                 [(at_s - zero_s, count) for at_s, count in watch.commits],
                 until_s=over_s - zero_s,
                 step_s=self._step_s,
                 gaps=[(a - zero_s, b - zero_s) for a, b in gaps],
-                done_again=watch.done_again,
+                done_again=watch.repeated_steps,
             ),
             repeat_command=options.command,
             logs=None if self._driver.logs is None else str(self._driver.logs),

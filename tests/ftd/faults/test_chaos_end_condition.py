@@ -1,4 +1,4 @@
-"""When a scenario that is played is over: judged alike for the real service and the simulator."""
+"""The end of a played scenario, decided alike for the real service and the simulator."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ KILL = {"id": "kill", "at_step": 3, "do": "kill", "node": "a"}
 
 
 class Story:
-    """A scenario and what was seen of it so far."""
+    """A scenario and what was observed of it so far."""
 
     def __init__(self, fault: dict[str, Any] = KILL, **tables: Any) -> None:
         self.scenario = parse_scenario({"fault": [fault], "limit_s": 100, "steps_after": 2, **tables}, "s")
@@ -20,7 +20,7 @@ class Story:
 
     def strike(self, at_s: float) -> None:
         [fault] = self.scenario.faults
-        self.record.on_struck(fault, at_s).over_at_s = at_s + fault.lasts_s
+        self.record.on_injected(fault, at_s).over_at_s = at_s + fault.duration_s
 
     def hear(self, name: str, at_s: float) -> None:
         self.record.on_event({"event": name, "id": name, "monotonic": at_s, "details": {}}, at_s)
@@ -32,10 +32,10 @@ class Story:
             self.record.on_event(step, 0.0)
 
     def why(self, now_s: float, *, under_way: bool = False, to_come: bool = False) -> str:
-        return self.ending.why(now_s, under_way=under_way, to_come=to_come)
+        return self.ending.end_reason(now_s, injecting=under_way, waiting=to_come)
 
 
-def test_it_ends_some_steps_after_everything_has_come() -> None:
+def test_it_ends_some_steps_after_all_expectations_are_met() -> None:
     story = Story(expect={"events": ["NodeLost"]})
     assert story.why(0.5, to_come=True) == ""
     story.strike(1.0)
@@ -46,53 +46,53 @@ def test_it_ends_some_steps_after_everything_has_come() -> None:
     story.commit(1)
     assert story.why(1.4) == ""
     story.commit(1)
-    assert story.why(1.5) == "everything has come"
+    assert story.why(1.5) == "all expectations met"
 
 
-def test_a_fault_that_lasts_is_waited_for() -> None:
+def test_it_waits_until_a_fault_is_over() -> None:
     story = Story({**KILL, "do": "disconnect", "for_s": 4.0}, steps_after=0)
     story.strike(1.0)
     assert story.why(1.1, under_way=True) == ""
     assert story.why(4.9) == ""
-    assert story.why(5.1) == "everything has come"
+    assert story.why(5.1) == "all expectations met"
 
 
-def test_one_that_lasts_as_long_as_it_does_by_itself_too() -> None:
+def test_it_waits_for_the_default_duration_of_a_fault() -> None:
     story = Story({**KILL, "do": "disconnect"}, steps_after=0)
     story.strike(1.0)
     assert story.why(5.9) == ""
-    assert story.why(6.1) == "everything has come"
+    assert story.why(6.1) == "all expectations met"
 
 
-def test_so_is_a_coordinator_that_is_yet_to_come_back() -> None:
+def test_it_waits_for_a_coordinator_to_restart() -> None:
     away = {"id": "kill", "at_step": 3, "do": "kill", "role": "coordinator", "restart_after_s": 20.0}
     story = Story(away, steps_after=0)
     story.strike(1.0)
     assert story.why(20.9) == ""
-    assert story.why(21.1) == "everything has come"
+    assert story.why(21.1) == "all expectations met"
 
 
-def test_where_nothing_trains_no_step_is_waited_for() -> None:
+def test_it_does_not_wait_for_steps_while_nothing_trains() -> None:
     story = Story()
     story.strike(1.0)
     assert story.why(1.1) == ""
     story.record.on_state({"phase": "PAUSED"})
-    assert story.why(1.2) == "everything has come"
+    assert story.why(1.2) == "all expectations met"
 
 
-def test_behind_the_job_s_end_what_is_under_way_may_come() -> None:
+def test_messages_may_still_arrive_after_the_job_s_end() -> None:
     story = Story(expect={"nodes": {"a": "OFFLINE"}})
     story.strike(1.0)
     story.hear("JobFinished", 2.0)
     assert story.why(2.1) == ""
     story.record.on_state({"phase": "FINISHED", "nodes": {"a": {"state": "OFFLINE"}}})
-    assert story.why(2.2) == "the job's end (JobFinished)"
+    assert story.why(2.2) == "the end of the job (JobFinished)"
     story.record.on_state({"phase": "FINISHED", "nodes": {"a": {"state": "HEALTHY"}}})
     assert story.why(2.1 + GRACE_S - 0.1) == ""
-    assert story.why(2.1 + GRACE_S + 0.1) == "the job's end (JobFinished)"
+    assert story.why(2.1 + GRACE_S + 0.1) == "the end of the job (JobFinished)"
 
 
-def test_what_cannot_be_made_good_ends_it() -> None:
+def test_it_ends_when_an_expectation_or_a_fault_fails() -> None:
     story = Story(expect={"no_events": ["NodeLost"], "events": ["NodeJoined"]})
     story.strike(1.0)
     assert story.why(1.1) == ""
@@ -100,7 +100,7 @@ def test_what_cannot_be_made_good_ends_it() -> None:
     assert story.why(1.3) == "an expectation that cannot be met any more"
     refused = Story()
     refused.strike(1.0)
-    refused.record.struck["kill"].problem = "a is not up"
+    refused.record.injected["kill"].problem = "a is not up"
     assert refused.why(1.1, under_way=True) == ""
-    assert refused.why(1.2) == "a fault that could not be done"
-    assert Story().why(100.1, to_come=True) == "the limit of 100 s"
+    assert refused.why(1.2) == "a fault that could not be injected"
+    assert Story().why(100.1, to_come=True) == "the time limit of 100 s"

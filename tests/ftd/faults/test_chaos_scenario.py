@@ -1,4 +1,4 @@
-"""Chaos scenarios: what they may say, and when their faults are due."""
+"""Chaos scenarios: what their files may contain, and when their faults are due."""
 
 import asyncio
 from pathlib import Path
@@ -137,9 +137,9 @@ def test_expectations_are_understood() -> None:
     )
     assert fault.expect == (
         ResumedWithin(limit_s=5),
-        StepsLost(most=0),
-        StepsRecomputed(most=1),
-        RecoveryCount(most=2),
+        StepsLost(maximum=0),
+        StepsRecomputed(maximum=1),
+        RecoveryCount(maximum=2),
         RecoveryTier(allowed=("live_replica",)),
         RecoveryCause(allowed=("node_lost", "trainer_lost")),
         EventSeen(event="NodeLost"),
@@ -182,7 +182,7 @@ def test_expectations_are_understood() -> None:
         ({"cluster": {"job": "j", "nodes": 1, "timing": {"silence": 1}}}, "did you mean 'silence_s'"),
     ],
 )
-def test_wrong_tables_of_a_scenario(table: dict[str, Any], said: str) -> None:
+def test_a_wrong_scenario_table_is_rejected(table: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_scenario({"fault": [], **table}, "s.toml")
     assert said in str(caught.value)
@@ -220,11 +220,11 @@ def test_roles_become_nodes() -> None:
     assert len(drawn) > 3
     assert all(set(two) < set("abcd") for two in drawn)
     assert struck(3, random=2) == struck(3, random=2)
-    with pytest.raises(PeerError, match="nobody is pipeline 4 now"):
+    with pytest.raises(PeerError, match="no node is pipeline 4 now"):
         struck(role="pipeline 4")
     with pytest.raises(PeerError, match="4 are up"):
         struck(random=5)
-    with pytest.raises(PeerError, match="nobody is rank 0 now"):
+    with pytest.raises(PeerError, match="no node is rank 0 now"):
         resolve_targets(one(at_step=1, do="kill", role="rank 0"), ClusterLayout(pipelines=(), alive=()), 0)
 
 
@@ -278,7 +278,7 @@ def test_roles_become_nodes() -> None:
         ),
         ({"at_step": 1, "do": "hang", "node": "a", "for_s": -2}, "negative"),
         ({"at_step": 1, "do": "hang", "node": "a", "device": -2}, "numbered from 0"),
-        ({"at_step": 1, "do": "slow", "node": "a", "factor": 0.5}, "1 is as quick as it is"),
+        ({"at_step": 1, "do": "slow", "node": "a", "factor": 0.5}, "1 is normal speed"),
         ({"at_step": 1, "do": "hang", "node": "a", "factor": 2.0}, "it belongs to slow"),
         ({"at_step": 1, "do": "term", "node": "a", "target": "trainer"}, "target has no effect on term"),
         ({"at_step": 1, "do": "start", "node": "a", "restart_after_s": 1}, "restart_after_s has no effect"),
@@ -291,7 +291,7 @@ def test_a_wrong_fault_is_named_with_the_remedy(fields: dict[str, Any], said: st
     assert "s.toml: fault 2" in str(caught.value)
 
 
-def test_files_that_are_no_scenario(tmp_path: Path) -> None:
+def test_files_that_are_not_scenarios_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     with pytest.raises(ConfigurationError, match="does not exist"):
         load_scenario(path)
@@ -309,7 +309,7 @@ def test_the_demo_scenario_fits_its_cluster() -> None:
     require_known_nodes(scenario, [f"node-{index}" for index in range(4)], "demo-chaos.toml")
 
 
-def test_faults_for_nodes_that_are_not_there() -> None:
+def test_faults_on_unknown_nodes_are_rejected() -> None:
     scenario = parse_scenario({"fault": [{"at_step": 1, "do": "kill", "node": "node-9"}]}, "s.toml")
     with pytest.raises(ConfigurationError, match=r"there is no node-9.*node-0"):
         require_known_nodes(scenario, ["node-0"], "s.toml")
@@ -320,7 +320,7 @@ def test_faults_for_nodes_that_are_not_there() -> None:
     require_remote(scenario, "s.toml")
 
 
-def test_cues_come_once_each() -> None:
+def test_each_fault_is_triggered_once() -> None:
     faults = [
         {"at_step": 10, "do": "kill", "node": "a"},
         {"at_step": 10, "do": "kill", "node": "b"},
@@ -351,11 +351,11 @@ def test_cues_come_once_each() -> None:
     assert nodes(cues.on_node("a", "HEALTHY")) == []
     mid = cues.on_node("a", "SNAP")
     assert nodes(mid) == ["g"]
-    assert nodes(cues.on_struck(mid[0])) == ["h"]
+    assert nodes(cues.on_injected(mid[0])) == ["h"]
     assert cues.waiting == ()
 
 
-def test_the_conductor_injects_what_is_due_and_survives_what_fails() -> None:
+def test_the_scheduler_injects_due_faults_and_survives_failures() -> None:
     injected: list[str] = []
     failed: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What follows a fault against what was expected: open, met, not met, with the measured value."""
+"""Expectations compared with what was observed: open, met or not met, with the measured value."""
 
 import asyncio
 import json
@@ -13,10 +13,10 @@ from ftd.cli.main import app
 from ftd.errors import FtdError, RequestRejected
 from ftd.faults.chaos.player import ScenarioPlayer, ScenarioResult
 from ftd.faults.chaos.record import ScenarioRecord
-from ftd.faults.chaos.report import encoded, render_junit, render_text
+from ftd.faults.chaos.report import encode_documents, render_junit, render_text
 from ftd.faults.chaos.scenario import parse_scenario
 from ftd.faults.chaos.values import Fault, Scenario
-from ftd.faults.chaos.verdicts import broken, judge, open_ones
+from ftd.faults.chaos.verdicts import has_failed, judge, unmet_expectations
 
 Json = dict[str, Any]
 
@@ -56,16 +56,16 @@ def started(generation: int) -> Json:
 
 
 def record(*events: tuple[float, Json], of: Scenario, struck_at_s: float = 1.0) -> ScenarioRecord:
-    """Generation 1 trains; all faults strike at this moment."""
+    """Return a record in which generation 1 trains and all faults are injected at one moment."""
     found = ScenarioRecord(state={"phase": "RUNNING", "generation": 1, "nodes": {"a": {"state": "OFFLINE"}}})
     for at_s, one in ((0.0, started(1)), (0.1, recovery(1, "start")), *events):
-        if at_s >= struck_at_s and not found.struck:
+        if at_s >= struck_at_s and not found.injected:
             for fault in of.faults:
-                found.on_struck(fault, struck_at_s)
+                found.on_injected(fault, struck_at_s)
         found.on_event(one, at_s)
-    if not found.struck:
+    if not found.injected:
         for fault in of.faults:
-            found.on_struck(fault, struck_at_s)
+            found.on_injected(fault, struck_at_s)
     return found
 
 
@@ -102,7 +102,7 @@ def record(*events: tuple[float, Json], of: Scenario, struck_at_s: float = 1.0) 
         ({"finishes": True}, [(2.0, event("JobFailed"))], False, "JobFailed"),
     ],
 )
-def test_expectations(
+def test_expectations_are_assessed(
     expect: Json, events: list[tuple[float, Json]], met: bool | None, measured: str
 ) -> None:
     played = scenario({**KILL, "expect": expect})
@@ -111,11 +111,11 @@ def test_expectations(
     assert of_fault.fault_id == "kill"
     assert of_fault.met is (met is True)
     assert measured in of_fault.measured
-    assert bool(open_ones(played, seen)) is (met is None)
-    assert broken(played, seen) is (met is False)
+    assert bool(unmet_expectations(played, seen)) is (met is None)
+    assert has_failed(played, seen) is (met is False)
 
 
-def test_a_fault_amid_a_recovery_is_over_with_that_recovery_or_the_next() -> None:
+def test_a_fault_during_a_recovery_ends_with_that_recovery_or_the_next() -> None:
     played = scenario({**KILL, "expect": {"resumed_within_s": 9}})
     before = record((0.9, started(2)), (1.5, recovery(2)), of=played)
     assert judge(played, before)[1].measured == "0.50 s"
@@ -123,19 +123,19 @@ def test_a_fault_amid_a_recovery_is_over_with_that_recovery_or_the_next() -> Non
     assert judge(played, behind)[1].measured == "1.00 s"
 
 
-def test_of_the_whole_scenario_everything_counts() -> None:
+def test_expectations_of_the_whole_scenario_count_all_faults() -> None:
     two = scenario(
         KILL, {**KILL, "id": "later", "at_step": 9}, expect={"lost_steps_max": 0, "resumed_within_s": 1}
     )
     seen = record((1.5, recovery(2, rolled_back_steps=4)), of=two)
-    seen.struck["later"].at_s = 5.0
+    seen.injected["later"].at_s = 5.0
     seen.on_event(recovery(3), 5.5)
     resumed, lost = judge(two, seen)[2:]
     assert (resumed.met, resumed.measured) == (True, "0.50 s")
     assert (lost.met, lost.measured) == (False, "4")
 
 
-def test_losses_are_held_against_an_undisturbed_run() -> None:
+def test_losses_are_compared_with_an_undisturbed_run() -> None:
     same = scenario(expect={"same_losses": 1e-3})
     seen = record((2.0, step(1, 2.0)), (3.0, step(2, 1.0)), of=same)
     assert "no run without faults" in judge(same, seen)[0].measured
@@ -145,19 +145,21 @@ def test_losses_are_held_against_an_undisturbed_run() -> None:
     [verdict] = judge(same, seen)
     assert not verdict.met
     assert "2 steps, 9.1e-02 apart at step 2" in verdict.measured
-    assert open_ones(same, ScenarioRecord(baseline={1: 1.0})) == ["losses as without faults (relative 0.001)"]
+    assert unmet_expectations(same, ScenarioRecord(baseline={1: 1.0})) == [
+        "losses as without faults (relative 0.001)"
+    ]
 
 
-def test_events_that_come_twice_count_once() -> None:
+def test_duplicated_events_count_once() -> None:
     seen = ScenarioRecord()
     one = event("StepCommitted", step=1, details={"loss": 1.0})
     for _ in range(2):
         seen.on_event({**one, "monotonic": 5.0}, 1.0)
-    assert seen.steps == 1
+    assert seen.commits == 1
 
 
 def play(played: Scenario, events: list[Json], *, refuse: str = "") -> ScenarioResult:
-    """With a real clock, one event after another; the state is running."""
+    """Play a scenario with a real clock, one event after another; the cluster's phase is RUNNING."""
 
     async def inject(fault: Fault) -> tuple[str, ...]:
         if fault.id == refuse:
@@ -177,33 +179,33 @@ def play(played: Scenario, events: list[Json], *, refuse: str = "") -> ScenarioR
     return asyncio.run(main())
 
 
-def test_a_scenario_ends_when_all_has_come_and_some_steps_behind_it() -> None:
+def test_a_scenario_ends_some_steps_after_all_expectations_are_met() -> None:
     expected = scenario({**KILL, "expect": {"resumed_within_s": 10}}, steps_after=2)
     events = [step(3), started(2), recovery(2), step(4), step(5), step(6), step(7)]
     played = play(expected, events)
     assert played.met
-    assert played.ended_by == "everything has come"
-    assert played.record.struck["kill"].nodes == ("a",)
+    assert played.ended_by == "all expectations met"
+    assert played.record.injected["kill"].nodes == ("a",)
     lines = render_text(played)
     assert "✓ kill: at step 3: kill a: at" in lines
     assert "✓ kill: resumed within 10 s: " in lines
     assert "passed s: 2 of 2 met" in lines
 
 
-def test_a_scenario_ends_as_soon_as_nothing_can_make_it_good() -> None:
+def test_a_scenario_ends_as_soon_as_an_expectation_has_failed() -> None:
     hopeless = scenario({**KILL, "expect": {"no_events": ["NodeLost"], "events": ["JobFinished"]}})
     played = play(hopeless, [step(3), event("NodeLost", node="b")])
     assert not played.met
     assert played.ended_by == "an expectation that cannot be met any more"
     refused = play(hopeless, [step(3)], refuse="kill")
-    assert refused.ended_by == "a fault that could not be done"
+    assert refused.ended_by == "a fault that could not be injected"
     assert "✗ kill: at step 3: kill a: chaos is off on a" in render_text(refused)
     late = play(scenario(KILL, limit_s=0.2), [step(1)])
-    assert late.ended_by == "the limit of 0.2 s"
-    assert "its moment never came" in render_text(late)
+    assert late.ended_by == "the time limit of 0.2 s"
+    assert "it was never due" in render_text(late)
 
 
-def test_the_reports_say_the_same_to_machines() -> None:
+def test_the_json_and_junit_reports_agree() -> None:
     bad = play(
         scenario({**KILL, "expect": {"no_events": ["TrainerLost"]}}, purpose="To see."),
         [step(3), event("TrainerLost", node="b", reason="died of \x1b[31m<&>\x00")],
@@ -213,7 +215,7 @@ def test_the_reports_say_the_same_to_machines() -> None:
     failure: Any = suites[0][1].find("failure")
     assert failure.get("message") == "b died of [31m<&>"
     assert "TrainerLost b died of" in str(suites[0].findtext("system-out"))
-    [told] = json.loads(encoded([bad]))
+    [told] = json.loads(encode_documents([bad]))
     assert (told["scenario"], told["purpose"], told["met"]) == ("s", "To see.", False)
     assert [one["met"] for one in told["expectations"]] == [True, False]
     assert told["faults"][0]["nodes"] == ["a"]
@@ -236,7 +238,7 @@ CLUSTER = '[cluster]\njob = "job.toml"\nnodes = 3\n'
         ("fault = []\n", ["--local", "--junit", "/nowhere/at/all.xml"], "--junit"),
     ],
 )
-def test_what_cannot_be_played_is_refused_before_anything_happens(
+def test_an_impossible_scenario_is_rejected_before_anything_happens(
     tmp_path: Path, text: str, arguments: list[str], said: str
 ) -> None:
     path = tmp_path / "s.toml"

@@ -1,4 +1,4 @@
-"""Who can take a job, and what is said of who cannot."""
+"""The readiness of nodes for a job, and the error about nodes that are not ready."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ from ftd.observe.run_model import RunModel
 ROOT = Path(__file__).parents[3]
 
 
-def test_news_that_come_with_the_end_of_the_wait_count(tmp_path: Path) -> None:
+def test_a_message_that_arrives_with_the_timeout_counts(tmp_path: Path) -> None:
     async def scene(*, news: bool) -> None:
         driver = LocalDriver(ClusterOptions(), ["a"])
         driver.cluster = LocalCluster(tmp_path, ClusterOptions())
@@ -31,7 +31,7 @@ def test_news_that_come_with_the_end_of_the_wait_count(tmp_path: Path) -> None:
         asyncio.run(scene(news=False))
 
 
-def test_a_node_whose_daemon_was_started_again_is_not_ready_before_all_its_trainers_are_up() -> None:
+def test_a_restarted_node_is_not_ready_before_all_its_trainers_are_up() -> None:
     run = RunModel()
     run.on_state({"nodes": {"a": {"state": "HEALTHY"}}})
     for device in (0, 1):
@@ -42,7 +42,7 @@ def test_a_node_whose_daemon_was_started_again_is_not_ready_before_all_its_train
     assert run.list_unready_nodes(["a"], devices=2) == ["a"]
 
 
-def test_a_local_cluster_loads_what_the_job_imports(tmp_path: Path) -> None:
+def test_a_local_cluster_preloads_what_the_job_imports(tmp_path: Path) -> None:
     text = (ROOT / "examples/mlp.toml").read_text()
     for code, expected in (("from transformers import AutoModel", ("transformers",)), ("import torch", ())):
         (tmp_path / "mlp.py").write_text(f"{code}\n")

@@ -1,4 +1,4 @@
-"""The pure parts of a soak: what is drawn, what is watched, what is reported."""
+"""The pure parts of a soak: what is drawn, what is checked, what is reported."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 
 from ftd.errors import ConfigurationError
-from ftd.local.soak.draw import CENTRAL, IMPAIRING, KINDS, draw
+from ftd.local.soak.draw import CENTRAL_FAULTS, IMPAIRING, KINDS, draw_faults
 from ftd.local.soak.monitor import ObservedRecovery, SoakMonitor, Violation
 from ftd.local.soak.plot import _ROWS, plot_soak, require_picture
 from ftd.local.soak.report import (
     FaultRecord,
     SoakGoodput,
     SoakReport,
-    by_cause,
-    by_kind,
-    goodput,
+    count_by_kind,
+    measure_goodput,
     render_lines,
+    time_by_cause,
 )
 
 
 def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> None:
-    short, long = (draw(7, rate_per_min=10, until_s=s) for s in (120.0, 600.0))
-    assert short == draw(7, rate_per_min=10, until_s=120.0)
+    short, long = (draw_faults(7, rate_per_min=10, until_s=s) for s in (120.0, 600.0))
+    assert short == draw_faults(7, rate_per_min=10, until_s=120.0)
     assert long[: len(short)] == short
-    assert draw(8, rate_per_min=10, until_s=120.0) != short
+    assert draw_faults(8, rate_per_min=10, until_s=120.0) != short
     assert [strike.number for strike in long] == list(range(1, len(long) + 1))
     assert all(a.at_s <= b.at_s < 600.0 for a, b in pairwise(long))
 
 
-def test_the_rate_is_kept_and_every_fault_comes_within_its_bounds() -> None:
-    strikes = draw(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
+def test_faults_come_at_the_rate_and_within_their_bounds() -> None:
+    strikes = draw_faults(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
     assert 800 < len(strikes) < 1200
     assert {strike.do for strike in strikes} == {kind.do for kind in KINDS}
     bounds = {kind.do: kind for kind in KINDS}
@@ -45,16 +45,16 @@ def test_the_rate_is_kept_and_every_fault_comes_within_its_bounds() -> None:
 
 
 def test_the_machine_s_own_memory_is_not_filled() -> None:
-    drawn = {strike.do for strike in draw(1, rate_per_min=10, until_s=60.0 * 100)}
+    drawn = {strike.do for strike in draw_faults(1, rate_per_min=10, until_s=60.0 * 100)}
     assert drawn == {kind.do for kind in KINDS} - {"fill_memory"}
 
 
-def test_whom_a_fault_strikes_depends_on_who_is_there_alone() -> None:
-    strikes = [s for s in draw(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL]
+def test_the_chosen_node_depends_only_on_the_available_nodes() -> None:
+    strikes = [s for s in draw_faults(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL_FAULTS]
     nodes = ["node-2", "node-0", "node-1"]
-    assert {strike.node_of(nodes) for strike in strikes} == set(nodes)
-    assert all(strike.node_of(nodes) == strike.node_of(sorted(nodes)) for strike in strikes)
-    assert all(strike.node_of([]) is None for strike in strikes)
+    assert {strike.choose_node(nodes) for strike in strikes} == set(nodes)
+    assert all(strike.choose_node(nodes) == strike.choose_node(sorted(nodes)) for strike in strikes)
+    assert all(strike.choose_node([]) is None for strike in strikes)
     assert {"slow", "flip", "fill_memory"}.isdisjoint(IMPAIRING)
 
 
@@ -86,7 +86,7 @@ def rules(seen: SoakMonitor) -> list[str]:
     return [violation.rule for violation in seen.violations]
 
 
-def test_an_orderly_run_breaks_no_rule() -> None:
+def test_a_correct_run_violates_no_rule() -> None:
     seen = watch()
     for step in range(1, 6):
         seen.on_event(commit(step, id=f"e-{step}"), float(step))
@@ -94,13 +94,13 @@ def test_an_orderly_run_breaks_no_rule() -> None:
         seen.on_state(state(step), step + 0.1)
         seen.on_time(step + 0.2)
     seen.on_event(event("JobFinished"), 6.0)
-    seen.on_journal([commit(step) for step in range(1, 6)], 7.0)
+    seen.check_journal([commit(step) for step in range(1, 6)], 7.0)
     assert not seen.on_time(100.0)
     assert rules(seen) == []
     assert sum(new for _, new in seen.commits) == 5
 
 
-def test_a_committed_step_goes_back_only_by_a_rollback_that_is_told() -> None:
+def test_a_committed_step_goes_back_only_with_a_published_rollback() -> None:
     seen = watch()
     for step in (1, 2, 3):
         seen.on_event(commit(step), 1.0)
@@ -113,10 +113,10 @@ def test_a_committed_step_goes_back_only_by_a_rollback_that_is_told() -> None:
     for step in (2, 3, 4):
         seen.on_event(commit(step), 3.0)
     assert rules(seen) == []
-    assert (sum(new for _, new in seen.commits), seen.done_again, seen.rollbacks) == (4, 2, 1)
+    assert (sum(new for _, new in seen.commits), seen.repeated_steps, seen.rollbacks) == (4, 2, 1)
 
 
-def test_a_state_that_goes_back_needs_a_rollback_near_it() -> None:
+def test_a_state_that_goes_back_needs_a_rollback_nearby() -> None:
     for told, expected in ((False, ["step"]), (True, [])):
         seen = watch()
         seen.on_state(state(9), 1.0)
@@ -128,7 +128,7 @@ def test_a_state_that_goes_back_needs_a_rollback_near_it() -> None:
         assert rules(seen) == expected
 
 
-def test_a_restarted_coordinator_may_tell_a_step_again_with_the_same_loss() -> None:
+def test_a_restarted_coordinator_may_publish_a_step_again_with_the_same_loss() -> None:
     seen = watch()
     seen.on_event(commit(3), 1.0)
     seen.on_event(event("CoordinatorStarted"), 2.0)
@@ -138,7 +138,7 @@ def test_a_restarted_coordinator_may_tell_a_step_again_with_the_same_loss() -> N
     assert rules(seen) == ["loss"]
 
 
-def test_losses_are_held_against_the_first_time() -> None:
+def test_losses_are_compared_with_the_first_value() -> None:
     seen = watch()
     seen.on_event(commit(5, loss=0.2 * (1 + 1e-7)), 1.0)
     assert rules(seen) == []
@@ -147,11 +147,11 @@ def test_losses_are_held_against_the_first_time() -> None:
     seen.on_event(event("JobStopped"), 3.5)
     seen.begin_round("job-2", 4.0)
     seen.on_event(commit(150, loss=0.25), 5.0)
-    seen.on_journal([commit(1, loss=3.0)], 6.0)
+    seen.check_journal([commit(1, loss=3.0)], 6.0)
     assert rules(seen) == ["loss", "loss", "gap", "loss"]
 
 
-def test_rounding_may_grow_and_a_jump_is_none() -> None:
+def test_rounding_may_grow_but_not_jump() -> None:
     seen = watch()
     apart = 1e-16
     for step in range(1, 90):
@@ -166,20 +166,20 @@ def test_rounding_may_grow_and_a_jump_is_none() -> None:
     assert rules(seen) == ["loss", "loss"]
 
 
-def test_a_standby_s_journal_lacks_what_was_told_while_it_was_away() -> None:
+def test_a_standby_s_journal_may_lack_what_was_published_while_it_was_away() -> None:
     rows = [commit(1), commit(4)]
     for standbys, wrong in ((True, []), (False, ["gap"])):
         seen = watch()
         seen.standbys = standbys
         for step in (1, 2, 3, 4):
             seen.on_event(commit(step), float(step))
-        seen.on_journal(rows, 5.0)
+        seen.check_journal(rows, 5.0)
         assert rules(seen) == wrong
-    seen.on_journal([*rows, commit(6)], 5.0)
+    seen.check_journal([*rows, commit(6)], 5.0)
     assert rules(seen)[-1] == "gap"
 
 
-def test_generations_only_grow() -> None:
+def test_generations_never_decrease() -> None:
     seen = watch()
     seen.on_event(event("GenerationStarted", 4), 1.0)
     seen.on_state(state(1, generation=3), 1.1)
@@ -190,10 +190,10 @@ def test_generations_only_grow() -> None:
     assert rules(seen) == ["generation", "generation"]
 
 
-def test_training_that_stands_still_is_told_once_and_a_fault_gives_it_time() -> None:
+def test_stuck_training_is_reported_once_and_a_fault_extends_the_limit() -> None:
     seen = watch()
     seen.on_event(commit(1), 1.0)
-    seen.struck("node-1", "stop", 9.0)
+    seen.on_injected("node-1", "stop", 9.0)
     assert not seen.on_time(18.9)
     assert seen.on_time(19.1)
     assert seen.on_time(30.0)
@@ -202,18 +202,18 @@ def test_training_that_stands_still_is_told_once_and_a_fault_gives_it_time() -> 
     assert not seen.on_time(32.0)
 
 
-def test_faults_may_not_starve_training_for_ever() -> None:
+def test_faults_may_not_stop_training_for_ever() -> None:
     seen = watch()
     seen.on_event(commit(1), 1.0)
     for second in range(2, 41):
-        seen.struck("node-1", "slow", second + 5.0)
+        seen.on_injected("node-1", "slow", second + 5.0)
         assert not seen.on_time(float(second))
-    seen.struck("node-1", "slow", 47.0)
+    seen.on_injected("node-1", "slow", 47.0)
     assert seen.on_time(42.0)
     assert rules(seen) == ["stuck"]
 
 
-def test_the_end_of_a_job_is_known_from_the_state_where_the_event_was_lost() -> None:
+def test_the_end_of_a_job_is_detected_from_the_state_if_the_event_is_lost() -> None:
     seen = watch()
     seen.on_state(state(9, phase="FINISHED"), 1.0)
     seen.on_time(1.5)
@@ -232,24 +232,24 @@ def test_a_failed_job_is_a_violation_unless_more_was_lost_than_it_tolerates() ->
 
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("MessageRejected", "refused"), ("ReplicasDiverged", "diverged"), ("ShardCorrupted", "damage")],
+    [("MessageRejected", "rejected"), ("ReplicasDiverged", "diverged"), ("ShardCorrupted", "damage")],
 )
-def test_what_no_fault_may_lead_to(name: str, rule: str) -> None:
+def test_events_that_no_fault_may_cause_are_violations(name: str, rule: str) -> None:
     seen = watch()
     seen.on_event(event(name, node="node-1"), 1.0)
     assert rules(seen) == [rule]
 
 
-def test_a_flipped_bit_may_be_found() -> None:
+def test_corruption_is_allowed_after_a_flipped_bit() -> None:
     seen = watch()
-    seen.struck("node-1", "flip", 0.5)
+    seen.on_injected("node-1", "flip", 0.5)
     seen.on_event(event("ShardCorrupted", node="node-2"), 1.0)
     assert rules(seen) == []
 
 
-def test_a_trainer_that_fails_unstruck_is_a_violation_and_a_hung_one_is_noted() -> None:
+def test_a_trainer_that_fails_without_a_fault_is_a_violation_and_a_hung_one_is_noted() -> None:
     seen = watch()
-    seen.struck("node-1", "kill_trainer", 1.0)
+    seen.on_injected("node-1", "kill_trainer", 1.0)
     seen.on_event(event("TrainerLost", node="node-1", cause="exited"), 2.0)
     assert rules(seen) == []
     seen.on_event(event("TrainerLost", node="node-2", cause="hung"), 3.0)
@@ -259,10 +259,10 @@ def test_a_trainer_that_fails_unstruck_is_a_violation_and_a_hung_one_is_noted() 
     assert rules(seen) == ["unprovoked"]
 
 
-def test_a_journal_with_a_gap_is_a_violation_and_a_short_one_too() -> None:
+def test_a_journal_with_a_gap_or_a_missing_end_is_a_violation() -> None:
     seen = watch()
     seen.on_event(commit(4), 1.0)
-    seen.on_journal([commit(1), commit(3)], 2.0)
+    seen.check_journal([commit(1), commit(3)], 2.0)
     assert rules(seen) == ["gap", "gap"]
 
 
@@ -283,7 +283,7 @@ def found(held: bool = True) -> SoakReport:
         )
     )
     commits = [(t / 10, 1) for t in range(600) if not 11.0 <= t / 10 < 12.0]
-    measured = goodput(commits, until_s=60.0, step_s=0.1, gaps=[(40.0, 50.0)], done_again=3)
+    measured = measure_goodput(commits, until_s=60.0, step_s=0.1, gaps=[(40.0, 50.0)], done_again=3)
     broken = (Violation(at_s=13.0, rule="loss", detail="step 5"),)
     return SoakReport(
         job="tiny",
@@ -296,10 +296,10 @@ def found(held: bool = True) -> SoakReport:
         passed=held,
         violations=() if held else broken,
         faults=faults,
-        by_kind=by_kind(faults),
+        by_kind=count_by_kind(faults),
         not_injected=2,
         recoveries=recoveries,
-        by_cause=by_cause(recoveries),
+        by_cause=time_by_cause(recoveries),
         rollbacks=0,
         unprovoked=(),
         goodput=measured,
@@ -308,17 +308,20 @@ def found(held: bool = True) -> SoakReport:
     )
 
 
-def test_goodput_counts_new_steps_against_the_undisturbed_pace() -> None:
+def test_goodput_compares_new_steps_with_the_undisturbed_pace() -> None:
     commits = [(-1.0, 5), (1.0, 30), (5.0, 10), (11.0, 4)]
-    measured = goodput(commits, until_s=10.0, step_s=0.1, gaps=[(6.0, 8.0)], done_again=0)
+    measured = measure_goodput(commits, until_s=10.0, step_s=0.1, gaps=[(6.0, 8.0)], done_again=0)
     assert (measured.new_steps, measured.ratio, measured.between_jobs_s) == (40, 0.5, 2.0)
     assert all(ratio is None for at_s, ratio in measured.series if 6.2 < at_s < 7.9)
     assert sum(ratio or 0.0 for _, ratio in measured.series) * 10.0 / 60 == pytest.approx(4.0, rel=0.01)
 
 
-def test_the_report_says_what_struck_what_it_took_and_how_to_repeat_it() -> None:
+def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
     said = "\n".join(render_lines(found()))
-    assert "faults: kill 1, kill_broker 1 (1 could not strike, 2 waited for a node to be well again)" in said
+    assert (
+        "faults: kill 1, kill_broker 1 (1 could not be injected, 2 waited too long for nodes to recover)"
+        in said
+    )
     assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in said
     assert "every rule held" in said
     said = "\n".join(render_lines(found(held=False)))
@@ -327,7 +330,7 @@ def test_the_report_says_what_struck_what_it_took_and_how_to_repeat_it() -> None
     assert "/tmp/somewhere" in said
 
 
-def test_goodput_is_a_part_of_the_written_report() -> None:
+def test_the_written_report_contains_goodput() -> None:
     import msgspec
 
     read = msgspec.json.decode(found().to_bytes())
@@ -348,7 +351,7 @@ def test_every_fault_has_a_row_in_the_plot(tmp_path: Path) -> None:
     assert {fault for _, _, kinds in _ROWS for fault in kinds} == {kind.do for kind in KINDS}
 
 
-def test_a_plot_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written_is_rejected_beforehand(tmp_path: Path) -> None:
     require_picture(None)
     for place in (tmp_path / "soak.gif", tmp_path / "nowhere" / "soak.png"):
         with pytest.raises(ConfigurationError, match="--plot"):

@@ -1,4 +1,4 @@
-"""The hands of a soak on a cluster that does not do what it is told: nothing gets lost, and it is said."""
+"""The injector of a soak on a cluster that does not obey: nothing is lost, and every failure is reported."""
 
 import asyncio
 from pathlib import Path
@@ -22,15 +22,15 @@ from tests.helpers.playground import write_job
 
 
 class Unwilling:
-    """Stands for a cluster of one node; ``kill`` and the start of the node raise what they are told to."""
+    """A stand-in for a cluster of one node. ``kill`` and the start of the node raise the given exceptions."""
 
-    central = ("broker", "coordinator")
+    central_services = ("broker", "coordinator")
     coordinators = ("coordinator",)
     nodes = ("node-0",)
 
     def __init__(self, *, kill: Exception | None = None, start: Exception | None = None) -> None:
         self._kill, self._start = kill, start
-        self.running = {*self.central, *self.nodes}
+        self.running = {*self.central_services, *self.nodes}
         children = {
             name: SimpleNamespace(pid=-1, log=Path("/dev/null"), process=SimpleNamespace(returncode=3))
             for name in self.running
@@ -51,51 +51,53 @@ class Unwilling:
         self.running.add(name)
 
 
-def struck(cluster: Unwilling, do: str) -> tuple[SoakInjector, SoakMonitor]:
-    """What is to be seen when a fault has struck and the hands have looked thereafter."""
-    watch = SoakMonitor(limit_s=10.0, relative=1e-6)
+def injected(cluster: Unwilling, do: str) -> tuple[SoakInjector, SoakMonitor]:
+    """Inject a fault, update the injector, and return it with its monitor."""
+    monitor = SoakMonitor(limit_s=10.0, relative=1e-6)
 
     async def main() -> SoakInjector:
         client = cast(ClusterClient, None)
-        hands = SoakInjector(client, cast(LocalCluster, cluster), watch, tolerate=1, beyond=False, seed=1)
-        hands.strike(DrawnFault(number=1, at_s=0.0, do=do, for_s=0.0, factor=1.0, place=0.5), 7.0)
-        await hands.finish(60.0)
-        hands.look(8.0)
-        return hands
+        injector = SoakInjector(
+            client, cast(LocalCluster, cluster), monitor, tolerate=1, beyond=False, seed=1
+        )
+        injector.inject(DrawnFault(number=1, at_s=0.0, do=do, for_s=0.0, factor=1.0, position=0.5), 7.0)
+        await injector.finish(60.0)
+        injector.update(8.0)
+        return injector
 
-    return asyncio.run(main()), watch
+    return asyncio.run(main()), monitor
 
 
-def told(watch: SoakMonitor) -> list[tuple[str, str]]:
-    return [(violation.rule, violation.detail) for violation in watch.violations]
+def violations(monitor: SoakMonitor) -> list[tuple[str, str]]:
+    return [(violation.rule, violation.detail) for violation in monitor.violations]
 
 
 @pytest.mark.parametrize("do", ["kill", "kill_coordinator"])
-def test_who_is_killed_comes_back(do: str) -> None:
+def test_a_killed_process_is_restarted(do: str) -> None:
     cluster = Unwilling()
-    hands, watch = struck(cluster, do)
-    assert [one.problem for one in hands.struck] == [""]
+    injector, monitor = injected(cluster, do)
+    assert [one.problem for one in injector.injected] == [""]
     assert cluster.running == {"broker", "coordinator", "node-0"}
-    assert told(watch) == []
+    assert violations(monitor) == []
 
 
 @pytest.mark.parametrize(("do", "name"), [("kill", "node-0"), ("kill_coordinator", "coordinator")])
-def test_who_ended_by_itself_just_before_the_kill_is_noticed(do: str, name: str) -> None:
-    hands, watch = struck(Unwilling(kill=PeerError("it is not running")), do)
-    assert [one.problem for one in hands.struck] == ["it is not running"]
-    assert told(watch) == [("process", f"{name} ended by itself with 3: ")]
+def test_a_process_that_ended_just_before_the_kill_is_reported(do: str, name: str) -> None:
+    injector, monitor = injected(Unwilling(kill=PeerError("it is not running")), do)
+    assert [one.problem for one in injector.injected] == ["it is not running"]
+    assert violations(monitor) == [("process", f"{name} ended by itself with 3: ")]
 
 
-def test_who_does_not_come_back_breaks_a_rule_once() -> None:
-    hands, watch = struck(Unwilling(start=PeerError("no such program")), "kill")
-    assert [one.problem for one in hands.struck] == [""]
-    assert told(watch) == [("process", "node-0 did not come back: no such program")]
+def test_a_process_that_does_not_restart_is_reported_once() -> None:
+    injector, monitor = injected(Unwilling(start=PeerError("no such program")), "kill")
+    assert [one.problem for one in injector.injected] == [""]
+    assert violations(monitor) == [("process", "node-0 did not come back: no such program")]
 
 
-def test_an_error_of_whatever_kind_is_told() -> None:
-    hands, watch = struck(Unwilling(start=LookupError("no such thing")), "kill")
-    assert [one.problem for one in hands.struck] == ["LookupError: no such thing"]
-    assert told(watch) == [("strike", "kill of node-0 broke off: LookupError: no such thing")]
+def test_unexpected_errors_are_reported() -> None:
+    injector, monitor = injected(Unwilling(start=LookupError("no such thing")), "kill")
+    assert [one.problem for one in injector.injected] == ["LookupError: no such thing"]
+    assert violations(monitor) == [("injection", "kill of node-0 failed: LookupError: no such thing")]
 
 
 # --- the undisturbed run ---------------------------------------------------------------------------
@@ -108,7 +110,7 @@ def test_an_error_of_whatever_kind_is_told() -> None:
         ("RUNNING", "its end (it is at step 0 of 9; give fewer --steps, or more --minutes)"),
     ],
 )
-def test_an_undisturbed_run_that_does_not_end_says_why(
+def test_an_undisturbed_run_that_does_not_end_raises_the_reason(
     phase: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PAUSED_S", 0.0)
@@ -123,7 +125,7 @@ def test_an_undisturbed_run_that_does_not_end_says_why(
         disk = tmp_path
 
         async def submit(self, _: Any, timeout_s: float) -> str:
-            soak.watch.state = {"phase": phase, "waiting_for": "12 nodes are needed"}
+            soak.monitor.state = {"phase": phase, "waiting_for": "12 nodes are needed"}
             return "tiny-1"
 
     soak = Soak(options, load_job_data(path), cast(LocalDriver, Driver()), lambda _: None)
