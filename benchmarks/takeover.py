@@ -27,7 +27,7 @@ from statemachine.timing import Timing
 PATIENCE_S = 60.0
 ASK_S = 0.1
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-DEPOSED = "step_down"
+DEPOSED = "stepped_down"
 """A coordinator's word for it in its log."""
 MARGIN_S = 1.0
 """Beyond what the settings make a takeover wait, at most."""

@@ -17,7 +17,7 @@ def on_message(_client, _data, message):
 
 
 client = Client(CallbackAPIVersion.VERSION2)
-client.on_connect = lambda *_: client.subscribe("ftd/v1/ftd/events", qos=1)
+client.on_connect = lambda *_: client.subscribe("ftd/v2/ftd/events", qos=1)
 client.on_message = on_message
 client.connect(sys.argv[1] if len(sys.argv) > 1 else "localhost", int((sys.argv[2:] or [1883])[0]))
 client.loop_forever()

@@ -1,9 +1,9 @@
-"""The coordinator's part of persistent checkpoints: finds them, commits them, removes old ones.
+"""The coordinator's part of persistent checkpoints: it finds them, commits them and removes old ones.
 
-All of that waits for a disk or a network, so it happens in threads: what changes something in one, in order,
-what looks in one of its own. They are daemon threads: a file system that hangs must not keep the coordinator
-from ending. The bytes themselves are the nodes' (``ftd.snapshots.persist``); only headers are read here,
-and the node that reads a layer checks its bytes.
+All of this waits for a disk or a network, so it happens in threads: one thread makes all changes in order,
+and each look-up has a thread of its own. They are daemon threads, so that a file system that hangs cannot
+keep the coordinator from ending. Nodes write the bytes (``ftd.snapshots.persist``); the coordinator reads
+only headers, and the node that reads a layer verifies its bytes.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _log = structlog.get_logger("ftd.checkpoints")
 
 
 class CheckpointService:
-    """What the machine and its clients want to know of, or do to, the places of checkpoints."""
+    """Carries out what the machine and clients ask of checkpoint locations."""
 
     def __init__(self, feed: Callable[[Event], None], now: Callable[[], float]) -> None:
         self._feed = feed
@@ -47,20 +47,22 @@ class CheckpointService:
         self._changes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._changing = False
         self._exporting: int | None = None
-        """Step of the checkpoint that is read for an export."""
+        """Step of the checkpoint that is being exported, which must not be removed."""
 
     # --- the machine's effects -------------------------------------------------------------------
 
     def commit(self, effect: CommitCheckpoint) -> None:
-        """Feeds CheckpointCommitted or CheckpointCommitFailed."""
+        """Commit a checkpoint and feed CheckpointCommitted or CheckpointCommitFailed."""
         self._change(lambda: commit(effect, self._now(), spared=self._exporting))
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
-        """Remove what is left of an attempt. What cannot be removed goes with the next ``prune``."""
+        """Remove the files of an attempt. What cannot be removed now is removed by the next ``prune``."""
         self._change(lambda: abandon(effect))
 
     def export(self, effect: ExportCheckpoint) -> None:
-        """Feeds CheckpointExported or CheckpointExportFailed. Its checkpoint stays until then."""
+        """Export a checkpoint and feed ExportCompleted or ExportFailed. The checkpoint is not removed before
+        that.
+        """
         self._exporting = effect.step
 
         def work() -> ExportCompleted | ExportFailed:
@@ -69,16 +71,18 @@ class CheckpointService:
             finally:
                 self._exporting = None
 
-        _start(self._answering(work))
+        _start(self._with_answer(work))
 
     def find(self, effect: FindCheckpoint) -> None:
-        """Feeds CheckpointFound."""
-        _start(self._answering(lambda: find(effect, self._now())))
+        """Find the newest usable checkpoint and feed CheckpointFound."""
+        _start(self._with_answer(lambda: find(effect, self._now())))
 
     # --- before a job is submitted ---------------------------------------------------------------
 
     def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
-        """Call ``then`` with what the job begins from, and with why it may not begin, or an empty string."""
+        """Call ``then`` with the checkpoint that the job begins from, and with the reason why it may not
+        begin, or ``""``.
+        """
         loop = asyncio.get_running_loop()
 
         def look() -> None:
@@ -88,30 +92,30 @@ class CheckpointService:
             except ConfigurationError as error:
                 refusal = str(error)
             except Exception as error:
-                refusal = _unforeseen(error)
-            _hand_over(loop, lambda: then(begin, refusal))
+                refusal = _describe_unexpected(error)
+            _call_on_loop(loop, lambda: then(begin, refusal))
 
         _start(look)
 
     # --- threads ---------------------------------------------------------------------------------
 
     def _change(self, work: Callable[[], Event | None]) -> None:
-        self._changes.put(self._answering(work))
+        self._changes.put(self._with_answer(work))
         if not self._changing:
             self._changing = True
-            _start(self._work_off)
+            _start(self._run_changes)
 
-    def _work_off(self) -> None:
+    def _run_changes(self) -> None:
         while True:
             self._changes.get()()
 
-    def _answering(self, work: Callable[[], Event | None]) -> Callable[[], None]:
+    def _with_answer(self, work: Callable[[], Event | None]) -> Callable[[], None]:
         loop = asyncio.get_running_loop()
 
         def answer() -> None:
             event = work()
             if event is not None:
-                _hand_over(loop, lambda: self._feed(event))
+                _call_on_loop(loop, lambda: self._feed(event))
 
         return answer
 
@@ -120,17 +124,19 @@ def _start(work: Callable[[], None]) -> None:
     threading.Thread(target=work, name="checkpoints", daemon=True).start()
 
 
-def _hand_over(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
-    if not loop.is_closed():  # The coordinator may have ended meanwhile.
+def _call_on_loop(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
+    if not loop.is_closed():  # The coordinator may have ended in the meantime.
         loop.call_soon_threadsafe(action)
 
 
 # --- the work itself ---------------------------------------------------------------------------------
 
 
-def _unforeseen(error: Exception) -> str:
-    """In words. Whatever was raised, the machine waits for an answer, and the thread has more to do."""
-    _log.exception("unforeseen")
+def _describe_unexpected(error: Exception) -> str:
+    """Log an unexpected error and return it in words: the machine waits for an answer, and the thread has
+    other work.
+    """
+    _log.exception("unexpected_error")
     return f"{type(error).__name__}: {error}"
 
 
@@ -139,13 +145,13 @@ def _store(job: Job, *, create: bool = False) -> CheckpointStore:
 
 
 def export(effect: ExportCheckpoint, now: Callable[[], float]) -> ExportCompleted | ExportFailed:
-    """Export a checkpoint of the job; whatever goes wrong is said in words."""
+    """Export a checkpoint of the job. Every error is returned as ``ExportFailed``."""
     job, began_at = effect.job, now()
     policy = job.checkpoint
     try:
         done = run_export(policy.url, job.name, effect.step, policy.huggingface_directory, effect.limit_s)
     except Exception as error:
-        detail = str(error) if isinstance(error, CheckpointError) else _unforeseen(error)
+        detail = str(error) if isinstance(error, CheckpointError) else _describe_unexpected(error)
         return ExportFailed(at=now(), cause=effect.cause, job_id=job.job_id, step=effect.step, detail=detail)
     return ExportCompleted(
         at=now(),
@@ -161,12 +167,12 @@ def export(effect: ExportCheckpoint, now: Callable[[], float]) -> ExportComplete
 def commit(
     effect: CommitCheckpoint, at: float, spared: int | None = None
 ) -> CheckpointCommitted | CheckpointCommitFailed:
-    """Write the manifest of what the nodes have written, then remove what is too old.
+    """Write the manifest of what the nodes have written, then remove checkpoints that are too old.
 
-    :param spared: step of a checkpoint that is not removed yet.
+    :param spared: step of a checkpoint that must not be removed yet.
     """
     job = effect.job
-    said: dict[str, Any] = {"at": at, "cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
+    fields: dict[str, Any] = {"at": at, "cause": effect.cause, "attempt": effect.attempt, "step": effect.step}
     try:
         store = _store(job)
         store.commit(
@@ -179,27 +185,29 @@ def commit(
             ftd_version=version("ftd"),
         )
     except (StorageError, ValueError) as error:
-        return CheckpointCommitFailed(**said, detail=str(error))
+        return CheckpointCommitFailed(**fields, detail=str(error))
     except Exception as error:
-        return CheckpointCommitFailed(**said, detail=_unforeseen(error))
+        return CheckpointCommitFailed(**fields, detail=_describe_unexpected(error))
     pruned: tuple[int, ...] = ()
     try:
         pruned = store.prune(job.checkpoint.keep, newest=effect.step, exempt=spared)
     except Exception as error:
-        # It is there; what is too old goes next time.
-        _log.warning("prune", url=job.checkpoint.url, reason=str(error))
-    return CheckpointCommitted(**said, pruned=pruned)
+        # The checkpoint is committed; old ones are removed next time.
+        _log.warning("prune_failed", url=job.checkpoint.url, reason=str(error))
+    return CheckpointCommitted(**fields, pruned=pruned)
 
 
 def abandon(effect: AbandonCheckpoint) -> None:
-    """A commit whose answer nobody heard stays: its files are the checkpoint's."""
+    """Remove the files of an attempt, unless they were committed: then they belong to a checkpoint, although
+    the commit was never acknowledged.
+    """
     job = effect.job
     try:
         store = _store(job)
         if not any(_is_of(manifest, effect) for manifest in store.manifests()):
             store.abandon(store.begin(effect.step, effect.attempt))
     except Exception as error:
-        _log.warning("abandon", url=job.checkpoint.url, reason=f"{type(error).__name__}: {error}")
+        _log.warning("abandon_failed", url=job.checkpoint.url, reason=f"{type(error).__name__}: {error}")
 
 
 def _is_of(manifest: CheckpointManifest, effect: AbandonCheckpoint) -> bool:
@@ -209,30 +217,34 @@ def _is_of(manifest: CheckpointManifest, effect: AbandonCheckpoint) -> bool:
 
 
 def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
-    """The newest one that is complete and not known to be damaged."""
-    said: dict[str, Any] = {"at": at, "cause": effect.cause, "generation": effect.generation}
+    """Find the newest checkpoint that is complete and not known to be corrupt."""
+    fields: dict[str, Any] = {"at": at, "cause": effect.cause, "generation": effect.generation}
     try:
         found, skipped = find_newest_checkpoint(effect.job, effect.corrupt_steps)
     except Exception as error:
-        reason = str(error) if isinstance(error, StorageError) else _unforeseen(error)
-        return CheckpointFound(**said, checkpoint=None, skipped=(), reason=reason, unreadable=True)
-    reason = "" if found is not None else f"{effect.job.checkpoint.url} has none of job {effect.job.name!r}"
-    return CheckpointFound(**said, checkpoint=found, skipped=skipped, reason=reason)
+        reason = str(error) if isinstance(error, StorageError) else _describe_unexpected(error)
+        return CheckpointFound(**fields, checkpoint=None, skipped=(), reason=reason, unreadable=True)
+    reason = (
+        ""
+        if found is not None
+        else f"{effect.job.checkpoint.url} has no checkpoint of job {effect.job.name!r}"
+    )
+    return CheckpointFound(**fields, checkpoint=found, skipped=skipped, reason=reason)
 
 
 def find_newest_checkpoint(
     job: Job, spoiled: tuple[int, ...] = ()
 ) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
-    """With what was passed over on the way to it.
+    """Return the newest usable checkpoint, and the newer ones that were skipped.
 
-    :raises StorageError: the place cannot be read.
+    :raises StorageError: the location cannot be read.
     """
     store = _store(job)
     manifests = store.manifests()
-    skipped = [SkippedCheckpoint(step=None, reason=met) for met in (*store.problems, *store.unfinished)]
+    skipped = [SkippedCheckpoint(step=None, reason=note) for note in (*store.problems, *store.unfinished)]
     for manifest in manifests:
         if manifest.step in spoiled:
-            skipped.append(SkippedCheckpoint(step=manifest.step, reason="a node found it damaged"))
+            skipped.append(SkippedCheckpoint(step=manifest.step, reason="a node found it corrupt"))
         elif problem := _problem_of(store, manifest):
             skipped.append(SkippedCheckpoint(step=manifest.step, reason=problem))
         else:
@@ -241,7 +253,7 @@ def find_newest_checkpoint(
 
 
 def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
-    """What can be seen without reading the layers."""
+    """Return what is wrong with a checkpoint, as far as its headers show; empty: nothing."""
     try:
         _vote(manifest)
         if fingerprint_of(store.open(manifest.step).headers()) != manifest.fingerprint:
@@ -252,7 +264,10 @@ def _problem_of(store: CheckpointStore, manifest: CheckpointManifest) -> str:
 
 
 def _vote(manifest: CheckpointManifest) -> Vote:
-    """:raises msgspec.ValidationError: it names none."""
+    """Return the vote that the manifest holds.
+
+    :raises msgspec.ValidationError: it holds none.
+    """
     return msgspec.convert(manifest.vote, Vote)
 
 
@@ -266,9 +281,10 @@ def _checkpoint(manifest: CheckpointManifest) -> Checkpoint:
 
 
 def find_initial_checkpoint(job: Job) -> Checkpoint | None:
-    """What a submitted job begins from; makes the directory where it is not there yet.
+    """Return the checkpoint that a submitted job begins from, and create the directory if necessary.
 
-    :raises ConfigurationError: the place cannot be used, or holds what the job would mix with.
+    :raises ConfigurationError: the location cannot be used, or holds checkpoints that the job would mix
+    with.
     """
     policy = job.checkpoint
     if not policy.url:
@@ -288,15 +304,18 @@ def find_initial_checkpoint(job: Job) -> Checkpoint | None:
         raise ConfigurationError(
             f"{policy.url} holds checkpoints of a job {job.name!r}, the newest of step {begin.step}",
             field="checkpoint.resume",
-            remedy="write true to go on from it; or give this job another url or another name",
+            remedy="set it to true to continue from it, or give this job another url or name",
         )
     for passed in skipped:
-        _log.warning("skipped", url=policy.url, step=passed.step, reason=passed.reason)
+        _log.warning("checkpoint_skipped", url=policy.url, step=passed.step, reason=passed.reason)
     return begin
 
 
 def _make_exports(directory: str) -> None:
-    """:raises ConfigurationError: nothing can be exported there."""
+    """Create the directory for exports.
+
+    :raises ConfigurationError: nothing can be exported there.
+    """
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(directory, os.W_OK | os.X_OK) else "it cannot be written"

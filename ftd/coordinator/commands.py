@@ -1,5 +1,6 @@
-"""What the machine has nodes told, as messages: to one node on its own topic, to several on that of all; and
-what the broker is to forget of one."""
+"""Publishing of the machine's commands: to one node on its own topic, to several nodes on the common one. Also
+removes what the broker retains for a node.
+"""
 
 import asyncio
 from collections import deque
@@ -15,11 +16,11 @@ from statemachine.effects import BroadcastCommand, RemoveNode, SendCommand
 _log = structlog.get_logger("ftd.coordinator")
 
 MAX_UNCONFIRMED_BROADCASTS = 64
-"""Broadcasts that are known again when the broker sends them to us, too."""
+"""Broadcasts that are remembered until the broker delivers them back to this coordinator."""
 
 
 class CommandSession(Protocol):
-    """The seat, as far as it is used here."""
+    """The part of the leader session that is needed here."""
 
     @property
     def connected(self) -> bool: ...
@@ -28,14 +29,14 @@ class CommandSession(Protocol):
 
 
 class CommandSender:
-    """See the module.
+    """Publishes commands.
 
-    It hears the topic of all nodes itself, and refuses for all of them what they cannot read.
+    It also receives the topic of all nodes, and rejects on behalf of all of them what they cannot read.
     """
 
     def __init__(self, topics: Topics, session: CommandSession) -> None:
         self._topics, self._session = topics, session
-        self._said: deque[bytes] = deque(maxlen=MAX_UNCONFIRMED_BROADCASTS)
+        self._unconfirmed: deque[bytes] = deque(maxlen=MAX_UNCONFIRMED_BROADCASTS)
 
     def send(self, effect: SendCommand | BroadcastCommand | RemoveNode) -> None:
         if isinstance(effect, RemoveNode):
@@ -44,28 +45,31 @@ class CommandSender:
             self._session.publish(self._topics.node_command(effect.node), encode_to_node(effect.message))
         else:
             payload = encode_to_nodes(effect.message)
-            self._said.append(payload)
+            self._unconfirmed.append(payload)
             self._session.publish(self._topics.command, payload)
-            asyncio.get_running_loop().call_later(ECHO_S, self._miss, payload)
+            asyncio.get_running_loop().call_later(ECHO_S, self._log_missing, payload)
 
     def on_connected(self) -> None:
-        """A new session: what went out by the one before does not come back."""
-        self._said.clear()
+        """Forget the broadcasts of the previous session: they do not come back."""
+        self._unconfirmed.clear()
 
     def receive_broadcast(self, payload: bytes, retained: bool) -> None:
-        """What came on the topic of all nodes: mostly our own words, which are not read again.
+        """Check a message on the topic of all nodes. Most are this coordinator's own, and are not decoded
+        again.
 
         :raises WireError: no node can act on it.
         """
         check_not_retained(retained)
-        if payload in self._said:
-            self._said.remove(payload)
+        if payload in self._unconfirmed:
+            self._unconfirmed.remove(payload)
         else:
             decode_to_nodes(payload)
 
-    def _miss(self, payload: bytes) -> None:
-        """mosquitto drops without a word what an ACL forbids: then the nodes do not hear it, either."""
-        if payload in self._said and self._session.connected:
-            self._said.remove(payload)
-            remedy = "does the broker's ACL know this topic? one made by ftd acl of this version does"
-            _log.error("unheard", topic=self._topics.command, remedy=remedy)
+    def _log_missing(self, payload: bytes) -> None:
+        """Log a broadcast that did not come back. mosquitto drops silently what its ACL forbids, so no node
+        receives it either.
+        """
+        if payload in self._unconfirmed and self._session.connected:
+            self._unconfirmed.remove(payload)
+            remedy = "does the broker's ACL allow this topic? make it again with this version's ftd acl"
+            _log.error("broadcast_not_received", topic=self._topics.command, remedy=remedy)

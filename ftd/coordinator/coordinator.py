@@ -1,11 +1,11 @@
-"""A coordinator: the cluster machine between the broker, the journal and the planner.
+"""One coordinator: it connects the cluster machine to the broker, the journal and the planner.
 
-The order of things on a failure, all on one event loop: the last will arrives, the machine answers with effects, the
-state is journaled, the commands go out. Everything slow is elsewhere (planning in a process and a thread of its own) or
-limited (the public state goes out at most ten times a second).
+On a failure, one event loop does this in order: the last will arrives, the machine answers with effects,
+the state is journaled, the commands are sent. Everything slow happens elsewhere (planning has a process and
+a thread of its own) or is limited (the public state is published at most ten times a second).
 
-``Coordinator`` does everything that a coordinator decides, on any event loop and with any ``Ports``: the daemon
-(``ftd.coordinator.daemon``) and the simulator run it.
+``Coordinator`` makes all of a coordinator's decisions, on any event loop and with any ``Ports``. The daemon
+(``ftd.coordinator.daemon``) and the simulator both run it.
 """
 
 import asyncio
@@ -64,10 +64,14 @@ _log = structlog.get_logger("ftd.coordinator")
 
 STATE_PERIOD_S = 0.1
 STATE_SHARE = 0.05
-"""Of the time, at most, goes into the public state: one of a thousand nodes takes milliseconds."""
-STATE_LATER = 25
-"""Times as long as it takes it waits, at least: a decision among a thousand nodes comes first."""
-GOODBYE_S = 1.0
+"""Largest share of the time that may be spent on the public state, which takes milliseconds for a thousand
+nodes.
+"""
+STATE_WAIT_FACTOR = 25
+"""Least wait before the public state is published, in multiples of the time that publishing takes: decisions
+among a thousand nodes come first.
+"""
+LEAVE_TIMEOUT_S = 1.0
 ClusterEffect = (
     EmitEvent | SendCommand | BroadcastCommand | PersistState | PublishCluster | BuildTemplates
     | CancelTemplates | PlanAhead | ComputePlan | ComparePlan | CheckRestore | CommitCheckpoint | ExportCheckpoint
@@ -76,10 +80,7 @@ ClusterEffect = (
 
 
 class Coordinator:
-    """One coordinator process, whatever runs around it.
-
-    ``run`` drives it; see the module.
-    """
+    """One coordinator process. ``run`` drives it; see the module."""
 
     def __init__(
         self,
@@ -95,10 +96,10 @@ class Coordinator:
     ) -> None:
         """Open the journal.
 
-        :param directory: where the journal is.
-        :param anew: forget the job, here and at the broker, once this coordinator leads.
+        :param directory: directory of the journal.
+        :param reset: discard the job, here and at the broker, once this coordinator leads.
         :param state_period_s: least time between two publications of the cluster's state.
-        :param watch: see ``Driver``.
+        :param observe: see ``Driver``.
         :raises JournalError: there is no usable journal.
         """
         self.topics = Topics(cluster=cluster)
@@ -106,9 +107,9 @@ class Coordinator:
         self._incarnation = me.incarnation
         self._state_period_s = state_period_s
         self.journal = Journal(directory, disk=ports.disk, clock=ports.clock)
-        self._pack = state_compressor().compress
+        self._encode = state_compressor().compress
         self._stopping = False
-        self._forced_for: tuple[Any, ...] = ()
+        self._forced_key: tuple[Any, ...] = ()
         self._published_at, self._publish_took_s = -state_period_s, 0.0
         self._publish_timer: asyncio.TimerHandle | None = None
         self._timing = timing
@@ -145,20 +146,20 @@ class Coordinator:
             public_state=self.public_state,
             job=lambda: self.machine.job,
         )
-        self._hearing = CoordinatorMessageRouter(
+        self._router = CoordinatorMessageRouter(
             self.topics,
             self.driver,
             requests=self._requests,
             events=self._events,
             commands=self._commands,
-            unreachable=self._publish_state_soon,  # Another process says so, and this one does lead.
-            refused=self._refused,
+            unreachable=self._publish_state_soon,  # Another process reports this, while this one leads.
+            refused=self._report_rejected,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Serve until ``stop`` is set. Trainers go on: they need no coordinator to train.
+        """Serve until ``stop`` is set. Trainers continue: they need no coordinator to train.
 
-        :raises JournalError: the journal cannot be written any more.
+        :raises JournalError: the journal can no longer be written.
         """
         driving, leading = (
             asyncio.ensure_future(self.driver.run()),
@@ -170,7 +171,7 @@ class Coordinator:
             await asyncio.wait([driving, leading, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in (driving, leading):
                 if task.done():
-                    task.result()  # Only an error ends these: hand it on.
+                    task.result()  # These tasks end only with an error: raise it here.
         except Exception as error:
             problem = error
             raise
@@ -180,7 +181,7 @@ class Coordinator:
     async def _end(
         self, first: Sequence[asyncio.Future[Any]], leading: asyncio.Future[Any], problem: Exception | None
     ) -> None:
-        """Stop deciding, publish that nobody decides any more and why, then leave."""
+        """Stop deciding, publish that nobody coordinates any more and why, then leave."""
         self._stopping = True
         self._observer.on_stopping()
         await cancel_all(first)
@@ -188,8 +189,8 @@ class Coordinator:
         if self._publish_timer is not None:
             self._publish_timer.cancel()
         why = "was stopped" if problem is None else f"ended: {str(problem) or type(problem).__name__}"
-        gone = self.leadership.unreachable_state(f"the coordinator {why}", graceful=problem is None)
-        await self.leadership.leave(gone, GOODBYE_S)
+        last_state = self.leadership.unreachable_state(f"the coordinator {why}", graceful=problem is None)
+        await self.leadership.leave(last_state, LEAVE_TIMEOUT_S)
         await cancel_all([leading])
 
     def _new_leadership(self, ports: Ports, me: Peer) -> Leadership:
@@ -202,12 +203,12 @@ class Coordinator:
             self._timing,
             ports.clock,
             subscriptions=(topics.request, topics.cluster_state),
-            # Messages that many send at the same time, and copies of this coordinator's own.
+            # Messages that many nodes send at the same time, and copies of this coordinator's own messages.
             unacknowledged=(topics.node_signal(), topics.node_state(), topics.events, topics.command),
             leader=LeaderCallbacks(
                 begin=self._begin,
                 check=self._takeover.check,
-                state=lambda: self._pack(self._durable()),
+                state=lambda: self._encode(self._durable()),
                 end=self._end_lead,
                 emit=self._emit,
                 publish_state=self._publish_state_soon,
@@ -218,7 +219,7 @@ class Coordinator:
                 on_broker_alive=self._observer.on_broker_alive,
                 save_journal=self._takeover.save_copy,
                 on_event=self._events.receive_as_follower,
-                on_state=self._seen,
+                on_state=self._on_leader_state,
             ),
             shared=self.journal.shared,
             on_message=self._on_message,
@@ -228,7 +229,7 @@ class Coordinator:
         )
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        self._hearing.on_message(topic, payload, retained)
+        self._router.on_message(topic, payload, retained)
 
     # --- what happens ------------------------------------------------------------------------------
 
@@ -238,24 +239,24 @@ class Coordinator:
     # --- who leads ---------------------------------------------------------------------------------
 
     def status(self) -> str:
-        """Return what this coordinator does, in words."""
+        """Return a description of what this coordinator does."""
         return f"{self.leadership.describe_role()}, cluster {self.topics.cluster}"
 
     def _begin(self, leader: Leader, copy: JournalCopy | None) -> None:
-        """Go on from the newest of what the last leader left at the broker and what is known here."""
-        begun = self._takeover.begin(copy, leader.incarnation)
-        self.machine = begun.machine
+        """Begin to lead, from the newer of the last leader's journal at the broker and this host's."""
+        initial = self._takeover.begin(copy, leader.incarnation)
+        self.machine = initial.machine
         if self.machine.job_id is not None:
             self.journal.set_job(self.machine.job_id)
         self.driver.replace_machine(self.machine)
         self._leading = True
-        self._forced_for = ()
-        self._events.publish_unacknowledged(self.leadership, begun.outbox, self.machine.plan_details)
-        for effect in begun.effects:
+        self._forced_key = ()
+        self._events.publish_unacknowledged(self.leadership, initial.outbox, self.machine.plan_details)
+        for effect in initial.effects:
             self._perform(effect)
 
     def _end_lead(self, leader: Leader) -> None:
-        """What we know is not true any more: another coordinator decides."""
+        """Drop the machine's state, which is out of date: another coordinator decides now."""
         self._leading = False
         if self.machine.job_id is not None:
             self.planning.cancel(CancelTemplates(cause="deposed", job_id=self.machine.job_id))
@@ -269,7 +270,9 @@ class Coordinator:
         self._observer.on_status(self.status())
 
     def feed(self, event: Event) -> None:
-        """Feed the machine, while this coordinator leads: what it asked for as the leader counts for so long."""
+        """Feed the machine if this coordinator leads. Answers to what it asked for as the leader are dropped
+        afterwards.
+        """
         if self._leading:
             self.driver.feed(event)
 
@@ -282,15 +285,17 @@ class Coordinator:
         self._observer.on_status("waiting for the broker")
         self.driver.feed(BrokerDisconnected(**self._stamp()))
 
-    def _refused(self, event: EmitEvent) -> None:
-        """A payload that nobody can act on: tell the world, go on."""
+    def _report_rejected(self, event: EmitEvent) -> None:
+        """Publish that a payload was rejected, and continue."""
         self._emit(event)
         self.journal.flush()
 
     # --- what the machine wants ----------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        effect = cast(ClusterEffect, effect)  # Timers are the driver's, and the rest is the agents'.
+        effect = cast(
+            ClusterEffect, effect
+        )  # The driver handles timers, and the other effects belong to nodes.
         match effect:
             case EmitEvent():
                 self._emit(effect)
@@ -334,18 +339,18 @@ class Coordinator:
         self._events.emit(self.leadership, event, self.driver.now())
 
     def _durable(self) -> dict[str, Any]:
-        """The state, and what is yet to be told of it."""
+        """Return the durable state of the machine with the events that are not acknowledged yet."""
         return {**self.machine.durable_parts(), OUTBOX: self._events.outbox.entries}
 
     def _persist(self) -> None:
-        """Forced to the disk when a promise is in it, written in any case."""
+        """Write the state to the journal, and force it to the disk if a loss of power must not take it back."""
         state = self._durable()
-        kept_as = self._pack(state)
-        position = self.leadership.replicate(kept_as, self.driver.now())
-        promise = durability_key(state)
-        forced = promise != self._forced_for or state["generation"] > self.journal.reserved
-        self.journal.save(kept_as, forced=forced, position=position)
-        self._forced_for = promise
+        encoded = self._encode(state)
+        position = self.leadership.replicate(encoded, self.driver.now())
+        key = durability_key(state)
+        forced = key != self._forced_key or state["generation"] > self.journal.reserved
+        self.journal.save(encoded, forced=forced, position=position)
+        self._forced_key = key
 
     def _steps(self, events: Sequence[Event], bug: Callable[[Event], None]) -> list[Effect]:
         effects = self.machine.steps(cast(Any, events), bug)
@@ -360,7 +365,7 @@ class Coordinator:
         )
 
     def _track(self) -> None:
-        """Have the job's steps logged while we lead it."""
+        """Have the job's steps logged while this coordinator leads."""
         if self._leading:
             phase = self.machine.phase
             outcome = str(phase) if phase in (ClusterPhase.FINISHED, ClusterPhase.FAILED) else None
@@ -380,20 +385,22 @@ class Coordinator:
             )
             self.journal.flush()
 
-    def _seen(self, state: dict[str, Any]) -> None:
-        """Take the state that another coordinator publishes: the steps that it reports are of this job."""
+    def _on_leader_state(self, state: dict[str, Any]) -> None:
+        """Take the state that another coordinator publishes: the steps that follow belong to its job."""
         self._observer.on_state(state)
         job = state.get("job")
         if isinstance(job, dict) and isinstance(name := job.get("id"), str) and NAME_PATTERN.fullmatch(name):
             self.journal.set_job(name)
 
     def _publish_state_soon(self) -> None:
-        """Behind what is more urgent, and not before a tenth of a second has passed since the last time."""
+        """Publish the cluster's state after more urgent work, and at least ``state_period_s`` after the last
+        time.
+        """
         if self._stopping or self._publish_timer is not None:
             return
         loop = asyncio.get_running_loop()
         due = self._published_at + max(self._state_period_s, self._publish_took_s / STATE_SHARE)
-        wait_s = max(due - loop.time(), STATE_LATER * self._publish_took_s)
+        wait_s = max(due - loop.time(), STATE_WAIT_FACTOR * self._publish_took_s)
         self._publish_timer = loop.call_later(wait_s, self._publish_state)
 
     def _publish_state(self) -> None:

@@ -34,16 +34,18 @@ _log = structlog.get_logger("ftd.coordinator")
 
 
 class CoordinatorDaemon:
-    """One ``ftd coordinator``: ``await CoordinatorDaemon(config).run()`` lasts until it is told to stop.
+    """The process of ``ftd coordinator``: ``await CoordinatorDaemon(config).run()`` serves until a signal ends
+    it.
 
-    It is the ``Observer`` of its coordinator: what it observes goes to metrics, dashboard, tracking and systemd.
+    It is the ``Observer`` of its coordinator, and passes what it observes to metrics, dashboard, tracking
+    and systemd.
     """
 
     def __init__(self, config: DaemonConfig, *, reset: bool = False) -> None:
         """Open the journal.
 
-        :param anew: forget the job, here and at the broker, once this coordinator leads.
-        :raises JournalError: there is no usable journal in ``coordinator.state_dir``.
+        :param reset: discard the job, here and at the broker, once this coordinator leads. :raises
+        JournalError: there is no usable journal in ``coordinator.state_dir``.
         """
         self._cluster = config.cluster
         self._cache = PlanCache(config.state_dir / "plans")
@@ -84,14 +86,14 @@ class CoordinatorDaemon:
         return self._planning
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the present machine, which changes with who leads."""
+        """Return the state of the current machine, which is replaced when the leader changes."""
         return self._coordinator.machine.public_state()
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT. Trainers go on: they need no coordinator to train.
+        """Serve until SIGTERM or SIGINT. Trainers continue: they need no coordinator to train.
 
-        :raises JournalError: the journal cannot be written any more.
-        :raises ConfigurationError: metrics or the dashboard cannot be served where they should.
+        :raises JournalError: the journal can no longer be written.
+        :raises ConfigurationError: metrics or the dashboard cannot be served at their address.
         """
         coordinator = self._coordinator
         await self._metrics_server.start()
@@ -101,7 +103,7 @@ class CoordinatorDaemon:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
         self._planning.warm_up()
-        _log.info("run", cluster=self._cluster)
+        _log.info("started", cluster=self._cluster)
         watchdog = asyncio.ensure_future(systemd.feed_watchdog())
         systemd.notify("READY=1", f"STATUS={coordinator.status()}")
         try:
@@ -131,7 +133,7 @@ class CoordinatorDaemon:
         self._dashboard.on_event(message, own)
 
     def on_broker_alive(self) -> None:
-        """Show on the dashboard that the broker delivers."""
+        """Show on the dashboard that the broker delivers messages."""
         self._dashboard.on_broker_message()
 
     def on_state(self, state: dict[str, Any]) -> None:
@@ -139,7 +141,7 @@ class CoordinatorDaemon:
         self._dashboard.on_state(state)
 
     def on_acknowledged(self, seconds: float) -> None:
-        """Count how long the broker took for a message."""
+        """Record the time that the broker took for a message."""
         self._metrics.common.broker_round_trip.observe(seconds)
 
     def track_job(self, job: Job | None, term: int, outcome: str | None) -> None:
@@ -147,9 +149,9 @@ class CoordinatorDaemon:
         self._tracking.set_job(job, term, outcome)
 
     def on_status(self, text: str) -> None:
-        """Tell systemd what this coordinator does."""
+        """Report to systemd what this coordinator does."""
         systemd.notify(f"STATUS={text}")
 
     def on_stopping(self) -> None:
-        """Tell systemd that this coordinator is about to leave."""
+        """Report to systemd that this coordinator is about to leave."""
         systemd.notify("STOPPING=1")

@@ -1,11 +1,11 @@
 """The event stream: every ``EmitEvent`` becomes a log line, a journal row and an MQTT message.
 
-What was decided is in the durable state, with its events, before anybody hears of it (``add_to_outbox``,
-``statemachine.cluster.durable.outbox``); whoever leads next tells what the broker never acknowledged
-(``publish_unacknowledged``).
+A decision and its events are in the durable state before anybody receives them (``add_to_outbox``,
+``statemachine.cluster.durable.outbox``). The next leader publishes the events that the broker has not
+acknowledged (``publish_unacknowledged``).
 
-Nodes publish events, too (a trainer started, chaos struck); those are heard and put into the journal, so that
-it tells the whole story.
+Nodes publish events, too (a trainer started, a fault was injected); these are received and put into the
+journal, so that it holds the complete history.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,13 +31,13 @@ _log = structlog.get_logger("ftd.events")
 
 SOURCE = "coordinator"
 PLAN_IN_WORDS = frozenset({"pipelines", "considered"})
-"""Of ``PlanChosen``: what ``ClusterMachine.plan_in_words`` gives."""
+"""Details of ``PlanChosen`` that ``ClusterMachine.plan_details`` can make again."""
 MAX_EVENT_BYTES = 16 * 1024
-"""Of what others tell: the journal keeps it."""
+"""Largest event from another process that is accepted, since the journal keeps it."""
 
 
 class EventStream:
-    """Emits our own events to all three places; the events of nodes, which it hears, go into the journal."""
+    """Logs, journals and publishes this coordinator's events, and puts events of nodes into the journal."""
 
     def __init__(
         self,
@@ -48,38 +48,45 @@ class EventStream:
         heard: Callable[[EventMessage], None],
         shown: Callable[[EventMessage, bool], None],
     ) -> None:
-        """:param emitted: sees each of our own, before one is held back. :param heard: those of nodes.
-        :param shown: all that are published; ``True``: our own."""
+        """Begin with an empty outbox.
+
+        :param emitted: receives each of this coordinator's own events, before the rate limiter may drop it.
+        :param heard: receives each event of a node.
+        :param shown: receives all events that are published; ``True``: by a coordinator.
+        """
         self._topic = topics.events
         self._journal = journal
         self._gate = EventRateLimiter()
         self._emitted, self._heard, self._shown = emitted, heard, shown
         self.outbox: EventOutbox[str] = EventOutbox()
-        self._decided: dict[int, tuple[EmitEvent, EventMessage]] = {}
-        """Of the step under way: each event by its identity."""
+        self._pending: dict[int, tuple[EmitEvent, EventMessage]] = {}
+        """Events of the step in progress, by the identity of their effects."""
 
     def add_to_outbox(self, effects: Iterable[Effect], now: float) -> None:
-        """What a step tells, before any of its effects is carried out."""
-        self._decided = {}
+        """Add the events of a step to the outbox, before any of its effects is carried out."""
+        self._pending = {}
         for effect in effects:
             if isinstance(effect, EmitEvent) and is_journaled(effect.name):
                 message = event_message(effect, monotonic=now, source=SOURCE)
-                self._decided[id(effect)] = effect, message
+                self._pending[id(effect)] = effect, message
                 self.outbox.add(message.id, encode_json(_without_plan(message)).decode())
 
     def publish_unacknowledged(
-        self, session: Leadership, untold: Iterable[Any], plan_in_words: Callable[[int], dict[str, Any]]
+        self,
+        session: Leadership,
+        unacknowledged: Iterable[Any],
+        plan_in_words: Callable[[int], dict[str, Any]],
     ) -> None:
-        """Tell what the last leader decided and may not have told, each as it was.
+        """Publish the events that the last leader decided and that the broker has not acknowledged, unchanged.
 
-        :param untold: of the durable state.
+        :param unacknowledged: their identifiers and their encoded messages, from the durable state.
         """
         self.outbox.clear()
-        for number, text in untold:
+        for number, text in unacknowledged:
             try:
                 message: EventMessage = decode_json(text.encode(), EventMessage)
             except WireError as error:
-                _log.error("untold", id=number, problem=str(error), remedy="going on without it")
+                _log.error("event_unreadable", id=number, problem=str(error), remedy="continuing without it")
                 continue
             self.outbox.add(number, text)
             if message.event == "PlanChosen":
@@ -87,18 +94,18 @@ class EventStream:
                 message = msgspec.structs.replace(message, details=details)
             is_new = self._journal.record(message)
             self._publish(session, message)
-            _log.info("told_again", event_name=message.event, id=number)
+            _log.info("event_republished", event_name=message.event, id=number)
             if is_new:
                 self._shown(message, True)
 
     def emit(self, session: Leadership, event: EmitEvent, now: float) -> None:
-        """Tell the world; an outage of the broker delays it (kept), the gate may thin it out."""
+        """Log, journal and publish an event. An outage of the broker delays it; the rate limiter may drop it."""
         self._emitted(event)
         suppressed = self._gate.admit(event, now)
         if suppressed is None:
             return
-        if (decided := self._decided.pop(id(event), None)) is not None:
-            message = msgspec.structs.replace(decided[1], at=timestamp(), monotonic=now)
+        if (pending := self._pending.pop(id(event), None)) is not None:
+            message = msgspec.structs.replace(pending[1], at=timestamp(), monotonic=now)
         else:
             message = event_message(event, monotonic=now, suppressed=suppressed, source=SOURCE)
         self._journal.record(message)
@@ -116,17 +123,17 @@ class EventStream:
         self._shown(message, True)
 
     def record_steps(self, steps: Iterable[EmitEvent], now: float) -> None:
-        """Remember what another coordinator reported while this one was away."""
+        """Journal steps that another coordinator committed while this one was away."""
         for event in steps:
             self._journal.record(event_message(event, monotonic=now, source=SOURCE))
 
     def _publish(self, session: Leadership, message: EventMessage) -> None:
-        there = partial(self.outbox.acknowledge, message.id)
-        session.publish(self._topic, encode_event(message), queue_offline=True, on_done=there)
+        on_done = partial(self.outbox.acknowledge, message.id)
+        session.publish(self._topic, encode_event(message), queue_offline=True, on_done=on_done)
 
     def receive_as_follower(self, payload: bytes) -> None:
-        """While another coordinator leads: what it tells is for our journal's history, too. Nothing is
-        decided by that, so whoever may write the topic can forge no more than history.
+        """Journal an event that the leader published. Nothing is decided by it, so a client that may write the
+        topic can forge no more than history.
 
         :raises WireError: it is no event.
         """
@@ -135,21 +142,22 @@ class EventStream:
             self._shown(message, message.source == SOURCE)
 
     def receive_as_leader(self, payload: bytes) -> None:
-        """A message on the event topic; our own were recorded when they were emitted.
+        """Journal a node's event. This coordinator's own were journaled when they were emitted.
 
-        The topic is shared: whoever may write it could claim anything, so only what nodes tell counts.
+        The topic is shared, and a client that may write it could claim anything, so only the events that
+        nodes publish are accepted.
 
-        :raises WireError: it is no event, or not one that is told by nodes.
+        :raises WireError: it is no event, or not one that nodes publish.
         """
         message: EventMessage = decode_json(payload, EventMessage)
         if message.source == SOURCE:
             return
         if message.event not in EVENTS_OF_OTHERS:
             raise WireError(
-                f"only the coordinator tells {message.event[:80]!r}, and not {message.source[:80]!r}"
+                f"only the coordinator publishes {message.event[:80]!r}, not {message.source[:80]!r}"
             )
         if message.source.startswith("node/") and message.source != f"node/{message.node}":
-            raise WireError(f"an event of {str(message.node)[:80]!r} that {message.source[:80]!r} tells")
+            raise WireError(f"an event of {str(message.node)[:80]!r} from {message.source[:80]!r}")
         check_size(payload, MAX_EVENT_BYTES)
         if self._journal.record(_checked(message)):
             self._heard(message)
@@ -157,7 +165,7 @@ class EventStream:
 
 
 def _without_plan(message: EventMessage) -> EventMessage:
-    """As it is kept beside the plan itself."""
+    """Return the message without the plan, which the durable state holds already."""
     if message.event != "PlanChosen":
         return message
     details = {name: value for name, value in message.details.items() if name not in PLAN_IN_WORDS}
@@ -165,7 +173,10 @@ def _without_plan(message: EventMessage) -> EventMessage:
 
 
 def _checked(message: EventMessage) -> EventMessage:
-    """:raises WireError: it is not as the contract has it."""
+    """Return the message.
+
+    :raises WireError: it does not follow the contract.
+    """
     if (problem := problem_of_details(message.event, encode_json(message.details))) is not None:
         raise WireError(problem[:500])
     for name in ("generation", "step"):

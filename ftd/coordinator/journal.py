@@ -1,9 +1,11 @@
-"""What survives the coordinator: its durable state, the events, and the committed steps. SQLite, WAL.
+"""The coordinator's journal: its durable state, the events and the committed steps, in SQLite with a
+write-ahead log.
 
-The state is durable before anything that follows from it is published. A write always survives a SIGKILL
-of the coordinator; it is also forced to the disk (``forced``) where a loss could break a promise
-(``statemachine.cluster.durable.durability``). A generation number must never be used twice, not even after a
-power cut: they are reserved in quiet (``reserve``), and a host that was started anew goes on behind those.
+The state is durable before anything that follows from it is published. Every write survives a SIGKILL of
+the coordinator. A write is also forced to the disk (``forced``) if a loss of power must not take it back
+(``statemachine.cluster.durable.durability``). A generation number must never be used twice, not even after
+a power failure: numbers are reserved at quiet moments (``reserve``), and after a reboot the next ones
+follow the reserved ones.
 """
 
 import contextlib
@@ -36,45 +38,53 @@ CREATE TABLE IF NOT EXISTS evaluations (
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _PAGE_BYTES = 16 * 1024
-"""The state of a thousand nodes takes two of them: each is a write of its own, and 0.1 ms of a recovery."""
-_LONG_COMMITS = 100
-"""What so many left in SQLite's write-ahead log is moved into the file at a quiet moment."""
-_MOST_LOG_PAGES = 2_000
-"""Of the log: then it is moved into the file by whoever writes, in a hurry or not."""
+"""Size of a database page. The state of a thousand nodes takes two; each costs a separate write, about 0.1 ms
+of a recovery.
+"""
+_CHECKPOINT_COMMITS = 100
+"""Commits after which SQLite's write-ahead log is moved into the file at a quiet moment."""
+_MAX_LOG_PAGES = 2_000
+"""Pages of the write-ahead log after which the next writer must move it into the file, however urgent its
+write is.
+"""
 _VERSION = 1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TABLE_OF = {"StepCommitted": "steps", "Evaluated": "evaluations"}
-"""Events of which each step of a job has one, the last that was reported; a rollback takes them back."""
-_MOST_ROWS = {"events": 200_000, "steps": 1_000_000, "evaluations": 200_000}
-"""More of them are forgotten, the oldest first: of steps those of earlier jobs."""
+"""Events with one row per step of a job, the last one reported; a rollback deletes later rows."""
+_MAX_ROWS = {"events": 200_000, "steps": 1_000_000, "evaluations": 200_000}
+"""Most rows of each table; the oldest are deleted first, so of steps those of earlier jobs."""
 _PRUNE_EVERY = 5_000
-_PRUNE_MOST = 4 * _PRUNE_EVERY
-"""At once, as the coordinator waits for it: a journal that is far too long gets shorter bit by bit."""
+_PRUNE_MAX_ROWS = 4 * _PRUNE_EVERY
+"""Most rows that are deleted at once, while the coordinator waits: a journal that is far too long shrinks
+gradually.
+"""
 MAX_PAGE = 1_000
 _MAX_PAGE_BYTES = 700_000
-"""A page is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
+"""Most bytes of a page, which is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
 Position = tuple[int, int]
-"""The leader's term, and how many states it had written under it: the greater, the newer."""
+"""The leader's term, and the number of states that it had written under it. The greater position is the newer
+one.
+"""
 
 
 ForeignJournal = tuple[int, int, str]
-"""Of a journal that cannot be read here: its schema, the protocol of its nodes, the version that wrote it."""
+"""A journal that cannot be read here: its schema, the protocol of its nodes, and the version that wrote it."""
 
 
 SAME_CLOCK_S = 2.0
-"""Monotonic clocks that differ by less are one: of two coordinators on a host, whose wall clock was set."""
+"""Clocks whose offsets differ by less count as one: two coordinators on one host, whose wall clock was set."""
 
 
 class Journal:
-    """One file, one writer (a lock says so), one thread."""
+    """The journal file. It has one writer, which holds a lock, and is used by one thread."""
 
     def __init__(self, directory: Path, *, disk: Disk | None = None, clock: Clock | None = None) -> None:
-        """Open or create the journal in ``directory``, on this host's disk if no other one is given.
+        """Open or create the journal in ``directory``, on this host's disk unless another one is given.
 
-        :raises JournalError: it cannot be created, is damaged or of a newer version, or another coordinator
-            has it open.
+        :raises JournalError: the journal cannot be created, is corrupt or of a newer version, or another
+        coordinator has it open.
         """
         self.path = directory / "journal.sqlite"
         self._disk, self._system_clock = disk or LocalDisk(), clock or SystemClock()
@@ -90,9 +100,9 @@ class Journal:
                 "(let coordinator.state_dir be a directory that this user can write to)"
             ) from None
         with self._failing("opened"):
-            self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # Of a new file alone.
+            self._db.execute(f"PRAGMA page_size = {_PAGE_BYTES}")  # This affects new files only.
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute(f"PRAGMA wal_autocheckpoint = {_MOST_LOG_PAGES}")
+            self._db.execute(f"PRAGMA wal_autocheckpoint = {_MAX_LOG_PAGES}")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _VERSION):
                 raise JournalError(
@@ -110,7 +120,7 @@ class Journal:
         term, serial = known.get("position", "0 0").split()
         self.position: Position = (int(term), int(serial))
         self.shared = "shared" in known
-        """There was another coordinator beside this one, once: it may know more."""
+        """Whether there has ever been another coordinator, which may know more than this journal."""
         offset, _, boot = known.get("clock", f"0 {self._boot}").partition(" ")
         self._clock = boot, float(offset)
         self._foreign: tuple[Position, ForeignJournal] | None = (
@@ -118,7 +128,9 @@ class Journal:
         )
 
     def _generations(self, known: dict[str, str]) -> tuple[int, int]:
-        """How many are reserved; and how many may have been used, as far as this journal does not know."""
+        """Return how many generations are reserved, and how many may have been used without this journal's
+        knowledge.
+        """
         reserved, floor = int(known.get("reserved", 0)), int(known.get("floor", 0))
         if known.get("boot") != self._boot:
             floor = reserved
@@ -127,9 +139,12 @@ class Journal:
             )
         return reserved, floor
 
-    def _on_clock(self, boot: str, offset_s: float) -> None:
-        """What is saved has times of this clock: ``boot`` of this host, or nothing where it is another's;
-        wall clock less monotonic clock."""
+    def _set_clock(self, boot: str, offset_s: float) -> None:
+        """Remember the clock of the saved state's times.
+
+        :param boot: boot id of this host; empty for another host's clock.
+        :param offset_s: wall clock minus monotonic clock.
+        """
         if boot == self._clock[0] and abs(offset_s - self._clock[1]) <= SAME_CLOCK_S:
             return
         self._db.execute("INSERT OR REPLACE INTO meta VALUES ('clock', ?)", (f"{offset_s!r} {boot}",))
@@ -137,18 +152,19 @@ class Journal:
 
     @property
     def clock_ahead_s(self) -> float:
-        """Of the monotonic clock that the saved state's times are of, this host's is so much ahead: the state
-        may be another host's, or from before this one's last start."""
+        """Seconds by which this host's monotonic clock is ahead of the one that the saved state's times refer
+        to: the state may be from another host, or from before this host's last start.
+        """
         boot, offset_s = self._clock
         ahead_s = 0.0 if boot == self._boot else offset_s - self._offset_s()
         return ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
 
     def _offset_s(self) -> float:
-        """Return the wall clock less the monotonic clock of this host."""
+        """Return the wall clock minus the monotonic clock of this host."""
         return self._system_clock.wall_s() - self._system_clock.monotonic_s()
 
     def load(self) -> bytes | None:
-        """The last state saved, or None at the very first start."""
+        """Return the last state saved; None: there is none yet."""
         with self._failing("read"):
             row = self._db.execute("SELECT value FROM state").fetchone()
         return row[0] if row else None
@@ -159,13 +175,13 @@ class Journal:
         *,
         forced: bool,
         position: Position | None = None,
-        theirs_s: float | None = None,
+        writer_offset_s: float | None = None,
     ) -> None:
-        """Replace the durable state, with the events recorded so far, in one transaction.
+        """Replace the durable state, and write the events recorded so far, in one transaction.
 
-        :param position: of this state among all that leaders wrote.
-        :param theirs_s: where another host wrote it, its wall clock less its monotonic one.
-
+        :param forced: force the write to the disk.
+        :param position: position of this state among all that leaders wrote.
+        :param writer_offset_s: if another host wrote it, that host's wall clock minus its monotonic clock.
         :raises JournalError: it could not be written; the caller must not act on it.
         """
         with self._transaction(forced=forced):
@@ -173,14 +189,15 @@ class Journal:
             if position is not None:
                 text = "{} {}".format(*position)
                 self._db.execute("INSERT OR REPLACE INTO meta VALUES ('position', ?)", (text,))
-            if theirs_s is None:
-                self._on_clock(self._boot, self._offset_s())
+            if writer_offset_s is None:
+                self._set_clock(self._boot, self._offset_s())
             else:
-                self._on_clock("", theirs_s)
+                self._set_clock("", writer_offset_s)
         self.position = position or self.position
 
     def reserve(self, generation: int) -> None:
-        """Force to the disk that those up to this one may be used without; and with it all that was written.
+        """Force to the disk that generations up to this one may be used without a forced write, with all that
+        was written before.
 
         :raises JournalError: as ``save``.
         """
@@ -189,14 +206,9 @@ class Journal:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('reserved', ?)", (str(generation),))
         self.reserved = generation
 
-    def save_copy(self, state: bytes, position: Position, theirs_s: float) -> None:
-        """As a standby, what the leader's journal says.
-
-        :param theirs_s: as of ``save``.
-
-        :raises JournalError: as ``save``.
-        """
-        self.save(state, forced=False, position=position, theirs_s=theirs_s)
+    def save_copy(self, state: bytes, position: Position, writer_offset_s: float) -> None:
+        """Save the leader's journal on a standby. Parameters and errors are those of ``save``."""
+        self.save(state, forced=False, position=position, writer_offset_s=writer_offset_s)
         self.mark_shared()
 
     def mark_shared(self) -> None:
@@ -208,7 +220,9 @@ class Journal:
 
     @property
     def foreign_journal(self) -> ForeignJournal | None:
-        """There is, or was, a newer journal of another version of ftd; ``None``: ours is the newest known."""
+        """The newer journal of another version of ftd that was seen; ``None``: this journal is the newest
+        known.
+        """
         if self._foreign is None or self._foreign[0] <= self.position:
             return None
         return self._foreign[1]
@@ -220,15 +234,15 @@ class Journal:
         """
         foreign = (schema, protocol, version)
         if self.foreign_journal == foreign:
-            return  # And newer still.
+            return  # Only its position is newer than the remembered one.
         text = f"{position[0]} {position[1]} {schema} {protocol} {version}"
         with self._failing("written"):
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('foreign', ?)", (text,))
         self._foreign = position, foreign
 
     def set_job(self, job: str) -> None:
-        """What is recorded from here on is of this job: its ``JobSubmitted`` may have been another
-        coordinator's to record, or lost with the process that had just accepted it.
+        """Attribute what is recorded from now on to this job. Its ``JobSubmitted`` may have been recorded by
+        another coordinator, or lost with the process that had just accepted it.
 
         :raises JournalError: as ``save``.
         """
@@ -238,36 +252,42 @@ class Journal:
             self._job = job
 
     def record(self, message: EventMessage) -> bool:
-        """Remember an event; written with the next ``save`` or ``flush``. ``False``: it is there already, and
-        what follows from it for the steps is done again."""
+        """Remember an event, to be written with the next ``save`` or ``flush``.
+
+        :returns: whether it is new. What follows from it for the steps is written in any case.
+        """
         is_new = self._repeats.is_new(message.id)
         self._buffer.append((message, is_new))
         return is_new
 
     def flush(self) -> None:
-        """Write what was recorded. :raises JournalError: as ``save``."""
+        """Write what was recorded.
+
+        :raises JournalError: as ``save``.
+        """
         if self._buffer:
             with self._transaction(forced=False):
                 pass
 
     def maintain(self, *, generation: int) -> None:
-        """At a quiet moment, of this generation, what a recovery would wait for: reserve the next ones, and
-        move the write-ahead log into the file if it is long. Both take some ten milliseconds."""
-        with contextlib.suppress(JournalError):  # What hinders it, the next write tells.
+        """Do at a quiet moment what a recovery would otherwise wait for: reserve the generations after this
+        one, and move the write-ahead log into the file if it is long. Both take about ten milliseconds.
+        """
+        with contextlib.suppress(JournalError):  # The next write reports the error.
             if self.reserved != generation + RESERVED:
                 self.reserve(generation + RESERVED)
-            if self._commits >= _LONG_COMMITS:
+            if self._commits >= _CHECKPOINT_COMMITS:
                 self._commits = 0
                 with self._failing("written"):
                     self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def events(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
-        """A page of events, oldest first, and the ``after`` of the next page."""
+        """Return a page of events, oldest first, and the ``after`` of the next page."""
         rows = self._page("SELECT id, message FROM events", after, limit, newest)
         return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
 
     def steps(self, *, after: int, limit: int, newest: bool) -> tuple[list[dict[str, Any]], int]:
-        """A page of committed steps of all jobs, and the ``after`` of the next page."""
+        """Return a page of committed steps of all jobs, and the ``after`` of the next page."""
         query = (
             "SELECT id, json_object('job', job, 'step', step, 'generation', generation, 'at', at,"
             " 'details', json(details)) FROM steps"
@@ -276,7 +296,9 @@ class Journal:
         return [json.loads(text) for _, text in rows], rows[-1][0] if rows else after
 
     def sampled_steps(self, most: int) -> tuple[list[dict[str, Any]], int]:
-        """At most ``most`` steps of the newest job, oldest first, and how many of them each stands for."""
+        """Return at most ``most`` steps of the newest job, oldest first, and how many steps each of them
+        stands for.
+        """
         self.flush()
         with self._failing("read"):
             row = self._db.execute("SELECT COUNT(*) FROM steps WHERE job = ?", (self._job,)).fetchone()
@@ -288,7 +310,7 @@ class Journal:
         return [{"step": step, "at": at, "details": json.loads(text)} for step, at, text in rows], stride
 
     def close(self) -> None:
-        """Write the rest and let another coordinator in."""
+        """Write what was recorded, and let another coordinator open the journal."""
         try:
             self.flush()
         finally:
@@ -312,15 +334,15 @@ class Journal:
 
     @contextlib.contextmanager
     def _transaction(self, *, forced: bool) -> Iterator[None]:
-        """What was recorded and what is written within is kept whole or not at all; and so is what we take to
-        be written, should the disk refuse the end of it.
+        """Write what was recorded and what the body writes, all of it or nothing. If the commit fails, what
+        this object believes to be written is restored, too.
 
         :raises JournalError: it could not be written.
         """
         job, clock = self._job, self._clock
         try:
             with self._failing("written"):
-                # Outside a transaction, where SQLite takes the setting at once.
+                # SQLite applies this setting at once only outside a transaction.
                 self._db.execute(f"PRAGMA synchronous = {'FULL' if forced else 'NORMAL'}")
                 self._db.execute("BEGIN IMMEDIATE")
                 self._write_buffer()
@@ -352,23 +374,23 @@ class Journal:
         self._writes += len(self._buffer)
         if self._writes >= _PRUNE_EVERY:
             self._writes = 0
-            for table, most in _MOST_ROWS.items():
+            for table, most in _MAX_ROWS.items():
                 self._db.execute(
                     f"DELETE FROM {table} WHERE id <= (SELECT MAX(id) FROM {table}) - ?"
                     f" AND id < (SELECT MIN(id) FROM {table}) + ?",
-                    (most, _PRUNE_MOST),
+                    (most, _PRUNE_MAX_ROWS),
                 )
 
     @contextlib.contextmanager
     def _failing(self, how: str) -> Iterator[None]:
         try:
             yield
-        except (sqlite3.Error, ValueError, OverflowError) as error:  # The latter of bytes that changed.
+        except (sqlite3.Error, ValueError, OverflowError) as error:  # The last two come from corrupt bytes.
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             raise JournalError(
                 f"the journal {self.path} cannot be {how}: {error} "
-                "(is the disk full? to begin anew, move the file away)"
+                "(is the disk full? to start with an empty journal, move the file away)"
             ) from None
 
 
@@ -382,21 +404,21 @@ def _text(value: Any) -> str:
 
 
 class LocalDisk:
-    """This host's disk, with a lock beside the database."""
+    """This host's disk, with a lock file next to the database."""
 
     def __init__(self) -> None:
         self._lock: int | None = None
 
     @property
     def boot_id(self) -> str:
-        """Identifier of this start of the host; another one each time where the system does not give one."""
+        """Identifier of this host's last start; a new one for each call if the system has none."""
         try:
             return _BOOT_ID.read_text().strip()
         except OSError:
             return str(time.time_ns())
 
     def open(self, directory: Path) -> sqlite3.Connection:
-        """Open the database and hold the lock for as long as this process lives.
+        """Open the database, and hold the lock as long as this process lives.
 
         :raises JournalError: another process holds it.
         """
@@ -407,7 +429,7 @@ class LocalDisk:
         except BlockingIOError:
             self.close()
             raise JournalError(
-                f"another coordinator uses {directory} (stop it, or set coordinator.state_dir to another one)"
+                f"another coordinator uses {directory} (stop it, or set coordinator.state_dir to another directory)"
             ) from None
         return sqlite3.connect(directory / "journal.sqlite", isolation_level=None)
 

@@ -1,13 +1,14 @@
-"""Leadership of one coordinator: its two sessions at the broker, and what it begins to lead with.
+"""Leadership of one coordinator: its two sessions at the broker, and the state with which it begins to lead.
 
-``Leadership`` drives ``statemachine.election``, which decides who leads. For as long as the process lives it keeps a
-``FollowerSession``, under a client id of its own, which reads who leads and who is there. While this coordinator leads
-or tries to, it also keeps a ``LeaderSession`` under the one client id of the cluster's leader. The broker ends the
-session of the previous holder, so only one coordinator is heard. ``Takeover`` decides from which journal a new leader
-begins, and whether this program can read it.
+``Leadership`` drives ``statemachine.election``, which decides who leads. As long as the process lives it
+holds a ``FollowerSession``, under a client id of its own, which receives who leads and who is there. While
+this coordinator leads or tries to, it also holds a ``LeaderSession`` under the one client id of the
+cluster's leader. The broker ends the session of the previous holder, so only one coordinator can publish as
+the leader. ``Takeover`` decides from which journal a new leader begins, and whether this program can read
+it.
 
-To the rest of the coordinator ``Leadership`` looks like one session: ``publish`` while it leads, and the callbacks
-``on_connected`` and ``on_lost``.
+The rest of the coordinator uses ``Leadership`` as one session: ``publish`` while it leads, and the
+callbacks ``on_connected`` and ``on_lost``.
 """
 
 import asyncio
@@ -82,12 +83,12 @@ _log = structlog.get_logger("ftd.leadership")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitialLead:
-    """The state that a coordinator begins to lead with."""
+    """The state with which a coordinator begins to lead."""
 
     machine: ClusterMachine
     effects: list[Effect]
     outbox: tuple[tuple[str, str], ...] = ()
-    """Events that the last leader decided and may not have published: identifiers, and events as they are kept."""
+    """Events that the last leader decided and may not have published: identifiers and encoded events."""
 
 
 def restore_newest(
@@ -95,31 +96,31 @@ def restore_newest(
 ) -> InitialLead:
     """Restore the newer one of this host's journal and the copy at the broker.
 
-    Where there is another coordinator, generations are left out: the broker may have lost the newest journal, or have
-    come back with an older one, and does not show it.
+    If there has been another coordinator, some generations are skipped: the broker may have lost the newest
+    journal, or have restarted with an older one, and nothing shows that.
 
-    :param clock: this host's.
-    :param incarnation: of the coordinator that is to lead.
-    :raises JournalError: it is damaged, or of another version.
+    :param clock: this host's clock.
+    :param incarnation: incarnation of the coordinator that is about to lead.
+    :raises JournalError: the journal is corrupt or of another version.
     """
-    now, saved, where, moved_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.clock_ahead_s
+    now, saved, where, shift_s = clock.monotonic_s(), journal.load(), str(journal.path), journal.clock_ahead_s
     if copy is not None and copy.position > journal.position:
         saved, where = copy.state, f"the journal at the broker, of ftd {copy.version}"
         ahead_s = (now - clock.wall_s()) + (copy.wall_s - copy.monotonic_s)
-        moved_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
+        shift_s = ahead_s if abs(ahead_s) > SAME_CLOCK_S else 0.0
     if saved is None:
         return InitialLead(machine=ClusterMachine(timing), effects=[])
     try:
-        state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), moved_s)
+        state = durable.shift_clock(msgspec.msgpack.decode(decompress_state(saved)), shift_s)
         if journal.shared:
             state = durable.skip_unseen_generations(state, incarnation)
         state = raise_generation(state, journal.floor)
         machine, effects = ClusterMachine.restore(timing, state, now, "restored")
-        untold = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
-        return InitialLead(machine=machine, effects=effects, outbox=untold)
-    except (ValueError, RecursionError, WireError) as error:  # It is no msgpack, or no state of ftd.
+        unacknowledged = msgspec.convert(state.get(OUTBOX, ()), tuple[tuple[str, str], ...])
+        return InitialLead(machine=machine, effects=effects, outbox=unacknowledged)
+    except (ValueError, RecursionError, WireError) as error:  # It is not msgpack, or not a state of ftd.
         raise JournalError(
-            f"{where}: {error} (go on with the ftd that wrote it; or, to begin anew without the job: "
+            f"{where}: {error} (use the version of ftd that wrote it; or discard the job: "
             "ftd coordinator --reset)"
         ) from None
 
@@ -130,12 +131,13 @@ class Takeover:
     def __init__(
         self, timing: Timing, journal: Journal, clock: Clock, program: Program, *, reset: bool
     ) -> None:
-        """:param anew: begin the first lead with an empty state, whatever is in the journals.
+        """Check this host's journal.
 
-        :raises JournalError: the own journal cannot be read.
+        :param reset: begin the first lead with an empty state, whatever the journals hold. :raises
+        JournalError: this host's journal cannot be read.
         """
         self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
-        self._anew = reset
+        self._reset = reset
         if not reset:
             restore_newest(timing, journal, None, clock, 0)
 
@@ -143,29 +145,30 @@ class Takeover:
     def ineligible(self) -> str:
         """Reason why this coordinator must not lead, as far as its journal remembers; empty: it may."""
         known = self._journal.foreign_journal
-        return "" if self._anew or known is None else self._unreadable(*known)
+        return "" if self._reset or known is None else self._unreadable(*known)
 
     def save_copy(self, copy: JournalCopy) -> str:
-        """Keep the leader's journal, as a standby, so that it is not lost with the broker's memory.
+        """Save the leader's journal on this standby, so that it is not lost with the broker's memory.
 
-        Of a journal that this program cannot read only its position is remembered: a coordinator that began from an
-        older one would begin too early.
+        If this program cannot read the journal, only its position is remembered: a coordinator that began
+        from an older journal would lose what came after it.
 
-        :returns: why this coordinator could not begin from it; empty where it could.
-        :raises JournalError: it cannot be written. :raises WireError: it cannot be unpacked.
+        :returns: why this coordinator could not begin from it; empty: it could.
+        :raises JournalError: it cannot be written.
+        :raises WireError: it cannot be decompressed.
         """
         if copy.position <= self._journal.position:
             return ""
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             self._journal.remember_foreign_journal(copy.position, copy.schema, copy.protocol, copy.version)
-            return "" if self._anew else problem
+            return "" if self._reset else problem
         decompress_state(copy.state)
         self._journal.save_copy(copy.state, copy.position, copy.wall_s - copy.monotonic_s)
         return ""
 
     def check(self, copy: JournalCopy | None) -> str:
-        """Return why this coordinator could not begin from what is at the broker; empty where it could."""
-        if self._anew or copy is None or copy.position <= self._journal.position:
+        """Return why this coordinator could not begin from the journal at the broker; empty: it could."""
+        if self._reset or copy is None or copy.position <= self._journal.position:
             return ""
         if problem := self._unreadable(copy.schema, copy.protocol, copy.version):
             return problem
@@ -176,35 +179,38 @@ class Takeover:
         return ""
 
     def begin(self, copy: JournalCopy | None, incarnation: int) -> InitialLead:
-        """Return the state to lead with. Parameters as for ``restore_newest``.
+        """Return the state to lead with. The parameters are those of ``restore_newest``.
 
         :raises JournalError: as ``restore_newest``.
         """
-        anew, self._anew = self._anew, False
-        if anew:
+        reset, self._reset = self._reset, False
+        if reset:
             return InitialLead(machine=ClusterMachine(self._timing), effects=[])
         return restore_newest(self._timing, self._journal, copy, self._clock, incarnation)
 
-    def _unreadable(self, schema: int, protocol: int, theirs: str) -> str:
-        """Return why this program cannot read a journal, with the remedy; empty where it can.
+    def _unreadable(self, schema: int, protocol: int, writer_version: str) -> str:
+        """Return why this program cannot read a journal, with the remedy; empty: it can.
 
-        :param theirs: version of ftd that wrote it.
+        :param writer_version: version of ftd that wrote it.
         """
         mine = self._program.version
         why = durable.incompatibility(schema, protocol, self._program.schema)
         if not why:
             return ""
-        there = f"ftd {theirs}" if theirs != mine else f"another build of ftd {theirs}"
-        return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same on this host"
+        there = (
+            f"ftd {writer_version}" if writer_version != mine else f"another build of ftd {writer_version}"
+        )
+        return f"{there} wrote the newest journal, this is ftd {mine}: {why}; install the same version on this host"
 
 
 # --- the sessions ----------------------------------------------------------------------------------
 
 
 class LeaderSession:
-    """One session under the client id of the cluster's leader. It never comes back by itself.
+    """A session under the client id of the cluster's leader. It does not reconnect.
 
-    It first reads what the last leader left at the broker. Other messages wait until this coordinator leads.
+    It first reads what the last leader left at the broker. Other messages wait until this coordinator
+    leads.
     """
 
     def __init__(
@@ -223,29 +229,31 @@ class LeaderSession:
     ) -> None:
         """Connect.
 
-        :param on_read: all retained messages have been read.
+        :param on_read: called when all retained messages have been read.
         :param on_message: called for messages once ``leads`` is set.
-        :param on_over: the session ended, and ``leave`` was not called.
+        :param on_over: called when the session ended without a call of ``leave``.
         """
         self.last_leader: Leader | None = None
-        """Record of the last leader, as it is retained."""
+        """The last leader's record, as it is retained."""
         self.last_journal: JournalCopy | None = None
-        """Journal of the last leader, as it is retained."""
+        """The last leader's journal, as it is retained."""
         self.leads = False
-        """The record and the journal of this coordinator have been sent, so everything else may follow."""
+        """Whether the record and the journal of this coordinator have been sent, so that everything else may
+        follow.
+        """
         self._read = False
         self._left = False
         self._early: list[tuple[str, bytes, bool]] = []
         self._topics, self._own = topics, topics.coordinator_peer(me.incarnation)
-        self._of_the_last_leader = (topics.leader, topics.journal)
+        self._last_leader_topics = (topics.leader, topics.journal)
         self._on_read, self._on_message, self._on_over = on_read, on_message, on_over
-        gone = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
+        last_will = encode_unreachable("the coordinator vanished", incarnation=me.incarnation, graceful=False)
         presence = encode_peer(me, program.version)
         self.session = transport.session(
             client_id=transport.leader_client_id,
             subscriptions=(*subscriptions, topics.leader, topics.journal, self._own),
             unacknowledged=unacknowledged,
-            will=Will(topic=topics.cluster_state, payload=gone),
+            will=Will(topic=topics.cluster_state, payload=last_will),
             on_message=self._receive,
             on_connected=lambda: self.session.publish(self._own, presence, retain=True),
             on_acknowledged=on_acknowledged,
@@ -276,7 +284,7 @@ class LeaderSession:
             if not retained and not self._read:
                 self._read = True
                 self._on_read(self)
-        elif topic in self._of_the_last_leader:
+        elif topic in self._last_leader_topics:
             if payload and not self._read:
                 self._read_retained(topic, payload)
         elif self.leads:
@@ -293,25 +301,27 @@ class LeaderSession:
                 decompress_state(copy.state)
                 self.last_journal = copy
         except WireError as error:
-            _log.error("refused", topic=topic, problem=str(error), remedy="going on without it")
+            _log.error("message_rejected", topic=topic, problem=str(error), remedy="continuing without it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerCallbacks:
-    """The reactions of a coordinator to what its follower session receives."""
+    """Callbacks for what a coordinator receives in its follower session."""
 
     position: Callable[[], tuple[int, int]]
     """Returns the position of the newest state in its journal."""
     on_peer: Callable[[], None]
-    """Another coordinator is there, whoever leads."""
+    """Called when another coordinator is there, whoever leads."""
     on_broker_alive: Callable[[], None]
-    """The broker sent something, whoever leads: with a healthy leader twice in a second."""
+    """Called when the broker sent something, whoever leads: at least twice a second with a healthy leader."""
     save_journal: Callable[[JournalCopy], str]
-    """Takes the leader's journal while this one follows; returns why it could not begin from it, or an empty string."""
+    """Saves the leader's journal while this coordinator follows; returns why it could not begin from it, or
+    ``""``.
+    """
     on_event: Callable[[bytes], None]
-    """Takes an event while this one follows."""
+    """Takes an event while this coordinator follows."""
     on_state: Callable[[dict[str, Any]], None]
-    """Takes the cluster's state while this one follows."""
+    """Takes the cluster's state while this coordinator follows."""
 
 
 class FollowerSession:
@@ -330,7 +340,11 @@ class FollowerSession:
         callbacks: FollowerCallbacks,
         forget: Callable[[str], None],
     ) -> None:
-        """:param forget: delete what is retained on the topic of a peer that is gone; called while this one leads."""
+        """Prepare the session; ``session.run`` connects it.
+
+        :param forget: deletes what is retained on the topic of a peer that is gone; called while this
+        coordinator leads.
+        """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = feed, stamp, leading
         self._callbacks, self._forget = callbacks, forget
@@ -339,13 +353,13 @@ class FollowerSession:
         self._retained: list[tuple[str, bytes]] = []
         self._own = topics.coordinator_peer(me.incarnation)
         self._handlers: dict[str, Callable[[bytes], None]] = {
-            topics.events: self._take_event,
-            topics.cluster_state: self._take_state,
-            topics.journal: self._take_journal,
-            topics.leader: self._take_leader,
-            topics.leader_heartbeat: self._take_heartbeat,
+            topics.events: self._handle_event,
+            topics.cluster_state: self._handle_state,
+            topics.journal: self._handle_journal,
+            topics.leader: self._handle_leader,
+            topics.leader_heartbeat: self._handle_heartbeat,
         }
-        """By topic; what comes on any other one is about a peer."""
+        """Handlers by topic; messages on any other topic are about a peer."""
         self.session = transport.session(
             client_id=f"ftd-{topics.cluster}-coordinator-{me.incarnation}",
             subscriptions=(
@@ -363,7 +377,7 @@ class FollowerSession:
         )
 
     async def leave(self, timeout_s: float) -> None:
-        """Report that this coordinator is gone."""
+        """Publish that this coordinator leaves."""
         self.session.publish(self._own, b"", retain=True)
         await self.session.flush(timeout_s)
 
@@ -376,15 +390,18 @@ class FollowerSession:
             self.session.publish(self._own, encode_peer(me, self._version), retain=True)
 
     def refuse(self, event: EmitEvent, state: bytes) -> None:
-        """Publish that nobody leads and that this coordinator must not. A leader that comes after all publishes its
-        own state over this one."""
+        """Publish that nobody leads and that this coordinator must not. A leader that comes later publishes
+        its own state over this one.
+        """
         _log.error(event.name, reason=event.reason)
         message = event_message(event, monotonic=self._stamp()["at"], source="coordinator")
         self.session.publish(self._topics.cluster_state, state, retain=True)
         self.session.publish(self._topics.events, encode_event(message))
 
     def _connected(self) -> None:
-        """Publish that this coordinator is there. When that message comes back, all retained ones have been read."""
+        """Publish that this coordinator is there. When the message comes back, all retained ones have been
+        read.
+        """
         self._began = False
         self._retained.clear()
         me = dataclasses.replace(self._me, position=self._callbacks.position())
@@ -402,53 +419,59 @@ class FollowerSession:
             # The record of who leads comes before the last will of that leader.
             self._retained.sort(key=lambda message: message[0] == self._topics.cluster_state)
             for message in self._retained:
-                self._take(*message)
+                self._handle(*message)
             self._feed(FollowerSessionOpened(**self._stamp()))
         elif not self._began:
             self._retained.append((topic, payload))
         else:
-            self._take(topic, payload)
+            self._handle(topic, payload)
 
-    def _take(self, topic: str, payload: bytes) -> None:
-        """Take one message. A standby whose disk is full stays one: it keeps less, and the others see that."""
+    def _handle(self, topic: str, payload: bytes) -> None:
+        """Handle one message. A standby whose disk is full remains a standby: its published position shows
+        that it saved less.
+        """
         try:
             self._route(topic, payload)
         except WireError as error:
-            _log.warning("refused", topic=topic, problem=str(error))
+            _log.warning("message_rejected", topic=topic, problem=str(error))
         except JournalError as error:
-            _log.error("not_kept", topic=topic, problem=str(error))
+            _log.error("journal_not_saved", topic=topic, problem=str(error))
 
     def _route(self, topic: str, payload: bytes) -> None:
-        """:raises WireError: it is not what this topic is for. :raises JournalError: it cannot be kept."""
+        """Pass a message to its handler.
+
+        :raises WireError: the message does not belong on this topic.
+        :raises JournalError: it cannot be saved.
+        """
         handler = self._handlers.get(topic)
         if handler is not None:
             handler(payload)
         elif payload:
-            self._see_peer(topic, decode_json(payload, PeerMessage))
+            self._handle_peer(topic, decode_json(payload, PeerMessage))
         elif (last := topic.rpartition("/")[2]).isdecimal():
             self._feed(PeerVanished(**self._stamp(), incarnation=int(last)))
 
-    def _take_event(self, payload: bytes) -> None:
+    def _handle_event(self, payload: bytes) -> None:
         if not self._leading():
             self._callbacks.on_event(payload)
 
-    def _take_state(self, payload: bytes) -> None:
-        said = decode_json(payload, ClusterStateHeader)
-        if said.phase == "UNREACHABLE" and isinstance(said.coordinator, int):
-            graceful = said.graceful is True
-            self._feed(LeaderVanished(**self._stamp(), incarnation=said.coordinator, graceful=graceful))
+    def _handle_state(self, payload: bytes) -> None:
+        state = decode_json(payload, ClusterStateHeader)
+        if state.phase == "UNREACHABLE" and isinstance(state.coordinator, int):
+            graceful = state.graceful is True
+            self._feed(LeaderVanished(**self._stamp(), incarnation=state.coordinator, graceful=graceful))
         if not self._leading():
             self._callbacks.on_state(decode_json(payload, dict[str, Any]))
 
-    def _take_journal(self, payload: bytes) -> None:
+    def _handle_journal(self, payload: bytes) -> None:
         if payload and not self._leading():
             self._check(decode_copy(payload))
 
-    def _take_leader(self, payload: bytes) -> None:
+    def _handle_leader(self, payload: bytes) -> None:
         if payload:
             self._feed(LeaderSeen(**self._stamp(), leader=decode_leader(payload)))
 
-    def _take_heartbeat(self, payload: bytes) -> None:
+    def _handle_heartbeat(self, payload: bytes) -> None:
         self._feed(LeaderHeartbeatSeen(**self._stamp(), leader=decode_leader(payload)))
 
     def _check(self, copy: JournalCopy) -> None:
@@ -456,7 +479,7 @@ class FollowerSession:
         if problem != self._me.ineligible:
             self._feed(JournalChecked(**self._stamp(), problem=problem))
 
-    def _see_peer(self, topic: str, seen: PeerMessage) -> None:
+    def _handle_peer(self, topic: str, seen: PeerMessage) -> None:
         if topic != self._topics.coordinator_peer(seen.incarnation):
             raise WireError(f"it claims to be of {seen.incarnation}")
         self._feed_peer(topic, seen)
@@ -471,7 +494,9 @@ class FollowerSession:
             return
         if seen.version != self._version:
             remedy = "the same version of ftd on all coordinators' hosts"
-            _log.warning("version", peer=seen.name, here=self._version, there=seen.version, remedy=remedy)
+            _log.warning(
+                "version_differs", peer=seen.name, here=self._version, there=seen.version, remedy=remedy
+            )
         peer = Peer(
             name=seen.name,
             incarnation=seen.incarnation,
@@ -487,23 +512,23 @@ class FollowerSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderCallbacks:
-    """The reactions of a coordinator to a change of who leads; called on the event loop."""
+    """Callbacks for a change of who leads; called on the event loop."""
 
     begin: Callable[[Leader, JournalCopy | None], None]
-    """Lead from now on, from what the last leader left at the broker, or from the own journal."""
+    """Begin to lead, from what the last leader left at the broker or from this host's journal."""
     check: Callable[[JournalCopy | None], str]
     """Returns why this coordinator could not begin from what is at the broker; empty: it could."""
     state: Callable[[], bytes]
-    """Returns the durable state, as it is kept."""
+    """Returns the encoded durable state."""
     end: Callable[[Leader], None]
-    """Another coordinator leads: forget the cluster."""
+    """Drop the cluster's state: another coordinator leads."""
     emit: Callable[[EmitEvent], None]
     publish_state: Callable[[], None]
-    """Publish the cluster's state: the coordinators that are in it have changed."""
+    """Publish the cluster's state: the coordinators in it have changed."""
 
 
 def cause_suffix(me: Peer) -> str:
-    """Return what makes the causes of this process unique among those of other coordinators."""
+    """Return a suffix that makes the causes of this process unique among those of other coordinators."""
     return f"{me.incarnation % 65536:04x}"
 
 
@@ -529,9 +554,10 @@ class Leadership:
         on_lost: Callable[[], None],
         on_acknowledged: Callable[[float], None],
     ) -> None:
-        """``subscriptions``, ``unacknowledged`` and ``on_…`` are those of an ``MqttSession`` while this one leads.
+        """Prepare both sessions. ``subscriptions``, ``unacknowledged`` and ``on_…`` are those of an
+        ``MqttSession`` while this coordinator leads.
 
-        :param shared: there has been another coordinator beside this one.
+        :param shared: whether there has ever been another coordinator.
         """
         self.machine = ElectionMachine(me, timing, shared=shared)
         self.serial = 0
@@ -544,7 +570,7 @@ class Leadership:
         self._driver = Driver(self.machine, self._perform, clock=clock, suffix=f"{cause_suffix(me)}-e")
         self._leader_session: LeaderSession | None = None
         self._leading = False
-        self._kept: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
+        self._pending: deque[PendingMessage] = deque(maxlen=MAX_PENDING)
         self._leaving: set[asyncio.Task[Any]] = set()
         self._follower_session = FollowerSession(
             transport,
@@ -562,13 +588,13 @@ class Leadership:
 
     @property
     def connected(self) -> bool:
-        """Whether this coordinator leads and is heard."""
+        """Whether this coordinator leads and has a connection."""
         session = self._leader_session
         return self._leading and session is not None and session.leads and session.session.connected
 
     @property
     def online(self) -> bool:
-        """Whether it has a session with the broker, leading or not."""
+        """Whether this coordinator is connected to the broker, leading or not."""
         return self._follower_session.session.connected
 
     @property
@@ -605,15 +631,15 @@ class Leadership:
     ) -> None:
         """Publish as the leader, in the order of the calls.
 
-        :param keep: send it after the next connection where there is none now.
-        :param there: called once the broker has acknowledged it.
+        :param queue_offline: send it after the next connection if there is none now.
+        :param on_done: called once the broker has acknowledged it.
         """
         if self.connected and self._leader_session is not None:
             self._leader_session.session.publish(
                 topic, payload, retain=retain, qos=qos, queue_offline=queue_offline, on_done=on_done
             )
         elif queue_offline:
-            self._kept.append((topic, payload, retain, on_done))
+            self._pending.append((topic, payload, retain, on_done))
 
     async def leave(self, state: bytes, timeout_s: float) -> None:
         """Leave on purpose, so that the next leader need not wait.
@@ -623,12 +649,12 @@ class Leadership:
         leader = self._leader_session
         if self.connected and leader is not None:
             leader.session.publish(self._topics.cluster_state, state, retain=True)
-            leader.leads = False  # A heartbeat or a state after it would say that somebody leads.
+            leader.leads = False  # A heartbeat or a state after this one would say that somebody leads.
             await leader.session.flush(timeout_s)
         await self._follower_session.leave(timeout_s)
 
     def replicate(self, state: bytes, at: float) -> tuple[int, int]:
-        """Publish the durable state, before what follows from it, and return its position."""
+        """Publish the durable state before anything that follows from it, and return its position."""
         self.serial += 1
         copy = JournalCopy(
             term=self.machine.term,
@@ -645,8 +671,9 @@ class Leadership:
             try:
                 self.publish(self._topics.journal, encode_copy(copy), retain=True)
             except WireError as error:
-                # No standby must begin from an older one. The journal on this host has it.
-                _log.error("replicate", problem=str(error), remedy="no standby can take over now")
+                # Delete the older copy, from which no standby must begin. The journal on this host holds
+                # the new state.
+                _log.error("replication_failed", problem=str(error), remedy="no standby can take over now")
                 self.publish(self._topics.journal, b"", retain=True)
         return copy.position
 
@@ -664,12 +691,14 @@ class Leadership:
             "ineligible": {peer.name: peer.ineligible for peer in others if peer.ineligible},
         }
 
-    def unreachable_state(self, reason: str, *, graceful: bool, whose: int | None = None) -> bytes:
+    def unreachable_state(
+        self, reason: str, *, graceful: bool, incarnation_of_leader: int | None = None
+    ) -> bytes:
         """Return the cluster's state for the time in which nobody leads.
 
-        :param whose: incarnation of the last leader, where that was another coordinator.
+        :param incarnation_of_leader: incarnation of the last leader, if that was another coordinator.
         """
-        incarnation = self._me.incarnation if whose is None else whose
+        incarnation = self._me.incarnation if incarnation_of_leader is None else incarnation_of_leader
         return encode_unreachable(reason, incarnation=incarnation, graceful=graceful)
 
     def describe_role(self) -> str:
@@ -678,9 +707,9 @@ class Leadership:
         if self._leading:
             return "coordinating"
         if machine.me.ineligible:
-            return f"standing aside: {machine.me.ineligible}"
+            return f"ineligible: {machine.me.ineligible}"
         if machine.leader is not None and machine.role is Role.FOLLOWER:
-            return f"standing by for {machine.leader.name}"
+            return f"standby of {machine.leader.name}"
         return "waiting for the broker"
 
     def _stamp(self) -> dict[str, Any]:
@@ -689,7 +718,7 @@ class Leadership:
     # --- effects of the election -----------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
-        wanted = cast(
+        election_effect = cast(
             EmitEvent
             | PublishCluster
             | AcquireLeadership
@@ -703,40 +732,47 @@ class Leadership:
             | RejectTakeover,
             effect,
         )  # The driver handles timers.
-        match wanted:
+        match election_effect:
             case AcquireLeadership():
                 self._acquire()
             case ReleaseLeadership():
                 self._release()
             case ClaimTerm():
-                self._claim(wanted.leader)
+                self._claim(election_effect.leader)
             case Lead():
-                self._lead(wanted)
+                self._lead(election_effect)
             case Suspend():
                 if self._leading:
                     self._on_lost()
             case StepDown():
-                self._step_down(wanted.leader)
+                self._step_down(election_effect.leader)
             case SendLeaderHeartbeat():
-                heartbeat = encode_leader(wanted.leader, self._program.version)
+                heartbeat = encode_leader(election_effect.leader, self._program.version)
                 self.publish(self._topics.leader_heartbeat, heartbeat, qos=0)
             case EmitEvent():
-                self._leader.emit(wanted)
+                self._leader.emit(election_effect)
             case PublishCluster():
                 self._leader.publish_state()
             case AnnouncePeer():
-                self._follower_session.announce(self._present(wanted.peer))
+                self._follower_session.announce(self._with_position(election_effect.peer))
             case RejectTakeover():
-                event, before = wanted.event, self.machine.leader
-                whose = before.incarnation if before is not None else None  # As its last will says.
+                event, before = election_effect.event, self.machine.leader
+                incarnation_of_leader = (
+                    before.incarnation if before is not None else None
+                )  # As in its last will.
                 self._follower_session.refuse(
-                    event, self.unreachable_state(event.reason, graceful=False, whose=whose)
+                    event,
+                    self.unreachable_state(
+                        event.reason, graceful=False, incarnation_of_leader=incarnation_of_leader
+                    ),
                 )
             case _:
-                assert_never(wanted)
+                assert_never(election_effect)
 
-    def _present(self, me: Peer) -> Peer:
-        """Return this coordinator as the others are to see it: they wait for one with a newer journal than theirs."""
+    def _with_position(self, me: Peer) -> Peer:
+        """Return this coordinator as others must see it: they wait for a peer with a newer journal than
+        theirs.
+        """
         return dataclasses.replace(me, position=self._follower.position())
 
     def _acquire(self) -> None:
@@ -744,17 +780,17 @@ class Leadership:
         self._leader_session = LeaderSession(
             self._transport,
             self._topics,
-            self._present(self.machine.me),
+            self._with_position(self.machine.me),
             self._program,
             subscriptions=self._subscriptions,
             unacknowledged=self._unacknowledged,
-            on_read=self._opened,
+            on_read=self._on_session_read,
             on_message=self._on_message,
             on_acknowledged=self._on_acknowledged,
             on_over=self._lost,
         )
 
-    def _opened(self, session: LeaderSession) -> None:
+    def _on_session_read(self, session: LeaderSession) -> None:
         copy = session.last_journal
         newest = max(self._follower.position(), copy.position if copy is not None else (0, 0))
         problem = self._leader.check(copy)
@@ -769,12 +805,12 @@ class Leadership:
         )
 
     def _claim(self, leader: Leader) -> None:
-        if self._leader_session is not None:  # Otherwise it was lost again, and the election is told so.
+        if self._leader_session is not None:  # Otherwise the session was lost, and the election knows that.
             record = encode_leader(leader, self._program.version)
             self._leader_session.session.publish(self._topics.leader, record, retain=True)
 
     def _lost(self, session: LeaderSession) -> None:
-        self._kept.extend(session.session.take_pending())
+        self._pending.extend(session.session.take_pending())
         self._leader_session = None
         self._driver.feed(LeaderSessionLost(**self._stamp(), why=session.session.problem))
 
@@ -789,23 +825,28 @@ class Leadership:
         """Send the journal, then everything else: they reach the broker in this order."""
         session = self._leader_session
         if session is None:
-            return  # It was lost again, and the election is told so.
+            return  # The session was lost, and the election knows that.
         if not order.resumed or not self._leading:
-            self._kept.clear()
+            self._pending.clear()
             self.serial = 0
             self._leader.begin(order.leader, session.last_journal)
-        _log.info("lead", cluster=self._topics.cluster, term=order.leader.term, again=order.resumed)
+        _log.info("leading", cluster=self._topics.cluster, term=order.leader.term, again=order.resumed)
         self._leading = session.leads = True
         self.replicate(self._leader.state(), self._driver.now())
-        kept, self._kept = self._kept, deque(maxlen=MAX_PENDING)
-        for topic, payload, retain, there in kept:  # Kept again, where the connection has just been lost.
+        pending, self._pending = self._pending, deque(maxlen=MAX_PENDING)
+        for (
+            topic,
+            payload,
+            retain,
+            there,
+        ) in pending:  # They are queued again if the connection has just been lost.
             self.publish(topic, payload, retain=retain, queue_offline=True, on_done=there)
         self._on_connected()
         session.deliver_early()
 
     def _step_down(self, leader: Leader) -> None:
-        self._kept.clear()
+        self._pending.clear()
         if self._leading:
             self._leading = False
-            _log.warning("step_down", leader=leader.name, term=leader.term)
+            _log.warning("stepped_down", leader=leader.name, term=leader.term)
             self._leader.end(leader)

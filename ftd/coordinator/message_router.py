@@ -1,7 +1,7 @@
-"""What the coordinator hears while it leads: each message goes to who it is for.
+"""Routing of the messages that a coordinator receives while it leads.
 
-A thousand nodes say a heartbeat each second, and all answer at once when one is lost: a topic is taken apart
-once, and what comes on it goes the same way from then on.
+A thousand nodes send a heartbeat each second, and all of them answer at once when one is lost. So a topic
+is parsed once, and its handler is remembered.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,17 @@ from statemachine.effects import EmitEvent
 from statemachine.events import NodeVanished, SignalArrived
 from statemachine.messages.values import NodeState
 
-_MOST_WAYS = 10_000
-"""Topics that are known again. Whoever may say something as a node may make up names."""
+_MAX_HANDLERS = 10_000
+"""Topics whose handlers are remembered. The number is limited because clients may make up names of nodes."""
 
-_Way = Callable[[bytes, bool], None]
-"""Takes a payload and whether it was retained. :raises WireError: it is no message for its topic."""
+_Handler = Callable[[bytes, bool], None]
+"""A handler: takes a payload and whether it was retained; raises WireError for what is no message of its
+topic.
+"""
 
 
 class CoordinatorMessageRouter:
-    """See the module."""
+    """Passes each message to its handler. See the module."""
 
     def __init__(
         self,
@@ -40,53 +42,56 @@ class CoordinatorMessageRouter:
         unreachable: Callable[[], None],
         refused: Callable[[EmitEvent], None],
     ) -> None:
-        """:param unreachable: somebody says that no coordinator leads. :param refused: told of a payload that
-        nobody can act on."""
+        """Begin without any topics.
+
+        :param unreachable: called when a message says that no coordinator leads.
+        :param refused: called with an event for a payload that nobody can act on.
+        """
         self._topics, self._driver = topics, driver
         self._requests, self._events, self._commands = requests, events, commands
         self._unreachable, self._refused = unreachable, refused
-        self._ways: dict[str, _Way] = {}
+        self._handlers: dict[str, _Handler] = {}
 
     def on_message(self, topic: str, payload: bytes, retained: bool) -> None:
-        """One message; what is wrong with it is told to the world."""
-        way = self._ways.get(topic)
-        if way is None:
-            if len(self._ways) >= _MOST_WAYS:
-                self._ways.clear()
-            way = self._ways[topic] = self._way_of(topic)
+        """Handle one message, and report what is wrong with it."""
+        handler = self._handlers.get(topic)
+        if handler is None:
+            if len(self._handlers) >= _MAX_HANDLERS:
+                self._handlers.clear()
+            handler = self._handlers[topic] = self._handler_for(topic)
         try:
-            way(payload, retained)
+            handler(payload, retained)
         except WireError as error:
-            self._refuse(topic, str(error))
+            self._reject(topic, str(error))
 
-    def _way_of(self, topic: str) -> _Way:
+    def _handler_for(self, topic: str) -> _Handler:
         topics = self._topics
         if topic == topics.request:
-            return self._hear_request
+            return self._handle_request
         if topic == topics.events:
             return lambda payload, _: self._events.receive_as_leader(payload)
         if topic == topics.cluster_state:
-            return lambda payload, _: self._hear_cluster_state(payload)
+            return lambda payload, _: self._handle_cluster_state(payload)
         if topic == topics.command:
             return self._commands.receive_broadcast
         node = topics.node_of(topic)
         if node is not None and topic == topics.node_signal(node):
-            return partial(self._hear_signal, node)
+            return partial(self._handle_signal, node)
         if node is not None and topic == topics.node_state(node):
-            return partial(self._hear_node_state, node)
+            return partial(self._handle_node_state, node)
         return lambda payload, retained: None
 
-    def _hear_signal(self, node: str, payload: bytes, _: bool) -> None:
+    def _handle_signal(self, node: str, payload: bytes, _: bool) -> None:
         message = decode_from_node(payload, node)
         driver = self._driver
         driver.feed(SignalArrived(at=driver.now(), cause=driver.new_cause(), message=message))
 
-    def _hear_request(self, payload: bytes, retained: bool) -> None:
+    def _handle_request(self, payload: bytes, retained: bool) -> None:
         if not retained:  # A retained request would be served again at every connection.
             self._requests.handle(payload)
 
-    def _hear_node_state(self, node: str, payload: bytes, _: bool) -> None:
-        if not payload:  # It deletes what was retained.
+    def _handle_node_state(self, node: str, payload: bytes, _: bool) -> None:
+        if not payload:  # An empty payload deletes the retained message.
             return
         state = decode_json(payload, NodeStateMessage)
         if state.node != node:
@@ -103,12 +108,12 @@ class CoordinatorMessageRouter:
                 )
             )
 
-    def _hear_cluster_state(self, payload: bytes) -> None:
-        """Our predecessor's last will may come after our own first word."""
+    def _handle_cluster_state(self, payload: bytes) -> None:
+        """Publish our own state over the predecessor's last will, which may arrive after our first state."""
         if decode_json(payload, ClusterStateHeader).phase == "UNREACHABLE":
             self._unreachable()
 
-    def _refuse(self, topic: str, why: str) -> None:
+    def _reject(self, topic: str, why: str) -> None:
         self._refused(
             EmitEvent(
                 cause=self._driver.new_cause(),

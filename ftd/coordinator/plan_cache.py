@@ -1,9 +1,9 @@
-"""What was precomputed, kept on disk for the next start of the same job on as many nodes.
+"""A cache on disk for precomputed plans, used by the next start of the same job on as many nodes.
 
-A file is named by the hash of all inputs, the planner's own code among them, so no other job and no other
-version of ftd reads it. Profiles that are measured at each start differ in their noise and never find theirs;
-a profile from a file (``planner.profile``) does, and so does a coordinator that restarts, since its journal
-has the profile. Whatever is wrong with a file, it is computed anew.
+A file's name is the hash of all inputs, including the planner's own code, so no other job and no other
+version of ftd reads it. Profiles that are measured at each start differ in their noise, so they never
+match. A profile from a file (``planner.profile``) does match, and so does a coordinator that restarts,
+since its journal has the profile. If anything is wrong with a file, its content is computed again.
 """
 
 import contextlib
@@ -28,20 +28,22 @@ _DIGEST_BYTES = 32
 
 
 class PlanCache:
-    """A directory of files; every error is logged and counted, and none is raised."""
+    """A directory of files. Errors are logged and counted, and none is raised."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.hits = self.misses = self.discarded = 0
-        """``discarded``: files that were there and not to be trusted."""
+        """``discarded`` counts files that could not be trusted."""
 
     def key(self, work: PrecomputeRequest) -> str:
-        """Of everything that the answer depends on. ``present`` is not: it is only about the order."""
-        inputs = (_code_of_the_planner(), work.profile, work.policy, work.max_nodes)
+        """Return a hash of everything that the result depends on. ``present`` is left out: it affects only the
+        order.
+        """
+        inputs = (_planner_code_digest(), work.profile, work.policy, work.max_nodes)
         return hashlib.sha256(msgspec.msgpack.encode(inputs)).hexdigest()
 
     def read(self, key: str) -> bytes | None:
-        """What ``write`` was given under this key; ``None`` where there is nothing that can be trusted."""
+        """Return what ``write`` stored under this key; ``None``: there is nothing that can be trusted."""
         path = self._path(key)
         try:
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -61,31 +63,31 @@ class PlanCache:
             return None
         self.hits += 1
         with contextlib.suppress(OSError):
-            os.utime(path)  # The newest are kept.
+            os.utime(path)  # The files that were used last are retained.
         return precomputed
 
     def discard(self, key: str, why: str) -> None:
-        """A file that cannot be used: out of the way with it."""
+        """Remove a file that cannot be used."""
         self.discarded += 1
-        _log.warning("refuse", path=str(self._path(key)), why=why, refused=self.discarded)
+        _log.warning("file_discarded", path=str(self._path(key)), why=why, refused=self.discarded)
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
     def write(self, key: str, precomputed: bytes) -> None:
-        """Keep it: as a whole or not at all, and only the newest files."""
+        """Store the result atomically, and remove all but the newest files."""
         path = self._path(key)
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             try:
-                beside.write_bytes(_MAGIC + _digest(key, precomputed) + precomputed)
-                beside.replace(path)
+                temporary.write_bytes(_MAGIC + _digest(key, precomputed) + precomputed)
+                temporary.replace(path)
             finally:
-                beside.unlink(missing_ok=True)
+                temporary.unlink(missing_ok=True)
             for old in self._oldest_first()[:-MAX_FILES]:
                 old.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning("write", path=str(path), why=str(error))
+            _log.warning("write_failed", path=str(path), why=str(error))
 
     def _oldest_first(self) -> list[Path]:
         return sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime_ns)
@@ -95,18 +97,18 @@ class PlanCache:
 
 
 def _digest(key: str, precomputed: bytes) -> bytes:
-    """Over the name, too: a file that was renamed answers another question."""
+    """Return a digest of the content and the key, so that a renamed file is not accepted."""
     return hashlib.sha256(key.encode() + precomputed).digest()
 
 
 @cache
-def _code_of_the_planner() -> str:
-    """A planner that was changed must not find what it would have answered before."""
+def _planner_code_digest() -> str:
+    """Return a digest of the planner's code: after a change, earlier results must not be found."""
     return code_digest(Path(planner.__file__).parent)
 
 
 def code_digest(package: Path) -> str:
-    """A digest of all modules of a package, those of its subpackages included."""
+    """Return a digest of all modules of a package and its subpackages."""
     code = hashlib.sha256()
     for module in sorted(package.rglob("*.py")):
         code.update(str(module.relative_to(package)).encode() + b"\0" + module.read_bytes() + b"\0")

@@ -1,4 +1,4 @@
-"""The coordinator's end of ``plan_worker``: starts the process, reads its frames, and leaves none behind."""
+"""The coordinator's end of ``plan_worker``: starts the process, reads its frames, and always ends it."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from ftd.errors import PeerError
 from ftd.processes import module_command
 
 COMMAND = module_command("ftd.coordinator.plan_worker")
-_LAST_WORDS_BYTES = 2000
+_STDERR_BYTES = 2000
 
 
 class PlanProcess:
-    """One build in a process of its own: ``async for answer in PlanProcess(command).run(work)``."""
+    """One build in a separate process: ``async for answer in PlanProcess(command).run(work)``."""
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
         self._command = command
@@ -31,12 +31,12 @@ class PlanProcess:
 
     @property
     def pid(self) -> int | None:
-        """While it runs."""
+        """Process id while the process runs."""
         running = self._process is not None and self._process.returncode is None
         return self._process.pid if self._process is not None and running else None
 
     async def start(self) -> asyncio.subprocess.Process:
-        """Start it in advance, so that it has imported the planner when there is work.
+        """Start the process in advance, so that it has imported the planner when there is work.
 
         :raises PeerError: it could not be started.
         """
@@ -58,54 +58,54 @@ class PlanProcess:
             await _end(self._process, None)
 
     async def run(self, work: PrecomputeRequest) -> AsyncGenerator[PrecomputeAnswer, None]:
-        """Its answers; the last is ``PrecomputeFinished`` or ``PrecomputeRejected``. Left early, by a
-        cancellation or otherwise, the
-        process is killed.
+        """Yield the answers; the last one is ``PrecomputeFinished`` or ``PrecomputeRejected``. If the
+        iteration ends early, for instance by a cancellation, the process is killed.
 
-        :raises PeerError: it could not be started, ended before its last answer, or said something else.
+        :raises PeerError: the process could not be started, ended before its last answer, or wrote
+        something else.
         """
         process = self._process or await self.start()
         assert process.stdin and process.stdout and process.stderr, "all three were asked for"
-        said = asyncio.ensure_future(_last_words(process.stderr))
+        stderr = asyncio.ensure_future(_read_stderr(process.stderr))
         try:
             payload = msgspec.msgpack.encode(work)
             process.stdin.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
-            with contextlib.suppress(ConnectionError):  # What it died of is told below.
+            with contextlib.suppress(ConnectionError):  # The reason of its end is reported below.
                 await process.stdin.drain()
             while True:
                 answer = await _read(process.stdout)
                 if answer is None:
                     code = await process.wait()
-                    raise PeerError(f"the planning process ended with {code}: {await said}")
+                    raise PeerError(f"the planning process ended with {code}: {await stderr}")
                 yield answer
                 if isinstance(answer, PrecomputeFinished | PrecomputeRejected):
                     return
         finally:
-            ending = asyncio.ensure_future(_end(process, said))
+            ending = asyncio.ensure_future(_end(process, stderr))
             try:
                 await asyncio.shield(ending)
             except asyncio.CancelledError:
-                await ending  # It takes no time, and half of it would leave pipes behind.
+                await ending  # This takes no time, and an interruption would leave pipes open.
                 raise
 
 
-async def _end(process: asyncio.subprocess.Process, said: asyncio.Future[str] | None) -> None:
-    """Kill it if it still runs, and let go of its pipes: they are closed when they are read to the end."""
+async def _end(process: asyncio.subprocess.Process, stderr: asyncio.Future[str] | None) -> None:
+    """Kill the process if it still runs, and close its pipes, which must be read to the end for that."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
     if process.stdin is not None:
         process.stdin.close()
-    if said is not None:
-        said.cancel()
-        await asyncio.gather(said, return_exceptions=True)
+    if stderr is not None:
+        stderr.cancel()
+        await asyncio.gather(stderr, return_exceptions=True)
     await process.communicate()
 
 
 async def _read(stream: asyncio.StreamReader) -> PrecomputeAnswer | None:
-    """One frame; ``None`` at the end.
+    """Return the next frame; ``None`` at the end.
 
-    :raises PeerError: it is none of ours.
+    :raises PeerError: it is no frame of ``plan_worker``.
     """
     try:
         length = int.from_bytes(await stream.readexactly(LENGTH_BYTES), "big")
@@ -115,15 +115,15 @@ async def _read(stream: asyncio.StreamReader) -> PrecomputeAnswer | None:
     except asyncio.IncompleteReadError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise PeerError(f"the planning process said what is no answer: {error}") from None
+        raise PeerError(f"the planning process sent an invalid answer: {error}") from None
 
 
-async def _last_words(stream: asyncio.StreamReader) -> str:
-    """The end of what it wrote to stderr."""
-    kept = b""
+async def _read_stderr(stream: asyncio.StreamReader) -> str:
+    """Return the end of what the process wrote to stderr."""
+    end = b""
     while chunk := await stream.read(65536):
-        kept = (kept + chunk)[-_LAST_WORDS_BYTES:]
-    return kept.decode("utf-8", errors="replace").strip() or "it said nothing"
+        end = (end + chunk)[-_STDERR_BYTES:]
+    return end.decode("utf-8", errors="replace").strip() or "it wrote nothing to stderr"
 
 
 _DECODER: msgspec.msgpack.Decoder[PrecomputeAnswer] = msgspec.msgpack.Decoder(PrecomputeAnswer)

@@ -1,11 +1,10 @@
-"""The process that precomputes: ``python -P -m ftd.coordinator.plan_worker PARENT``, one for each build.
+"""The process that precomputes: ``python -P -m ftd.coordinator.plan_worker PARENT``, one process for each
+build.
 
 It imports the planner, reads one ``PrecomputeRequest`` from stdin, which may come later or never, and
-answers with frames on
-stdout (``plan_process`` is the other end): how far it is, what it has so far, and at last
-``PrecomputeFinished`` or ``PrecomputeRejected``.
-A frame is four bytes of length, big endian, and msgpack. It runs at low priority, and the kernel ends it with its
-parent.
+answers with frames on stdout (``plan_process`` is the other end): its progress, partial results, and
+finally ``PrecomputeFinished`` or ``PrecomputeRejected``. A frame is four bytes of length, big endian, and
+msgpack. The process runs at low priority, and the kernel ends it with its parent.
 """
 
 import os
@@ -20,13 +19,14 @@ from planner.values import ModelProfile, Policy
 from runtime.parent import die_with_parent
 
 MAX_FRAME_BYTES = 256 * 1024 * 1024
-"""Templates and instantiations for ten thousand nodes take a tenth of it."""
+"""Largest frame. Templates and instantiations for ten thousand nodes take a tenth of this."""
 LENGTH_BYTES = 4
 _NICENESS = 10
-_TELL_EVERY_S = 0.1
-_FIRST_PART_S = 0.5
-"""What was made since the first part is sent after this time, then after twice as long, and so on: each part
-holds all, so that any of them will do."""
+_PROGRESS_EVERY_S = 0.1
+_FIRST_RESULT_INTERVAL_S = 0.5
+"""Time from the first partial result to the second; each later interval is twice as long. Each result contains
+all earlier ones, so that any of them can be used.
+"""
 
 
 class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,25 +36,25 @@ class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
     policy: Policy
     max_nodes: int
     present: int
-    """Nodes that are there: their number comes first."""
+    """Nodes that are present: their number is precomputed first."""
 
 
 class PrecomputeProgress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Instantiations made, of all."""
+    """Number of instantiations made, and of all."""
 
     done: int
     total: int
 
 
 class PartialResult(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that was made so far; the first has what is needed for ``Work.present`` nodes."""
+    """Everything that was precomputed so far; the first one has what ``PrecomputeRequest.present`` nodes need."""
 
     precomputed: msgspec.Raw
-    """A ``planner.precomputed.Precomputed``."""
+    """An encoded ``planner.precomputed.Precomputed``."""
 
 
 class PrecomputeFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The ``PartialResult`` before this one has everything."""
+    """The ``PartialResult`` before this one is complete."""
 
 
 class PrecomputeRejected(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -67,29 +67,29 @@ PrecomputeAnswer = PrecomputeProgress | PartialResult | PrecomputeFinished | Pre
 
 
 def write_frame(stream: BinaryIO, value: msgspec.Struct) -> None:
-    """One frame, flushed."""
+    """Write one frame and flush."""
     payload = msgspec.msgpack.encode(value)
     stream.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
     stream.flush()
 
 
-class _Teller:
-    """Sends progress and parts, neither too often."""
+class _Reporter:
+    """Sends progress and partial results at a limited rate."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._part_due_at = 0.0
-        self._part_every_s = _FIRST_PART_S
+        self._part_every_s = _FIRST_RESULT_INTERVAL_S
 
     def progress(self, done: int, total: int) -> None:
         now = time.monotonic()
-        if done == 0 or now - self._told_at >= _TELL_EVERY_S:
-            self._told_at = now
+        if done == 0 or now - self._reported_at >= _PROGRESS_EVERY_S:
+            self._reported_at = now
             write_frame(self._out, PrecomputeProgress(done=done, total=total))
 
     def part_is_due(self, done: int) -> bool:
-        """The first as soon as one count of nodes is done."""
+        """Return whether to send a partial result. The first is due as soon as one number of nodes is done."""
         if done < 1 or time.monotonic() < self._part_due_at:
             return False
         self._part_due_at = time.monotonic() + self._part_every_s
@@ -97,19 +97,20 @@ class _Teller:
         return True
 
 
-def precompute(given: PrecomputeRequest, out: BinaryIO) -> None:
-    """Precompute, and tell of it."""
-    # Here, so that the daemon, which knows only the frames, does not load numpy and scipy in its event loop.
+def precompute(request: PrecomputeRequest, out: BinaryIO) -> None:
+    """Precompute, and write answers."""
+    # Import it here, so that the daemon, which needs only the frames, does not load numpy and scipy in its
+    # event loop.
     from planner.planner import Planner
 
-    teller = _Teller(out)
+    reporter = _Reporter(out)
     try:
-        planner = Planner(given.profile, given.policy)
-        teller.progress(0, given.max_nodes - planner.n0 + 1)
+        planner = Planner(request.profile, request.policy)
+        reporter.progress(0, request.max_nodes - planner.n0 + 1)
 
-        def told(done: int, total: int) -> None:
-            teller.progress(done, total)
-            if done < total and teller.part_is_due(done):
+        def on_progress(done: int, total: int) -> None:
+            reporter.progress(done, total)
+            if done < total and reporter.part_is_due(done):
                 send_part()
 
         def send_part() -> None:
@@ -117,7 +118,7 @@ def precompute(given: PrecomputeRequest, out: BinaryIO) -> None:
                 out, PartialResult(precomputed=msgspec.Raw(msgspec.msgpack.encode(planner.precomputed())))
             )
 
-        planner.precompute(given.max_nodes, told, present=given.present)
+        planner.precompute(request.max_nodes, on_progress, present=request.present)
         send_part()
         write_frame(out, PrecomputeFinished())
     except PlanningError as error:
@@ -125,7 +126,7 @@ def precompute(given: PrecomputeRequest, out: BinaryIO) -> None:
 
 
 def explain(error: PlanningError) -> str:
-    """The planner's error for a user, with the remedy where the error carries one."""
+    """Return the planner's error for a user, with the remedy if the error carries one."""
     if isinstance(error, BatchError) and error.nearest and str(error.nearest[0]) not in str(error):
         near = " or ".join(str(batch) for batch in error.nearest)
         return f"{error} (training.global_batch: the nearest that can: {near})"
@@ -135,7 +136,7 @@ def explain(error: PlanningError) -> str:
 
 
 def main() -> None:
-    """The process."""
+    """Run the process."""
     die_with_parent(int(sys.argv[1]))
     os.nice(_NICENESS)
     out = os.fdopen(os.dup(1), "wb")
@@ -144,10 +145,10 @@ def main() -> None:
 
     header = sys.stdin.buffer.read(LENGTH_BYTES)
     if not header:
-        return  # It was started in advance, and is not needed.
+        return  # The process was started in advance and is not needed.
     length = int.from_bytes(header, "big")
-    given = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=PrecomputeRequest)
-    precompute(given, out)
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(length), type=PrecomputeRequest)
+    precompute(request, out)
 
 
 if __name__ == "__main__":

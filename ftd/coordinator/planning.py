@@ -1,9 +1,10 @@
-"""Carries out ``BuildTemplates`` and ``ComputePlan`` beside the event loop, never in it.
+"""Planning for the coordinator, outside its event loop: carries out ``BuildTemplates``, ``ComputePlan`` and
+their relatives.
 
 What can be precomputed is made in a process of its own (``plan_process``), or was made by an earlier one
-(``plan_cache``). A plan is a look-up and an assignment, in one worker thread; what it lacks, because the
-process is not that far yet or the cluster has outgrown it, is made there for this one plan. The planner is
-imported at start, so that the path of a failure imports nothing.
+(``plan_cache``). A plan is then a look-up and an assignment, in one worker thread. What it lacks, because
+the process has not got that far or the cluster has grown, is computed there for this one plan. The planner
+is imported at the start, so that the path of a failure imports nothing.
 """
 
 import asyncio
@@ -61,16 +62,22 @@ T = TypeVar("T")
 PROGRESS_AFTER_S = 1.0
 """Planning that takes no longer is not worth a progress bar."""
 PLAN_LOSSES_AFTER_S = 1.0
-"""What follows a plan is more urgent than what may be asked next."""
+"""Delay before likely losses are planned for: what follows a plan is more urgent than what may be asked next."""
 
 _OBJECTS_BEFORE_COLLECTION = 20_000
-"""More than one recovery of a thousand nodes leaves; Python's own is 700."""
+"""Objects that Python allocates before it collects garbage: more than a recovery of a thousand nodes leaves.
+The default is 700.
+"""
 SPECULATE_AFTER_S = 0.001
-"""Behind the command to stop, which is more urgent, and behind other losses of the same moment."""
+"""Delay of a speculative plan, which comes after the command to stop, and after other losses of the same
+moment.
+"""
 
 
 class PlanningService:
-    """Answers land as events in the driver's queue, with the cause of the effect that asked."""
+    """Runs the planner. Results are fed to the driver as events, with the cause of the effect that requested
+    them.
+    """
 
     def __init__(
         self,
@@ -81,7 +88,7 @@ class PlanningService:
         on_progress: Callable[[], None] = lambda: None,
         command: Sequence[str] = COMMAND,
     ) -> None:
-        """``on_progress`` is called when ``progress`` has changed."""
+        """Begin with nothing planned. ``on_progress`` is called when ``progress`` has changed."""
         self._feed = feed
         self._driver = driver
         self._cache = cache
@@ -91,73 +98,77 @@ class PlanningService:
         self._planner: Planner | None = None
         self._planned_job = ""
         self._process: PlanProcess | None = None
-        self._expecting: asyncio.Task[PlanProcess] | None = None
+        self._next_process_task: asyncio.Task[PlanProcess] | None = None
         """Starts the process for the next build in advance."""
         self._building: asyncio.Task[None] | None = None
-        self._rehearsal: asyncio.Task[None] | None = None
-        self._foresight = SpeculativePlan()
-        self._expected: PlanAhead | None = None
-        """Still to be looked at."""
+        self._loss_planning: asyncio.Task[None] | None = None
+        self._speculative_plan = SpeculativePlan()
+        self._next_loss: PlanAhead | None = None
+        """The newest loss that has not been planned for yet."""
         self._work: set[asyncio.Task[None]] = set()
         self.progress: tuple[int, int] | None = None
-        """Instantiations made, of all; ``None`` while none are made, or for less than a second."""
+        """Instantiations made, and of all; ``None`` while none are made, or during the first second."""
 
     @property
     def pid(self) -> int | None:
-        """The process that precomputes, while there is one."""
+        """Process id of the process that precomputes, while there is one."""
         return self._process.pid if self._process is not None else None
 
     @property
     def building(self) -> bool:
-        """Something is still being precomputed, read or written."""
+        """Whether something is still being precomputed, read or written."""
         return self._building is not None and not self._building.done()
 
     def warm_up(self) -> None:
-        """Now, in the worker thread, and not on the path of a failure."""
+        """Import the planner now, in the worker thread, and not on the path of a failure."""
         self._start(self._in_thread(_warm_up))
 
     def prepare(self) -> None:
-        """A model is being measured: the process can import the planner meanwhile."""
-        if self._expecting is None and not self.building:
-            self._expecting = asyncio.ensure_future(_started(PlanProcess(self._command)))
+        """Start the process in advance: it can import the planner while a model is measured."""
+        if self._next_process_task is None and not self.building:
+            self._next_process_task = asyncio.ensure_future(_started(PlanProcess(self._command)))
 
-    async def _dismiss(self) -> None:
-        """Do without the process that was started in advance."""
-        expecting, self._expecting = self._expecting, None
+    async def _end_expected_process(self) -> None:
+        """End the process that was started in advance."""
+        expecting, self._next_process_task = self._next_process_task, None
         if expecting is not None:
             await (await expecting).dismiss()
 
     async def _next_process(self) -> PlanProcess:
-        if self._expecting is None:
+        if self._next_process_task is None:
             return PlanProcess(self._command)
-        process = await asyncio.shield(self._expecting)  # Who is cancelled here leaves it to the next build.
-        self._expecting = None
+        process = await asyncio.shield(
+            self._next_process_task
+        )  # If this is cancelled, the process remains for the next build.
+        self._next_process_task = None
         return process
 
     def build(self, effect: BuildTemplates) -> None:
-        """A build that is under way is given up: the new one is for more nodes, or for another job."""
+        """Precompute for a job. A build in progress is abandoned: the new one is for more nodes, or for
+        another job.
+        """
         self._stop_building()
         self._building = self._start(self._build(effect))
 
     def cancel(self, effect: CancelTemplates) -> None:
-        """The job is over. Without a build under way, nothing happens."""
-        self._start(self._dismiss())
+        """Stop the job's build, since the job is over. Without one, nothing happens."""
+        self._start(self._end_expected_process())
         if effect.job_id == self._planned_job:
             self._stop_building()
 
     def compute(self, effect: PlanAhead | ComputePlan | ComparePlan) -> None:
         if isinstance(effect, ComparePlan):
-            self._start(self._weigh(effect))
+            self._start(self._compare(effect))
             return
-        if self._rehearsal is not None:
-            self._rehearsal.cancel()
+        if self._loss_planning is not None:
+            self._loss_planning.cancel()
         if isinstance(effect, ComputePlan):
-            self._expected = None
+            self._next_loss = None
             self._start(self._plan(effect))
         else:
-            waiting, self._expected = self._expected is not None, effect
+            waiting, self._next_loss = self._next_loss is not None, effect
             if not waiting:
-                self._start(self._foresee())
+                self._start(self._plan_ahead())
 
     def check_solver(self, answer: Callable[[str], None]) -> None:
         """Call ``answer`` with the reason why jobs cannot use the Pyomo models here, or with ``""``."""
@@ -167,11 +178,13 @@ class PlanningService:
         answer(await self._in_thread(_solver_problem))
 
     async def close(self) -> None:
-        """Forget what is waiting and leave no process; what the thread computes runs to its end, unheard."""
+        """Drop what is waiting, and end the process. The thread finishes what it computes, and the result is
+        dropped.
+        """
         self._stop_building()
-        await self._dismiss()
+        await self._end_expected_process()
         for work in self._work:
-            if not work.cancelling():  # A second cancellation would interrupt what the first one tidies up.
+            if not work.cancelling():  # A second cancellation would interrupt the clean-up of the first one.
                 work.cancel()
         await asyncio.gather(*self._work, return_exceptions=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -187,11 +200,11 @@ class PlanningService:
 
     def _stop_building(self) -> None:
         if self._building is not None:
-            self._building.cancel()  # This kills the process, too.
+            self._building.cancel()  # This also kills the process.
         self._building = self._process = None
-        self._tell(None)
+        self._report_progress(None)
 
-    def _tell(self, progress: tuple[int, int] | None) -> None:
+    def _report_progress(self, progress: tuple[int, int] | None) -> None:
         if progress != self.progress:
             self.progress = progress
             self._on_progress()
@@ -205,14 +218,14 @@ class PlanningService:
         except PlanningError as error:
             self._fail(effect, explain(error))
         except PeerError as error:
-            _log.error("build", job=job_id, cause=effect.cause, error=str(error))
+            _log.error("build_failed", job=job_id, cause=effect.cause, error=str(error))
             self._fail(effect, str(error))
         except Exception as error:
-            _log.exception("build", job=job_id, cause=effect.cause)
+            _log.exception("build_failed", job=job_id, cause=effect.cause)
             self._fail(effect, f"the planner has a bug: {error!r}")
         finally:
             if self._building is asyncio.current_task():
-                self._tell(None)
+                self._report_progress(None)
 
     def _fail(self, effect: BuildTemplates, reason: str) -> None:
         job_id, at = effect.profiled.job.job_id, self._driver.now()
@@ -224,7 +237,11 @@ class PlanningService:
         )
 
     async def _build_or_read(self, effect: BuildTemplates) -> None:
-        """:raises PlanningError: the job cannot run. :raises PeerError: the process failed."""
+        """Take the results from the cache, or precompute them and add them to the cache.
+
+        :raises PlanningError: the job cannot run.
+        :raises PeerError: the process failed.
+        """
         profiled = effect.profiled
         planner = await self._in_thread(lambda: self._planner_for(effect))
         work = PrecomputeRequest(
@@ -235,21 +252,21 @@ class PlanningService:
         )
         key = await self._in_thread(lambda: self._cache.key(work))
         if await self._in_thread(lambda: self._read(planner, key)):
-            _log.info("read", job=profiled.job.job_id, nodes=work.max_nodes)
-            await self._dismiss()
+            _log.info("cache_read", job=profiled.job.job_id, nodes=work.max_nodes)
+            await self._end_expected_process()
             self._ready(effect)
             return
         try:
-            made = await self._precompute(effect, planner, work)
+            result = await self._precompute(effect, planner, work)
         except PeerError as error:
-            # Whatever ended it (a lack of memory, somebody's kill) may not end another one.
-            _log.warning("precompute", job=profiled.job.job_id, cause=effect.cause, error=str(error))
-            made = await self._precompute(effect, planner, work)
-        if made:
-            await self._in_thread(lambda: self._cache.write(key, made))
+            # What ended it (a lack of memory, somebody's kill) may not end another process.
+            _log.warning("precompute_failed", job=profiled.job.job_id, cause=effect.cause, error=str(error))
+            result = await self._precompute(effect, planner, work)
+        if result:
+            await self._in_thread(lambda: self._cache.write(key, result))
 
     def _planner_for(self, effect: BuildTemplates) -> "Planner":
-        """In the worker thread. The planner of this job, which goes on with what it has; or a new one.
+        """Return the planner of this job, which keeps what it has, or a new one. Runs in the worker thread.
 
         :raises PlanningError: the job cannot run.
         """
@@ -259,18 +276,20 @@ class PlanningService:
         if policy.batch_solver == "pyomo":
             from planner.pipelines.programs import check_solver
 
-            check_solver()  # This also imports Pyomo, so that a recovery need not wait for that.
+            check_solver()  # This also imports Pyomo, so that a recovery need not wait for it.
         planner = self._planner
         if planner is None or (planner.profile, planner.policy) != (profile, policy):
             planner = Planner(profile, policy)
-            # Whether there are microbatches for f+1 pipelines; that enough nodes are there is asked later,
-            # since more may come: too few of them is a pause, not a failure.
+            # Check whether there are microbatches for f+1 pipelines. Whether there are enough nodes is
+            # checked later, since more may join: too few nodes pause a job and do not fail it.
             planner.check_tolerance((policy.tolerate + 1) * planner.n0)
             self._planner = planner
         return planner
 
     def _read(self, planner: "Planner", key: str) -> bool:
-        """In the worker thread. Whether an earlier process's work was found and taken over."""
+        """Restore what an earlier process precomputed, and return whether it was found. Runs in the worker
+        thread.
+        """
         found = self._cache.read(key)
         if found is None:
             return False
@@ -282,30 +301,30 @@ class PlanningService:
         return True
 
     async def _precompute(self, effect: BuildTemplates, planner: "Planner", work: PrecomputeRequest) -> bytes:
-        """In a process; its parts go into the planner as they come. What it made in the end, or nothing where
-        the job was refused.
+        """Precompute in a process, and give the planner each partial result. Return the complete result, or
+        ``b""`` if the job was rejected.
 
         :raises PeerError: the process failed.
         """
-        began_at, made = time.monotonic(), b""
+        began_at, result = time.monotonic(), b""
         process = self._process = await self._next_process()
         async with aclosing(process.run(work)) as answers:
             async for answer in answers:
                 match answer:
                     case PrecomputeProgress(done=done, total=total):
                         if time.monotonic() - began_at >= PROGRESS_AFTER_S:
-                            self._tell((done, total))
+                            self._report_progress((done, total))
                     case PartialResult(precomputed=part):
-                        ready, made = bool(made), bytes(part)
-                        await self._in_thread(partial(_take_part, planner, made))
+                        ready, result = bool(result), bytes(part)
+                        await self._in_thread(partial(_take_part, planner, result))
                         if not ready:
                             self._ready(effect)
                     case PrecomputeRejected(reason=reason):
                         self._fail(effect, reason)
                     case PrecomputeFinished():
                         took_s = round(time.monotonic() - began_at, 3)
-                        _log.info("precompute", nodes=work.max_nodes, seconds=took_s, size_bytes=len(made))
-        return made
+                        _log.info("precomputed", nodes=work.max_nodes, seconds=took_s, size_bytes=len(result))
+        return result
 
     # --- planning ----------------------------------------------------------------------------------
 
@@ -313,19 +332,21 @@ class PlanningService:
         answer = await self._in_thread(lambda: self._answer(effect))
         self._feed(answer)
         if isinstance(answer, PlanReady):
-            self._rehearsal = self._start(self._rehearse(effect.situation, answer.plan))
+            self._loss_planning = self._start(self._plan_likely_losses(effect.situation, answer.plan))
 
-    async def _foresee(self) -> None:
-        """The newest only: nodes that are lost together are lost one behind the other."""
-        while (effect := self._expected) is not None:
+    async def _plan_ahead(self) -> None:
+        """Plan for the newest loss only: nodes that are lost together are reported one after another."""
+        while (effect := self._next_loss) is not None:
             await asyncio.sleep(SPECULATE_AFTER_S)
-            if self._expected is effect:
-                self._expected = None
+            if self._next_loss is effect:
+                self._next_loss = None
                 if (planner := self._planner) is not None:
-                    await self._in_thread(partial(self._foresight.compute, planner, effect))
+                    await self._in_thread(partial(self._speculative_plan.compute, planner, effect))
 
-    async def _rehearse(self, situation: Situation, plan: Plan) -> None:
-        """Once nothing is precomputed: what is not yet would be made here."""
+    async def _plan_likely_losses(self, situation: Situation, plan: Plan) -> None:
+        """Plan for the losses that are likely next, after all precomputing: what is missing would otherwise be
+        computed here.
+        """
         await asyncio.sleep(PLAN_LOSSES_AFTER_S)
         if self._building is not None:
             await asyncio.wait([self._building])
@@ -334,13 +355,13 @@ class PlanningService:
             await self._in_thread(lambda: plan_likely_losses(planner, situation, plan))
 
     def _answer(self, effect: ComputePlan) -> Event:
-        """In the worker thread."""
+        """Return the plan, or the reason why there is none. Runs in the worker thread."""
         too_few, needed = False, None
         lost_layers: tuple[int, ...] = ()
         reason = "no templates were built for this job; this is a bug"
         try:
             if self._planner is not None:
-                plan = self._foresight.take(effect.situation)
+                plan = self._speculative_plan.take(effect.situation)
                 plan = plan or make_plan(self._planner, effect.situation)
                 wish, layers = effect.protection, self._planner.profile.layers
                 return PlanReady(
@@ -357,7 +378,7 @@ class PlanningService:
             elif isinstance(error, StateLostError):
                 lost_layers = error.layers
         except Exception as error:
-            _log.exception("plan", generation=effect.generation, cause=effect.cause)
+            _log.exception("plan_failed", generation=effect.generation, cause=effect.cause)
             reason = f"the planner has a bug: {error!r}"
         return PlanImpossible(
             at=self._driver.now(),
@@ -369,9 +390,11 @@ class PlanningService:
             lost_layers=lost_layers,
         )
 
-    async def _weigh(self, effect: ComparePlan) -> None:
-        """Where there is no better plan, whatever the reason, nothing is to be gained."""
-        present_s, possible_s = await self._in_thread(lambda: self._weighed(effect))
+    async def _compare(self, effect: ComparePlan) -> None:
+        """Feed the step times of the current plan and of the best one. If there is no better plan, for
+        whatever reason, both are 0.
+        """
+        present_s, possible_s = await self._in_thread(lambda: self._compared_step_times(effect))
         self._feed(
             PlanCompared(
                 at=self._driver.now(),
@@ -382,38 +405,43 @@ class PlanningService:
             )
         )
 
-    def _weighed(self, effect: ComparePlan) -> tuple[float, float]:
-        """In the worker thread."""
+    def _compared_step_times(self, effect: ComparePlan) -> tuple[float, float]:
+        """Return both step times. Runs in the worker thread."""
         try:
             if self._planner is not None:
                 return self._planner.compare_iteration_s(effect.situation)
         except PlanningError as error:
-            _log.warning("weigh", generation=effect.generation, cause=effect.cause, error=explain(error))
+            _log.warning(
+                "comparison_failed", generation=effect.generation, cause=effect.cause, error=explain(error)
+            )
         except Exception:
-            _log.exception("weigh", generation=effect.generation, cause=effect.cause)
+            _log.exception("comparison_failed", generation=effect.generation, cause=effect.cause)
         return 0.0, 0.0
 
 
 def _take_part(planner: "Planner", part: bytes) -> None:
-    """In the worker thread.
+    """Give the planner a partial result. Runs in the worker thread.
 
     :raises PeerError: the process made something that does not fit the job.
     """
     try:
         _restore(planner, part)
     except (msgspec.DecodeError, RestoreError) as error:
-        raise PeerError(f"the planning process made something unusable: {error}") from None
+        raise PeerError(f"the planning process sent an unusable result: {error}") from None
 
 
 def _restore(planner: "Planner", precomputed: bytes) -> None:
-    """:raises msgspec.DecodeError, RestoreError: it is nothing that was precomputed for this job."""
+    """Give the planner what was precomputed.
+
+    :raises msgspec.DecodeError, RestoreError: it was not precomputed for this job.
+    """
     from planner.precomputed import Precomputed
 
     planner.restore(msgspec.msgpack.decode(precomputed, type=Precomputed))
 
 
 def _solver_problem() -> str:
-    """In the worker thread."""
+    """Return why the Pyomo models cannot be used here; empty: they can. Runs in the worker thread."""
     from planner.pipelines.programs import check_solver
 
     try:
@@ -424,14 +452,15 @@ def _solver_problem() -> str:
 
 
 async def _started(process: PlanProcess) -> PlanProcess:
-    with contextlib.suppress(PeerError):  # It is tried again when there is work, and told then.
+    with contextlib.suppress(PeerError):  # The next build tries again, and reports the error.
         await process.start()
     return process
 
 
 def _warm_up() -> None:
-    """Import the planner; and let the garbage collector no more look through all that stays, nor begin at
-    every thousand objects: it takes tens of milliseconds each time, maybe on the path of a failure."""
+    """Import the planner, and keep the garbage collector from scanning what stays in memory, and from running
+    at every thousand objects. It takes tens of milliseconds each time, possibly on the path of a failure.
+    """
     import planner.planner
     import planner.precomputed  # noqa: F401
 

@@ -1,8 +1,8 @@
-"""What a coordinator needs of its surroundings, as small protocols.
+"""The interfaces between a coordinator and its environment, as small protocols.
 
-Production implements them with the system's clocks, MQTT, SQLite, a planning process and threads
-(``ftd.coordinator.daemon``); the simulator with virtual time and memory (``ftd.faults.sim``). Everything else
-runs on the asyncio event loop that is current.
+The daemon (``ftd.coordinator.daemon``) implements them with the system's clocks, MQTT, SQLite, a planning
+process and threads; the simulator (``ftd.faults.sim``) with virtual time and memory. Everything else runs
+on the current asyncio event loop.
 """
 
 import sqlite3
@@ -86,11 +86,11 @@ class Transport(Protocol):
 
 
 class Disk(Protocol):
-    """The disk that a coordinator keeps its journal on."""
+    """The disk that holds a coordinator's journal."""
 
     @property
     def boot_id(self) -> str:
-        """Identifier of the host's last start: as long as it is the same, everything that was written is there."""
+        """Identifier of the host's last start. While it stays the same, everything that was written is there."""
 
     def open(self, directory: Path) -> sqlite3.Connection:
         """Open the database in ``directory``, in autocommit mode.
@@ -100,18 +100,18 @@ class Disk(Protocol):
         ...
 
     def close(self) -> None:
-        """Let another coordinator open it."""
+        """Let another coordinator open the database."""
 
 
 class Planning(Protocol):
-    """The planner. Its answers are fed as events."""
+    """The planner. It feeds its results as events."""
 
     @property
     def progress(self) -> tuple[int, int] | None:
         """Number of instantiations that are precomputed, and of all; ``None`` while none are computed."""
 
     def prepare(self) -> None:
-        """Prepare for ``build``: a model is being measured."""
+        """Prepare for ``build``, while a model is being measured."""
 
     def build(self, effect: BuildTemplates) -> None:
         """Feed TemplatesReady or TemplatesFailed."""
@@ -127,29 +127,31 @@ class Planning(Protocol):
 
 
 class CheckpointOperations(Protocol):
-    """The places of persistent checkpoints. The answers are fed as events."""
+    """Operations on the locations of persistent checkpoints. They feed their results as events."""
 
     def commit(self, effect: CommitCheckpoint) -> None:
         """Feed CheckpointCommitted or CheckpointCommitFailed."""
 
     def abandon(self, effect: AbandonCheckpoint) -> None:
-        """Remove what is left of an attempt."""
+        """Remove the files of an attempt."""
 
     def export(self, effect: ExportCheckpoint) -> None:
-        """Feed CheckpointExported or CheckpointExportFailed."""
+        """Feed ExportCompleted or ExportFailed."""
 
     def find(self, effect: FindCheckpoint) -> None:
         """Feed CheckpointFound."""
 
     def find_initial(self, job: Job, then: Callable[[Checkpoint | None, str], None]) -> None:
-        """Call ``then`` with the checkpoint that the job begins from, and with why it may not begin or ''."""
+        """Call ``then`` with the checkpoint that the job begins from, and with the reason why it may not
+        begin, or ``""``.
+        """
 
 
 class Observer(Protocol):
-    """Metrics, dashboard and tracking: what watches a coordinator and decides nothing."""
+    """Metrics, dashboard and tracking: they observe a coordinator and decide nothing."""
 
     def on_own_event(self, event: EmitEvent) -> None:
-        """Take an event of this coordinator, before the gate may hold it back."""
+        """Take an event of this coordinator, before the rate limiter may drop it."""
 
     def on_node_event(self, message: EventMessage) -> None:
         """Take an event of a node."""
@@ -170,7 +172,7 @@ class Observer(Protocol):
         """Log this job's steps; see ``ftd.observe.tracking.writer_process.Tracking.follow``."""
 
     def on_status(self, text: str) -> None:
-        """Take what this coordinator does, in words."""
+        """Take a description of what this coordinator does."""
 
     def on_stopping(self) -> None:
         """Note that this coordinator is about to leave."""
@@ -178,16 +180,16 @@ class Observer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """The program that runs: coordinators of several versions may be in one cluster."""
+    """The program that runs. Coordinators of several versions may be in one cluster."""
 
     version: str
     schema: int
-    """Schema of the journals that it writes, see ``statemachine.cluster.durable.durable``."""
+    """Schema of the journals that it writes; see ``statemachine.cluster.durable.durable``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """All of them, for one coordinator process."""
+    """All ports of one coordinator process."""
 
     program: Program
     clock: Clock

@@ -1,12 +1,14 @@
-"""Which protection snapshots get: the cheapest that withstands the losses wanted, and fits into memory.
+"""Choice of the protection of snapshots: the cheapest scheme that withstands the requested losses and fits
+into memory.
 
-REFT §4.2 takes copies while their overhead is bearable and parity where it is not, by a profile at the start.
-Here the overhead is known beforehand: for every scheme that withstands the losses, the bytes that it keeps
-(memory) and the bytes that it reads to make them (time; copying and XOR both run at the speed of memory). The
-one that touches fewest is taken, the simpler one where two touch as many: copies come back without decoding.
-What does not fit into the hosts' memory gives way to the scheme that withstands most of those that fit.
+REFT §4.2 uses copies while their overhead is bearable and parity where it is not, by a profile at the
+start. Here the overhead is known beforehand: for every scheme that withstands the losses, the bytes that it
+stores (memory) and the bytes that it reads to make them (time: copying and XOR both run at the speed of
+memory). The scheme that touches the fewest bytes is chosen, and the simpler one if two are equal: copies
+are restored without decoding. If no such scheme fits into the hosts' memory, the one that withstands the
+most losses among those that fit is chosen.
 
-The number of owners is that of the pipelines, so every plan may have another answer.
+The number of owners is the number of pipelines, so every plan may need another scheme.
 """
 
 from collections import Counter
@@ -22,23 +24,25 @@ from storage.arena import SLOTS
 from storage.shards import ShardLayout
 
 FullestBytes = Callable[[str], int | None]
-"""Of one snapshot under a scheme, on the fullest node; ``None`` where the profile has no bytes."""
+"""Bytes of one snapshot under a scheme, on the fullest node; ``None``: the profile has no sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
     scheme: str
     withstood: int
-    kept: float
-    """Bytes beyond those of the bucket, per byte of it."""
+    stored: float
+    """Bytes stored beyond those of the bucket, per byte of the bucket."""
     touched: float
-    """Bytes read and written to make them, the same."""
+    """Bytes read and written to make them, per byte of the bucket."""
 
 
 def choose_protection(
     plan: Plan, layers: tuple[LayerProfile, ...], wish: ProtectionRequest
 ) -> ProtectionChoice:
-    """What protects the snapshots of a plan: what is wished for, or the best there is for its owners."""
+    """Return the protection for the snapshots of a plan: the requested one, or the best one for the plan's
+    owners.
+    """
     owners = len(plan.pipelines)
     limits = [wish.limits[node] for node in plan.nodes if wish.limits.get(node)]
     limit = min(limits, default=None)
@@ -61,7 +65,7 @@ def choose_protection(
         losses = stated_guarantee(wish.scheme, owners)
         choice = choose_scheme(owners, losses, zero1=wish.zero1, fullest_bytes=fullest, limit_bytes=limit)
         return ProtectionChoice(scheme=choice.scheme, reason=f"{error}; {choice.reason}", fallback=True)
-    return ProtectionChoice(scheme=wish.scheme, reason="as it was asked for")
+    return ProtectionChoice(scheme=wish.scheme, reason="as requested")
 
 
 def choose_scheme(
@@ -73,10 +77,11 @@ def choose_scheme(
     limit_bytes: int | None,
     nodes: int = 1,
 ) -> ProtectionChoice:
-    """The cheapest scheme under which any ``losses`` of so many owners may be lost, at least one of several.
+    """Return the cheapest scheme under which any ``losses`` of the owners may be lost, and at least one if
+    there are several.
 
-    :param limit_bytes: that a node's arenas may take, for all their slots.
-    :param nodes: that are there: a single owner of everything needs another one beside it.
+    :param limit_bytes: most bytes that a node's arenas may take, for all their slots.
+    :param nodes: nodes that are present: a single owner of everything needs another one next to it.
     """
     wanted = min(max(1, losses), owners - 1)
     too_large = ""
@@ -84,10 +89,10 @@ def choose_scheme(
         scheme = "aor+buddy" if zero1 else "buddy"
         takes = fullest_bytes(scheme)
         if limit_bytes is None or takes is None or SLOTS * takes <= limit_bytes:
-            why = f"{scheme}: every group has one owner, and another node keeps a copy, for 100% more bytes"
+            why = f"{scheme}: every group has one owner, and another node holds a copy, for 100% more bytes"
             return ProtectionChoice(scheme=scheme, reason=why)
         too_large = (
-            f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which may give "
+            f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which is limited to "
             f"{_mib(limit_bytes)}; "
         )
     for withstood in range(wanted, -1, -1):
@@ -98,15 +103,15 @@ def choose_scheme(
                 others = [other for other in candidates if other.scheme != one.scheme]
                 return ProtectionChoice(scheme=one.scheme, reason=too_large + _reason(one, others, owners))
             too_large = too_large or (
-                f"{one.scheme} would take {_mib(SLOTS * takes)} of a node's memory, which may give "
+                f"{one.scheme} would take {_mib(SLOTS * takes)} of a node's memory, which is limited to "
                 f"{_mib(limit_bytes)}; "
             )
     last = "aor" if zero1 else "none"
-    return ProtectionChoice(scheme=last, reason=f"{too_large}so nothing is kept but each owner's own part")
+    return ProtectionChoice(scheme=last, reason=f"{too_large}so only each owner's own part is held")
 
 
 def _candidates(withstood: int, owners: int, *, zero1: bool) -> Iterator[_Candidate]:
-    """Schemes that withstand exactly so many losses, the simplest first."""
+    """Yield the schemes that withstand exactly this number of losses, the simplest first."""
     for scheme in _schemes(withstood, owners, zero1=zero1):
         try:
             code = make_bounded_code(scheme, owners)
@@ -114,12 +119,14 @@ def _candidates(withstood: int, owners: int, *, zero1: bool) -> Iterator[_Candid
             continue
         cells = code.owners * code.cells
         read = sum(len(some) for extra in code.extra for some in extra) / cells
-        yield _Candidate(scheme=scheme, withstood=withstood, kept=code.overhead, touched=code.overhead + read)
+        yield _Candidate(
+            scheme=scheme, withstood=withstood, stored=code.overhead, touched=code.overhead + read
+        )
 
 
 def _schemes(withstood: int, owners: int, *, zero1: bool) -> list[str]:
     if zero1:
-        # Each owner holds its own part and the replica of one other: that is what there is to copy.
+        # Each owner holds its own part and the replica of one other owner: only these can be copied.
         return ["aor"] if withstood == 0 else ["arc:1+aor"] if withstood == 1 else []
     if withstood == 0:
         return ["none"]
@@ -131,27 +138,29 @@ def _schemes(withstood: int, owners: int, *, zero1: bool) -> list[str]:
 
 def _reason(one: _Candidate, others: list[_Candidate], owners: int) -> str:
     if owners == 1:
-        return f"{one.scheme}: every group has one owner, so there is nobody to protect it"
+        return f"{one.scheme}: every group has one owner, so no other node can protect it"
     if not one.withstood:
         return f"{one.scheme}: no owner may be lost"
-    told = f"{one.scheme}: any {one.withstood} of {owners} owners may be lost, for {one.kept:.0%} more bytes"
-    more = ", ".join(f"{other.scheme} ({other.kept:.0%})" for other in others)
-    return f"{told}; cheaper to make than {more}" if more else told
+    reason = (
+        f"{one.scheme}: any {one.withstood} of {owners} owners may be lost, for {one.stored:.0%} more bytes"
+    )
+    more = ", ".join(f"{other.scheme} ({other.stored:.0%})" for other in others)
+    return f"{reason}; cheaper to make than {more}" if more else reason
 
 
 def _fullest_bytes(plan: Plan, layers: tuple[LayerProfile, ...], scheme: str, *, zero1: bool) -> int | None:
     if not any(layer.state_bytes for layer in layers):
         return None
     nodes: Counter[str] = Counter()
-    buddies = choose_replica_peers(plan, scheme, {*plan.nodes, *plan.idle_nodes})
+    replica_peers = choose_replica_peers(plan, scheme, {*plan.nodes, *plan.idle_nodes})
     for group in groups_of(plan, scheme, zero1=zero1):
         state_bytes = sum(layer.state_bytes for layer in layers[group.first_layer : group.end_layer])
         layout = ShardLayout(code=make_bounded_code(scheme, len(group.owners)), bucket_bytes=state_bytes)
         for owner, node in enumerate(group.owners):
             size_bytes = state_bytes if group.whole else layout.shard_bytes(owner)
             nodes[node] += size_bytes
-            if node in buddies:
-                nodes[buddies[node]] += size_bytes
+            if node in replica_peers:
+                nodes[replica_peers[node]] += size_bytes
     return max(nodes.values())
 
 

@@ -1,4 +1,4 @@
-"""The cluster's state as the coordinator publishes it, and the end of its tasks."""
+"""The cluster's state as the coordinator publishes it, and a helper that ends tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,9 +14,10 @@ _version = cache(version)
 def public_state(
     state: dict[str, Any], coordinator: dict[str, Any], progress: tuple[int, int] | None, now: float
 ) -> dict[str, Any]:
-    """Return the machine's public state with the coordinator that publishes it, and the progress of planning.
+    """Return the machine's public state with the fields of the coordinator that publishes it, and the progress
+    of planning.
 
-    :param now: on the machine's clock.
+    :param now: time on the machine's clock.
     """
     if state["snapshot"] is not None:
         state["snapshot"]["at"] = timestamp(ago_s=max(0.0, now - state["snapshot"]["at"]))

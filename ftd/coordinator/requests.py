@@ -1,4 +1,6 @@
-"""Clients' requests: checked, put to the machine or answered here, and answered once per request id."""
+"""Handling of clients' requests: each is checked, passed to the machine or answered here, and answered once
+per request id.
+"""
 
 import uuid
 from collections import Counter, OrderedDict
@@ -38,19 +40,19 @@ from statemachine.messages.values import Checkpoint, Job
 
 _log = structlog.get_logger("ftd.requests")
 
-_REMEMBERED = 1000
-"""Answers kept for requests that QoS 1 delivers twice, or that a client repeats."""
+_MAX_ANSWERS = 1000
+"""Answers that are remembered for requests that QoS 1 delivers twice, or that a client repeats."""
 
 
 class _Sender(msgspec.Struct, frozen=True):
-    """What is needed to say no to a request that is otherwise malformed."""
+    """The fields that are needed to reject an otherwise malformed request."""
 
     request: str
     reply: str
 
 
 class RequestHandler:
-    """Serves the request topic: what changes the cluster goes to the machine, the rest is answered here."""
+    """Serves the request topic: what changes the cluster is passed to the machine, the rest is answered here."""
 
     def __init__(
         self,
@@ -73,20 +75,20 @@ class RequestHandler:
         self._public_state = public_state
         self._job = job
         self._waiting: dict[str, str] = {}
-        """Request id → client id, until the machine's ``AnswerRequest``."""
+        """Client id by request id, until the machine's ``AnswerRequest``."""
         self._answered: OrderedDict[str, Answer] = OrderedDict()
 
     def handle(self, payload: bytes) -> None:
-        """One message on the request topic.
+        """Handle a message on the request topic.
 
-        :raises WireError: it is no request; its sender, when it says who it is, has been told.
+        :raises WireError: it is no request. Its sender has been answered if it can be identified.
         """
         try:
             request = decode_json(payload, AnyRequest)
             require_name(request.reply, "reply")
             require_name(request.request, "request")
         except (WireError, ConfigurationError) as error:
-            self._refuse_malformed(payload, str(error))
+            self._reject_malformed(payload, str(error))
             raise WireError(str(error)) from None
         if request.request in self._waiting:
             return
@@ -102,16 +104,16 @@ class RequestHandler:
     def answer(
         self, request: str, *, accepted: bool, detail: str, data: dict[str, Any] | None = None
     ) -> None:
-        """Answer the client that sent ``request``; unknown ids (answered before a restart) are dropped."""
+        """Answer the client that sent ``request``; unknown ids (answered before a restart) are ignored."""
         reply = self._waiting.pop(request, None)
         if reply is None:
             return
         answer = Answer(request=request, accepted=accepted, detail=detail, data=data)
         if data is None:
             self._answered[request] = answer
-            while len(self._answered) > _REMEMBERED:
+            while len(self._answered) > _MAX_ANSWERS:
                 self._answered.popitem(last=False)
-        _log.info("answer", request=request, accepted=accepted, detail=detail)
+        _log.info("answered", request=request, accepted=accepted, detail=detail)
         self._send(reply, answer)
 
     def _serve(self, request: AnyRequest) -> None:
@@ -120,7 +122,7 @@ class RequestHandler:
             case SubmitRequest(request=number, job=data):
                 job = job_from_data(
                     data,
-                    # Derived from the request, so that a request served twice is still one job.
+                    # The id is derived from the request, so that a request served twice is still one job.
                     job_id=f"{data.name}-{uuid.uuid5(uuid.NAMESPACE_OID, number).hex[:8]}",
                     devices_per_node=data.policy.devices_per_node or self._usual_devices(),
                 )
@@ -151,7 +153,9 @@ class RequestHandler:
                 assert_never(request)
 
     def _submit(self, request: str, job: Job, profile: ModelProfile | None) -> None:
-        """Check the solver that the job wants, and look up the checkpoint that it begins from, if it may have one."""
+        """Check the solver if the job needs one, then find the checkpoint that it begins from, if it may have
+        one.
+        """
 
         def submit(begin: Checkpoint | None, refusal: str) -> None:
             if refusal:
@@ -176,7 +180,10 @@ class RequestHandler:
             begin("")
 
     def _check_protection(self, scheme: str | None) -> None:
-        """:raises ConfigurationError: there is no such protection, or not for this job and its owners."""
+        """Check a protection for the job and its owners.
+
+        :raises ConfigurationError: there is no such protection, or it does not fit.
+        """
         job = self._job()
         if scheme is None or scheme == "auto" or job is None:
             return
@@ -194,12 +201,14 @@ class RequestHandler:
         return {request.what: rows, "last": last}
 
     def _usual_devices(self) -> int:
-        """Devices of most nodes: a job that does not say runs on the cluster as it is."""
+        """Return the number of devices that most nodes have: a job that does not name a number uses the
+        cluster as it is.
+        """
         nodes = self._public_state()["nodes"].values()
         counted = Counter(int(node["devices"]) for node in nodes if node["state"] != "OFFLINE")
         return counted.most_common(1)[0][0] if counted else 1
 
-    def _refuse_malformed(self, payload: bytes, detail: str) -> None:
+    def _reject_malformed(self, payload: bytes, detail: str) -> None:
         try:
             sender = decode_json(payload, _Sender)
             require_name(sender.reply, "reply")

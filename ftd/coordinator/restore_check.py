@@ -1,4 +1,4 @@
-"""Can a snapshot be put together from the nodes that are here? The codes know (``storage.codes``)."""
+"""Check whether a snapshot can be restored from the nodes that are present, by its codes (``storage.codes``)."""
 
 from statemachine.effects import CheckRestore
 from statemachine.events import RestoreChecked
@@ -7,7 +7,7 @@ from storage.codes import make_code, solve_lost_cells
 
 
 def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
-    """Every group must be decodable from the shards of those of its owners who are present, or copied."""
+    """Return whether every group can be decoded from the shards of the owners that are present, or has a copy."""
     present = frozenset(effect.present)
     decoded: list[str] = []
     whole: list[str] = []
@@ -23,15 +23,15 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
             continue
         if group.whole and len(lost) < len(group.owners):
             here = ", ".join(owner for owner in group.owners if owner in present)
-            whole.append(f"{layers} are whole with {here}")
+            whole.append(f"{layers} are held whole by {here}")
             continue
         code = make_code(group.protection, len(group.owners))
-        # Without a shard there is nobody either who has the small part, which every owner keeps whole.
+        # If all shards are lost, so is the small part, of which every owner has a whole copy.
         if len(lost) == len(group.owners) or solve_lost_cells(code, lost) is None:
             withstood = f"the loss of any {code.guarantee}" if code.guarantee else "no loss"
             reason = (
-                f"{layers} cannot be made without {absent}: {group.protection!r} of "
-                f"{len(group.owners)} owners withstands {withstood}{_buddy_too(group)}"
+                f"{layers} cannot be restored without {absent}: {group.protection!r} of "
+                f"{len(group.owners)} owners withstands {withstood}{_about_replica_peer(group)}"
             )
             return _answer(effect, at, possible=False, reason=reason)
         decoded.append(f"{layers} without {absent}")
@@ -43,8 +43,8 @@ def check_restore(effect: CheckRestore, at: float) -> RestoreChecked:
     return _answer(effect, at, possible=True, reason=reason)
 
 
-def _buddy_too(group: SnapshotGroup) -> str:
-    return f", and {group.replica_peer}, which had a copy, is not here with it" if group.replica_peer else ""
+def _about_replica_peer(group: SnapshotGroup) -> str:
+    return f", and {group.replica_peer}, which had a copy, does not have it now" if group.replica_peer else ""
 
 
 def _answer(

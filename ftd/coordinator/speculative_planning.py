@@ -1,10 +1,9 @@
-"""Plans that are made before somebody waits for them, and what a job's first plan has to meet besides.
+"""Plans that are computed before they are requested, and the additional checks of a job's first plan.
 
-Everything here runs in the planning thread. A plan for a loss is made while the nodes that are left report what they
-hold, which takes longer (``SpeculativePlan``). After each plan, the losses that are likely next are planned for
-(``plan_likely_losses``): the step times of pipelines with shares of the batch that nobody has asked for yet
-take as long as the
-plan itself for 1,000 nodes, and the planner remembers them.
+Everything here runs in the planning thread. A plan for a loss is computed while the remaining nodes report
+what they hold, which takes longer (``SpeculativePlan``). After each plan, the losses that are likely next
+are planned for (``plan_likely_losses``): for 1,000 nodes, the step times of pipelines with new shares of
+the batch take as long to compute as the plan itself, and the planner remembers them.
 """
 
 from collections.abc import Iterator
@@ -24,7 +23,9 @@ SHARE_LOST = 0.1
 
 
 def expected_situation(effect: PlanAhead) -> Situation:
-    """Return what ``ComputePlan`` will ask if every node reports the layers that the plan gave it."""
+    """Return the situation of the next ``ComputePlan``, if every node reports the layers that the plan gave
+    it.
+    """
     owned = owned_layers(effect.previous)
     devices = (
         Device(node=node, index=index) for node, count in effect.devices.items() for index in range(count)
@@ -39,30 +40,31 @@ def expected_situation(effect: PlanAhead) -> Situation:
 
 
 class SpeculativePlan:
-    """The plan for the newest loss, until somebody asks for it."""
+    """The plan for the newest loss, until it is requested."""
 
     def __init__(self) -> None:
-        self._made: tuple[Situation, Plan] | None = None
+        self._entry: tuple[Situation, Plan] | None = None
 
     def compute(self, planner: "Planner", effect: PlanAhead) -> None:
-        """Plan for the situation that is expected."""
-        self._made = None
+        """Plan for the expected situation."""
+        self._entry = None
         situation = expected_situation(effect)
         try:
-            self._made = (situation, planner.plan(situation))
+            self._entry = (situation, planner.plan(situation))
         except Exception:
-            return  # The error is reported to whoever asks for the plan.
+            return  # The error is reported when the plan is requested.
 
     def take(self, situation: Situation) -> Plan | None:
-        """Return the plan, if it is for exactly this situation."""
-        made, self._made = self._made, None
-        return made[1] if made is not None and made[0] == situation else None
+        """Return the plan if it is for exactly this situation, else None."""
+        entry, self._entry = self._entry, None
+        return entry[1] if entry is not None and entry[0] == situation else None
 
 
 def make_plan(planner: "Planner", situation: Situation) -> Plan:
-    """Return a plan. A job must start with ``tolerance.failures`` nodes to spare; later it may go on with fewer.
+    """Return a plan. A job must start with ``tolerance.failures`` spare nodes; later it may continue with
+    fewer.
 
-    :raises TooFewNodesError: too few nodes to start or to go on.
+    :raises TooFewNodesError: there are too few nodes to start or to continue.
     :raises StateLostError: no usable device holds some layer, or the profile is of another model.
     """
     if situation.previous is None:
@@ -77,9 +79,9 @@ def make_plan(planner: "Planner", situation: Situation) -> Plan:
 
 
 def _check_layers(planner: "Planner", situation: Situation) -> None:
-    """Compare a profile from a file with the model, which every node holds whole at the start.
+    """Compare a profile from a file with the model, which every node holds completely at the start.
 
-    :raises StateLostError: they have different numbers of layers.
+    :raises StateLostError: their numbers of layers differ.
     """
     held = max((layer + 1 for layers in situation.holdings.values() for layer in layers), default=0)
     profiled = len(planner.profile.layers)
@@ -97,11 +99,11 @@ def plan_likely_losses(planner: "Planner", situation: Situation, plan: Plan) -> 
         try:
             planner.plan(loss)
         except PlanningError:
-            return  # There is no plan for so few nodes, nor for fewer.
+            return  # Neither is there a plan for fewer nodes.
 
 
 def likely_losses(situation: Situation, plan: Plan) -> Iterator[Situation]:
-    """Yield the loss of one node of the plan, and that of a tenth of them, spread over the pipelines."""
+    """Yield the loss of one node of the plan, and of a tenth of its nodes, spread over the pipelines."""
     names, owned = plan.nodes, owned_layers(plan)
     for count in sorted({1, int(SHARE_LOST * len(names))} - {0}):
         lost = frozenset(names[:: len(names) // count][:count])

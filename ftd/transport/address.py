@@ -1,4 +1,4 @@
-"""Addresses of brokers and clusters, and where this user's running things leave word of themselves."""
+"""Addresses of brokers and clusters, and the runtime directory of this user's processes."""
 
 import os
 from dataclasses import dataclass, field
@@ -14,10 +14,10 @@ DEFAULT_TLS_PORT = 8883
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """How a broker proves who it is, and we to it; paths of PEM files."""
+    """Certificates for a TLS connection to a broker; paths of PEM files."""
 
     ca_file: Path | None = None
-    """Whom to believe; ``None``: whom this system does."""
+    """Certificate authorities to trust; ``None``: the system's."""
     cert_file: Path | None = None
     key_file: Path | None = None
 
@@ -29,28 +29,28 @@ class BrokerAddress:
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: Tls | None = None
-    """``None``: not encrypted."""
+    """``None``: the connection is not encrypted."""
 
     @property
     def url(self) -> str:
-        """For people and for ``local.json``; without the password."""
+        """The address for people and for ``local.json``, without the password."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{'mqtts' if self.tls else 'mqtt'}://{host}:{self.port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterAddress:
-    """What a client needs to talk to a cluster."""
+    """The address that a client needs to reach a cluster."""
 
     broker: BrokerAddress
     cluster: str = DEFAULT_CLUSTER
 
 
 def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
-    """``mqtt://[user:password@]host[:port]`` as an address; ``mqtts`` is TLS, with the system's authorities.
+    """Parse ``mqtt://[user:password@]host[:port]``; ``mqtts`` is TLS, with the system's authorities.
 
-    :param where: the field that it stands in.
-    :raises ConfigurationError: another scheme, no host, an impossible port.
+    :param where: name of the field for error messages.
+    :raises ConfigurationError: another scheme, no host, or an impossible port.
     """
     remedy = "write mqtt://host:port, or mqtts://host:port for TLS"
     try:
@@ -72,7 +72,9 @@ def parse_broker(url: str, where: str = "broker.url") -> BrokerAddress:
 
 
 def is_host(name: str) -> bool:
-    """Whether it can be looked up: ``socket`` raises no ``OSError`` for what cannot be a host's name."""
+    """Return whether the name can be looked up: ``socket`` raises no ``OSError`` for what cannot be a host's
+    name.
+    """
     try:
         return bool(name.encode("idna"))
     except UnicodeError:
@@ -80,7 +82,8 @@ def is_host(name: str) -> bool:
 
 
 def user_runtime_dir() -> Path:
-    """A directory of this user's that does not outlive the session: ``$XDG_RUNTIME_DIR/ftd`` or in /tmp.
+    """Return a directory of this user that does not outlive the session: ``$XDG_RUNTIME_DIR/ftd``, or one in
+    /tmp.
 
     :raises ConfigurationError: it cannot be made, or /tmp/ftd-<uid> belongs to somebody else.
     """

@@ -1,4 +1,4 @@
-"""Talks to a running cluster: requests, the public state, the event stream. For commands and scripts.
+"""A client of a running cluster, for commands and scripts: requests, the public state and the event stream.
 
 ::
 
@@ -33,7 +33,7 @@ from ftd.transport.wire.topics import Topics
 CONNECT_S = 3.0
 ANSWER_S = 5.0
 SOLVER_ANSWER_S = 60.0
-"""Time for the answer to a job that wants a solver: the coordinator imports and tries it first."""
+"""Timeout for a job that needs a solver, which the coordinator imports and tries before it answers."""
 
 
 class ClusterClient:
@@ -48,9 +48,13 @@ class ClusterClient:
         on_node: Callable[[str, str], None] | None = None,
         on_broker: Callable[[bool], None] | None = None,
     ) -> None:
-        """``listen`` subscribes to the event stream (``events``); ``on_state`` gets every public state,
-        ``on_node`` every node's name and state as the node says it, ``on_broker`` whether the broker is
-        there, when that changes."""
+        """Prepare the connection; ``async with`` opens it.
+
+        :param listen: subscribe to the event stream (``events``).
+        :param on_state: receives every public state.
+        :param on_node: receives every node's name and state, as the node publishes them.
+        :param on_broker: receives whether the broker can be reached, when that changes.
+        """
         self.topics = Topics(cluster=address.cluster)
         self.client_id = f"client-{secrets.token_hex(6)}"
         self._answers: dict[str, asyncio.Future[Answer]] = {}
@@ -74,7 +78,10 @@ class ClusterClient:
         self._address = address
 
     async def __aenter__(self) -> Self:
-        """:raises Unreachable: the broker does not answer."""
+        """Connect.
+
+        :raises UnreachableError: the broker does not answer.
+        """
         self._task = asyncio.create_task(self._session.run())
         try:
             await self._session.wait_connected(CONNECT_S)
@@ -88,7 +95,7 @@ class ClusterClient:
         await asyncio.gather(self._task, return_exceptions=True)
 
     def envelope(self) -> dict[str, str]:
-        """The fields that every request begins with."""
+        """Return the fields that every request begins with."""
         return {"request": secrets.token_hex(8), "reply": self.client_id}
 
     async def request(
@@ -100,12 +107,12 @@ class ClusterClient:
     ) -> Answer:
         """Send a request (to the coordinator, or to ``topic``) and wait for its answer.
 
-        It is sent again every second: it is served once, whatever is lost or doubled.
+        It is sent again every second; it is served once, whatever is lost or duplicated.
 
         :param timeout_s: ``None``: as long as the answer to such a request may take.
 
         :raises RequestRejected: the answer is no.
-        :raises Unreachable: nobody answers.
+        :raises UnreachableError: nobody answers.
         """
         if timeout_s is None:
             solver = isinstance(request, SubmitRequest) and request.job.policy.batch_solver != "exact"
@@ -118,7 +125,7 @@ class ClusterClient:
             while not answer.done():
                 left_s = deadline - asyncio.get_running_loop().time()
                 if left_s <= 0:
-                    raise UnreachableError(self._nobody(topic))
+                    raise UnreachableError(self._no_answer(topic))
                 self._session.publish(topic or self.topics.request, payload)
                 await asyncio.wait([answer], timeout=min(1.0, left_s))
         finally:
@@ -129,16 +136,19 @@ class ClusterClient:
         return found
 
     async def state(self, timeout_s: float = 1.0) -> dict[str, Any]:
-        """The retained public state. :raises Unreachable: there is none."""
+        """Return the retained public state.
+
+        :raises UnreachableError: there is none.
+        """
         try:
             return await asyncio.wait_for(asyncio.shield(self._state), timeout_s)
         except TimeoutError:
-            raise UnreachableError(self._nobody(None)) from None
+            raise UnreachableError(self._no_answer(None)) from None
 
     async def history(self, *, what: str = "events", newest: int | None = None) -> list[dict[str, Any]]:
-        """Events (or steps) of the journal, oldest first: all of them, or the ``newest`` so many.
+        """Return events or steps of the journal, oldest first: all of them, or only the ``newest`` ones.
 
-        :raises Unreachable: no coordinator answers.
+        :raises UnreachableError: no coordinator answers.
         """
         found: list[dict[str, Any]] = []
         after = 0
@@ -160,7 +170,7 @@ class ClusterClient:
             after = int(data["last"])
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """Events as they are published, each once, from the connection on; needs ``listen``."""
+        """Yield events as they are published, each once, from the connection on; needs ``listen``."""
         while True:
             yield await self._events.get()
 
@@ -170,21 +180,21 @@ class ClusterClient:
         await self._session.flush(timeout_s)
 
     def publish(self, topic: str, payload: bytes) -> None:
-        """Any payload on any topic; kept for the next connection while there is none."""
+        """Publish a payload on a topic. Without a connection it waits for the next one."""
         self._session.publish(topic, payload, queue_offline=True)
 
-    def _nobody(self, topic: str | None) -> str:
+    def _no_answer(self, topic: str | None) -> str:
         broker, cluster = self._address.broker, self._address.cluster
         state = self._state.result() if self._state.done() else {}
         where = f"at {broker.url} for cluster {cluster!r}"
-        may = f", and may {broker.username} write there (ftd acl)" if broker.username else ""
+        rights = f", and may {broker.username} write there (ftd acl)" if broker.username else ""
         if topic:
-            return f"nobody answers on {topic} {where} (is the node up{may}?)"
+            return f"no answer on {topic} {where} (is the node up{rights}?)"
         if state.get("phase") == "UNREACHABLE":
             return f"no coordinator answers {where}: {state.get('reason') or 'it is gone'}"
         if leader := state.get("leader"):
             asked = self.topics.request
-            return f"{leader} leads {where}, and answers nothing on {asked} (is it busy{may}?)"
+            return f"{leader} leads {where}, and does not answer on {asked} (is it busy{rights}?)"
         return f"no coordinator answers {where} (is it running, and is the cluster's name right?)"
 
     def _on_message(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -197,10 +207,10 @@ class ClusterClient:
                 if self._on_state is not None:
                     self._on_state(state)
             elif self._on_node is not None and topic.endswith("/state"):
-                said: NodeStateMessage = decode_json(payload, NodeStateMessage)
-                self._on_node(said.node, said.state)
+                node_state: NodeStateMessage = decode_json(payload, NodeStateMessage)
+                self._on_node(node_state.node, node_state.state)
             elif topic == self.topics.events:
-                event: EventMessage = decode_json(payload, EventMessage)  # Garbage is not handed on.
+                event: EventMessage = decode_json(payload, EventMessage)  # Malformed messages are dropped.
                 if self._repeats.is_new(event.id):
                     self._events.put_nowait(decode_json(payload, dict[str, Any]))
             else:
@@ -209,4 +219,4 @@ class ClusterClient:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except WireError:
-            return  # Anybody may publish garbage; it is no answer of ours.
+            return  # Anybody may publish garbage; it is no answer to a request of ours.

@@ -1,7 +1,8 @@
-"""An aiohttp application behind a door of its own: so many connections at a time, short headers, no patience.
+"""An aiohttp server with limits: on the number of connections, the size of headers, and the time until a
+client is admitted.
 
-Whoever is not let in within a while is parted with, whatever it does meanwhile; what is no HTTP is a
-complaint.
+A client that is not admitted in time is disconnected, whatever it does meanwhile. What is not HTTP is
+logged at a limited rate.
 """
 
 import asyncio
@@ -14,19 +15,19 @@ from ftd.transport.rate_limited_log import RateLimitedLog, http_logger
 
 
 def abort_connection(connection: web.RequestHandler) -> None:
-    """At once, with what was not sent yet."""
+    """Close a connection at once, without sending what is waiting."""
     if connection.transport is not None:
         connection.transport.abort()
 
 
 def close_connection(connection: web.RequestHandler) -> None:
-    """When what is on its way has been sent."""
+    """Close a connection after sending what is waiting."""
     if connection.transport is not None:
         connection.transport.close()
 
 
 class BoundedHttpServer:
-    """``await open()``; ``await close()``, also where it was never opened."""
+    """A server with limits. ``await start()`` opens it; ``await close()`` also works if it never started."""
 
     def __init__(
         self,
@@ -40,13 +41,21 @@ class BoundedHttpServer:
         count_pending: bool = False,
         **options: Any,
     ) -> None:
-        """:param patience_s: so long a connection may take until ``admit``.
-        :param count_pending: one that does not count as a connection yet (TLS) counts nevertheless.
-        :param options: of ``web.AppRunner``, beyond those that all have.
+        """Prepare the server.
+
+        :param admission_timeout_s: a connection is ended if ``admit`` is not called for it within this
+            time.
+        :param end_connection: ends a connection that was not admitted.
+        :param count_pending: also count connections that aiohttp does not count yet (TLS handshakes).
+        :param options: further options of ``web.AppRunner``.
         """
-        self._most, self._patience_s, self._part_with = max_connections, admission_timeout_s, end_connection
-        self._strangers_count = count_pending
-        self._strangers: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
+        self._max_connections, self._admission_timeout_s, self._end_connection = (
+            max_connections,
+            admission_timeout_s,
+            end_connection,
+        )
+        self._count_pending = count_pending
+        self._pending: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
         self._server: asyncio.Server | None = None
         self._runner = web.AppRunner(
             app,
@@ -61,46 +70,49 @@ class BoundedHttpServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: it does not."""
+        """The port; 0: the server does not listen."""
         return self._server.sockets[0].getsockname()[1] if self._server is not None else 0
 
     async def start(self, host: str, port: int, **listening: Any) -> None:
-        """:raises OSError: the address cannot be bound."""
+        """Listen.
+
+        :raises OSError: the address cannot be bound.
+        """
         await self._runner.setup()
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(self._accept, host, port, **listening)
 
     async def close(self) -> None:
-        """Nobody is served any more."""
+        """Close the server and all connections."""
         if self._server is not None:
             self._server.close()
-        for timer in self._strangers.values():
+        for timer in self._pending.values():
             timer.cancel()
         await self._runner.cleanup()
         self._server = None
 
     def admit(self, connection: asyncio.BaseProtocol) -> None:
-        """It may stay as long as it likes."""
-        if (timer := self._strangers.pop(connection, None)) is not None:
+        """Let a connection stay without a time limit."""
+        if (timer := self._pending.pop(connection, None)) is not None:
             timer.cancel()
 
     def _accept(self) -> asyncio.BaseProtocol:
         server = self._runner.server
-        strangers = len(self._strangers) if self._strangers_count else 0
-        if server is None or max(len(server.connections), strangers) >= self._most:
-            return _Turned()
+        pending = len(self._pending) if self._count_pending else 0
+        if server is None or max(len(server.connections), pending) >= self._max_connections:
+            return _RejectedConnection()
         connection = server()
         loop = asyncio.get_running_loop()
-        self._strangers[connection] = loop.call_later(self._patience_s, self._lose_patience, connection)
+        self._pending[connection] = loop.call_later(self._admission_timeout_s, self._end_pending, connection)
         return connection
 
-    def _lose_patience(self, connection: web.RequestHandler) -> None:
-        del self._strangers[connection]
-        self._part_with(connection)
+    def _end_pending(self, connection: web.RequestHandler) -> None:
+        del self._pending[connection]
+        self._end_connection(connection)
 
 
-class _Turned(asyncio.Protocol):
-    """Too many connections: this one is closed at once."""
+class _RejectedConnection(asyncio.Protocol):
+    """A connection beyond the limit, which is closed at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport.close()

@@ -1,4 +1,4 @@
-"""What strangers do is counted, and said in the log once, then now and then: they must not fill it."""
+"""Warnings about strangers' behaviour, which must not fill the log: each is counted, and few are logged."""
 
 import logging
 import time
@@ -13,28 +13,28 @@ PERIOD_S = 60.0
 
 
 class RateLimitedLog:
-    """Of one kind, at one place.
+    """Warnings of one kind, logged at most once in ``PERIOD_S``.
 
-    :param log: where ``event`` is said, as a warning.
+    :param log: logger that receives ``event`` as a warning.
     """
 
     def __init__(self, log: Any, event: str) -> None:
         self._log, self._event = log, event
-        self._said_at = -PERIOD_S
+        self._logged_at = -PERIOD_S
         self.count = 0
-        """Since the daemon's start."""
+        """Occurrences since the daemon's start."""
 
     def warn(self, **fields: object) -> None:
-        """It happened again; ``fields`` say what, of the one that is told."""
+        """Count an occurrence, and log it with ``fields`` if no other was logged recently."""
         self.count += 1
         now = time.monotonic()
-        if now - self._said_at >= PERIOD_S:
-            self._said_at = now
+        if now - self._logged_at >= PERIOD_S:
+            self._logged_at = now
             self._log.warning(self._event, so_far=self.count, **fields)
 
 
 def http_logger(complaints: RateLimitedLog) -> logging.Logger:
-    """For an aiohttp server: what a stranger sends that is no HTTP is a complaint, no traceback."""
+    """Return a logger for an aiohttp server that reports what is not HTTP in this log, without a traceback."""
     log = logging.Logger("ftd.http", logging.WARNING)
     log.addHandler(_Handler(complaints))
     return log

@@ -1,4 +1,4 @@
-"""TLS towards a broker: whom to believe, and what to say when that does not work out."""
+"""TLS for connections to a broker: contexts, and explanations of what went wrong."""
 
 import ssl
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from ftd.transport.address import Tls
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    """For a client: TLS 1.2 or newer, certificate and host name checked.
+    """Return a client's context: TLS 1.2 or newer, with checks of certificate and host name.
 
     :raises ConfigurationError: a file is missing, unreadable, or not what it should be.
     """
@@ -30,10 +30,10 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFields:
-    """What remedies speak of."""
+    """Names of configuration fields in remedies."""
 
     name: str = "broker.url"
-    """Says which name is expected."""
+    """Field with the expected host name."""
     ca: str = "broker.ca_file"
     certificate: str = "the broker's certificate"
 
@@ -42,10 +42,10 @@ BROKER = TlsFields()
 
 
 def describe_tls_error(error: BaseException, fields: TlsFields = BROKER) -> str:
-    """Why no connection came about, with the remedy where there is a likely one."""
+    """Return why no connection was made, with the remedy if one is likely."""
     match _origin(error):
         case ssl.SSLCertVerificationError(verify_message=message):
-            return f"its certificate is refused: {message}{_remedy(message, fields)}"
+            return f"its certificate is rejected: {message}{_remedy(message, fields)}"
         case ssl.SSLError(reason=reason):
             return f"no TLS connection: {(reason or str(error)).replace('_', ' ').lower()}"
         case _:
@@ -53,7 +53,7 @@ def describe_tls_error(error: BaseException, fields: TlsFields = BROKER) -> str:
 
 
 def _origin(error: BaseException) -> BaseException:
-    """TLS's own complaint, where a library made another error of it."""
+    """Return TLS's own error if a library wrapped it in another one."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, ssl.SSLError):
@@ -75,12 +75,12 @@ def _remedy(message: str, fields: TlsFields) -> str:
 
 
 def reject_passphrase() -> str:
-    """Instead of asking on the terminal, for which a daemon would wait for ever."""
-    raise ssl.SSLError("the key is encrypted with a passphrase; take one without")
+    """Raise instead of asking on the terminal, for which a daemon would wait forever."""
+    raise ssl.SSLError("the key is encrypted with a passphrase; use one without")
 
 
 def unusable_file_error(path: Path | None, field: str, error: Exception) -> ConfigurationError:
     reason = getattr(error, "strerror", None) or str(error)
     return ConfigurationError(
-        f"{path} cannot be used: {reason}", field=field, remedy="a PEM file that this user may read"
+        f"{path} cannot be used: {reason}", field=field, remedy="name a PEM file that this user may read"
     )

@@ -57,7 +57,7 @@ def deposed(ground: Playground, before: str, *, thawed: bool = False) -> None:
     """The one that led follows, and is seen to; one that did not die has noticed."""
     child = ground.cluster.processes.children[before]
     if thawed:
-        ground.until(lambda: "step_down" in child.log.read_text(), f"{before} knows that it does not lead")
+        ground.until(lambda: "stepped_down" in child.log.read_text(), f"{before} knows that it does not lead")
         child.log.write_text("")
     ground.until(lambda: before in ground.state.get("standbys", []), f"{before} follows")
 

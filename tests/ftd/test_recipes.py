@@ -91,7 +91,7 @@ def tell(broker: RunningBroker, recipe: Running, events: list[str], enough: int)
     deadline = time.monotonic() + LIMIT_S
     messages = [
         (
-            "ftd/v1/ftd/events",
+            "ftd/v2/ftd/events",
             json.dumps({**envelope(name, DETAILS.get(name, {})), "id": f"e-{name}"}),
             1,
             False,
@@ -125,7 +125,7 @@ def test_every_recovery(mosquitto: RunningBroker, start: Callable[[str], Running
 def test_who_is_there(mosquitto: RunningBroker, environment: dict[str, str]) -> None:
     need("mosquitto_sub", "jq")
     state = json.dumps(EXAMPLES["ClusterState"])
-    paho.mqtt.publish.single("ftd/v1/ftd/cluster/state", state, 1, True, "127.0.0.1", mosquitto.port)
+    paho.mqtt.publish.single("ftd/v2/ftd/cluster/state", state, 1, True, "127.0.0.1", mosquitto.port)
     done = subprocess.run(
         ["bash", "-c", recipe("cluster/state")],
         env=environment,

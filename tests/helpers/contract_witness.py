@@ -18,7 +18,7 @@ class ContractWitness:
         self.session = MqttSession(
             broker,
             client_id="contract-witness",
-            subscriptions=[f"ftd/v1/{cluster}/#"],
+            subscriptions=[f"ftd/v2/{cluster}/#"],
             on_message=lambda topic, payload, _retained: self._heard.append((topic, payload)),
         )
 

@@ -1,4 +1,4 @@
-"""Valid messages to spoil, and daemons to annoy."""
+"""Fixtures: valid messages to corrupt, and daemons to attack."""
 
 import zlib
 from typing import Any

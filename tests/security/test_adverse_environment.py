@@ -1,4 +1,4 @@
-"""Daemons whose surroundings are wrong say so once, with the remedy, and wait or end; nothing is lost."""
+"""Daemons in a faulty environment report the problem once, with the remedy, and wait or end; nothing is lost."""
 
 import asyncio
 import contextlib
@@ -39,11 +39,11 @@ SHIFTED = """
 import datetime, sys, time
 import ftd.transport.wire.public as public
 shift = datetime.timedelta(hours=float(sys.argv.pop(1)))
-class Shifted(datetime.datetime):
+class ShiftedClock(datetime.datetime):
     @classmethod
     def now(cls, tz=None):
         return super().now(tz) + shift
-public.datetime = Shifted
+public.datetime = ShiftedClock
 honest = time.time_ns
 time.time_ns = lambda: honest() + int(shift.total_seconds() * 1e9)
 from ftd.cli.main import main
@@ -52,7 +52,7 @@ main()
 
 
 class Coordinator:
-    """``ftd coordinator``, an hour off where that is wanted."""
+    """``ftd coordinator``, with a clock that is an hour wrong if requested."""
 
     def __init__(self, directory: Path, broker: str, *, hours: float = 0.0, state: str = "state") -> None:
         directory.mkdir(exist_ok=True)
@@ -100,7 +100,7 @@ def started() -> Iterator[Callable[..., Coordinator]]:
 
 @pytest.fixture
 def port(tmp_path: Path) -> Iterator[int]:
-    """Of a plain broker."""
+    """Port of a broker without TLS."""
     port = free_port()
     broker = subprocess.Popen(mosquitto_command(tmp_path, port), stderr=subprocess.DEVNULL)
     await_listening("127.0.0.1", port, PATIENCE_S)
@@ -134,7 +134,7 @@ def test_a_file_with_a_secret_that_cannot_be_used(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit code 2: systemd does not start it again (RestartPreventExitStatus)."""
+    """The exit code is 2, after which systemd does not start it again (RestartPreventExitStatus)."""
     (tmp_path / "secret").write_text("x\n")
     (tmp_path / "secret").chmod(mode)
     (tmp_path / "ftd.toml").write_text(tables)
@@ -144,13 +144,13 @@ def test_a_file_with_a_secret_that_cannot_be_used(
     assert re.search(says, line), line
 
 
-# Root reads and writes everything: without these two it is held to a file's mode, as its owner.
+# Root reads and writes everything: without these two capabilities a file's mode applies to it as the owner.
 UNPRIVILEGED = ("setpriv", "--bounding-set", "-dac_override,-dac_read_search",
                 "--inh-caps", "-dac_override,-dac_read_search")  # fmt: skip
 
 
 def test_files_and_directories_that_this_user_may_not_use_are_named_with_the_remedy(tmp_path: Path) -> None:
-    """As processes: whoever runs the tests, these may do no more than the modes say."""
+    """In processes of their own, so that the modes apply whoever runs the tests."""
     if os.getuid() == 0 and shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed, and root may read everything")
     (tmp_path / "secret").write_text("x\n")
@@ -214,7 +214,7 @@ def test_files_and_directories_that_this_user_may_not_use_are_named_with_the_rem
 # --- the broker ----------------------------------------------------------------------------------
 
 
-def test_a_broker_that_refuses_or_cannot_be_believed_is_told_once_and_tried_on(
+def test_a_broker_that_rejects_or_is_not_trusted_is_logged_once_and_retried(
     tmp_path: Path, started: Callable[..., Coordinator]
 ) -> None:
     (tmp_path / "broker").mkdir()
@@ -225,7 +225,7 @@ def test_a_broker_that_refuses_or_cannot_be_believed_is_told_once_and_tried_on(
         foreign = secure.start("other.example")
         password, authority = "rotanidrooc", f'ca_file = "{secure.directory}/ca.pem"\n'
         cases = {
-            "refused": (sound, "wrong", authority, "let the user coordinator with this password in"),
+            "refused": (sound, "wrong", authority, "accept the user coordinator with this password"),
             "expired": (expired, password, authority, "renew the broker's certificate"),
             "foreign": (foreign, password, authority, "use the name that the certificate is for"),
             "unknown": (sound, password, "", "name the certificate of its authority in broker.ca_file"),
@@ -237,7 +237,7 @@ def test_a_broker_that_refuses_or_cannot_be_believed_is_told_once_and_tried_on(
         for name, (*_, says) in cases.items():
             daemons[name].until('"not_connected"')
             assert says.lower() in daemons[name].said.lower()
-        time.sleep(2.0)  # It tries on meanwhile, each second; what it says once is enough.
+        time.sleep(2.0)  # It tries again each second, and logs the problem once.
         for daemon in daemons.values():
             assert daemon.process.poll() is None and daemon.said.count('"not_connected"') == 1
     finally:
@@ -276,14 +276,14 @@ def test_a_full_disk_ends_the_coordinator_with_the_remedy_and_loses_nothing(
         three.until("CoordinatorStarted")
         fill(state)
         facts = NodeFacts(devices=1, host="127.0.0.1", rendezvous_port=1)
-        asyncio.run(Played(port, "host-a", facts).says_hello())
+        asyncio.run(HelloNode(port, "host-a", facts).says_hello())
         assert three.process.wait(PATIENCE_S) == 1
         left = asyncio.run(state_at(port))
         assert left["phase"] == "UNREACHABLE" and "is the disk full?" in left["reason"]
         (state / "filler").unlink()
         four = started(tmp_path / "four", broker, state=str(state))
         four.until("CoordinatorStarted")
-        four.process.terminate()  # With what it said in the journal.
+        four.process.terminate()  # Its last messages are in the journal.
         assert four.process.wait(PATIENCE_S) == 0
         assert len(kept(state)[1]) > len(before[1])
     finally:
@@ -312,7 +312,7 @@ def kept(state: Path) -> tuple[bytes | None, list[str]]:
 # --- clocks, secrets and versions of others ------------------------------------------------------
 
 
-class Played:
+class HelloNode:
     """A node that only says Hello."""
 
     def __init__(self, port: int, name: str, facts: NodeFacts) -> None:
@@ -326,7 +326,7 @@ class Played:
         )
 
     async def says_hello(self, *, without: str = "", answer_s: float = 1.0) -> Command | None:
-        """What the coordinator answers within so long; None: nothing, as to those that it takes in."""
+        """Return the coordinator's answer within this time; None: nothing, as to nodes that it accepts."""
         running = asyncio.create_task(self._session.run())
         await self._session.wait_connected(PATIENCE_S)
         hello = Hello(
@@ -348,14 +348,14 @@ class Played:
         return found
 
 
-def test_clocks_an_hour_off_older_nodes_and_other_secrets(
+def test_wrong_clocks_older_nodes_and_other_secrets(
     tmp_path: Path, port: int, started: Callable[..., Coordinator]
 ) -> None:
-    """The first changes nothing but what the doctor says; the others are let in by nobody, told why."""
+    """A wrong clock changes only what the doctor reports; the other nodes are rejected, with the reason."""
     broker = f'[broker]\nurl = "mqtt://127.0.0.1:{port}"\n'
-    patient = "[timing]\nsilence_s = 60.0\n"  # The nodes here say one word each.
+    patient = "[timing]\nsilence_s = 60.0\n"  # The nodes here send one message each.
     coordinator = started(tmp_path / "late", broker + patient, hours=-1.0)
-    coordinator.until('"lead"')  # What is said before is for nobody.
+    coordinator.until('"leading"')  # Earlier log lines are not examined.
     facts = NodeFacts(
         devices=1, host="127.0.0.1", rendezvous_port=1, secret_fingerprint=secret_fingerprint("right")
     )
@@ -367,13 +367,13 @@ def test_clocks_an_hour_off_older_nodes_and_other_secrets(
     async def scene() -> None:
         address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=port), cluster="lab")
         async with ClusterClient(address) as client:
-            assert await Played(port, "host-a", facts).says_hello() is None
-            other = Played(port, "host-b", replace(facts, mark=secret_fingerprint("wrong")))
+            assert await HelloNode(port, "host-a", facts).says_hello() is None
+            other = HelloNode(port, "host-b", replace(facts, mark=secret_fingerprint("wrong")))
             other = await other.says_hello(answer_s=PATIENCE_S)
             assert isinstance(other, Reject) and "secret is not that of host-a" in other.reason
-            old = await Played(port, "host-c", facts).says_hello(without="protocol", answer_s=PATIENCE_S)
+            old = await HelloNode(port, "host-c", facts).says_hello(without="protocol", answer_s=PATIENCE_S)
             assert isinstance(old, Reject) and "install the same version of ftd" in old.reason
-            assert await Played(port, "host-d", facts).says_hello() is None
+            assert await HelloNode(port, "host-d", facts).says_hello() is None
             joined: list[str] = []
             async with asyncio.timeout(PATIENCE_S):
                 while "host-d" not in joined:
@@ -386,10 +386,10 @@ def test_clocks_an_hour_off_older_nodes_and_other_secrets(
             cwd=ROOT, stdout=subprocess.PIPE,
         )  # fmt: skip
         said = asyncio.create_task(doctor.communicate())
-        for number in range(int(PATIENCE_S)):  # A coordinator that has something to say shows its clock.
+        for number in range(int(PATIENCE_S)):  # A coordinator that publishes an event shows its clock.
             if said.done():
                 break
-            await Played(port, f"late-{number}", facts).says_hello()
+            await HelloNode(port, f"late-{number}", facts).says_hello()
         text = (await said)[0].decode()
         assert re.search(r"\+(3599|36\d\d)\.\d s against the coordinator's", text) and "chrony" in text, text
 

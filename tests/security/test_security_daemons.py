@@ -1,5 +1,6 @@
-"""Real daemons with every door open: whoever has no credential, a wrong one, an old one, or talks nonsense is
-turned away, counted and told once; the daemons go on as if nothing had happened."""
+"""Real daemons with every port open: clients with no credential, a wrong or an old one, or malformed messages
+are rejected, counted and logged once; the daemons continue undisturbed.
+"""
 
 import asyncio
 import contextlib
@@ -56,8 +57,10 @@ class Daemon:
         return self.process.poll() is None
 
 
-class Lab:
-    """A broker, a coordinator, a node and a keeper, as on hosts of their own: all that can listen does."""
+class Deployment:
+    """A broker, a coordinator, a node and a snapshot agent, as on separate hosts; everything that can listen
+    does.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -89,7 +92,7 @@ class Lab:
         return f'metrics_port = {self.ports[name]}\nmetrics_host = "0.0.0.0"\nmetrics_token_file = "token"\n'
 
     def _node(self, name: str, more: str) -> str:
-        # 127.0.0.2 is this host, and to ftd an address like any other: it listens everywhere.
+        # 127.0.0.2 is this host, and for ftd an address like any other: it listens on all addresses.
         memory = shared_memory(self.directory) / name
         return (
             f'[node]\nname = "{name}"\nhost = "127.0.0.2"\nruntime_dir = "{self.directory / name}"\npreload = []\n'
@@ -123,7 +126,7 @@ class Lab:
         return sum(float(value) for value in re.findall(rf"^{metric}(?:\{{[^}}]*\}})? (\S+)$", text, re.M))
 
     def door(self, name: str, how: str) -> Door:
-        """The one that turns strangers away like this."""
+        """Return the port whose service rejects strangers in this way."""
         found = [d for d in doors_of(self.daemons[name].process.pid) if d.kind == "tcp" and refusal(d) == how]
         return next(door for door in found if door.port not in self.ports.values())
 
@@ -145,9 +148,9 @@ def until(holds: Callable[[], Any], what: str, daemon: Daemon) -> None:
 
 
 @pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
+def lab() -> Iterator[Deployment]:
     with private_directory() as directory:
-        lab = Lab(directory)
+        lab = Deployment(directory)
         try:
             yield lab
         finally:
@@ -155,8 +158,8 @@ def lab() -> Iterator[Lab]:
 
 
 @pytest.fixture(autouse=True)
-def all_is_well(lab: Lab) -> Iterator[None]:
-    """Whatever a test does: nobody dies, nobody finds a bug, nobody fills the log."""
+def check_daemons(lab: Deployment) -> Iterator[None]:
+    """Whatever a test does: no daemon ends, finds a bug, or fills the log."""
     before = {name: len(daemon.said) for name, daemon in lab.daemons.items()}
     yield
     for name, daemon in lab.daemons.items():
@@ -171,14 +174,14 @@ def all_is_well(lab: Lab) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["coordinator", "node", "keeper"])
-def test_nothing_listens_that_the_model_does_not_name(lab: Lab, name: str) -> None:
+def test_nothing_listens_that_the_model_does_not_name(lab: Deployment, name: str) -> None:
     pid = lab.daemons[name].process.pid
     found = doors_of(pid)
     assert len(found) == len(documented(name)), found
     assert undocumented(name, pid) == []
 
 
-def test_a_door_that_nobody_wrote_down_is_found() -> None:
+def test_an_undocumented_port_is_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as forgotten:
         assert Door(kind="tcp", address="127.0.0.1", port=forgotten.getsockname()[1]) in doors_of(os.getpid())
 
@@ -208,7 +211,7 @@ def nonsense(rng: Any) -> bytes:
 
 
 @pytest.mark.parametrize(("name", "port"), HTTP, ids=str)
-def test_http_doors_let_nobody_in_whatever_he_says(lab: Lab, name: str, port: str) -> None:
+def test_http_servers_reject_every_stranger(lab: Deployment, name: str, port: str) -> None:
     door = Door(kind="tcp", address="", port=lab.ports[port]) if port else lab.door(name, "401")
     for rng in seeded(7, 60 * EFFORT):
         back = answer(door, nonsense(rng), patience_s=0.3)
@@ -220,7 +223,7 @@ def test_http_doors_let_nobody_in_whatever_he_says(lab: Lab, name: str, port: st
         assert lab.metric("node", metric) > 0
 
 
-def test_a_rendezvous_takes_no_other_secret_no_old_proof_and_no_nonsense(lab: Lab) -> None:
+def test_a_rendezvous_rejects_other_secrets_old_proofs_and_nonsense(lab: Deployment) -> None:
     door = lab.door("node", "StoreRejected")
     there = {"host": "127.0.0.1", "port": door.port}
     current = StoreConnection(Rendezvous(**there, token=SECRET, generation=7), 0, PATIENCE_S)
@@ -244,7 +247,7 @@ def test_a_rendezvous_takes_no_other_secret_no_old_proof_and_no_nonsense(lab: La
     assert lab.daemons["node"].said.count('"rendezvous_rejected"') <= 2
 
 
-def test_strangers_who_say_nothing_keep_no_trainer_out(lab: Lab) -> None:
+def test_silent_strangers_do_not_block_a_trainer(lab: Deployment) -> None:
     door = lab.door("node", "StoreRejected")
     with contextlib.ExitStack() as stack:
         for _ in range(400):
@@ -257,7 +260,7 @@ def test_strangers_who_say_nothing_keep_no_trainer_out(lab: Lab) -> None:
 
 
 def poison(wire: Wire, rng: Any) -> tuple[str, bytes]:
-    """A topic, and a message for it that is not as it should be: old ones of another life among them."""
+    """Return a topic and an invalid message for it; some are old ones from an earlier run."""
     ask = {"request": f"r-{rng.random()}", "reply": "me"}
     signal, command = rng.choice(list(wire.signals.values())), rng.choice(list(wire.commands.values()))
     job = {"name": "j", "steps": 3, "policy": {}, "training": {}}
@@ -299,8 +302,8 @@ def poison(wire: Wire, rng: Any) -> tuple[str, bytes]:
     return topic, garbled(rng, text) if rng.random() < 0.3 else text
 
 
-def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) -> None:
-    """Forged, replayed, oversized, malformed: no job runs, no fault strikes, and the journal is as it was."""
+def test_daemons_survive_any_message_on_their_topics(lab: Deployment, wire: Wire) -> None:
+    """Forged, replayed, oversized, malformed: no job runs, no fault is injected, and the journal is unchanged."""
 
     async def scene() -> None:
         async with ClusterClient(lab.address, listen=True) as client:
@@ -322,7 +325,7 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
             deadline = time.monotonic() + PATIENCE_S
             while not any(e["details"].get("suppressed", 0) > 1 for e in history):
                 assert time.monotonic() < deadline, "refusals are told one by one"
-                # How many were held back is told with the next one.
+                # The number that was suppressed comes with the next event.
                 session.publish(T.request, b"\x91")
                 await asyncio.sleep(0.2)
                 history = await client.history()
@@ -333,7 +336,7 @@ def test_daemons_survive_whatever_comes_on_their_topics(lab: Lab, wire: Wire) ->
     until(lambda: "host-a" in state_of(lab)["nodes"], "the node is still known", lab.daemons["coordinator"])
 
 
-def state_of(lab: Lab) -> dict[str, Any]:
+def state_of(lab: Deployment) -> dict[str, Any]:
     async def ask() -> dict[str, Any]:
         async with ClusterClient(lab.address) as client:
             answer = await client.request(StatusRequest(**client.envelope()))

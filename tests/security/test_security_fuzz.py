@@ -1,5 +1,6 @@
-"""What comes from outside, made wrong in thousands of seeded ways: it is refused in the way that its reader
-names, and nothing else happens. A bounded run; a longer one: ``FTD_FUZZ=20 pytest tests/security``."""
+"""Input from outside, corrupted in thousands of seeded ways: its reader rejects it with the documented error,
+and nothing else happens. The run is bounded; a longer one: ``FTD_FUZZ=20 pytest tests/security``.
+"""
 
 import copy
 import json
@@ -57,7 +58,7 @@ SEED = int(os.environ.get("FTD_FUZZ_SEED", "20"))
 # --- our own wires --------------------------------------------------------------------------------
 
 
-def test_signals_and_commands_made_wrong_are_refused(wire: Wire) -> None:
+def test_corrupted_signals_and_commands_are_rejected(wire: Wire) -> None:
     corpora = [
         (list(wire.signals.values()), lambda data: codec.decode_from_node(data, "node-0")),
         (list(wire.commands.values()), lambda data: codec.decode_to_node(data, "node-0")),
@@ -79,10 +80,11 @@ def test_signals_and_commands_made_wrong_are_refused(wire: Wire) -> None:
             assert not survives(decode, nested, (WireError,))
 
 
-def test_a_hostile_node_and_a_hostile_coordinator_confuse_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside each simulated machine a twin is told, too, what somebody with the right credential could say:
-    well-formed, and nonsense. It takes it without an exception, what it keeps can be written and read again,
-    and it goes on with what comes next."""
+def test_a_hostile_node_and_a_hostile_coordinator_break_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin of each simulated machine also receives what somebody with the right credential could send:
+    well-formed messages and nonsense. It raises nothing, its state can be written and read again, and it
+    continues.
+    """
     rng = next(seeded(SEED, 1))
     told = {"cluster": 0, "agent": 0}
     together = ClusterMachine.steps
@@ -172,7 +174,7 @@ FRAMES: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("union", "frames"), FRAMES, ids=lambda value: str(value)[:40])
-def test_frames_made_wrong_are_refused(union: Any, frames: list[Any]) -> None:
+def test_corrupted_frames_are_rejected(union: Any, frames: list[Any]) -> None:
     def feed(stream: bytes) -> None:
         decoder: Decoder[Any] = Decoder(union, 1 << 20)
         for at in range(0, len(stream), 7):
@@ -193,7 +195,7 @@ def test_frames_made_wrong_are_refused(union: Any, frames: list[Any]) -> None:
 # --- JSON: what tools write ----------------------------------------------------------------------
 
 
-def test_requests_events_and_states_made_wrong_are_refused() -> None:
+def test_corrupted_requests_events_and_states_are_rejected() -> None:
     ask = {"request": "r-1", "reply": "me"}
     job = msgspec.to_builtins(load_job_data(ROOT / "examples" / "gpt.toml"))
     event = {
@@ -246,11 +248,11 @@ def test_requests_events_and_states_made_wrong_are_refused() -> None:
     ],
     ids=["ftd.toml", "job", "scenario"],
 )
-def test_toml_files_made_wrong_are_refused_in_a_sentence(
+def test_corrupted_toml_files_are_rejected_in_a_sentence(
     load: Callable[[Path], object], file: Path, tmp_path: Path
 ) -> None:
     lines = file.read_bytes().splitlines(keepends=True)
-    # A sample is all comments: with its keys in force there is something to spoil.
+    # A sample consists of comments: enable its keys, so that there is something to corrupt.
     original = b"".join(line.removeprefix(b"# ") if b" = " in line else line for line in lines)
     path = tmp_path / "file.toml"
 
@@ -272,7 +274,7 @@ def group_image() -> GroupImage:
     return GroupImage(bucket_bytes=len(made.shared), layers=(layer,))
 
 
-def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
+def test_corrupted_manifests_and_images_are_reported_as_corrupt() -> None:
     data = np.arange(100, dtype=np.uint8)
     part = SnapshotPart.from_bytes("group-0/shard", 0, data)
     manifest = SnapshotManifest(
@@ -303,7 +305,7 @@ def test_manifests_and_images_made_wrong_are_called_damaged() -> None:
             assert not survives(read, nested, (CorruptDataError,))
 
 
-def test_checkpoints_made_wrong_are_passed_over(tmp_path: Path) -> None:
+def test_corrupted_checkpoints_are_skipped(tmp_path: Path) -> None:
     store = CheckpointStore.at(str(tmp_path / "kept"), create=True)
     layer = make_layer(0, [64])
     draft = store.begin(7)
@@ -323,7 +325,7 @@ def test_checkpoints_made_wrong_are_passed_over(tmp_path: Path) -> None:
     for rng in seeded(SEED, 120 * EFFORT):
         path = rng.choice(paths)
         wrong = garbled(rng, originals[path])
-        if path.suffix == ".json" and rng.random() < 0.6:  # Past its digest.
+        if path.suffix == ".json" and rng.random() < 0.6:  # This bypasses the digest.
             inner = json.dumps(
                 twisted(rng, json.loads(originals[path].split(b"\n", 1)[1])), default=str
             ).encode()
@@ -334,7 +336,7 @@ def test_checkpoints_made_wrong_are_passed_over(tmp_path: Path) -> None:
     assert store.steps() == (7,)
 
 
-def test_a_journal_made_wrong_is_refused_in_a_sentence(tmp_path: Path) -> None:
+def test_a_corrupted_journal_is_rejected_in_a_sentence(tmp_path: Path) -> None:
     machine = ClusterMachine(Timing())
     state = msgspec.msgpack.encode(machine.durable_state())
 

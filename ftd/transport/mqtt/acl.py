@@ -1,8 +1,8 @@
-"""Who may do what at the broker: an ACL file for mosquitto (mosquitto.conf(5), ``acl_file``).
+"""The rights of each user at the broker, as an ACL file for mosquitto (mosquitto.conf(5), ``acl_file``).
 
-Every user is named, and may do nothing that is not listed here. A node writes its own topics, and ``events``
-and replies, which all share; tools only read; whoever operates the cluster may send requests; and chaos is a
-right of its own, on top of the node's own ``chaos = true``.
+Every user is named, and may do only what is listed. A node writes its own topics, and ``events`` and
+replies, which all nodes share. Tools only read. Operators may send requests. Injecting faults is a separate
+right, in addition to the node's own ``chaos = true``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,17 +17,20 @@ COORDINATOR = "coordinator"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Users:
-    """User names at the broker, by what they are for; a node's user is called as the node is."""
+    """User names at the broker, by purpose; a node's user has the node's name."""
 
     nodes: Sequence[str]
     coordinator: str = COORDINATOR
     operators: Sequence[str] = ()
     tools: Sequence[str] = ()
     chaos: Sequence[str] = ()
-    """May do what operators may, and inject faults."""
+    """Users that may do what operators may, and inject faults."""
 
     def __post_init__(self) -> None:
-        """:raises ConfigurationError: a name that cannot be one, or that stands for two."""
+        """Check the names.
+
+        :raises ConfigurationError: a name is invalid, or is used twice.
+        """
         seen: set[str] = set()
         for name in (self.coordinator, *self.nodes, *self.operators, *self.tools, *self.chaos):
             require_name(name, "user")
@@ -39,13 +42,15 @@ class Users:
 
 
 def acl_text(cluster: str, users: Users) -> str:
-    """The file's content.
+    """Return the content of the file.
 
-    :raises ConfigurationError: the cluster's name cannot be one.
+    :raises ConfigurationError: the cluster's name is invalid.
     """
     require_name(cluster, "cluster")
     topics = Topics(cluster=cluster)
-    parts = [f"# Rights at the broker for the ftd cluster {cluster!r}: who is not listed may do nothing.\n"]
+    parts = [
+        f"# Rights at the broker for the ftd cluster {cluster!r}: a user who is not listed may do nothing.\n"
+    ]
     parts.append(_entry(users.coordinator, "the coordinator", _coordinator(topics)))
     parts += [_entry(name, "a node", _node(topics, name)) for name in users.nodes]
     parts += [_entry(name, "an operator", _operator(topics)) for name in users.operators]

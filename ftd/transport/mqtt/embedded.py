@@ -1,14 +1,15 @@
-"""A broker without installing one: amqtt in a process of its own, for clusters on one machine.
+"""A broker that needs no installation: amqtt in a process of its own, for clusters on one machine.
 
-``python -m ftd.transport.mqtt.embedded --port 0 --ready-file FILE`` listens on loopback, anonymously, and writes the
-port that it got into FILE. amqtt 0.12 has bugs that would hurt (measured, see the tests); ``_Broker`` cures
-them where it can be done from outside:
+``python -m ftd.transport.mqtt.embedded --port 0 --ready-file FILE`` listens on loopback, anonymously, and
+writes its port into FILE. amqtt 0.12 has bugs that matter here (measured, see the tests); ``_Broker`` works
+around those that can be fixed from outside:
 
-* keep-alive is never enforced, so that a frozen client's last will never comes;
+* the keep-alive is never enforced, so the last will of a frozen client never comes;
 * a new connection is sent retained messages that match *other* clients' subscriptions;
-* a second connection under the same client id leaves the first one open beside it;
-* a subscription that comes while a message is handed out makes the iteration over subscriptions fail,
-  and the message is lost.
+* a second connection under the same client id leaves the first one open;
+* a subscription that arrives while a message is distributed makes the iteration over subscriptions fail,
+  and the message
+  is lost.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from ftd.errors import UnreachableError
 
 
 def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
-    """The command that runs the embedded broker; 0 lets the system choose the port."""
+    """Return the command that runs the embedded broker; with port 0 the system chooses one."""
     return [
         sys.executable,
         "-m",
@@ -39,9 +40,10 @@ def embedded_command(ready_file: Path, port: int = 0) -> list[str]:
 
 
 def await_ready(ready_file: Path, timeout_s: float) -> int:
-    """The port of a broker that was started with ``ready_file``. Blocks: use a thread from a loop.
+    """Wait for a broker that was started with ``ready_file``, and return its port. Blocks: call it in a thread
+    from a loop.
 
-    :raises Unreachable: it did not come up within ``timeout_s``.
+    :raises UnreachableError: it did not start within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -52,7 +54,7 @@ def await_ready(ready_file: Path, timeout_s: float) -> int:
 
 
 async def serve(port: int, ready_file: Path | None) -> int:
-    """Run the broker until SIGTERM or SIGINT; the exit code."""
+    """Run the broker until SIGTERM or SIGINT, and return the exit code."""
     from amqtt.errors import BrokerError
 
     broker = _broker_class()(
@@ -81,14 +83,14 @@ async def serve(port: int, ready_file: Path | None) -> int:
 
 
 def _announce(ready_file: Path, port: int) -> None:
-    """All of the port or nothing: whoever polls the file must not read half of it."""
+    """Write the port atomically: a process that polls the file must not read half of it."""
     partial = ready_file.with_name(ready_file.name + ".part")
     partial.write_text(str(port))
     partial.replace(ready_file)
 
 
 def _broker_class() -> Any:
-    """The subclass, made here so that importing this module for its command costs nothing."""
+    """Return the subclass. It is made here, so that an import of this module for its command costs nothing."""
     from amqtt.broker import Broker
 
     class _Broker(Broker):  # type: ignore[misc, unused-ignore]
@@ -99,8 +101,8 @@ def _broker_class() -> Any:
         async def _initialize_client_session(self, *arguments: Any) -> Any:
             handler, session = await super()._initialize_client_session(*arguments)
             if session.keep_alive:
-                # MQTT 3.1.1 §3.1.2.10: one and a half times the keep-alive without a packet is the end.
-                # Ending the reader is what a closed socket does, so the last will follows.
+                # MQTT 3.1.1 §3.1.2.10: a connection ends after one and a half times the keep-alive without
+                # a packet. A closed socket ends the reader in the same way, so the last will follows.
                 session.keep_alive = session.keep_alive * 1.5
 
                 def end_reader() -> None:
@@ -129,7 +131,9 @@ def _broker_class() -> Any:
                         self._hand_out(broadcast, session, subscribed_qos, running_tasks)
 
         def _hand_out(self, broadcast: Any, session: Any, subscribed_qos: int, running_tasks: Any) -> None:
-            """To one subscriber. Clean sessions only, so nothing is queued for the absent."""
+            """Send a message to one subscriber. There are only clean sessions, so nothing is queued for absent
+            clients.
+            """
             handler = self._get_handler(session)
             if handler is None or session.transitions.state != "connected":
                 return
@@ -141,12 +145,12 @@ def _broker_class() -> Any:
 
 
 def main() -> None:
-    """Entry of ``python -m ftd.transport.mqtt.embedded``."""
+    """Run ``python -m ftd.transport.mqtt.embedded``."""
     parser = argparse.ArgumentParser(prog="python -m ftd.transport.mqtt.embedded", description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--ready-file", type=Path)
     options = parser.parse_args()
-    # amqtt logs every connection and every slow client at WARNING; only its failures are ours to report.
+    # amqtt logs every connection and every slow client as a warning; only its failures matter here.
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
     logging.getLogger("transitions").setLevel(logging.ERROR)
     with contextlib.suppress(ImportError):

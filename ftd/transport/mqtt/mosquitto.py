@@ -1,4 +1,4 @@
-"""A private mosquitto on this machine: for ``ftd local --broker mosquitto`` and for tests."""
+"""A private mosquitto on this machine, for ``ftd local --broker mosquitto`` and for tests."""
 
 import os
 import shutil
@@ -8,29 +8,32 @@ from pathlib import Path
 
 from ftd.errors import ConfigurationError, UnreachableError
 
-_PLACES = ("/usr/sbin/mosquitto", "/usr/local/sbin/mosquitto", "/opt/homebrew/sbin/mosquitto")
+_PATHS = ("/usr/sbin/mosquitto", "/usr/local/sbin/mosquitto", "/opt/homebrew/sbin/mosquitto")
 _PROBE_S = 0.005
 
 
 def find_mosquitto() -> Path | None:
-    """The mosquitto binary: on PATH, or where packages put it for root only."""
+    """Return the path of mosquitto: on PATH, or where packages install it for root only. None: it is not
+    installed.
+    """
     if found := shutil.which("mosquitto"):
         return Path(found)
-    return next((Path(place) for place in _PLACES if os.access(place, os.X_OK)), None)
+    return next((Path(path) for path in _PATHS if os.access(path, os.X_OK)), None)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on at this moment (mosquitto cannot choose one and tell)."""
+    """Return a port on which nobody listens at this moment. (mosquitto cannot choose a port and report it.)"""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> list[str]:
-    """Write a configuration into ``directory`` and answer the command that runs it, on loopback or ``host``.
+    """Write a configuration into ``directory``, and return the command that runs it, on loopback or ``host``.
 
-    ``set_tcp_nodelay`` saves up to 40 ms a message. The user line keeps mosquitto from changing its
-    credentials when root starts it: that would clear the parent-death signal and leave it behind.
+    ``set_tcp_nodelay`` saves up to 40 ms per message. The user line keeps mosquitto from changing its
+    credentials when root starts it: that would clear the parent-death signal, and mosquitto would outlive
+    its parent.
 
     :raises ConfigurationError: mosquitto is not installed.
     """
@@ -53,15 +56,15 @@ def mosquitto_command(directory: Path, port: int, host: str = "127.0.0.1") -> li
         "log_dest stderr\n"
         "log_type error\n"
         "log_type warning\n"
-        "user root\n"  # Whoever is not root stays who he is.
+        "user root\n"  # This has no effect for other users.
     )
     return [str(binary), "-c", str(path)]
 
 
 def await_listening(host: str, port: int, timeout_s: float) -> None:
-    """Return as soon as somebody accepts connections there. Blocks: call it in a thread from a loop.
+    """Return as soon as a server accepts connections. Blocks: call it in a thread from a loop.
 
-    :raises Unreachable: nobody did within ``timeout_s``.
+    :raises UnreachableError: none did within ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     while True:

@@ -1,4 +1,4 @@
-"""The broker of a cluster, as the coordinator's sessions reach it in production."""
+"""The production transport of a coordinator: sessions at the cluster's MQTT broker."""
 
 import hashlib
 from functools import partial
@@ -16,8 +16,9 @@ class MqttTransport:
 
 
 def leader_client_id(cluster: str, broker: BrokerAddress) -> str:
-    """Return the leader's client id. A client that connects with it ends the leader's session, so where the broker
-    has a password nobody without it can guess the id."""
+    """Return the leader's client id. A client that connects with it ends the leader's session, so if the
+    broker has a password, the id cannot be guessed without it.
+    """
     if not broker.password:
         return f"ftd-{cluster}-coordinator"
     known = hashlib.sha256(f"{cluster}\n{broker.username}\n{broker.password}".encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Every event that there is: how grave it is, and what its ``details`` hold."""
+"""The catalogue of all events: their severity and the struct of their ``details``."""
 
 from typing import Literal
 
@@ -7,11 +7,12 @@ from ftd.transport.wire import snapshot_details as s
 from ftd.transport.wire.event_details import Details
 
 Severity = Literal["info", "warning", "error", "critical"]
-"""Nothing to do; something failed and was dealt with; something was lost and wants a look; training stands
-still until somebody acts."""
+"""info: nothing to do; warning: something failed and was handled; error: something was lost and should be
+examined; critical: training stands still until somebody acts.
+"""
 
 SEVERITIES: tuple[Severity, ...] = ("info", "warning", "error", "critical")
-"""By rising gravity."""
+"""By rising severity."""
 
 _BY_SEVERITY: dict[Severity, tuple[type[Details], ...]] = {
     "info": (
@@ -93,7 +94,9 @@ EVENTS_OF_OTHERS = frozenset(
         s.SnapshotsUnavailable,
     )
 )
-"""By nodes, and by who injects faults; all others are the coordinator's, and nobody else is believed."""
+"""Events that nodes or fault injectors publish. All others come from the coordinator, and are accepted from
+nobody else.
+"""
 
 _SEVERITY_OF: dict[str, Severity] = {
     kind.__name__: severity for severity, kinds in _BY_SEVERITY.items() for kind in kinds
@@ -101,5 +104,7 @@ _SEVERITY_OF: dict[str, Severity] = {
 
 
 def severity_of(event: str) -> Severity:
-    """``warning`` for an event that is not in the catalogue: somebody should look."""
+    """Return an event's severity; ``warning`` for an event that is not in the catalogue, so that somebody
+    looks at it.
+    """
     return _SEVERITY_OF.get(event, "warning")

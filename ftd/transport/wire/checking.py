@@ -1,7 +1,7 @@
-"""What we publish, held against the models that the contract is made of.
+"""Checks of what we publish against the models that the contract is made of.
 
-A mismatch is a bug of ours. It is logged, and published nevertheless: a subscriber that gets a field too many
-can live with it, one that hears nothing of a failure cannot.
+A mismatch is a bug of ours. It is logged, and the message is published nevertheless: a subscriber can live
+with an unexpected field, but not without the report of a failure.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ _STATE = msgspec.json.Decoder(ClusterState)
 
 
 def _log_mismatch(problem: str) -> None:
-    _log.error("contract_broken", problem=problem, remedy="a bug of ours: please report it")
+    _log.error("contract_broken", problem=problem, remedy="this is a bug in ftd: please report it")
 
 
 on_mismatch: Callable[[str], None] = _log_mismatch
-"""What happens to a problem; the tests put an exception here."""
+"""Called with a problem; the tests replace it with a function that raises."""
 
 
 def problem_of_details(event: str, details: bytes) -> str | None:
-    """What is wrong with ``details`` (JSON) of an event of this name, in a sentence; None: nothing."""
+    """Return what is wrong with ``details`` (JSON) of an event of this name, in a sentence; None: nothing."""
     decoder = _DETAILS.get(event)
     if decoder is None:
         return f"the event {event} is not in ftd.transport.wire.catalogue"
@@ -43,7 +43,7 @@ def problem_of_details(event: str, details: bytes) -> str | None:
 
 
 def problem_of_state(payload: bytes) -> str | None:
-    """What is wrong with a state of the cluster, in a sentence; None: nothing."""
+    """Return what is wrong with a state of the cluster, in a sentence; None: nothing."""
     try:
         _STATE.decode(payload)
     except msgspec.DecodeError as error:
@@ -52,7 +52,7 @@ def problem_of_state(payload: bytes) -> str | None:
 
 
 def encode_event(message: EventMessage) -> bytes:
-    """The event as it is published; what its model does not allow is a bug, and told."""
+    """Encode an event for publishing; a mismatch with its model is a bug, and is logged."""
     problem = problem_of_details(message.event, encode_json(message.details))
     if problem is not None:
         on_mismatch(problem)
@@ -60,7 +60,7 @@ def encode_event(message: EventMessage) -> bytes:
 
 
 def encode_state(state: dict[str, Any]) -> bytes:
-    """The cluster's state as it is published; what its model does not allow is a bug, and told."""
+    """Encode the cluster's state for publishing; a mismatch with its model is a bug, and is logged."""
     payload = encode_json(state)
     problem = problem_of_state(payload)
     if problem is not None:

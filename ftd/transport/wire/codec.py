@@ -1,17 +1,18 @@
-"""msgpack for what coordinator and nodes say to each other: ``FromNode``, ``ToNode`` and ``ToNodes``.
+"""The msgpack encoding of messages between coordinator and nodes: ``FromNode``, ``ToNode`` and ``ToNodes``.
 
 On the wire::
 
-    {"node": "node-3", "incarnation": 17…, "type": "Quiesced", "body": {…}}          from a node
-    {… the same …, "cause": "c-00042-a1b2"}                                          to a node
-    {"folded": false, "content": {"receivers": {"node-3": 17…, …}, "type": …, …}}    to several
+    {"node": "node-3", "incarnation": 17…, "type": "Quiesced", "body": {…}}              from a node
+    {… the same …, "cause": "c-00042-a1b2"}                                              to a node
+    {"compressed": false, "content": {"receivers": {"node-3": 17…, …}, "type": …, …}}    to several
 
-What is for several nodes goes to all of them, with their names. For 1,000 these take 19 KiB, which the broker
-would send 1,000 times; so the whole is deflated, in 0.2 ms: 7 to 9 KiB, most of it digits of incarnations.
+A command to several nodes is sent to all of them, with the receivers' names. For 1,000 nodes these take 19
+KiB, which the broker would send 1,000 times. So the message is compressed, in 0.2 ms, to 7 to 9 KiB, most
+of it digits of incarnations.
 
-The messages are plain dataclasses of the pure core, which knows no codec; so the tag is in the envelope
-and a registry maps it to the class. A Resume's body is packed (``plans``). Nothing is ever unpickled: a
-payload can only become these values.
+The messages are plain dataclasses of the pure core, which knows no encoding. So the envelope holds the
+type's name, and a registry maps it to the class. A Resume's body is packed (``plans``). Nothing is ever
+unpickled: a payload can only become one of these values.
 """
 
 from typing import Any, get_args
@@ -29,25 +30,26 @@ from statemachine.messages.common import Prepared
 from statemachine.messages.values import MAX_METRIC_NAME_CHARACTERS, MAX_METRICS, Evaluation, Vote
 
 MAX_PAYLOAD_BYTES = 1024 * 1024
-"""Of what anybody may say: signals, requests, events, states."""
+"""Largest payload from anybody but the coordinator: signals, requests, events, states."""
 
 MAX_COMMAND_BYTES = 8 * MAX_PAYLOAD_BYTES
-"""Of what the coordinator says to nodes. A Resume (``plans``) takes about 20 KiB for 1,000 devices; what its
-``held_parts`` take under ZeRO-1 comes on top."""
+"""Largest payload from the coordinator to nodes. A Resume (``plans``) takes about 20 KiB for 1,000 devices,
+and more with ``held_parts`` under ZeRO-1.
+"""
 
 
 COMPRESS_COMMAND_FROM_BYTES = 1024
-"""A larger command to several nodes is deflated."""
+"""Size above which a command to several nodes is compressed."""
 
 MAX_RECEIVERS = 65_536
 
 MAX_COUNTER = 2**53
-"""Of any counter: what every reader of JSON, and the journal, can hold."""
+"""Largest value of any counter: what every reader of JSON, and the journal, can hold."""
 
 
-VERSION_HINT = "is another version of ftd there? the same on all hosts, coordinator first"
+VERSION_HINT = "is another version of ftd in use? install the same one on all hosts, the coordinator's first"
 MAX_DURATION_S = 1e9
-"""Of anything that took time."""
+"""Largest duration."""
 
 
 class _FromNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,33 +74,35 @@ class _ToNodes(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
 
 
-class _Folded(msgspec.Struct, frozen=True, kw_only=True):
-    folded: bool
+class _Compressed(msgspec.Struct, frozen=True, kw_only=True):
+    compressed: bool
     content: bytes
 
 
-class _SpokenFacts(msgspec.Struct, frozen=True):
+class _SentFacts(msgspec.Struct, frozen=True):
     protocol: int = 0
 
 
-class _Spoken(msgspec.Struct, frozen=True):
-    """Of a Hello, what it says itself."""
+class _SentHello(msgspec.Struct, frozen=True):
+    """The part of a Hello that shows which fields the node really sent."""
 
-    facts: _SpokenFacts
+    facts: _SentFacts
 
 
-_SPOKEN = msgspec.msgpack.Decoder(_Spoken)
+_SENT_HELLO = msgspec.msgpack.Decoder(_SentHello)
 _ENCODER = msgspec.msgpack.Encoder()
 _FROM_NODE = msgspec.msgpack.Decoder(_FromNode)
 _TO_NODE = msgspec.msgpack.Decoder(_ToNode)
 _TO_NODES = msgspec.msgpack.Decoder(_ToNodes)
-_FOLDED = msgspec.msgpack.Decoder(_Folded)
+_COMPRESSED = msgspec.msgpack.Decoder(_Compressed)
 _SIGNALS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Signal)
 }
-_ALIKE: dict[str, dict[bytes, Any]] = {"Quiesced": {}, "Resumed": {}}
-"""What many nodes say word for word, in answer to one command: read once. By type, then by the body."""
-_MOST_ALIKE, _MOST_ALIKE_BYTES = 512, 1024
+_REPEATED: dict[str, dict[bytes, Any]] = {"Quiesced": {}, "Resumed": {}}
+"""Messages that many nodes send in identical form in answer to one command; each is decoded once. By type,
+then by body.
+"""
+_MAX_REPEATED, _MAX_REPEATED_BYTES = 512, 1024
 _COMMANDS: dict[str, msgspec.msgpack.Decoder[Any]] = {
     kind.__name__: msgspec.msgpack.Decoder(bytes if kind is Resume else kind) for kind in get_args(Command)
 }
@@ -130,7 +134,10 @@ def encode_to_node(message: ToNode) -> bytes:
 
 
 def encode_to_nodes(message: ToNodes) -> bytes:
-    """:raises WireError: as ``encode_to_node``."""
+    """Encode a command to several nodes.
+
+    :raises WireError: as ``encode_to_node``.
+    """
     content = _sized(
         _ToNodes(
             receivers=dict(message.receivers),
@@ -140,12 +147,14 @@ def encode_to_nodes(message: ToNodes) -> bytes:
         ),
         MAX_COMMAND_BYTES,
     )
-    content, folded = compress(content, COMPRESS_COMMAND_FROM_BYTES)
-    return _sized(_Folded(folded=folded, content=content), MAX_COMMAND_BYTES)
+    content, compressed = compress(content, COMPRESS_COMMAND_FROM_BYTES)
+    return _sized(_Compressed(compressed=compressed, content=content), MAX_COMMAND_BYTES)
 
 
 class _Bodies:
-    """The body made last: a command to a thousand nodes is one object, its body the same for all."""
+    """The body that was encoded last: a command to a thousand nodes is one object, and its body is the same
+    for all.
+    """
 
     def __init__(self) -> None:
         self._of: Command | None = None
@@ -162,35 +171,37 @@ _BODIES = _Bodies()
 
 
 def decode_from_node(payload: bytes, node: str | None = None) -> FromNode:
-    """A node's signal; ``node`` is the name in the topic that it came on.
+    """Decode a node's signal.
 
-    :raises WireError: oversized, malformed, an unknown type, impossible numbers, or signed by another node
-        than its topic's.
+    :param node: the name in the topic on which it came.
+    :raises WireError: it is oversized or malformed, has an unknown type or impossible numbers, or names
+        another node than its topic.
     """
     envelope: _FromNode = _decoded(_FROM_NODE, payload, "signal", MAX_PAYLOAD_BYTES)
     _check_node(envelope.node, node)
-    alike = _ALIKE.get(envelope.type)
-    signal = alike.get(body := bytes(envelope.body)) if alike is not None else None
+    repeated = _REPEATED.get(envelope.type)
+    signal = repeated.get(body := bytes(envelope.body)) if repeated is not None else None
     if signal is None:
         signal = _signal(envelope)
-        if alike is not None and len(body) <= _MOST_ALIKE_BYTES:
-            if len(alike) >= _MOST_ALIKE:
-                alike.clear()
-            alike[body] = signal
+        if repeated is not None and len(body) <= _MAX_REPEATED_BYTES:
+            if len(repeated) >= _MAX_REPEATED:
+                repeated.clear()
+            repeated[body] = signal
     return FromNode(node=envelope.node, incarnation=envelope.incarnation, signal=signal)
 
 
 def _signal(envelope: _FromNode) -> Any:
     signal = _body(_SIGNALS, envelope.type, envelope.body)
-    if isinstance(signal, Hello) and not _SPOKEN.decode(envelope.body).facts.protocol:
-        # It does not say, so it is older than the number: the value's own default would be ours.
+    if isinstance(signal, Hello) and not _SENT_HELLO.decode(envelope.body).facts.protocol:
+        # The message has no protocol number, so it is older than that field, whose default would be our own
+        # number.
         signal = replace(signal, facts=replace(signal.facts, protocol=0))
     _check_numbers(signal)
     return signal
 
 
 def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
-    """A command to ``node``.
+    """Decode a command to ``node``.
 
     :raises WireError: as ``decode_from_node``.
     """
@@ -201,13 +212,15 @@ def decode_to_node(payload: bytes, node: str | None = None) -> ToNode:
 
 
 def decode_to_nodes(payload: bytes) -> ToNodes:
-    """A command to several nodes.
+    """Decode a command to several nodes.
 
     :raises WireError: as ``decode_from_node``.
     """
-    envelope: _Folded = _decoded(_FOLDED, payload, "command", MAX_COMMAND_BYTES)
+    envelope: _Compressed = _decoded(_COMPRESSED, payload, "command", MAX_COMMAND_BYTES)
     content = (
-        decompress(envelope.content, MAX_COMMAND_BYTES, "a command") if envelope.folded else envelope.content
+        decompress(envelope.content, MAX_COMMAND_BYTES, "a command")
+        if envelope.compressed
+        else envelope.content
     )
     inner: _ToNodes = _decoded(_TO_NODES, content, "command", MAX_COMMAND_BYTES)
     if not 1 <= len(inner.receivers) <= MAX_RECEIVERS:
@@ -229,13 +242,19 @@ def _command(name: str, body: msgspec.Raw) -> Any:
 
 
 def check_not_retained(retained: bool) -> None:
-    """:raises WireError: a command that the broker kept is of another time."""
+    """Check that a command was not retained by the broker, and thus outdated.
+
+    :raises WireError: it was retained.
+    """
     if retained:
         raise WireError("a retained command; commands are never retained")
 
 
 def check_size(payload: bytes, most_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-    """:raises WireError: more than ``most_bytes``."""
+    """Check a payload's size.
+
+    :raises WireError: it has more than ``most_bytes``.
+    """
     if len(payload) > most_bytes:
         raise WireError(f"payload of {len(payload)} bytes; at most {most_bytes} are allowed")
 
@@ -286,19 +305,19 @@ _LIMITED: dict[type, tuple[tuple[str, float], ...]] = {
     )
     for kind in (*get_args(Signal), *get_args(Command))
 }
-"""Counts and durations of each message, and the most that each can be."""
+"""Counts and durations of each message, and their largest values."""
 
 
 def _check_numbers(message: Any) -> None:
-    """What types cannot say: no counter of ours is negative, or too large for some reader."""
+    """Check what types cannot express: no counter is negative, or too large for some reader."""
     for name, most in _LIMITED[type(message)]:
         if not 0 <= (value := getattr(message, name)) <= most:
             raise WireError(f"malformed {type(message).__name__}: {name} is {value}")
     committed = getattr(message, "committed", None)
-    for told in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
-        if not 0 <= told.step <= MAX_COUNTER:
-            raise WireError(f"malformed {type(message).__name__}: step is {told.step}")
-        _check_vote(message, told.vote)
+    for committed_step in (*getattr(message, "steps", ()), *((committed,) if committed is not None else ())):
+        if not 0 <= committed_step.step <= MAX_COUNTER:
+            raise WireError(f"malformed {type(message).__name__}: step is {committed_step.step}")
+        _check_vote(message, committed_step.vote)
     _check_vote(message, getattr(message, "vote", None))
     _check_evaluation(message, getattr(message, "evaluation", None))
     if not all(0 <= value < float("inf") for value in getattr(message, "microbatch_ms", None) or ()):
@@ -323,7 +342,10 @@ def _check_numbers(message: Any) -> None:
 
 
 def _check_vote(message: Any, vote: Vote | None) -> None:
-    """:raises WireError: more metrics than a step may have, or one of too long a name."""
+    """Check the metrics of a vote.
+
+    :raises WireError: there are more than a step may have, or one has too long a name.
+    """
     if vote is not None:
         _check_metrics(message, vote.metrics)
         _check_evaluation(message, vote.evaluation)

@@ -1,8 +1,8 @@
-"""What of one contract a later one breaks: for whoever subscribed, or asks, by the earlier one.
+"""A comparison of two contracts: what a later one breaks for subscribers and clients of an earlier one.
 
-Additions break nobody: readers ignore fields, events and values that they do not know. What goes away,
-changes its type or may now be missing breaks a subscriber; what is now demanded or no longer understood
-breaks a client.
+Additions break nobody: readers ignore fields, events and values that they do not know. A subscriber breaks
+if something is removed, changes its type or may now be missing. A client breaks if something is now
+required or no longer understood.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,9 @@ Json = dict[str, Any]
 
 
 def breaking_changes(before: Json, now: Json) -> list[str]:
-    """A sentence for everything that worked by the contract ``before`` and does not by the one of ``now``."""
+    """Return a sentence for everything that works by the contract ``before`` and fails by the contract
+    ``now``.
+    """
     return list(_broken(before, now))
 
 
@@ -22,12 +24,12 @@ def _broken(before: Json, now: Json) -> Iterator[str]:
     for name, channel in before["channels"].items():
         address, found = channel["address"], now["channels"].get(name)
         if found is None or found["address"] != address:
-            yield f"the topic {address} is gone: whoever subscribes to it hears nothing"
+            yield f"the topic {address} was removed: subscribers receive nothing"
             continue
         for message in channel["messages"]:
             if message not in found["messages"]:
-                what = "asks with it is refused" if name in incoming else "waits for it waits for ever"
-                yield f"{message} on {address} is gone: whoever {what}"
+                what = "requests with it are rejected" if name in incoming else "subscribers never receive it"
+                yield f"{message} on {address} was removed: {what}"
                 continue
             yield from _Comparison(before=before, now=now, incoming=name in incoming, message=message).all()
 
@@ -39,7 +41,7 @@ def _incoming(contract: Json) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Comparison:
-    """Of one message in two contracts."""
+    """Compares one message in two contracts."""
 
     before: Json
     now: Json
@@ -63,7 +65,9 @@ class _Comparison:
             yield from self._variant(_merged(one, self.before), new, path)
 
     def _variant(self, old: Json, new: Json, path: str) -> Iterator[str]:
-        """An object that may be null, say: its fields against those of the one object it may be now."""
+        """Compare a variant, such as an object that may be null, with the variant of the same type in the new
+        contract.
+        """
         kinds = old.get("type")
         for one in new.get("anyOf", (new,)):
             other = _merged(one, self.now)
@@ -74,7 +78,7 @@ class _Comparison:
         before, now = _types(old, self.before), _types(new, self.now)
         wider, narrower = now - before, before - now
         if self.incoming and narrower:
-            yield f"{path} may no longer be {_either(narrower)}: clients that send that are refused"
+            yield f"{path} may no longer be {_either(narrower)}: clients that send that are rejected"
         elif not self.incoming and wider:
             yield f"{path} was {_either(before)} and may now be {_either(wider)}: subscribers read it wrongly"
 
@@ -82,7 +86,7 @@ class _Comparison:
         gone = [value for value in _values(old) if _values(new) and value not in _values(new)]
         for value in gone:
             if self.incoming:
-                yield f"{path} may no longer be {value!r}: clients that send it are refused"
+                yield f"{path} may no longer be {value!r}: clients that send it are rejected"
             else:
                 yield f"{path} is never {value!r} any more: subscribers that look for it find nothing"
 
@@ -91,9 +95,9 @@ class _Comparison:
             where = f"{path}.{field}"
             if field not in new.get("properties", {}):
                 if self.incoming:
-                    yield f"{where} is gone: requests that have it are refused"
+                    yield f"{where} was removed: requests with it are rejected"
                 else:
-                    yield f"{where} is gone: subscribers that read it find nothing"
+                    yield f"{where} was removed: subscribers that read it find nothing"
                 continue
             if (
                 not self.incoming
@@ -104,11 +108,11 @@ class _Comparison:
             yield from self._schemas(schema, new["properties"][field], where)
         if self.incoming and "properties" in old:
             for field in set(new.get("required", ())) - set(old.get("required", ())):
-                yield f"{path}.{field} must now be given: requests without it are refused"
+                yield f"{path}.{field} must now be given: requests without it are rejected"
 
 
 def _merged(schema: Json, contract: Json) -> Json:
-    """References followed, the parts of an ``allOf`` as one."""
+    """Return a schema with its references resolved and the parts of its ``allOf`` merged."""
     if "$ref" in schema:
         return _merged(contract["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]], contract)
     if "allOf" not in schema:

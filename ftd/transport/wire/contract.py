@@ -1,8 +1,10 @@
-"""The contract for other tools: an AsyncAPI 3 document, made of the models that check what is published.
+"""The contract for other tools: an AsyncAPI 3 document, generated from the models that check what is
+published.
 
-``ftd/transport/wire/asyncapi.json`` is this document as it is shipped (``python -m ftd.transport.wire.contract``
-writes it; a test keeps the two equal), ``ftd contract`` prints it. Descriptions are the models' docstrings, payloads
-their JSON Schemas. These allow further fields, as readers must: a later version may say more.
+``ftd/transport/wire/asyncapi.json`` is the shipped document (``python -m ftd.transport.wire.contract``
+writes it; a test compares the two), and ``ftd contract`` prints it. Descriptions are the models'
+docstrings, payloads their JSON Schemas. The schemas allow additional fields, as readers must, since a later
+version may add some.
 """
 
 import inspect
@@ -18,8 +20,8 @@ from ftd.transport.wire.contract_file import FILE
 from ftd.transport.wire.states import ClusterState, ClusterUnreachable
 from ftd.transport.wire.topics import Topics
 
-VERSION = "1.0.0"
-"""Of the contract. The second number counts additions; the first is the ``v1`` of the topics."""
+VERSION = "2.0.0"
+"""Version of the contract. The second number counts additions; the first is the version in the topics."""
 
 Json = dict[str, Any]
 
@@ -37,15 +39,15 @@ _REFERENCE = "#/components/schemas/{name}"
 
 
 def contract() -> Json:
-    """The document as plain data."""
+    """Return the document as plain data."""
     return {
         "asyncapi": "3.0.0",
         "info": {
             "title": "ftd",
             "version": VERSION,
             "description": (
-                "What a cluster tells on MQTT and what it can be asked. Readers ignore fields, events and "
-                "values that they do not know. QoS is 1: an event may come twice, with the same id."
+                "What a cluster publishes on MQTT, and the requests that it accepts. Readers ignore fields, events and "
+                "values that they do not know. QoS is 1: an event may arrive twice, with the same id."
             ),
         },
         "defaultContentType": "application/json",
@@ -53,7 +55,7 @@ def contract() -> Json:
             "broker": {
                 "host": "{host}:{port}",
                 "protocol": "mqtt",
-                "description": "The cluster's broker; mqtts where it is configured.",
+                "description": "The cluster's broker; mqtts if it is configured.",
                 "variables": {
                     "host": {"default": "localhost"},
                     "port": {"default": "1883"},
@@ -67,7 +69,7 @@ def contract() -> Json:
 
 
 def encode_contract() -> bytes:
-    """The document as it is shipped."""
+    """Return the document as it is shipped."""
     return msgspec.json.format(msgspec.json.encode(contract()), indent=2) + b"\n"
 
 
@@ -81,29 +83,33 @@ def _channels() -> Json:
             topics.cluster_state, "The cluster's state.", ["ClusterState", "ClusterUnreachable"]
         ),
         "nodeState": _channel(topics.node_state("{node}"), "A node's state.", ["NodeState"]),
-        "events": _channel(topics.events, "Everything that happens.", list(EVENTS)),
+        "events": _channel(topics.events, "All events.", list(EVENTS)),
         "request": _channel(topics.request, "Requests to the coordinator.", [k.__name__ for k in _REQUESTS]),
         "chaos": _channel(topics.chaos("{node}"), "Faults on demand.", ["ChaosRequest"]),
         "trace": _channel(topics.trace("{node}"), "Requests for traces.", ["TraceRequest"]),
         "reply": _channel(topics.reply("{client}"), "Answers to one client.", ["Answer"]),
-        "nodeSignal": _channel(topics.node_signal("{node}"), "Our own: node to coordinator.", ["Signal"]),
-        "nodeCommand": _channel(topics.node_command("{node}"), "Our own: coordinator to node.", ["Command"]),
-        "nodesCommand": _channel(topics.command, "Our own: coordinator to several nodes.", ["Command"]),
-        "leader": _channel(topics.leader, "Our own: which coordinator leads.", ["LeaderMessage"]),
-        "leaderHeartbeat": _channel(topics.leader_heartbeat, "Our own: it is there.", ["LeaderMessage"]),
-        "leaderJournal": _channel(topics.journal, "Our own: what it knows, for who takes over.", ["Journal"]),
-        "leaderPeer": _channel(
-            topics.coordinator_peer("{incarnation}"), "Our own: a coordinator is there.", ["PeerMessage"]
+        "nodeSignal": _channel(topics.node_signal("{node}"), "Internal: node to coordinator.", ["Signal"]),
+        "nodeCommand": _channel(topics.node_command("{node}"), "Internal: coordinator to node.", ["Command"]),
+        "nodesCommand": _channel(topics.command, "Internal: coordinator to several nodes.", ["Command"]),
+        "leader": _channel(topics.leader, "Internal: which coordinator leads.", ["LeaderMessage"]),
+        "leaderHeartbeat": _channel(
+            topics.leader_heartbeat, "Internal: the leader's heartbeat.", ["LeaderMessage"]
         ),
-        "nodeEcho": _channel(topics.node_echo("{node}"), "Our own: of ftd doctor.", ["Echo"]),
+        "leaderJournal": _channel(
+            topics.journal, "Internal: the leader's journal, for a takeover.", ["Journal"]
+        ),
+        "leaderPeer": _channel(
+            topics.coordinator_peer("{incarnation}"), "Internal: a coordinator is there.", ["PeerMessage"]
+        ),
+        "nodeEcho": _channel(topics.node_echo("{node}"), "Internal: check by ftd doctor.", ["Echo"]),
     }
 
 
 _PARAMETERS = {
     "cluster": "The cluster's name: broker.cluster in ftd.toml, by default ftd.",
     "node": "The node's name.",
-    "incarnation": "Of a coordinator: a number.",
-    "client": "What the client wrote into the request's reply.",
+    "incarnation": "A coordinator's incarnation: a number.",
+    "client": "The value of reply in the client's request.",
 }
 
 
@@ -119,18 +125,20 @@ def _channel(address: str, description: str, messages: list[str]) -> Json:
 
 
 def _operations() -> Json:
-    sent = {"clusterState": True, "nodeState": True, "events": False, "reply": False}
-    operations = {f"tell_{name}": _operation("send", name, retain) for name, retain in sent.items()}
+    retained_by_channel = {"clusterState": True, "nodeState": True, "events": False, "reply": False}
+    operations = {
+        f"publish_{name}": _operation("send", name, retain) for name, retain in retained_by_channel.items()
+    }
     for name in ("request", "chaos", "trace"):
-        asked = _operation("receive", name, False)
-        asked["reply"] = {
+        operation = _operation("receive", name, False)
+        operation["reply"] = {
             "address": {
                 "location": "$message.payload#/reply",
                 "description": "The client's id, a level of the topic.",
             },
             "channel": {"$ref": "#/channels/reply"},
         }
-        operations[f"ask_{name}"] = asked
+        operations[f"receive_{name}"] = operation
     retained = {"leader": True, "leaderJournal": True, "leaderPeer": True}
     for name in ("nodeSignal", "nodeCommand", "nodesCommand", "nodeEcho", "leaderHeartbeat", *retained):
         operations[f"internal_{name}"] = _operation("send", name, retained.get(name, False))
@@ -170,7 +178,7 @@ def _messages() -> Json:
     for name, kind_of_content in types.items():
         messages[name] = {
             "name": name,
-            "summary": "Between ftd's own processes; no promise is made of what is in it.",
+            "summary": "Internal to ftd; its content may change in any version.",
             "contentType": kind_of_content,
             "payload": True,
         }
@@ -207,31 +215,33 @@ def _first_line(kind: type[Any]) -> str:
 def _schemas() -> Json:
     kinds = [*_OUTGOING, *_INCOMING, *EVENTS.values()]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
-    told = {name: text for kind in kinds for name, text in _texts_of_all(kind).items()}
+    texts = {name: text for kind in kinds for name, text in _texts_of_all(kind).items()}
     incoming = _names_below([kind.__name__ for kind in _INCOMING], schemas)
     for name, schema in schemas.items():
         if name not in incoming:
             _open(schema)
         for field, described in schema.get("properties", {}).items():
-            if text := told.get(f"{name}.{field}"):
+            if text := texts.get(f"{name}.{field}"):
                 _describe(described, text)
     return schemas
 
 
 def _open(schema: Json) -> None:
-    """Readers take what they know; that we publish nothing else is checked where it is published."""
+    """Allow additional fields: readers take what they know, and what we publish is checked when it is
+    published.
+    """
     if schema.get("additionalProperties") is False:
         del schema["additionalProperties"]
 
 
 def _describe(schema: Json, text: str) -> None:
-    if "$ref" in schema:  # Beside a reference nothing else counts.
+    if "$ref" in schema:  # A JSON Schema ignores everything next to a reference.
         schema["allOf"] = [{"$ref": schema.pop("$ref")}]
     schema["description"] = text
 
 
 def _names_below(names: list[str], schemas: Json) -> set[str]:
-    """These schemas and all that they refer to."""
+    """Return the names of these schemas and of all that they refer to."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -249,7 +259,7 @@ def _text(schema: Json) -> str:
 
 
 def _texts_of_all(kind: type[Any]) -> dict[str, str]:
-    """``Struct.field`` → the docstring behind it, of a Struct and all Structs of its module."""
+    """Return the docstring after each field, by ``Struct.field``, for a struct and all structs of its module."""
     texts: dict[str, str] = {}
     module = inspect.getmodule(kind)
     for name, other in vars(module).items():

@@ -1,4 +1,4 @@
-"""An example of every message, for the contract. A test holds each against its model."""
+"""An example of every message, for the contract. A test compares each with its model."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from ftd.transport.wire.catalogue import severity_of
 Json = dict[str, Any]
 
 _AT = "2026-05-04T12:00:05.003Z"
-_ASK: Json = {"request": "5f1c09aa77d0e1b2", "reply": "client-1a2b3c4d5e6f", "schema": 1}
+_ASK: Json = {"request": "5f1c09aa77d0e1b2", "reply": "client-1a2b3c4d5e6f", "schema": 2}
 _STAGE: Json = {
     "first_layer": 0, "end_layer": 8, "devices": ["node-3/0"], "recompute": "none", "within": "replicate",
 }  # fmt: skip
@@ -70,7 +70,7 @@ DETAILS: dict[str, Json] = {
     "ChaosRejected": {"fault": "kill"},
     "LoggingFailed": {"sink": "tensorboard", "detail": "OSError: [Errno 28] No space left on device"},
     "MessageIgnored": {"why": "a Stepped of an older generation", "count": 3},
-    "MessageRejected": {"topic": "ftd/v1/ftd/request", "why": "malformed JSON message", "suppressed": 4},
+    "MessageRejected": {"topic": "ftd/v2/ftd/request", "why": "malformed JSON message", "suppressed": 4},
     "SnapshotCompleted": {
         "protection": "aec", "replica_peers": {}, "unprotected": [], "size_bytes": 48200192, "copy_s": 0.11,
         "stall_s": 0.002, "took_s": 0.14,
@@ -106,13 +106,13 @@ DETAILS: dict[str, Json] = {
     "StandbyIneligible": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
     "TakeoverRejected": {"coordinator": "host-c", "why": "the journal has schema 2, and this program reads 1"},
 }  # fmt: skip
-"""Of events that have any."""
+"""Examples of the details of events that have any."""
 
 
 def envelope(event: str, details: Json) -> Json:
-    """An event as it comes on the topic."""
+    """Return an event as it is published."""
     return {
-        "schema": 1,
+        "schema": 2,
         "event": event,
         "id": "e-0f1e2d3c4b5a6978",
         "severity": severity_of(event),
@@ -130,7 +130,7 @@ def envelope(event: str, details: Json) -> Json:
 
 EXAMPLES: dict[str, Json] = {
     "ClusterState": {
-        "schema": 1, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
+        "schema": 2, "version": "0.1.0", "coordinator": 1720000000123, "leader": "host-a", "term": 3,
         "standbys": ["host-b"], "ineligible": {}, "at": _AT, "phase": "RUNNING",
         "generation": 3, "step": 90, "loss": 2.6112, "step_s": 0.1, "samples_per_s": 320.0, "waiting_for": "",
         "pause_limited": False, "outcome": "", "planning": None,
@@ -152,15 +152,15 @@ EXAMPLES: dict[str, Json] = {
         },
     },
     "ClusterUnreachable": {
-        "schema": 1, "phase": "UNREACHABLE", "reason": "the coordinator's connection broke", "nodes": {},
+        "schema": 2, "phase": "UNREACHABLE", "reason": "the coordinator's connection broke", "nodes": {},
     },
     "NodeState": {
-        "schema": 1, "node": "node-2", "incarnation": 17200003, "state": "OFFLINE", "generation": 3,
+        "schema": 2, "node": "node-2", "incarnation": 17200003, "state": "OFFLINE", "generation": 3,
         "step": 90, "reason": "the connection to the broker broke", "at": _AT, "devices": 1,
         "host": "10.0.0.3", "graceful": False,
     },
     "Answer": {
-        "schema": 1, "request": "5f1c09aa77d0e1b2", "accepted": True, "data": None,
+        "schema": 2, "request": "5f1c09aa77d0e1b2", "accepted": True, "data": None,
         "detail": "node-2 will be released at the next step boundary",
     },
     "SubmitRequest": {

@@ -1,4 +1,4 @@
-"""The contract as a file: the one that is shipped, and one that somebody kept."""
+"""The contract as a file: the shipped one, and an earlier one that a user saved."""
 
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,16 @@ MOST_BYTES = 16 * 1024 * 1024
 
 
 def read_shipped_contract() -> bytes:
-    """The contract of this ftd."""
+    """Return the contract of this version of ftd."""
     return FILE.read_bytes()
 
 
 def read_contract(path: Path) -> dict[str, Any]:
-    """An earlier version's contract.
+    """Read an earlier version's contract.
 
-    :raises ConfigurationError: the file cannot be read, or is none.
+    :raises ConfigurationError: the file cannot be read, or is no contract.
     """
-    remedy = "keep what ftd contract prints, and name that file"
+    remedy = "save the output of ftd contract, and name that file"
     try:
         if path.stat().st_size > MOST_BYTES:
             raise ValueError(f"more than {MOST_BYTES} bytes")

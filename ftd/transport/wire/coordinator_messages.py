@@ -1,6 +1,6 @@
-"""What coordinators of one cluster tell each other: who leads, who is there, and the leader's journal.
+"""Messages among the coordinators of one cluster: who leads, who is there, and the leader's journal.
 
-The journal's topic is our own, so it is msgpack; the others are JSON, for people who look.
+The journal is msgpack, since only coordinators read it; the others are JSON, which people can read.
 """
 
 import msgspec
@@ -13,29 +13,32 @@ from ftd.transport.wire.public import SCHEMA, decode_json, encode_json
 from statemachine.election.leadership import Leader, Peer
 
 MAX_COPY_BYTES = MAX_COMMAND_BYTES
-"""Of a journal on its topic, and of what it may unfold to."""
+"""Largest journal on its topic, and largest decompressed state."""
 COMPRESS_FROM_BYTES = 64 * 1024
-"""A larger durable state is compressed: it is written, and goes out, with each step that is told."""
-_DEFLATED = b"\x78\x01"
-"""What is compressed begins so; the msgpack of a state, which is a map, does not."""
+"""Size above which a durable state is compressed: it is written and published with each step that is reported."""
+_ZLIB_HEADER = b"\x78\x01"
+"""First bytes of a compressed state; the msgpack of a state, which is a map, does not begin with them."""
 
 
 def state_compressor() -> IncrementalCompressor:
-    """Of durable states, one after the other, as they are kept, here and at the broker."""
+    """Return a compressor for successive durable states, for the journal file and the broker."""
     return IncrementalCompressor(COMPRESS_FROM_BYTES)
 
 
-def is_compressed(kept: bytes) -> bool:
-    return kept.startswith(_DEFLATED)
+def is_compressed(encoded: bytes) -> bool:
+    return encoded.startswith(_ZLIB_HEADER)
 
 
-def decompress_state(kept: bytes) -> bytes:
-    """:raises WireError: it cannot be, or is too large."""
-    return decompress(kept, MAX_COPY_BYTES, "a durable state") if is_compressed(kept) else kept
+def decompress_state(encoded: bytes) -> bytes:
+    """Return the plain state.
+
+    :raises WireError: it cannot be decompressed, or is too large.
+    """
+    return decompress(encoded, MAX_COPY_BYTES, "a durable state") if is_compressed(encoded) else encoded
 
 
 class LeaderMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The coordinator that leads, on ``coordinator/leader`` and, for as long as it does, on ``…/beat``."""
+    """The coordinator that leads, on ``coordinator/leader`` and, while it leads, on ``coordinator/heartbeat``."""
 
     term: int
     name: str
@@ -45,38 +48,38 @@ class LeaderMessage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """A coordinator that is there, leading or ready to."""
+    """A coordinator that is there, whether it leads or not."""
 
     name: str
     incarnation: int
     priority: int = 0
     position: tuple[int, int] = (0, 0)
-    """Term and number of the newest state that it keeps."""
+    """Term and serial number of the newest state in its journal."""
     version: str = ""
     ineligible: str = ""
-    """Why it must not lead; empty: it would."""
+    """Reason why it must not lead; empty: it may."""
     departed: bool = False
-    """It is not there any more: its last will."""
+    """Whether it has left: its last will."""
     schema: int = SCHEMA
 
 
 class JournalCopy(msgspec.Struct, frozen=True, kw_only=True):
-    """The leader's durable state, and when it was written on both of its host's clocks."""
+    """The leader's durable state, and the time of its writing on both of its host's clocks."""
 
     term: int
     serial: int
-    """Counts the states written under this term."""
+    """Number of states written under this term."""
     wall_s: float
     monotonic_s: float
     version: str
     schema: int
-    """Of ``state``."""
+    """Schema of ``state``."""
     state: bytes
-    """As it is kept: see ``state_compressor``."""
+    """The encoded state; see ``state_compressor``."""
     compressed: bool = False
-    """Which one sees; older versions ask."""
+    """Whether ``state`` is compressed, which its first bytes show as well."""
     protocol: int = 0
-    """That the writer's nodes speak; 0: it did not say."""
+    """Protocol of the writer's nodes; 0: unknown."""
 
     @property
     def position(self) -> tuple[int, int]:
@@ -90,7 +93,10 @@ def encode_leader(leader: Leader, version: str) -> bytes:
 
 
 def decode_leader(payload: bytes) -> Leader:
-    """:raises WireError: it is no record of a leader."""
+    """Decode the record of a leader.
+
+    :raises WireError: it is none.
+    """
     message = decode_json(payload, LeaderMessage)
     if message.term < 1:
         raise WireError(f"a leader's term is {message.term}")
@@ -112,7 +118,7 @@ def encode_peer(peer: Peer, version: str, *, departed: bool = False) -> bytes:
 
 
 def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> bytes:
-    """The cluster's state where nobody leads. ``incarnation``: of who did."""
+    """Encode the cluster's state for when nobody leads. ``incarnation`` is the last leader's."""
     return encode_json(
         {
             "schema": SCHEMA,
@@ -126,14 +132,20 @@ def encode_unreachable(reason: str, *, incarnation: int, graceful: bool) -> byte
 
 
 def encode_copy(copy: JournalCopy) -> bytes:
-    """:raises WireError: it is too large to be kept at the broker."""
+    """Encode a journal.
+
+    :raises WireError: it is too large for the broker.
+    """
     payload = msgspec.msgpack.encode(copy)
     check_size(payload, MAX_COPY_BYTES)
     return payload
 
 
 def decode_copy(payload: bytes) -> JournalCopy:
-    """:raises WireError: it is no journal."""
+    """Decode a journal.
+
+    :raises WireError: it is none.
+    """
     check_size(payload, MAX_COPY_BYTES)
     try:
         copy = msgspec.msgpack.decode(payload, type=JournalCopy)

@@ -1,21 +1,24 @@
-"""Events that come twice: QoS 1 may bring one again, and so may a coordinator that goes on where another one
-was killed. They are known by their ids."""
+"""Recognition of events that arrive twice, by their ids: QoS 1 may deliver one twice, and a coordinator that
+takes over from one that was killed publishes some again.
+"""
 
 from collections import deque
 
 REMEMBERED = 10_000
-"""Of the newest: more than a coordinator has to tell at once, whatever happened to the one before it."""
+"""Number of the newest ids that are remembered: more than a coordinator publishes at once after any failure."""
 
 
 class DuplicateFilter:
-    """Remembers ids."""
+    """Remembers the ids of events."""
 
     def __init__(self) -> None:
         self._seen: deque[str] = deque()
         self._known: set[str] = set()
 
     def is_new(self, number: str) -> bool:
-        """From now on it is not. What has no id (of a version without) always is."""
+        """Return whether this id is new, and remember it. An event without an id, from an older version,
+        always is.
+        """
         if not number:
             return True
         if number in self._known:

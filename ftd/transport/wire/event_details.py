@@ -1,8 +1,8 @@
-"""What ``details`` holds, event by event: job, nodes, reconfiguration, chaos, service.
+"""The ``details`` of events about the job, nodes, reconfigurations, chaos and the service.
 
-One Struct for each event, of its name. They check what we publish (``ftd.transport.wire.checking``) and make the
-contract (``ftd.transport.wire.contract``); docs/reference/events.md
-tells the same to people. The rest: ``snapshot_details``.
+Each event has a struct of its name. The structs check what we publish (``ftd.transport.wire.checking``) and
+make the contract (``ftd.transport.wire.contract``); docs/events.md describes them for people. The other
+events are in ``snapshot_details``.
 """
 
 from typing import Literal
@@ -14,14 +14,14 @@ from statemachine.messages.values import FailureCause, QuiesceMode
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nothing but what the envelope says."""
+    """Base of all details; by itself, those of an event that needs only the envelope."""
 
 
 class RateLimited(Details, frozen=True, kw_only=True):
-    """Told at most once a second for each node and reason."""
+    """Details of events that are published at most once a second for each node and reason."""
 
     suppressed: int = 0
-    """How many like it were left out since the one before."""
+    """Similar events that were not published since the previous one."""
 
 
 class StageData(Details, frozen=True, kw_only=True):
@@ -29,21 +29,21 @@ class StageData(Details, frozen=True, kw_only=True):
 
     first_layer: int
     end_layer: int
-    """One behind the last."""
+    """One after the last layer."""
     devices: list[str]
     """``node/index``."""
     recompute: Recompute = "none"
-    """Which activations are computed again in the backward pass: none, all but matrix products, or all."""
+    """The activations that are computed again in the backward pass: none, all but matrix products, or all."""
     within: Within = "replicate"
-    """What each device of the stage holds: all of its parameters and state, or a shard of them."""
+    """What each device of the stage holds: all parameters and state of the stage, or a shard of them."""
 
 
 class PipelineData(Details, frozen=True, kw_only=True):
-    """A pipeline: all layers, cut into stages."""
+    """A pipeline: all layers, divided into stages."""
 
     stages: list[StageData]
     microbatches: int
-    """Its share of a step."""
+    """Number of microbatches that it computes in a step."""
 
 
 # --- job -----------------------------------------------------------------------------------------
@@ -55,62 +55,61 @@ class JobSubmitted(Details, frozen=True, kw_only=True):
     name: str
     steps: int
     job: str
-    """Its id."""
+    """Id of the job."""
     global_batch: int
-    """Samples of one step, over all nodes."""
+    """Samples of one step, over all pipelines."""
 
 
 class JobPrepared(Details, frozen=True, kw_only=True):
-    """What the layers cost is known, templates are ready."""
+    """The cost of the layers is known, and templates are ready."""
 
 
 class StepCommitted(Details, frozen=True, kw_only=True):
-    """A step is committed; in order, without gaps."""
+    """A step was committed; events come in order, without gaps."""
 
     loss: float | None
-    """Mean over the global batch; null where it was no finite number."""
+    """Mean over the global batch; null if it was not finite."""
     gradient_norm: float | None
-    """Before clipping; null where it was no finite number."""
+    """Norm before clipping; null if it was not finite."""
     skipped: bool
-    """Committed without an update, because a gradient was not finite."""
+    """Whether the step was committed without an update, because a gradient was not finite."""
     step_s: float
     samples_per_s: float | None
     learning_rate: float
-    """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
+    """Learning rate of this step, for the optimizer's first parameter group; 0 if it is unknown."""
     weight: float | None
-    """Total weight of the global batch's loss: rows, or the tokens that count; null where it was no finite
-    number."""
+    """Total weight of the global batch's loss: rows, or the tokens that count; null if it was not finite."""
     tokens_per_s: float | None
-    """``weight`` per second; null where the loss has at most one term per sample."""
+    """``weight`` per second; null if the loss has at most one term per sample."""
     loss_scale: float
-    """float16: the factor by which the loss was multiplied; 1 otherwise."""
+    """With float16, the factor by which the loss was multiplied; otherwise 1."""
     metrics: dict[str, float | None]
-    """Own metrics of the training function, averaged over the global batch; null: no finite number."""
+    """Metrics of the training function, averaged over the global batch; null if not finite."""
     mfu: float | None = None
-    """Model FLOPs utilisation of all planned devices, from 0 to 1; null where their peak is unknown."""
+    """Model FLOPs utilisation of all planned devices, from 0 to 1; null if their peak is unknown."""
 
 
 class Evaluated(Details, frozen=True, kw_only=True):
-    """The model behind a committed step was evaluated on the held-out data set."""
+    """The model after a committed step was evaluated on the held-out data set."""
 
     loss: float | None
-    """Mean over the held-out samples; null where it was no finite number."""
+    """Mean over the held-out samples; null if it was not finite."""
     weight: float
     """Total weight of the loss: rows, or the tokens that count."""
     metrics: dict[str, float | None]
-    """Own metrics of the training function, averaged over the held-out samples."""
+    """Metrics of the training function, averaged over the held-out samples."""
     took_s: float
 
 
 class JobFinished(Details, frozen=True, kw_only=True):
-    """All steps are done."""
+    """All steps are committed."""
 
     checksum: str
     """SHA-256 over the digests of all layers' parameters."""
 
 
 class JobFailed(Details, frozen=True, kw_only=True):
-    """The job cannot go on; the reason says why and what would help."""
+    """The job failed; the reason says why and what would help."""
 
 
 class JobStopped(Details, frozen=True, kw_only=True):
@@ -118,16 +117,17 @@ class JobStopped(Details, frozen=True, kw_only=True):
 
 
 class UpdateSkipped(Details, frozen=True, kw_only=True):
-    """The gradients of a committed step were not finite, so nothing was updated. Told of the first in a row,
-    the tenth, the hundredth …"""
+    """The gradients of a committed step were not finite, so nothing was updated. Published for the first such
+    step in a row, the tenth, the hundredth …
+    """
 
     loss: float | None
     steps: int
-    """In a row, this one included."""
+    """Number of such steps in a row, including this one."""
 
 
 class ReplicasDiverged(Details, frozen=True, kw_only=True):
-    """Owners of a layer ended with different parameters."""
+    """The owners of a layer ended with different parameters."""
 
     layer: int
     digests: list[str]
@@ -137,7 +137,7 @@ class ReplicasDiverged(Details, frozen=True, kw_only=True):
 
 
 class NodeJoined(Details, frozen=True, kw_only=True):
-    """A node said Hello and was taken in."""
+    """A node said Hello and was accepted."""
 
     devices: int
     host: str
@@ -149,7 +149,7 @@ class NodeLost(Details, frozen=True, kw_only=True):
 
     how: Literal["last_will", "silence", "goodbye", "no_answer"]
     detected_at: float
-    """On the coordinator's CLOCK_MONOTONIC, in seconds."""
+    """Seconds on the coordinator's CLOCK_MONOTONIC."""
     incarnation: int
 
 
@@ -159,11 +159,11 @@ class TrainerLost(Details, frozen=True, kw_only=True):
     device: int
     cause: FailureCause
     detail: str
-    """Exit status, traceback, the end of its stderr."""
+    """Exit status, traceback, or the end of its stderr."""
 
 
 class TrainerStarted(Details, frozen=True, kw_only=True):
-    """A trainer's process is up."""
+    """A trainer's process started."""
 
     device: int
     pid: int
@@ -171,89 +171,89 @@ class TrainerStarted(Details, frozen=True, kw_only=True):
 
 
 class NodeRecovered(Details, frozen=True, kw_only=True):
-    """All trainers of an UNHEALTHY node are back."""
+    """All trainers of an UNHEALTHY node are running again."""
 
 
 class StragglerDetected(Details, frozen=True, kw_only=True):
-    """A node has computed slowly for a while."""
+    """A node has been computing slowly for some time."""
 
     speed: float
-    """0.25: at a quarter of the others' speed."""
+    """Relative to the other nodes: 0.25 is a quarter of their speed."""
     previous_speed: float
     microbatch_ms: list[float]
-    """Computing one microbatch, of each device."""
+    """Time to compute one microbatch, in milliseconds, of each device."""
 
 
 class StragglerRecovered(StragglerDetected, frozen=True, kw_only=True):
-    """A straggler is as quick as the others again."""
+    """A straggler is as fast as the other nodes again."""
 
 
 class NodeDraining(Details, frozen=True, kw_only=True):
-    """A node is to leave, or cannot be released yet."""
+    """A node was asked to leave, or cannot be released yet."""
 
     nodes: list[str] = []
-    """Where several wait."""
+    """The waiting nodes, if there are several."""
 
 
 class NodeReleased(Details, frozen=True, kw_only=True):
-    """A draining node holds nothing that the job needs and may go."""
+    """A draining node was released: it holds nothing that the job needs."""
 
 
 class NodeRemoved(Details, frozen=True, kw_only=True):
-    """A node that is OFFLINE is listed no longer; should it come back, it joins as a new one."""
+    """A node that was OFFLINE was removed from the list of nodes. If it returns, it joins as a new node."""
 
     incarnation: int
 
 
 class NodeRejected(RateLimited, frozen=True, kw_only=True):
-    """A node may not join: its name is taken, or it has the wrong number of devices."""
+    """A node was not accepted: its name is in use, or it has the wrong number of devices."""
 
     incarnation: int
 
 
 class NodeFenced(Details, frozen=True, kw_only=True):
-    """A stale incarnation was told to end its trainers and come back as a new one."""
+    """A stale incarnation was told to end its trainers and to return as a new one."""
 
     incarnation: int
 
 
 class PeerSuspected(RateLimited, frozen=True, kw_only=True):
-    """A hint: a trainer saw a connection break."""
+    """A trainer saw a connection break, which is only a hint."""
 
 
 # --- reconfiguration -----------------------------------------------------------------------------
 
 
 class GenerationStarted(Details, frozen=True, kw_only=True):
-    """Everybody is told to stop."""
+    """A new generation started: all nodes are told to stop."""
 
     mode: QuiesceMode
     why: str
 
 
 class Quiesced(Details, frozen=True, kw_only=True):
-    """All reports are in; the step to go on from is decided."""
+    """All nodes have reported; the step from which to continue is decided."""
 
     decision: Literal["start", "boundary", "redo", "roll_forward"]
     in_flight: bool
-    """A step was being computed."""
+    """Whether a step was being computed."""
 
 
 class ConsideredPlanData(Details, frozen=True, kw_only=True):
-    """A layout that was weighed against others."""
+    """A layout that the planner compared."""
 
     method: str
     sizes: list[int]
-    """Nodes of each pipeline."""
+    """Number of nodes of each pipeline."""
     iteration_s: float
     transfer_bytes: int | None
     transfer_s: float | None
     expected_iteration_s: float
-    """Of a step, if the transfer is paid back until the next failure."""
+    """Expected time of a step, if the time of the transfer is spread over the steps until the next failure."""
 
 
 class PlanChosen(Details, frozen=True, kw_only=True):
-    """Who computes what."""
+    """A plan was chosen: which device computes what."""
 
     method: str
     reason: str
@@ -261,15 +261,15 @@ class PlanChosen(Details, frozen=True, kw_only=True):
     transfers: int
     transfer_bytes: int
     from_replicas: list[int]
-    """ZeRO-1: layers of whose optimizer state a part is left as a replica only."""
+    """With ZeRO-1, the layers of whose optimizer state some part exists only as a replica."""
     estimated_iteration_s: float
     idle_nodes: list[str]
     considered: list[ConsideredPlanData]
-    """The layouts that were weighed, the plan's own first."""
+    """The layouts that were compared, the chosen one first."""
 
 
 class ReplanSkipped(Details, frozen=True, kw_only=True):
-    """A plan for other speeds of nodes was weighed and would not save enough."""
+    """A plan for changed speeds of nodes was considered, and would not save enough."""
 
     nodes: list[str]
     saved_s: float
@@ -277,14 +277,14 @@ class ReplanSkipped(Details, frozen=True, kw_only=True):
 
 
 class ClusterPaused(Details, frozen=True, kw_only=True):
-    """Too few nodes are left."""
+    """Training stopped because too few nodes are left."""
 
     needed: int | None
     present: int
 
 
 class TrainingResumed(Details, frozen=True, kw_only=True):
-    """All planned nodes met under the new generation."""
+    """All planned nodes met in the rendezvous of the new generation."""
 
     bytes_moved: int
     rendezvous_s: float
@@ -292,7 +292,7 @@ class TrainingResumed(Details, frozen=True, kw_only=True):
 
 
 class RecoveryData(Details, frozen=True, kw_only=True):
-    """One way from a failure, a join or a drain to the next committed step (docs/reference/report.md)."""
+    """A recovery, from a failure, a join or a drain to the next committed step (docs/report.md)."""
 
     cause: str
     nodes: list[str]
@@ -317,7 +317,7 @@ class RecoveryData(Details, frozen=True, kw_only=True):
 
 
 class RecoveryCompleted(Details, frozen=True, kw_only=True):
-    """The first step of the new generation is committed."""
+    """The first step of the new generation was committed."""
 
     recovery: RecoveryData
 
@@ -326,28 +326,28 @@ class RecoveryCompleted(Details, frozen=True, kw_only=True):
 
 
 class ChaosInjected(Details, frozen=True, kw_only=True):
-    """A fault was ordered and will strike."""
+    """A fault was ordered and is about to be injected."""
 
     fault: str
     at: float
-    """When, on CLOCK_MONOTONIC of the publishing host, in seconds."""
+    """Time of the fault, in seconds on CLOCK_MONOTONIC of the publishing host."""
     target: str
     """``node``, ``trainer``, ``coordinator`` or ``broker``."""
     device: int | None = None
-    """Of a trainer; null: all of the node."""
+    """Index of the trainer's device; null: all trainers of the node."""
     for_s: float | None = None
     factor: float | None = None
-    """Of ``slow``: computing takes so many times as long."""
+    """For ``slow``: factor by which computing takes longer."""
     size_mib: int | None = None
-    """Of ``fill_memory`` and ``fill_disk``: what is taken, at most."""
+    """For ``fill_memory`` and ``fill_disk``: most MiB that are filled."""
     drop: float | None = None
     duplicate: float | None = None
     late_s: float | None = None
-    """Of ``lossy``, as asked for."""
+    """For ``lossy``: the requested probabilities and the longest delay."""
 
 
 class ChaosRejected(Details, frozen=True, kw_only=True):
-    """A fault was asked of a node that does not allow chaos, or that cannot do it."""
+    """A fault was requested of a node that does not allow chaos, or that cannot inject it."""
 
     fault: str
 
@@ -356,72 +356,73 @@ class ChaosRejected(Details, frozen=True, kw_only=True):
 
 
 class CoordinatorStarted(Details, frozen=True, kw_only=True):
-    """For the first time, or restored from its journal."""
+    """A coordinator started, for the first time or from its journal."""
 
 
 class LeaderLost(Details, frozen=True, kw_only=True):
-    """The coordinator that led is gone; told by the one that leads in its place."""
+    """The coordinator that led is gone; published by the one that leads in its place."""
 
     leader: str
-    """Its name."""
+    """Name of the lost leader."""
     term: int
     how: Literal["last_will", "goodbye", "silence"]
     detected_at: float
-    """``monotonic`` of who noticed."""
+    """Seconds on CLOCK_MONOTONIC of the coordinator that noticed."""
 
 
 class LeaderElected(Details, frozen=True, kw_only=True):
-    """A standby took over; what the last leader knew, it knows."""
+    """A standby took over, with everything that the last leader knew."""
 
     leader: str
     term: int
-    """One more with each taking over."""
+    """Rises by one with each takeover."""
     took_s: float
-    """Since the loss was noticed."""
+    """Seconds since the loss was noticed."""
 
 
 class StandbyIneligible(Details, frozen=True, kw_only=True):
-    """A coordinator stands by and would not take over: it cannot go on from the leader's journal."""
+    """A standby would not take over: it cannot continue from the leader's journal."""
 
     coordinator: str
-    """Its name."""
+    """Name of the standby."""
     why: str
 
 
 class TakeoverRejected(Details, frozen=True, kw_only=True):
-    """Nobody leads, and the coordinator that is left must not: told by itself. Training goes on."""
+    """Nobody leads, and the remaining coordinator must not; it publishes this itself. Training continues."""
 
     coordinator: str
     why: str
 
 
 class LoggingFailed(RateLimited, frozen=True, kw_only=True):
-    """Steps are not logged for now, or some are left out; said once for each outage. Training goes on, and
-    what the journal has is logged later."""
+    """Steps are not logged at present, or some are left out; published once for each outage. Training
+    continues, and the steps in the journal are logged later.
+    """
 
     sink: str
-    """``record``, ``tensorboard``, ``mlflow``, ``wandb``, or ``writer``: the process."""
+    """``record``, ``tensorboard``, ``mlflow``, ``wandb``, or ``writer``, the process that writes to them."""
     detail: str
 
 
 class BrokerLost(Details, frozen=True, kw_only=True):
-    """The coordinator lost the broker (told when it is back)."""
+    """The coordinator lost the broker; published when it is back."""
 
 
 class BrokerRestored(Details, frozen=True, kw_only=True):
-    """The broker is back; nobody was declared dead meanwhile."""
+    """The broker is back; no node was declared dead meanwhile."""
 
 
 class MessageIgnored(RateLimited, frozen=True, kw_only=True):
-    """A stale message: of an older generation or incarnation."""
+    """A stale message was ignored: it was of an older generation or incarnation."""
 
     why: str
     count: int
-    """Of this kind, so far."""
+    """Number of such messages so far."""
 
 
 class MessageRejected(RateLimited, frozen=True, kw_only=True):
-    """A malformed, oversized or misaddressed payload."""
+    """A malformed, oversized or misaddressed payload was rejected."""
 
     topic: str
     why: str

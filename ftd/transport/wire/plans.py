@@ -1,9 +1,10 @@
-"""A Resume as it goes to a thousand nodes: the whole plan, small.
+"""A compact encoding of Resume, which carries the whole plan to a thousand nodes.
 
-Every rank needs the whole plan, since all derive the same groups from it. As plain msgpack it repeats names
-of fields and nodes for every stage and transfer: a mebibyte where 100 of 1,000 nodes of eight devices are
-lost. So each device is named once and is a number from then on, and what is left is deflated: 6 to 10 times
-less, the same for all nodes, hence made once (``codec``). There is no shared part that could be late or lost.
+Every rank needs the whole plan, since all ranks derive the same groups from it. Plain msgpack repeats the
+names of fields and nodes for every stage and transfer: a mebibyte if 100 of 1,000 nodes of eight devices
+are lost. So each device is named once and is a number afterwards, and the result is compressed. It is 6 to
+10 times smaller, the same for all nodes, and hence made once (``codec``). No part of it is sent separately,
+so none can be late or lost.
 """
 
 import zlib
@@ -18,7 +19,7 @@ from statemachine.messages.cluster import Resume
 T = TypeVar("T")
 
 MAX_UNPACKED_BYTES = 64 * 1024 * 1024
-"""What a Resume may unfold to; one for 10,000 devices takes a few mebibytes."""
+"""Largest decompressed Resume; one for 10,000 devices takes a few mebibytes."""
 _LEVEL = 1
 
 
@@ -80,7 +81,10 @@ def pack(resume: Resume) -> bytes:
 
 
 def unpack(packed: bytes) -> Resume:
-    """:raises ValueError, msgspec.DecodeError: it is no packed Resume, or a huge one."""
+    """Decode a packed Resume.
+
+    :raises ValueError, msgspec.DecodeError: it is none, or is too large.
+    """
     inflater = zlib.decompressobj()
     try:
         plain = inflater.decompress(packed, MAX_UNPACKED_BYTES)
@@ -97,7 +101,10 @@ def unpack(packed: bytes) -> Resume:
 
 
 def _plan(small: Any, devices: list[Device]) -> Plan:
-    """:raises IndexError: it names a device that is not among these."""
+    """Return the plan.
+
+    :raises IndexError: it names a device that is not among these.
+    """
 
     def stage(one: Any) -> StagePlacement:
         return _whole(StagePlacement, one, devices=tuple([_at(devices, number) for number in one.devices]))
@@ -132,7 +139,7 @@ def _whole(kind: type[T], small: Any, **others: Any) -> T:
 
 
 def _at(table: list[T], number: int) -> T:
-    """Numbers from outside: a negative one is no position from the end."""
+    """Return a row of the table. Numbers come from outside: a negative one is invalid."""
     if number < 0:
         raise IndexError(number)
     return table[number]

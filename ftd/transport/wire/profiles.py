@@ -1,7 +1,8 @@
-"""A profile that a trainer measured, before anybody plans with it: the same limits as of a profile file.
+"""Checks of a profile that a trainer measured, before it is used for planning, with the limits of a profile
+file.
 
-Types let through what no clock shows and no model has: NaN, infinity, a negative size. The planner would
-answer "no plan" to some of it, and with a wrong plan to the rest; so it is refused by name, at the edge.
+Types admit values that no clock and no model has: NaN, infinity, a negative size. For some of them the
+planner would find no plan, for others a wrong one; so they are rejected here, by name.
 """
 
 from collections.abc import Iterator
@@ -20,23 +21,23 @@ from planner.values import LayerProfile, Link, ModelProfile, TensorSplit
 
 Number = int | float
 Bounded = tuple[str, Number, Number, Number]
-"""A field's name and value, and the least and the most that it can be."""
+"""A field's name and value, and its least and greatest possible value."""
 
 _TIMES = ("forward_ms", "backward_ms")
 _SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "output_bytes")
 
 
 def problem_of_profile(profile: ModelProfile) -> str | None:
-    """The first field that cannot be, by name, with its value and what it can be; None: all can.
+    """Return the first impossible field, by name, with its value and its range; None: all are possible.
 
     ``layers[3].forward_ms is nan, where 0 to 1e+09 is possible``
     """
     for name, value, least, most in _numbers(profile):
         if not least <= value <= most:
-            return f"{name} is {value!r}, where {least:g} to {most:g} is possible"
+            return f"{name} is {value!r}; it must be {least:g} to {most:g}"
     counts = profile.stage_devices
     if counts is not None and list(counts) != sorted(set(counts)):
-        return f"stage_devices is {list(counts)[:20]}, which does not ascend"
+        return f"stage_devices is {list(counts)[:20]}, which is not ascending"
     return None
 
 

@@ -1,7 +1,8 @@
-"""The JSON that outside tools read and write: states, events, requests, answers, chaos.
+"""The JSON messages that other tools read and write: states, events, requests, answers, chaos.
 
-These Structs are the contract. Readers ignore fields that they do not know, so that a field can be added
-without a new ``schema``; requests refuse them, because a request that is half understood is dangerous.
+These structs are the contract. Readers ignore unknown fields, so that a field can be added without a new
+``schema``. Requests reject unknown fields, because acting on a request that is only half understood is
+dangerous.
 """
 
 import secrets
@@ -17,17 +18,17 @@ from planner.values import RequestedPolicy
 from statemachine.effects import EmitEvent
 from statemachine.messages.values import CheckpointPolicy, LoggingPolicy, MlflowPolicy, NodeState, WandbPolicy
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 def timestamp(*, ago_s: float = 0.0) -> str:
-    """Now, or so long ago: ISO-8601 in UTC with milliseconds."""
+    """Return the time now, or ``ago_s`` seconds ago: ISO-8601 in UTC with milliseconds."""
     at = datetime.now(UTC) - timedelta(seconds=ago_s)
     return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """Retained on ``node/<node>/state``; with state OFFLINE it is the node's last will."""
+    """A node's state, retained on ``node/<node>/state``; with state OFFLINE it is the node's last will."""
 
     node: str
     incarnation: int
@@ -39,12 +40,14 @@ class NodeStateMessage(msgspec.Struct, frozen=True, kw_only=True):
     devices: int
     host: str
     graceful: bool = False
-    """OFFLINE on purpose: the node said goodbye, nothing broke."""
+    """OFFLINE on purpose: the node left, and nothing failed."""
     schema: int = SCHEMA
 
 
 class ClusterStateHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the cluster's state, what coordinators look for in each: a thousand nodes take longer to read."""
+    """The fields of the cluster's state that coordinators need; the rest of it takes long to decode with a
+    thousand nodes.
+    """
 
     phase: Any = None
     coordinator: Any = None
@@ -52,7 +55,7 @@ class ClusterStateHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """One fact on ``events``; ``monotonic`` is this host's CLOCK_MONOTONIC in seconds."""
+    """A fact, published on ``events``; ``monotonic`` is CLOCK_MONOTONIC of the publishing host, in seconds."""
 
     event: str
     node: str | None
@@ -64,29 +67,32 @@ class EventMessage(msgspec.Struct, frozen=True, kw_only=True):
     cause: str
     details: dict[str, Any]
     source: str = ""
-    """``coordinator`` for the coordinator's own; nodes speak for themselves in ``node``."""
+    """``coordinator`` for the coordinator's own events; for others, the publisher, such as ``node/<node>``."""
     id: str = ""
-    """Of this event alone: QoS 1 may bring it twice. Empty in what a version without it wrote."""
+    """Unique id of the event: QoS 1 may deliver it twice. Empty in events of old versions."""
     severity: Severity = "info"
-    """As the event's name has it (``ftd.transport.wire.catalogue``)."""
+    """Severity by the event's name (``ftd.transport.wire.catalogue``)."""
     schema: int = SCHEMA
 
 
 class PolicyData(RequestedPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Policy of a submitted job: ``planner.values.Policy`` without what the cluster and ``training`` decide."""
+    """The policy of a submitted job: ``planner.values.Policy`` without what the cluster and ``training``
+    determine.
+    """
 
     devices_per_node: int | None = None
-    """``None``: as many as the nodes of the cluster have."""
+    """Devices of each node; ``None``: as many as the nodes of the cluster have."""
 
 
 class SnapshotData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[snapshot]``: the state in the nodes' memory, for when too few live copies are left."""
+    """``[snapshot]``: the state in the nodes' memory, for when too few live replicas are left."""
 
     every_steps: int | Literal["auto"] = 0
-    """Steps from one snapshot in the nodes' memory to the next; 0: none; auto: as they cost."""
+    """Steps from one snapshot in the nodes' memory to the next; 0: none; auto: according to their cost."""
     protection: Annotated[str | None, msgspec.Meta(examples=["auto"])] = None
     """none, arc:k, aec, aec2, aor, buddy, joined by ``+`` (``storage.codes``), or auto: the cheapest that
-    withstands ``tolerance.failures``; left out: aec, or aor with zero1."""
+    withstands ``tolerance.failures``; default: aec, or aor with zero1.
+    """
     cheap_share: float = 0.01
     """With auto, a snapshot that costs no more than this share of a step is taken after every step."""
 
@@ -104,14 +110,14 @@ class MlflowData(MlflowPolicy, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class LoggingData(LoggingPolicy, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[logging]``: where the leading coordinator logs the committed steps, besides its journal."""
+    """``[logging]``: where the leading coordinator logs the committed steps, in addition to its journal."""
 
     wandb: WandbData | None = None
     mlflow: MlflowData | None = None
 
 
 class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job as submitted: tables of its file, with absolute paths.
+    """A job as it is submitted: the tables of its file, with absolute paths.
 
     ``training`` is statemachine.messages.trainer.TrainingData.
     """
@@ -130,11 +136,11 @@ class JobData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="do"):
-    """Base of all requests. ``request`` is chosen by the client: the same id is served once."""
+    """Base of all requests. ``request`` is chosen by the client: a request id is served once."""
 
     request: str
     reply: str
-    """Client id; the answer comes on ``reply/<client id>``."""
+    """Client id; the answer is published on ``reply/<client id>``."""
     schema: int = SCHEMA
 
 
@@ -152,24 +158,24 @@ class DrainRequest(Request, frozen=True, kw_only=True, tag="drain"):
 
 
 class SnapshotRequest(Request, frozen=True, kw_only=True, tag="snapshot"):
-    """What is named changes, from the next step on."""
+    """Changes what is given, from the next step on."""
 
     now: bool = False
-    """One behind the step in flight."""
+    """Take a snapshot after the step in flight."""
     every_steps: int | Literal["auto"] | None = None
-    """0: none for now."""
+    """0: no snapshots at present."""
     protection: str | None = None
     """A scheme of ``storage.codes``, or auto."""
 
 
 class StatusRequest(Request, frozen=True, kw_only=True, tag="status"):
-    """Answered with the public state in ``data``, also when the retained one is not there yet."""
+    """Answered with the public state in ``data``, even if none is retained yet."""
 
 
 class HistoryRequest(Request, frozen=True, kw_only=True, tag="history"):
     """A page of the journal: events (all but steps) or committed steps, oldest first.
 
-    ``after`` is the ``last`` of the page before. ``newest`` starts so that the page is the end.
+    ``after`` is the ``last`` of the previous page. With ``newest`` the page is the end of the journal.
     """
 
     what: Literal["events", "steps"] = "events"
@@ -182,7 +188,7 @@ AnyRequest = SubmitRequest | StopRequest | DrainRequest | SnapshotRequest | Stat
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """On ``reply/<client id>``; ``detail`` is a sentence, ``data`` what was asked for."""
+    """An answer on ``reply/<client id>``; ``detail`` is a sentence, ``data`` what was requested."""
 
     request: str
     accepted: bool
@@ -192,7 +198,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """To ``chaos/<node>``: a fault on demand, obeyed only where the node's configuration allows it."""
+    """Orders a fault, on ``chaos/<node>``; obeyed only if the node's configuration allows it."""
 
     request: str
     reply: str
@@ -211,40 +217,42 @@ class ChaosRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     ]
     target: Literal["node", "trainer"] = "node"
     device: int | None = None
-    """One trainer; left out, all trainers of the node."""
+    """Device of one trainer; default: all trainers of the node."""
     for_s: float | None = None
     factor: float | None = None
-    """``slow``: computing takes so many times as long; 1 ends it."""
+    """For ``slow``: factor by which computing takes longer; 1 ends it."""
     size_mib: int | None = None
-    """``fill_memory``, ``fill_disk``: take at most so much."""
+    """For ``fill_memory`` and ``fill_disk``: fill at most this much."""
     drop: float | None = None
     duplicate: float | None = None
-    """``lossy``: probabilities, for each message between this node and the coordinator."""
+    """For ``lossy``: probabilities for each message between this node and the coordinator."""
     late_s: float | None = None
-    """``lossy``: each message comes up to so much later."""
+    """For ``lossy``: longest delay of a message."""
     seed: int = 0
-    """``lossy``: what is drawn from it."""
+    """For ``lossy``: seed of its random numbers."""
     dry_run: bool = False
-    """Do nothing; answer whether this node could and would."""
+    """Inject nothing; answer whether this node could and would."""
     schema: int = SCHEMA
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """To ``trace/<node>``: what one trainer does in some steps; ``data`` of the answer is ``TraceData``."""
+    """Requests a trace of one trainer during some steps, on ``trace/<node>``; ``data`` of the answer is
+    ``TraceData``.
+    """
 
     request: str
     reply: str
     device: int = 0
     first_step: int = 0
-    """From this step on, or from the next where it is over."""
+    """First step of the trace; if it is over, the trace begins with the next step."""
     steps: int = 5
     within_s: float = 60.0
-    """When they have taken longer, the answer is no."""
+    """If the steps take longer, the request fails."""
     schema: int = SCHEMA
 
 
 class TraceData(msgspec.Struct, frozen=True, kw_only=True):
-    """Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.monitoring.tracing``)."""
+    """A trace. Spans are ``[kind, began_us, took_us, number, size_bytes]`` (``runtime.watch.tracing``)."""
 
     node: str
     device: int
@@ -259,14 +267,14 @@ _DECODERS: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
 def encode_json(value: Any) -> bytes:
-    """A Struct or plain data as JSON (a number that is not finite becomes null)."""
+    """Encode a struct or plain data as JSON; a number that is not finite becomes null."""
     return _ENCODER.encode(value)
 
 
 def decode_json(payload: bytes, into: Any) -> Any:
-    """``payload`` as ``into`` (a Struct, a union of tagged Structs, or ``dict``).
+    """Decode ``payload`` as ``into``: a struct, a union of tagged structs, or ``dict``.
 
-    :raises WireError: oversized or malformed; names the field.
+    :raises WireError: it is oversized or malformed; the message names the field.
     """
     check_size(payload)
     decoder = _DECODERS.get(into)
@@ -279,14 +287,16 @@ def decode_json(payload: bytes, into: Any) -> Any:
 
 
 def new_event_id() -> str:
-    """Unique in the world, as far as 64 random bits go."""
+    """Return a unique id of 64 random bits."""
     return f"e-{secrets.token_hex(8)}"
 
 
 def event_message(
     effect: EmitEvent, *, monotonic: float, suppressed: int = 0, source: str = ""
 ) -> EventMessage:
-    """The envelope of an ``EmitEvent``; ``suppressed`` similar ones were not published (``EventRateLimiter``)."""
+    """Return the message for an ``EmitEvent``; ``suppressed`` similar ones were not published
+    (``EventRateLimiter``).
+    """
     details = dict(effect.details)
     if suppressed:
         details["suppressed"] = suppressed

@@ -1,61 +1,62 @@
-"""What ``details`` holds of the events about snapshots, persistent checkpoints and going back to them."""
+"""The ``details`` of events about snapshots, persistent checkpoints and rollbacks."""
 
 from typing import Literal
 
 from ftd.transport.wire.event_details import Details
 
 Tier = Literal["memory", "decoded", "buddy", "persistent"]
-"""Where state comes from: every shard is in its owner's memory; some are made from parity; some come from a
-buddy's copy; from a persistent checkpoint."""
+"""Source of restored state: every shard is in its owner's memory; some are decoded from parity; some come from
+the copy of a replica peer; all come from a persistent checkpoint.
+"""
 
 
 class SnapshotCompleted(Details, frozen=True, kw_only=True):
-    """The state behind the step is complete in the memory of every owner; rollbacks go there from now on."""
+    """The state after the step is complete in the memory of every owner; rollbacks use it from now on."""
 
     protection: str
     replica_peers: dict[str, str]
-    """Owner → who keeps a copy of its part."""
+    """The node that holds a copy of each owner's part, by owner."""
     unprotected: list[list[int]]
-    """``[first, last]`` layers that one node alone has."""
+    """``[first, last]`` layers that only one node holds."""
     size_bytes: int
-    """All nodes, protection included."""
+    """Bytes on all nodes, including protection."""
     copy_s: float
     stall_s: float
-    """How long training waited, at most."""
+    """Longest time that training waited, in seconds."""
     took_s: float
-    """Since the order."""
+    """Seconds since the order."""
 
 
 class SnapshotAbandoned(Details, frozen=True, kw_only=True):
-    """A snapshot will not be complete; the one before stays."""
+    """A snapshot will not be complete; the one before it remains."""
 
     last_complete_step: int | None
-    """Of the one before; null where there is none."""
+    """Step of the last complete snapshot; null: there is none."""
 
 
 class SnapshotIntervalChosen(Details, frozen=True, kw_only=True):
-    """From now on snapshots are so many steps apart."""
+    """The number of steps between snapshots changed."""
 
     every_steps: int
-    """0: none."""
+    """0: no snapshots."""
     before: int
     by: Literal["user", "measurement"]
     step_s: float | None = None
-    """Of a measurement."""
+    """Duration of a step, if measured."""
     cost_s: float | None = None
-    """Training time that a snapshot takes; of a measurement."""
+    """Training time that a snapshot costs, if measured."""
     horizon_s: float | None = None
-    """Expected time to the next failure; of a measurement."""
+    """Expected time to the next failure, if measured."""
     lost_share: float | None = None
-    """Of all time, expected; of a measurement."""
+    """Expected share of all time that is lost, if measured."""
 
 
 class ProtectionChanged(Details, frozen=True, kw_only=True):
-    """From this generation on snapshots are protected by another scheme."""
+    """Snapshots of this generation and later ones are protected by another scheme."""
 
     protection: str
     before: str | None
-    """Null at a job's start."""
+    """Null at the start of a job."""
     by: Literal["user", "auto", "fallback"]
 
 
@@ -66,44 +67,44 @@ class SnapshotsUnavailable(Details, frozen=True, kw_only=True):
 
 
 class ShardCorrupted(Details, frozen=True, kw_only=True):
-    """What a node keeps of a snapshot cannot be used."""
+    """Some data of a snapshot on a node cannot be used."""
 
     owner: str
-    """The node whose part it is."""
+    """The node that owns the part."""
     job: str
     step: int | None
-    """Null: not of one snapshot alone."""
+    """Null: the damage is not limited to one snapshot."""
     part: str
 
 
 class ShardRepaired(Details, frozen=True, kw_only=True):
-    """What had changed in a node's memory is there again, to the byte."""
+    """Data of a snapshot that had changed in a node's memory were restored exactly."""
 
     owner: str
-    """The node whose part it is."""
+    """The node that owns the part."""
     job: str
     step: int
     part: str
     sources: tuple[str, ...]
-    """Nodes that it was made from."""
+    """Nodes from which it was made."""
     size_bytes: int
 
 
 class OptimizerReplicaDiverged(Details, frozen=True, kw_only=True):
-    """A node's replica of another's optimizer state was not what its owner has; it was made anew."""
+    """A node's replica of another node's optimizer state differed from the owner's; it was replaced."""
 
     layer: int
 
 
 class RolledBack(Details, frozen=True, kw_only=True):
-    """Everybody goes back to a snapshot or a persistent checkpoint."""
+    """All nodes return to a snapshot or a persistent checkpoint."""
 
     from_step: int
     to_step: int
     undone_steps: int
     tier: Tier
     sources: list[str]
-    """Nodes whose memory it comes from."""
+    """Nodes from whose memory the state comes."""
 
 
 class JobResumed(RolledBack, frozen=True, kw_only=True):
@@ -111,10 +112,10 @@ class JobResumed(RolledBack, frozen=True, kw_only=True):
 
 
 class RestoreFailed(Details, frozen=True, kw_only=True):
-    """A node cannot put together what it needs; it is tried again without the bad ones."""
+    """A node cannot restore the state that it needs; it tries again without the bad nodes."""
 
     bad: list[str]
-    """Nodes whose shards cannot be had or are damaged."""
+    """Nodes whose shards are missing or corrupt."""
 
 
 class CheckpointStarted(Details, frozen=True, kw_only=True):
@@ -122,24 +123,24 @@ class CheckpointStarted(Details, frozen=True, kw_only=True):
 
     url: str
     layers: dict[str, int]
-    """How many each node writes."""
+    """Number of layers that each node writes."""
 
 
 class CheckpointCompleted(Details, frozen=True, kw_only=True):
-    """A persistent checkpoint is complete: whoever looks finds it."""
+    """A persistent checkpoint is complete and can be found."""
 
     size_bytes: int
     took_s: float
-    """Since CheckpointStarted."""
+    """Seconds since CheckpointStarted."""
     pruned: list[int]
-    """Steps of older ones that were removed."""
+    """Steps of older checkpoints that were removed."""
 
 
 class CheckpointAbandoned(Details, frozen=True, kw_only=True):
-    """A persistent checkpoint will not be; those before stay."""
+    """A persistent checkpoint will not be complete; the earlier ones remain."""
 
     last_complete_step: int | None
-    """Of the newest that this job knows of."""
+    """Step of the newest checkpoint that this job knows of; null: there is none."""
 
 
 class CheckpointExported(Details, frozen=True, kw_only=True):
@@ -147,17 +148,17 @@ class CheckpointExported(Details, frozen=True, kw_only=True):
 
     directory: str
     size_bytes: int
-    """All weights."""
+    """Bytes of all weights."""
     took_s: float
 
 
 class CheckpointExportFailed(Details, frozen=True, kw_only=True):
-    """A checkpoint could not be exported; the checkpoint itself is there, and the next one is tried."""
+    """A checkpoint could not be exported. The checkpoint itself exists, and the next one will be exported."""
 
     directory: str
 
 
 class CheckpointSkipped(Details, frozen=True, kw_only=True):
-    """Something at the checkpoints' place is no complete checkpoint, or damaged, and was passed over."""
+    """Something at the checkpoint location is incomplete or corrupt, and was skipped."""
 
     url: str

@@ -1,4 +1,4 @@
-"""The cluster's state as it is retained on ``cluster/state``."""
+"""The cluster's state, as it is retained on ``cluster/state``."""
 
 from typing import Literal
 
@@ -9,18 +9,18 @@ from statemachine.messages.values import ClusterPhase, NodeState
 
 
 class StateData(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what the cluster's state is made of."""
+    """Base of the cluster's state and its parts."""
 
 
 class PlanningData(StateData, frozen=True, kw_only=True):
-    """Plans for so many numbers of nodes are being precomputed; training may run meanwhile."""
+    """Progress of precomputing plans for several numbers of nodes; training may run meanwhile."""
 
     done: int
     total: int
 
 
 class SnapshotState(StateData, frozen=True, kw_only=True):
-    """The newest snapshot that is complete everywhere."""
+    """The newest snapshot that is complete on all nodes."""
 
     step: int
     generation: int
@@ -29,35 +29,35 @@ class SnapshotState(StateData, frozen=True, kw_only=True):
     size_bytes: int
     protection: str
     owners: int
-    """Nodes that kept a part of it."""
+    """Number of nodes that hold a part of it."""
     present: int
-    """Nodes that still have theirs."""
+    """Number of these nodes that are still there."""
     missing: list[str]
-    """Those that have not."""
+    """Names of those that are not."""
 
 
 class SnapshotPolicyState(StateData, frozen=True, kw_only=True):
-    """What is taken from now on."""
+    """The policy for the next snapshots."""
 
     every_steps: int
-    """0: none for now."""
+    """0: no snapshots at present."""
     auto_interval: bool
     protection: str
     auto_protection: bool
 
 
 class CheckpointState(StateData, frozen=True, kw_only=True):
-    """The newest persistent checkpoint that this job wrote or began from, and what is being written."""
+    """The newest persistent checkpoint that this job wrote or began from, and the one that is being written."""
 
     url: str
     step: int | None
-    """Null: none yet."""
+    """Null: there is none yet."""
     size_bytes: int
     writing_step: int | None
 
 
 class JobState(StateData, frozen=True, kw_only=True):
-    """The job under way, or the last one."""
+    """The current job, or the last one."""
 
     id: str
     name: str
@@ -66,7 +66,7 @@ class JobState(StateData, frozen=True, kw_only=True):
 
 
 class NodeSummary(StateData, frozen=True, kw_only=True):
-    """A node as the coordinator knows it."""
+    """A node, as the coordinator knows it."""
 
     state: NodeState
     incarnation: int
@@ -80,34 +80,36 @@ class NodeSummary(StateData, frozen=True, kw_only=True):
 
 
 class ClusterState(StateData, frozen=True, kw_only=True):
-    """Retained on ``cluster/state``."""
+    """The cluster's state, retained on ``cluster/state``."""
 
     schema: int
     version: str
-    """Of the coordinator."""
+    """Version of the coordinator."""
     coordinator: int
-    """Its incarnation."""
+    """Incarnation of the coordinator that leads."""
     leader: str = ""
-    """Its name."""
+    """Name of the coordinator that leads."""
     term: int = 0
-    """Under which it leads; one more with each taking over."""
+    """Term of the leader; rises by one with each takeover."""
     standbys: list[str] = []
     """Names of the coordinators that would take over, in this order."""
     ineligible: dict[str, str] = {}
-    """Those that are there and would not, each with the reason in words: another version of ftd."""
+    """Coordinators that are there and must not take over, each with the reason: another version of ftd."""
     at: str
     """ISO-8601, UTC."""
     phase: ClusterPhase
     generation: int
     step: int
-    """The last committed one."""
+    """The last committed step."""
     loss: float | None
     step_s: float | None
     samples_per_s: float | None
     waiting_for: str
-    """In words, what has to happen next; empty while training runs."""
+    """What has to happen next, in words; empty while training runs."""
     pause_limited: bool = False
-    """PAUSED for a while only: then the job goes back to a checkpoint, looks for one once more, or fails."""
+    """Whether the PAUSED phase has a time limit. Afterwards the job returns to a checkpoint, looks for one
+    again, or fails.
+    """
     outcome: str
     planning: PlanningData | None
     snapshot: SnapshotState | None
@@ -119,14 +121,14 @@ class ClusterState(StateData, frozen=True, kw_only=True):
 
 
 class ClusterUnreachable(StateData, frozen=True, kw_only=True):
-    """The coordinator's last will on ``cluster/state``: nobody coordinates; training goes on."""
+    """The coordinator's last will on ``cluster/state``: nobody coordinates; training continues."""
 
     schema: int
     phase: Literal["UNREACHABLE"]
     reason: str
     nodes: dict[str, NodeSummary]
-    """None are known."""
+    """Always empty."""
     coordinator: int | None = None
-    """Its incarnation."""
+    """Incarnation of the last leader."""
     graceful: bool = False
-    """It was stopped on purpose."""
+    """Whether it was stopped on purpose."""

@@ -1,4 +1,4 @@
-"""Topic names under ``ftd/v1/<cluster>/``, built and taken apart in one place."""
+"""Topic names under ``ftd/v2/<cluster>/``, built and parsed in one place."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ class Topics:
 
     @property
     def root(self) -> str:
-        return f"ftd/v1/{self.cluster}"
+        return f"ftd/v2/{self.cluster}"
 
     @property
     def cluster_state(self) -> str:
@@ -30,17 +30,17 @@ class Topics:
 
     @property
     def leader(self) -> str:
-        """Retained JSON: which coordinator leads, under which term."""
+        """Retained JSON: the coordinator that leads, and its term."""
         return f"{self.root}/coordinator/leader"
 
     @property
     def leader_heartbeat(self) -> str:
-        """JSON: the leading coordinator is there."""
+        """JSON: heartbeat of the coordinator that leads."""
         return f"{self.root}/coordinator/heartbeat"
 
     @property
     def journal(self) -> str:
-        """Retained msgpack: what the leading coordinator's journal says."""
+        """Retained msgpack: the journal of the coordinator that leads."""
         return f"{self.root}/coordinator/journal"
 
     def coordinator_peer(self, incarnation: int | str = "+") -> str:
@@ -48,24 +48,24 @@ class Topics:
         return f"{self.root}/coordinator/peer/{incarnation}"
 
     def node_state(self, node: str = "+") -> str:
-        """Retained JSON; OFFLINE is the node's last will. Without a name: the filter for all nodes."""
+        """Retained JSON: a node's state; OFFLINE is its last will. Without a name: the filter for all nodes."""
         return f"{self.root}/node/{node}/state"
 
     def node_signal(self, node: str = "+") -> str:
-        """msgpack FromNode."""
+        """msgpack: signals, ``FromNode``. Without a name: the filter for all nodes."""
         return f"{self.root}/node/{node}/signal"
 
     def node_command(self, node: str) -> str:
-        """msgpack ToNode."""
+        """msgpack: commands to one node, ``ToNode``."""
         return f"{self.root}/node/{node}/command"
 
     @property
     def command(self) -> str:
-        """msgpack ToNodes: what the coordinator says to several nodes at once. All hear it."""
+        """msgpack: commands to several nodes, ``ToNodes``. All nodes receive them."""
         return f"{self.root}/command"
 
     def node_echo(self, node: str) -> str:
-        """What ``ftd doctor`` says to itself on a node's host, to see whether it may."""
+        """Messages that ``ftd doctor`` sends to itself on a node's host, to check its rights."""
         return f"{self.root}/node/{node}/echo"
 
     def chaos(self, node: str) -> str:
@@ -73,7 +73,7 @@ class Topics:
         return f"{self.root}/chaos/{node}"
 
     def trace(self, node: str) -> str:
-        """JSON requests to a node for a trace of what one of its trainers does."""
+        """JSON: requests to a node for a trace of one of its trainers."""
         return f"{self.root}/trace/{node}"
 
     def reply(self, client: str) -> str:
@@ -81,7 +81,7 @@ class Topics:
         return f"{self.root}/reply/{client}"
 
     def node_of(self, topic: str) -> str | None:
-        """The node's name in a topic of this cluster that is one node's, else None."""
+        """Return the node's name in a topic of this cluster that belongs to one node, else None."""
         levels = topic.removeprefix(self.root + "/").split("/")
         match levels:
             case ["node", name, "state" | "signal" | "command"] | ["chaos" | "trace", name]:

@@ -153,7 +153,7 @@ def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
     assert "host-a leads" in asyncio.run(said({"leader": "host-a"}))
     assert "may grafana write there (ftd acl)" in asyncio.run(said({"leader": "host-a"}))
     assert "it was stopped" in asyncio.run(said({"phase": "UNREACHABLE", "reason": "it was stopped"}))
-    assert "is the node up, and may grafana" in asyncio.run(said({}, "ftd/v1/lab/chaos/host-a"))
+    assert "is the node up, and may grafana" in asyncio.run(said({}, "ftd/v2/lab/chaos/host-a"))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The coordinator as a real process behind a real broker, with a node that the test plays by hand."""
+"""The coordinator as a real process with a real broker, and a node that the test plays."""
 
 import asyncio
 import json
@@ -61,7 +61,7 @@ def daemon(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[Daemon]:
 
 
 async def submitted(client: ClusterClient, data: Any) -> str:
-    """It waits for a coordinator that has yet to start, however busy the machine is."""
+    """Submit a job; wait for a coordinator that has yet to start, however busy the machine is."""
     request = SubmitRequest(**client.envelope(), job=data)
     return (await client.request(request, timeout_s=PATIENCE_S)).detail
 
@@ -70,7 +70,7 @@ async def events_of(client: ClusterClient) -> list[str]:
     return [event["event"] for event in await client.history()]
 
 
-def test_a_job_starts_on_a_node_and_its_story_is_kept(daemon: Daemon, tmp_path: Path) -> None:
+def test_a_job_starts_on_a_node_and_its_history_is_recorded(daemon: Daemon, tmp_path: Path) -> None:
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client, PlayedNode(daemon, "node-0") as node:
             job_id = await submitted(client, job_data(tmp_path))
@@ -91,8 +91,8 @@ def test_a_job_starts_on_a_node_and_its_story_is_kept(daemon: Daemon, tmp_path: 
     asyncio.run(scene())
 
 
-def test_what_is_for_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path) -> None:
-    """What is for one alone goes to its own topic; who is not named is not meant."""
+def test_a_command_to_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path) -> None:
+    """A command for one node goes to its own topic; a node that is not named ignores the broadcast."""
 
     async def scene() -> None:
         async with (
@@ -102,7 +102,7 @@ def test_what_is_for_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path
             PlayedNode(daemon, "node-2", incarnation=7) as stranger,
         ):
             await state_when(client, lambda s: len(s["nodes"]) == 3)
-            stranger.incarnation = 8  # So it takes nothing that is for the one that the coordinator knows.
+            stranger.incarnation = 8  # So it ignores commands to the incarnation that the coordinator knows.
             job_id = await submitted(client, job_data(tmp_path))
             asked = [(await node.expect(Prepare)).profile for node in (first, second)]
             assert sorted(asked) == [False, True] and asked[0], "the first one measures"
@@ -112,13 +112,13 @@ def test_what_is_for_several_nodes_is_one_message(daemon: Daemon, tmp_path: Path
             for node in (first, second):
                 assert (await node.expect(Stop)).job_id == job_id
             assert (first.broadcasts, second.broadcasts, stranger.broadcasts) == (1, 2, 0)
-            # The coordinator hears its own words, too.
+            # The coordinator receives its own broadcast, too.
             assert "MessageRejected" not in await events_of(client)
 
     asyncio.run(scene())
 
 
-def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemon, tmp_path: Path) -> None:
+def test_training_continues_while_a_killed_coordinator_restarts(daemon: Daemon, tmp_path: Path) -> None:
     async def scene() -> None:
         async with PlayedNode(daemon, "node-0") as node:
             async with ClusterClient(daemon.address) as client:
@@ -128,11 +128,11 @@ def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemo
             await asyncio.to_thread(daemon.end)
             async with ClusterClient(daemon.address) as client:
                 assert (await client.state())["phase"] == "UNREACHABLE"
-            node.step(generation, 4, 6)  # Nobody hears this.
+            node.step(generation, 4, 6)  # Nobody receives this.
             await asyncio.to_thread(daemon.start)
             await node.expect(RequestHello)
             node.step(generation, 7, 8)
-            # The journal may lag by one message: then a step is told again, and kept once.
+            # The journal may lag by one message: then a step is published twice, and recorded once.
             wanted = await node.expect(RequestSteps)
             assert wanted.first <= 4 and wanted.last == 6
             node.step(generation, wanted.first, wanted.last)
@@ -148,17 +148,17 @@ def test_a_killed_coordinator_comes_back_and_leaves_training_alone(daemon: Daemo
     asyncio.run(scene())
 
 
-def test_a_saved_profile_is_not_measured_again_and_its_plans_are_found_again(
-    daemon: Daemon, tmp_path: Path
-) -> None:
-    """By a second job with the same profile, and by a coordinator that comes back; another batch is new."""
+def test_a_saved_profile_is_not_measured_and_its_plans_are_cached(daemon: Daemon, tmp_path: Path) -> None:
+    """Neither by a second job with the same profile nor after a restart of the coordinator; a job with another
+    batch is new.
+    """
     save_profile(tmp_path / "saved.json", profile_document(PROFILE))
     path = daemon.config.with_name("job.toml")
 
     plans = daemon.directory / "state" / "plans"
 
     def read_from_disk() -> int:
-        return daemon.said().count('"event": "read"')
+        return daemon.said().count('"event": "cache_read"')
 
     async def until(true: Callable[[], object]) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -211,7 +211,7 @@ def test_a_node_whose_connection_breaks_is_lost_at_once(daemon: Daemon, tmp_path
     asyncio.run(scene())
 
 
-def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
+def test_nodes_that_never_return_are_removed_at_the_broker_too(
     tmp_path: Path, mosquitto: RunningBroker
 ) -> None:
     daemon = Daemon(tmp_path, mosquitto.port)
@@ -235,7 +235,7 @@ def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
         )
         watching = asyncio.create_task(looking.run())
         await looking.wait_connected(PATIENCE_S)
-        async with PlayedNode(daemon, "a-pod-before-us") as before:  # Nobody ever heard of it.
+        async with PlayedNode(daemon, "a-pod-before-us") as before:  # It was never accepted.
             before.session.interrupt(60)
         daemon.start()
         async with ClusterClient(daemon.address, listen=True) as client:
@@ -259,7 +259,7 @@ def test_nodes_that_never_come_back_are_forgotten_at_the_broker_too(
             daemon.end()
 
 
-def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemon) -> None:
+def test_garbage_is_rejected_with_an_event_and_nothing_else_happens(daemon: Daemon) -> None:
     async def scene() -> None:
         async with ClusterClient(daemon.address, listen=True) as client:
             await state_when(client, lambda _: True)
@@ -278,7 +278,7 @@ def test_garbage_is_refused_with_an_event_and_nothing_else_happens(daemon: Daemo
                 client._session.publish(topic, payload)
             refused: dict[str, str] = {}
             async with asyncio.timeout(PATIENCE_S):
-                while len(refused) < 7:  # Of each topic one in a second, whatever is wrong with it.
+                while len(refused) < 7:  # One per topic and second, whatever is wrong.
                     event = await anext(client.events())
                     if event["event"] == "MessageRejected":
                         refused[event["details"]["topic"]] = event["reason"]
@@ -331,7 +331,7 @@ def test_a_request_that_arrives_twice_is_served_once(daemon: Daemon, tmp_path: P
     asyncio.run(scene())
 
 
-def test_a_job_is_refused_where_the_solver_that_it_wants_is_broken(
+def test_a_job_is_rejected_if_its_solver_is_broken(
     mosquitto: RunningBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "highspy.py").write_text("raise ImportError('not here')\n")
@@ -355,7 +355,7 @@ def test_a_job_is_refused_where_the_solver_that_it_wants_is_broken(
         daemon.end()
 
 
-def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tmp_path: Path) -> None:
+def test_sigterm_leaves_cleanly_and_a_restart_knows_the_job(daemon: Daemon, tmp_path: Path) -> None:
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client:
             job_id = await submitted(client, job_data(tmp_path))
@@ -372,7 +372,7 @@ def test_sigterm_says_goodbye_and_another_start_knows_the_job(daemon: Daemon, tm
         ) as client:
             state = await state_when(client, lambda s: s["job"] is not None)
             assert state["job"]["id"] == job_id
-            # A request that waited for the start is answered before the state is told to all.
+            # A request that waited for the start is answered before the state is published.
             assert await asyncio.wait_for(told.get(), PATIENCE_S) == "UNREACHABLE"
             assert await asyncio.wait_for(told.get(), PATIENCE_S) == "WAITING"
 
@@ -388,7 +388,7 @@ def test_the_broker_may_be_away_for_a_while(daemon: Daemon, mosquitto: RunningBr
             await asyncio.to_thread(mosquitto.kill)
             await asyncio.sleep(0.3)
             await asyncio.to_thread(mosquitto.start)
-            # Whoever is back first: the node says Hello, or is asked to.
+            # Either the node says Hello first, or it is asked to.
             await state_when(client, lambda _: True)
             await node.session.wait_connected(PATIENCE_S)
             node.step(generation, 4, 5)
@@ -401,10 +401,10 @@ def test_the_broker_may_be_away_for_a_while(daemon: Daemon, mosquitto: RunningBr
     asyncio.run(scene())
 
 
-def test_a_broker_that_stands_still_for_longer_than_keep_alive_loses_no_node(
+def test_a_broker_that_freezes_for_longer_than_keep_alive_loses_no_node(
     daemon: Daemon, mosquitto: RunningBroker, tmp_path: Path
 ) -> None:
-    """When it goes on, it ends the sessions that it has not heard for 1.5 keep-alives, and publishes their wills."""
+    """When it continues, it ends the sessions that were silent for 1.5 keep-alives, and publishes their wills."""
 
     async def scene() -> None:
         async with (
@@ -436,7 +436,7 @@ def test_a_broker_that_stands_still_for_longer_than_keep_alive_loses_no_node(
 
 
 @pytest.mark.processes
-def test_without_a_broker_it_says_so_and_waits(tmp_path: Path) -> None:
+def test_without_a_broker_it_logs_that_and_waits(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, free_port())
     daemon.start()
     deadline = time.monotonic() + PATIENCE_S
@@ -448,7 +448,7 @@ def test_without_a_broker_it_says_so_and_waits(tmp_path: Path) -> None:
     assert daemon.end(signal.SIGTERM) == 0
 
 
-def test_a_second_coordinator_with_the_same_journal_is_refused(daemon: Daemon) -> None:
+def test_a_second_coordinator_with_the_same_journal_is_rejected(daemon: Daemon) -> None:
     asyncio.run(_answering(daemon))
     second = subprocess.run(
         [sys.executable, "-m", "ftd.cli.main", "coordinator", "--config", str(daemon.config)],
@@ -468,7 +468,7 @@ async def _answering(daemon: Daemon) -> None:
 
 
 @pytest.mark.processes
-def test_a_damaged_journal_is_a_clear_error(tmp_path: Path) -> None:
+def test_a_corrupt_journal_is_a_clear_error(tmp_path: Path) -> None:
     daemon = Daemon(tmp_path, free_port())
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "journal.sqlite").write_bytes(b"junk" * 1000)
@@ -478,10 +478,10 @@ def test_a_damaged_journal_is_a_clear_error(tmp_path: Path) -> None:
     assert "move the file away" in daemon.said() and "Traceback" not in daemon.said()
 
 
-def test_a_broker_that_lets_nobody_hear_what_is_for_all_is_complained_about(
+def test_a_broker_that_forbids_broadcasts_is_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with an ACL of a version that did not have the topic; mosquitto says nothing."""
+    """This happens with the ACL of a version without the topic; mosquitto reports nothing."""
     told: list[str] = []
     log = SimpleNamespace(error=lambda event, **fields: told.append(f"{event}: {fields['remedy']}"))
     monkeypatch.setattr(commands, "_log", log)
@@ -495,7 +495,7 @@ def test_a_broker_that_lets_nobody_hear_what_is_for_all_is_complained_about(
         saying.send(stop)
         saying.receive_broadcast(published[0], False)
         saying.send(stop)
-        saying.on_connected()  # What is under way when a session breaks is lost with it.
+        saying.on_connected()  # Messages in flight are lost with the session.
         await asyncio.sleep(0.1)
         session.connected = False
         saying.send(stop)

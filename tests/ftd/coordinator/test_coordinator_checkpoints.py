@@ -1,4 +1,4 @@
-"""What the coordinator does at the place of a job's checkpoints: commits, removes, finds, refuses."""
+"""The coordinator's work at a checkpoint location: it commits, removes, finds and rejects."""
 
 import asyncio
 import queue
@@ -32,7 +32,7 @@ from storage.checkpoint import CheckpointStore
 from tests.helpers.kept_checkpoints import LAYERS, holds, layer_state, write
 
 OLDER = Vote(loss=2.5, gradient_norm=1.0)
-"""As written without what a vote says beside."""
+"""A vote without its optional fields."""
 VOTE = Vote(loss=2.5, gradient_norm=1.0, weight=64.0, loss_scale=8.0, metrics={"accuracy": 0.5})
 
 
@@ -43,7 +43,7 @@ def job_at(url: object, **policy: object) -> Job:
 
 
 def layers_written(store: CheckpointStore, step: int, attempt: str) -> tuple[LayerFile, ...]:
-    """What nodes answer when they have written a draft."""
+    """Return what nodes report after writing a draft."""
     draft = store.begin(step, attempt)
     states = [layer_state(layer, step) for layer in range(LAYERS)]
     files = [store.write_layer(draft, n, header, [payload]) for n, (header, payload) in enumerate(states)]
@@ -63,8 +63,8 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore.at(str(tmp_path / "kept"), job="gpt", create=True)
 
 
-def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointStore) -> None:
-    """So does what is newer: it is of a past that was undone."""
+def test_what_the_nodes_wrote_is_committed_and_the_oldest_are_removed(store: CheckpointStore) -> None:
+    """Newer ones are removed, too: they belong to undone steps."""
     job = job_at(store.location.url, keep=2)
     for step in (10, 20, 50):
         write(store, step)
@@ -75,7 +75,7 @@ def test_what_the_nodes_wrote_is_committed_and_the_oldest_go(store: CheckpointSt
     assert msgspec.convert(store.open(30).manifest.vote, Vote) == VOTE
 
 
-def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: CheckpointStore) -> None:
+def test_failed_commits_are_reported_and_abandoned_drafts_removed(store: CheckpointStore) -> None:
     job = job_at(store.location.url)
     write(store, 20)
     layers = layers_written(store, 30, "a")
@@ -83,13 +83,13 @@ def test_what_cannot_be_committed_is_said_and_what_is_abandoned_is_gone(store: C
     assert isinstance(event, CheckpointCommitFailed) and "layers [0, 2]" in event.detail
     abandon(AbandonCheckpoint(cause="c", job=job, attempt="a", step=30))
     assert store.location.names() == ["step-000000000020"] and store.steps() == (20,)
-    # The coordinator died before it heard of this commit: it stays.
+    # The coordinator ended before it learned of this commit, which remains.
     commit(committing(job, 30, layers_written(store, 30, "b"), "b"), at=1.0)
     abandon(AbandonCheckpoint(cause="c", job=job, attempt="b", step=30))
     assert store.steps() == (30, 20) and holds(store, 30)
 
 
-def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: CheckpointStore) -> None:
+def test_the_newest_usable_one_is_found_and_skipped_ones_are_reported(store: CheckpointStore) -> None:
     job = job_at(store.location.url)
     for step in (10, 20, 30, 40, 50):
         write(store, step)
@@ -109,17 +109,19 @@ def test_the_newest_sound_one_is_found_and_what_is_passed_over_is_said(store: Ch
     for met in (
         "layer-0001.bin is missing",
         "step-000000000060",
-        "a node found it damaged",
+        "a node found it corrupt",
         "layer-0002.bin",
     ):
         assert met in words
     none = find(finding(replace(job, name="bert")), at=1.0)
-    assert none.checkpoint is None and "has none of job 'bert'" in none.reason
+    assert none.checkpoint is None and "has no checkpoint of job 'bert'" in none.reason
     nowhere = find(finding(job_at(root / "nowhere")), at=1.0)
     assert nowhere.checkpoint is None and "not there" in nowhere.reason
 
 
-def test_a_job_begins_from_what_is_there_or_is_refused(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_job_begins_from_an_existing_checkpoint_or_is_rejected(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
     assert find_initial_checkpoint(job_at("")) is None
     assert find_initial_checkpoint(job_at(tmp_path / "new")) is None and (tmp_path / "new").is_dir()
     write(store, 20)
@@ -158,7 +160,7 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
     assert done.size_bytes == (target / "model.safetensors").stat().st_size > 0
     made = target.stat().st_ino
     assert isinstance(exported(job, 20), ExportCompleted) and target.stat().st_ino == made
-    write(store, 20, attempt="2", seed=9)  # Everybody went back, and came to this step again.
+    write(store, 20, attempt="2", seed=9)  # All nodes were rolled back and reached this step again.
     origin = msgspec.json.decode((target / "ftd.json").read_bytes())
     assert (origin["job"], origin["job_id"], origin["step"]) == ("gpt", "gpt-1", 20)
     (target / "ftd.json").write_text("of another past")
@@ -167,7 +169,7 @@ def test_a_job_s_checkpoint_is_exported_once(store: CheckpointStore, tmp_path: P
 
 
 @pytest.mark.processes
-def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
+def test_a_failed_export_is_reported_and_leaves_nothing(store: CheckpointStore, tmp_path: Path) -> None:
     exports = tmp_path / "exports"
     job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=str(exports))
     failed = exported(job, 20)
@@ -184,7 +186,7 @@ def test_an_export_that_fails_is_said_and_leaves_nothing(store: CheckpointStore,
     assert caught.value.field == "checkpoint.huggingface_directory"
 
 
-def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
+def test_a_checkpoint_being_exported_is_not_removed(store: CheckpointStore) -> None:
     job = job_at(store.location.url, keep=1)
     for step in (10, 20):
         write(store, step)
@@ -196,7 +198,7 @@ def test_what_is_being_exported_is_not_removed(store: CheckpointStore) -> None:
 
 
 @pytest.mark.processes
-def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
+def test_the_machine_is_informed_of_an_export(store: CheckpointStore, tmp_path: Path) -> None:
     directory = str(tmp_path / "exports")
     job = job_at(store.location.url, huggingface_every_steps=10, huggingface_directory=directory)
     write(store, 20)
@@ -211,10 +213,8 @@ def test_the_machine_hears_of_an_export(store: CheckpointStore, tmp_path: Path) 
     asyncio.run(body())
 
 
-def test_what_nobody_foresaw_is_an_answer_too(
-    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The machine waits for one, and the thread that changes things has more to do."""
+def test_unexpected_errors_are_answers_too(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine waits for an answer, and the thread has more to do."""
     job = job_at(store.location.url)
     answers: queue.SimpleQueue[Event | str] = queue.SimpleQueue()
 

@@ -1,4 +1,6 @@
-"""Coordinators of two versions in one cluster, as real processes: nobody leads from what it cannot read."""
+"""Coordinators of two versions in one cluster, as real processes: none leads from a journal that it cannot
+read.
+"""
 
 import asyncio
 import sqlite3
@@ -43,11 +45,11 @@ durable.SCHEMA = schema
 from ftd.cli.main import main
 main()
 """
-"""``ftd`` of a version that writes this schema, and reads those since ``durable.OLDEST``."""
+"""An ``ftd`` of a version that writes this schema, and reads schemas since ``durable.OLDEST``."""
 
 
 class Host:
-    """A coordinator's, on which one version of ftd is installed after the other."""
+    """The host of a coordinator, on which one version of ftd after another is installed."""
 
     def __init__(self, directory: Path, name: str, port: int) -> None:
         self.name, self.log, self.config = name, directory / f"{name}.log", directory / f"{name}.toml"
@@ -89,8 +91,8 @@ def hosts(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[tuple[Host, Host
         assert "Traceback" not in host.said, host.said
 
 
-class Onlooker:
-    """What the cluster tells."""
+class StateRecorder:
+    """Records what the cluster publishes."""
 
     def __init__(self, client: ClusterClient, states: list[dict[str, Any]], hosts: tuple[Host, ...]) -> None:
         self.client, self.states, self.hosts = client, states, hosts
@@ -113,17 +115,17 @@ class Onlooker:
         return next(event for event in self.events if event["event"] == name)
 
 
-def test_an_upgrade_host_by_host_and_an_old_version_that_is_left_alone(
+def test_an_upgrade_host_by_host_and_an_old_version_that_is_left(
     hosts: tuple[Host, Host], mosquitto: RunningBroker
 ) -> None:
-    """The new version takes over from the old one, the old one not from the new one, whoever is left."""
+    """The new version takes over from the old one, but never the old one from the new one."""
     anna, bert = hosts
     address = ClusterAddress(broker=BrokerAddress(host="127.0.0.1", port=mosquitto.port), cluster="t")
 
     async def scene() -> None:
         states: list[dict[str, Any]] = []
         async with ClusterClient(address, listen=True, on_state=states.append) as client:
-            look = Onlooker(client, states, hosts)
+            look = StateRecorder(client, states, hosts)
             following = asyncio.ensure_future(look.follow())
             anna.start(OLD)
             await look.until(lambda s: s.get("leader") == "anna", "the old version leads")
@@ -178,7 +180,7 @@ def copy_of(position: tuple[int, int], schema: int, protocol: int, state: bytes 
 @pytest.mark.parametrize(
     ("schema", "protocol", "says"), [(NEW, PROTOCOL, f"schema {NEW}"), (OLD, PROTOCOL + 1, "protocol")]
 )
-def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_journal(
+def test_ineligibility_outlives_the_process_and_ends_with_a_newer_journal(
     tmp_path: Path, schema: int, protocol: int, says: str
 ) -> None:
     def opened(*, anew: bool = False) -> tuple[Journal, Takeover]:
@@ -194,7 +196,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
 
     journal, takeover = opened()
     assert says in takeover.ineligible and "9.9" in takeover.ineligible
-    assert takeover.save_copy(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The one that it has.
+    assert takeover.save_copy(copy_of((1, 1), OLD, PROTOCOL)) == ""  # The takeover has this one already.
     assert says in takeover.ineligible
     assert takeover.save_copy(copy_of((2, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
     assert "cannot be read" in takeover.check(
@@ -204,7 +206,7 @@ def test_what_bars_a_coordinator_outlives_its_process_and_falls_with_a_newer_jou
     takeover.save_copy(copy_of((4, 1), schema, protocol))
     journal.close()
 
-    journal, takeover = opened(anew=True)  # Whoever forgets the job needs to read nothing.
+    journal, takeover = opened(anew=True)  # A coordinator that discards the job need not read anything.
     assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
     assert takeover.begin(copy_of((5, 1), schema, protocol), 0).effects == []
     assert says in takeover.save_copy(copy_of((6, 1), schema, protocol))

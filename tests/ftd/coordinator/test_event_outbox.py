@@ -1,5 +1,6 @@
-"""What a coordinator decided is told, although it is killed before the world heard of it: real processes
-behind a real broker, SIGKILL at the very moment."""
+"""Decisions are published even if the coordinator is killed before it publishes them: real processes, killed
+at every such moment.
+"""
 
 import asyncio
 import json
@@ -52,14 +53,15 @@ EventStream._publish, EventOutbox.acknowledge = publish, acknowledged
 from ftd.cli.main import main
 main()
 """
-"""``journaled``: it is in the journal, and not published. ``published``: the broker has it, and said so, and
-the journal says nothing of that."""
+"""``journaled``: the event is in the journal, and not published. ``published``: the broker has acknowledged
+it, and the journal does not know that.
+"""
 
 
-class Mortal(Daemon):
-    """Kills itself at its first telling of an event; its next life is an ordinary one."""
+class KilledCoordinator(Daemon):
+    """Kills itself when it first publishes a given event; its next process is an ordinary one."""
 
-    def start_to_be_killed(self, moment: str, event: str) -> None:
+    def start_and_kill(self, moment: str, event: str) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", KILLED, moment, event, "coordinator", "--config", str(self.config)],
@@ -73,7 +75,7 @@ class Mortal(Daemon):
 
 
 class Listener:
-    """Everything that is published on the topic of events."""
+    """Records all messages on the topic of events."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.heard: list[dict[str, Any]] = []
@@ -99,8 +101,8 @@ class Listener:
                 await self.news.wait()
 
 
-class Willing(PlayedNode):
-    """Does what it is told, and says so again where a coordinator was killed that it had told."""
+class ObedientNode(PlayedNode):
+    """A node that obeys, and repeats its reports if the coordinator that received them was killed."""
 
     def _on_command(self, topic: str, payload: bytes, retained: bool) -> None:
         super()._on_command(topic, payload, retained)
@@ -130,9 +132,9 @@ class Willing(PlayedNode):
                 pass
 
 
-async def play(daemon: Mortal, listener: Listener, tmp_path: Path) -> None:
-    """A job from its submission to its end, by a client that asks again where it gets no answer."""
-    async with Willing(daemon, "node-0"), ClusterClient(daemon.address) as client:
+async def play(daemon: KilledCoordinator, listener: Listener, tmp_path: Path) -> None:
+    """Run a job from its submission to its end, with a client that asks again if it gets no answer."""
+    async with ObedientNode(daemon, "node-0"), ClusterClient(daemon.address) as client:
         submit = SubmitRequest(**client.envelope(), job=job_data(tmp_path))
         job_id = (await client.request(submit, timeout_s=PATIENCE_S)).detail
         await listener.hear("RecoveryCompleted")
@@ -142,17 +144,17 @@ async def play(daemon: Mortal, listener: Listener, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("moment", ["journaled", "published"])
 @pytest.mark.parametrize("event", ["JobSubmitted", "StepCommitted", "JobStopped"])
-def test_what_was_decided_is_told_by_who_comes_after_the_kill(
+def test_decisions_are_published_after_a_kill(
     tmp_path: Path, mosquitto: RunningBroker, moment: str, event: str
 ) -> None:
-    """Once, or twice under one id; and it is in the history once."""
-    daemon = Mortal(tmp_path, mosquitto.port)
+    """It is published once, or twice under one id, and recorded once."""
+    daemon = KilledCoordinator(tmp_path, mosquitto.port)
 
     async def scene() -> None:
         listener = Listener(daemon)
         listening = asyncio.create_task(listener.session.run())
         await listener.session.wait_connected(PATIENCE_S)
-        daemon.start_to_be_killed(moment, event)
+        daemon.start_and_kill(moment, event)
         back = asyncio.create_task(daemon.come_back())
         async with asyncio.timeout(3 * PATIENCE_S):
             await play(daemon, listener, tmp_path)

@@ -1,4 +1,4 @@
-"""The journal: what was saved is there after a kill, for one coordinator at a time."""
+"""The journal: what was saved survives a kill, and one coordinator at a time has it open."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_a_new_journal_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("forced", [True, False])
-def test_the_last_state_wins(tmp_path: Path, forced: bool) -> None:
+def test_the_last_saved_state_is_loaded(tmp_path: Path, forced: bool) -> None:
     journal = Journal(tmp_path)
     for value in (b"one", b"two", b"three"):
         journal.save(value, forced=forced)
@@ -128,7 +128,7 @@ def test_events_and_steps_come_back_in_pages(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path) -> None:
+def test_a_step_that_is_reported_again_after_a_restart_is_recorded_once(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.record(event("JobSubmitted", job="gpt-1"))
     journal.record(event("StepCommitted", 1, loss=1.0))
@@ -141,7 +141,7 @@ def test_a_step_that_is_told_again_after_a_restart_is_there_once(tmp_path: Path)
     journal.close()
 
 
-def test_steps_are_of_the_job_that_is_led_also_where_its_submission_was_never_recorded(
+def test_steps_belong_to_the_current_job_even_if_its_submission_was_not_recorded(
     tmp_path: Path,
 ) -> None:
     journal = Journal(tmp_path)
@@ -160,10 +160,12 @@ def test_steps_are_of_the_job_that_is_led_also_where_its_submission_was_never_re
     journal.close()
 
 
-def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_have_used(
+def test_a_rebooted_host_skips_generations_that_it_may_have_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the journal may be gone with the power: those that were begun in it were never forced."""
+    """A power failure may take the end of the journal: generations that began there were never forced to the
+    disk.
+    """
     boot = tmp_path / "boot_id"
     monkeypatch.setattr(module, "_BOOT_ID", boot)
     boot.write_text("one\n")
@@ -195,10 +197,10 @@ def test_a_host_that_was_started_anew_leaves_the_generations_out_that_it_may_hav
 
 
 def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None:
-    """So that a recovery need not wait for it; and what was saved is there, before and after."""
+    """So a recovery need not wait for it; what was saved is there, before and after."""
     journal = Journal(tmp_path)
     grown = (tmp_path / "journal.sqlite").stat().st_size
-    for number in range(module._LONG_COMMITS):
+    for number in range(module._CHECKPOINT_COMMITS):
         journal.save(number.to_bytes(2, "big") * 50_000, forced=False)
     assert (tmp_path / "journal.sqlite").stat().st_size == grown
     journal.maintain(generation=1)
@@ -208,7 +210,7 @@ def test_the_log_is_moved_into_the_file_at_quiet_moments(tmp_path: Path) -> None
     log = tmp_path / "journal.sqlite-wal"
     long = log.stat().st_size
     other.close()
-    for _ in range(20):  # The log begins anew, and is not longer than it was.
+    for _ in range(20):  # The log is reused and does not grow.
         journal.save(b"x" * 100_000, forced=False)
     assert log.stat().st_size == long
     journal.close()
@@ -225,7 +227,7 @@ def test_a_page_fits_into_one_message(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_second_coordinator_is_kept_out(tmp_path: Path) -> None:
+def test_a_second_coordinator_cannot_open_the_journal(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     with pytest.raises(JournalError, match=r"another coordinator.*coordinator\.state_dir"):
         Journal(tmp_path)
@@ -233,13 +235,13 @@ def test_a_second_coordinator_is_kept_out(tmp_path: Path) -> None:
     Journal(tmp_path).close()
 
 
-def test_a_damaged_journal_is_named_with_the_remedy(tmp_path: Path) -> None:
+def test_a_corrupt_journal_is_named_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"this is no database" * 100)
     with pytest.raises(JournalError, match=r"journal\.sqlite.*move the file away"):
         Journal(tmp_path)
 
 
-def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+def test_a_journal_of_a_newer_version_is_rejected(tmp_path: Path) -> None:
     Journal(tmp_path).close()
     with sqlite3.connect(tmp_path / "journal.sqlite") as db:
         db.execute("PRAGMA user_version = 99")
@@ -247,7 +249,7 @@ def test_a_journal_of_a_newer_version_is_refused(tmp_path: Path) -> None:
         Journal(tmp_path)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(JournalError, match="cannot be opened"):
         Journal(tmp_path / "file" / "state")
@@ -276,25 +278,23 @@ class FailsToCommit:
         return self.inner.execute(statement, *values)
 
 
-def test_what_could_not_be_committed_is_not_taken_to_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither the clock that times are of, nor the job, nor that events are there."""
+def test_a_failed_commit_is_not_treated_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the clock of the saved times, nor the job, nor the recorded events."""
     journal = Journal(tmp_path)
     journal.save(b"ours", forced=True, position=(1, 1))
     journal.record(event("JobSubmitted", job="job-1"))
     with monkeypatch.context() as full:
         full.setattr(journal, "_db", FailsToCommit(journal._db))
         with pytest.raises(JournalError, match="disk is full"):
-            journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
+            journal.save(b"theirs", forced=True, position=(2, 1), writer_offset_s=12_345.0)
         with pytest.raises(JournalError, match="disk is full"):
             journal.flush()
     assert (journal.load(), journal.position, journal.clock_ahead_s) == (b"ours", (1, 1), 0.0)
     journal.record(event("StepCommitted", 1))
-    for _ in range(2):  # As it goes on, and as it is read anew.
+    for _ in range(2):  # Once as the journal goes on, and once as it is read again.
         assert [e["event"] for e in journal.events(after=0, limit=9, newest=False)[0]] == ["JobSubmitted"]
         assert [s["job"] for s in journal.steps(after=0, limit=9, newest=False)[0]] == ["job-1"]
-        journal.save(b"theirs", forced=True, position=(2, 1), theirs_s=12_345.0)
+        journal.save(b"theirs", forced=True, position=(2, 1), writer_offset_s=12_345.0)
         assert journal.clock_ahead_s != 0.0
         journal.close()
         journal = Journal(tmp_path)
@@ -302,7 +302,7 @@ def test_what_could_not_be_committed_is_not_taken_to_be_written(
     journal.close()
 
 
-def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
+def test_steps_that_a_rollback_undid_are_deleted(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.record(event("JobSubmitted", job="job-1"))
     for step in range(1, 6):
@@ -314,7 +314,7 @@ def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_large_state_is_kept_small_and_restored() -> None:
+def test_a_large_state_is_compressed_and_restored() -> None:
     pack = state_compressor()
     state = {"phase": "RUNNING", "nodes": {f"node-{index}": "HEALTHY" for index in range(10_000)}}
     kept = pack.compress(state)
@@ -340,8 +340,8 @@ def test_a_large_state_is_kept_small_and_restored() -> None:
         max_size=8,
     )
 )
-def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]]) -> None:
-    """Whichever of their parts are the same objects as before, and whichever are large."""
+def test_states_compressed_in_chunks_decode_as_one(states: list[dict[str, Any]]) -> None:
+    """Whichever values are the same objects as before, and whichever are large."""
     folder, known = IncrementalCompressor(20_000), dict[Any, Any]()
     for drawn in states:
         state = {}
@@ -352,13 +352,13 @@ def test_states_put_together_of_pieces_read_as_one(states: list[dict[str, Any]])
             state[name] = kept
         plain, folded = msgspec.msgpack.encode(state), folder.compress(state)
         if is_compressed(folded):
-            folded = zlib.decompress(folded)  # Which holds its checksum against what it finds.
+            folded = zlib.decompress(folded)  # This verifies the checksum.
             assert len(folded) > 20_000
         assert msgspec.msgpack.decode(folded) == state
         assert len(folded) <= len(plain) + 2
 
 
-def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged(tmp_path: Path) -> None:
+def test_a_coordinator_restores_states_of_any_size_and_names_a_corrupt_one(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     timing = Timing()
     for nodes in (1, 3000):
@@ -385,7 +385,7 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
         other = restore_newest(timing, journal, copy, CLOCK, 1).machine.generation
         assert other == nodes + 2 * durable.UNSEEN, "another coordinator leaves out other generations"
     journal.save(state[:-9], forced=False)
-    with pytest.raises(JournalError, match=r"cut off.*--reset"):
+    with pytest.raises(JournalError, match=r"truncated.*--reset"):
         restore_newest(timing, journal, None, CLOCK, 0)
     with pytest.raises(WireError):
         Takeover(timing, journal, CLOCK, PROGRAM, reset=True).save_copy(
@@ -395,10 +395,10 @@ def test_a_coordinator_goes_on_from_a_state_of_any_size_and_says_what_is_damaged
     journal.close()
 
 
-def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present_start(
+def test_times_of_the_journal_are_shifted_to_this_hosts_current_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A standby has kept all that the leader wrote: it mostly begins from its own journal then."""
+    """A standby has saved everything that the leader wrote, so it usually begins from its own journal."""
     timing, policy = Timing(), {"forced": False}
     now = time.monotonic()
 
@@ -425,7 +425,7 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
         journal.close()
         journal = Journal(tmp_path)
         assert waited_s(None) == pytest.approx(30.0, abs=5.0)
-    # Our own, of a start of the host that lasted longer by now than this one has.
+    # A journal of this host, from an earlier start that lasted longer than this one has so far.
     with monkeypatch.context() as before:
         wall = time.time()
         before.setattr(SystemClock, "wall_s", lambda self: wall - 70_000.0)
@@ -439,8 +439,8 @@ def test_times_of_the_journal_are_read_on_the_clock_of_this_host_and_its_present
     journal.close()
 
 
-def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> None:
-    """The own one, or what was left at the broker; of a program that knew of no such thing there is none."""
+def test_unacknowledged_events_come_with_the_newest_state(tmp_path: Path) -> None:
+    """Whether the newest state is in this journal or at the broker; old programs have no outbox."""
     journal, timing = Journal(tmp_path), Timing()
 
     def state(*untold: tuple[str, str], **others: Any) -> bytes:
@@ -463,8 +463,8 @@ def test_what_is_yet_to_be_told_comes_with_the_newest_state(tmp_path: Path) -> N
     journal.close()
 
 
-def test_an_event_that_comes_again_is_there_once(tmp_path: Path) -> None:
-    """Of this process or of the one before; what it says of steps is done again, in order."""
+def test_a_repeated_event_is_recorded_once(tmp_path: Path) -> None:
+    """From this process or the one before; its effects on the steps are applied again, in order."""
     first = msgspec.structs.replace(event("RolledBack", 2), id="e-1")
     journal = Journal(tmp_path)
     assert journal.record(first) and not journal.record(first)
@@ -479,8 +479,10 @@ def test_an_event_that_comes_again_is_there_once(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_coordinator_that_has_others_leaves_generations_out(tmp_path: Path) -> None:
-    """The last leader may have started some after what this one received, and the broker may have lost that."""
+def test_a_coordinator_with_peers_skips_generations(tmp_path: Path) -> None:
+    """The last leader may have started generations that this coordinator never received, and the broker may
+    have lost them.
+    """
     journal, timing = Journal(tmp_path), Timing()
 
     def state(generation: int) -> bytes:
@@ -494,7 +496,7 @@ def test_a_coordinator_that_has_others_leaves_generations_out(tmp_path: Path) ->
         return restore_newest(timing, journal, copy, CLOCK, 0).machine.generation
 
     journal.save(state(7), forced=False, position=(1, 5))
-    assert begins_at((1, 3), 5) == 7  # It led alone: nobody else can have started any.
+    assert begins_at((1, 3), 5) == 7  # It led alone, so nobody else can have started any.
     journal.mark_shared()
     assert begins_at((1, 3), 5) == 7 + durable.UNSEEN
     assert begins_at((1, 5), 7) == 7 + durable.UNSEEN
@@ -502,18 +504,18 @@ def test_a_coordinator_that_has_others_leaves_generations_out(tmp_path: Path) ->
     journal.close()
 
 
-def test_the_oldest_steps_and_events_are_forgotten_bit_by_bit(
+def test_the_oldest_steps_and_events_are_deleted_gradually(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PRUNE_EVERY", 10)
-    monkeypatch.setattr(module, "_PRUNE_MOST", 40)
+    monkeypatch.setattr(module, "_PRUNE_MAX_ROWS", 40)
     journal = Journal(tmp_path)
     for job, count in (("old", 100), ("new", 60)):
         journal.record(event("JobSubmitted", job=job))
         for step in range(1, count + 1):
             journal.record(event("StepCommitted", step, loss=1.0))
-    journal.flush()  # So far nothing is too much.
-    monkeypatch.setattr(module, "_MOST_ROWS", {"events": 5, "steps": 50})
+    journal.flush()  # So far there are not too many.
+    monkeypatch.setattr(module, "_MAX_ROWS", {"events": 5, "steps": 50})
 
     def left() -> list[tuple[str, int]]:
         return [(s["job"], s["step"]) for s in journal.steps(after=0, limit=MAX_PAGE, newest=False)[0]]
@@ -526,7 +528,7 @@ def test_the_oldest_steps_and_events_are_forgotten_bit_by_bit(
         sizes.append(len(left()))
     assert max(b - a for a, b in pairwise(sizes)) == 1
     assert min(b - a for a, b in pairwise(sizes)) >= -40
-    # As many as there may be, and what came since it was looked at last.
+    # The limit, plus the rows since the last check.
     assert len(left()) <= 50 + 10
     assert left()[-50:] == [("new", step) for step in range(111, 161)]
     assert len(journal.events(after=0, limit=MAX_PAGE, newest=False)[0]) <= 5 + 10

@@ -1,4 +1,4 @@
-"""Places of several coordinators at real brokers: one leads, and only what it says gets through."""
+"""Several coordinators at real brokers: one leads, and only its messages arrive."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ COMMAND = TOPICS.node_command("node-0")
 
 
 class Coordinator:
-    """What is told to one place, and said from it."""
+    """Records the callbacks of one coordinator, and publishes for it."""
 
     def __init__(self, name: str, incarnation: int, broker: BrokerAddress) -> None:
         self.name = name
@@ -45,11 +45,11 @@ class Coordinator:
         self.events: list[str] = []
         self.connections = 0
         self.told: list[list[str]] = []
-        """What the cluster's state says of who stands by, as often as it was published for that."""
+        """The standbys in each state of the cluster that was published because they changed."""
         self.copies: list[JournalCopy] = []
         self.position = (0, 0)
         self.full = False
-        """Its disk takes no journal."""
+        """Whether its disk takes no journal."""
         self.leadership = Leadership(
             MqttTransport(broker, TOPICS.cluster),
             TOPICS,
@@ -107,7 +107,7 @@ class Coordinator:
         self.connections += 1
 
     def say(self, word: bytes) -> None:
-        """The journal says so, then a node is told."""
+        """Journal a command, then send it to a node."""
         self.leadership.replicate(word, time.monotonic())
         self.leadership.publish(COMMAND, word)
 
@@ -120,7 +120,7 @@ async def until(holds: Callable[[], Any], what: str) -> None:
 
 
 class Proxy:
-    """Stands between a coordinator and its broker; ``cut`` lets no byte through, and closes nothing."""
+    """Stands between a coordinator and its broker; ``cut`` stops all bytes and closes nothing."""
 
     def __init__(self, port: int) -> None:
         self._port, self._open = port, asyncio.Event()
@@ -163,7 +163,7 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def listener(broker: BrokerAddress) -> AsyncIterator[list[bytes]]:
-    """A node: what it is told."""
+    """A node that records its commands."""
     told: list[bytes] = []
     session = MqttSession(
         broker,
@@ -182,7 +182,7 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(test)
 
 
-def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> None:
+def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> None:
     async def play() -> None:
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
         async with listener(broker.address) as told:
@@ -193,7 +193,7 @@ def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> N
             for number in range(20):
                 anna.say(b"%d" % number)
             await until(lambda: told and told[-1] == b"19", "the node hears anna")
-            await anna.end()  # Without a goodbye from the coordinator: as a kill, for the others.
+            await anna.end()  # Without a goodbye, so for the others it was killed.
             anna.leadership._follower_session.session.interrupt()
             bert.leadership.machine.peers.pop(1, None)
             await until(lambda: bert.connections == 1, "bert leads")
@@ -205,8 +205,8 @@ def test_a_standby_goes_on_from_what_the_leader_left(broker: RunningBroker) -> N
     run(play())
 
 
-def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
-    """Not the beats, either, while the broker takes its time."""
+def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
+    """Neither does a heartbeat, while the broker is slow."""
     heard: list[tuple[str, bytes]] = []
 
     async def play() -> None:
@@ -240,7 +240,7 @@ def test_behind_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBro
     run(play())
 
 
-def test_a_leader_that_was_cut_off_is_not_heard_and_comes_back_to_follow(
+def test_a_disconnected_leader_cannot_publish_and_returns_as_a_follower(
     mosquitto: RunningBroker,
 ) -> None:
     async def play() -> None:
@@ -276,7 +276,7 @@ def test_a_leader_that_was_cut_off_is_not_heard_and_comes_back_to_follow(
     run(play())
 
 
-def test_a_leader_goes_on_behind_a_broker_that_forgot_everything(mosquitto: RunningBroker) -> None:
+def test_a_leader_continues_after_the_broker_lost_everything(mosquitto: RunningBroker) -> None:
     async def play() -> None:
         anna, bert = (Coordinator(name, n, mosquitto.address) for n, name in ((1, "anna"), (2, "bert")))
         anna.start()
@@ -317,7 +317,7 @@ def test_a_coordinator_of_another_version_is_named_with_the_remedy(
 
 
 @pytest.mark.parametrize("kind", ["mosquitto", "embedded"])
-def test_many_that_come_at_once_agree(
+def test_many_coordinators_that_start_at_once_agree(
     kind: str, start_broker: Callable[[str], RunningBroker], tmp_path: Path
 ) -> None:
     async def play() -> None:
@@ -341,7 +341,7 @@ def test_many_that_come_at_once_agree(
 
 
 def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBroker) -> None:
-    """The others leave it to a coordinator with a newer journal to lead."""
+    """So the others leave the lead to a coordinator with a newer journal."""
     seen: list[dict[str, Any]] = []
 
     async def play() -> None:
@@ -367,7 +367,7 @@ def test_a_leader_session_shows_the_position_of_the_journal(mosquitto: RunningBr
 
 
 def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None:
-    """It reads the retained journal before anything else, and cannot keep it."""
+    """It reads the retained journal first, and cannot save it."""
 
     async def play() -> None:
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))

@@ -1,4 +1,4 @@
-"""Planning beside the event loop: in a process, from a cache, with the planner's errors in users' words."""
+"""Planning outside the event loop: in a process, from a cache, and with errors that users understand."""
 
 import asyncio
 import os
@@ -74,7 +74,7 @@ def asking(nodes: int, generation: int = 1) -> ComputePlan:
 
 
 class Scene:
-    """A service, and what it feeds."""
+    """A service, and the events that it feeds."""
 
     def __init__(self, directory: Path, command: list[str] = COMMAND) -> None:
         class Idle:
@@ -93,7 +93,7 @@ class Scene:
         )
 
     async def ask(self, effect: BuildTemplates | ComputePlan | ComparePlan) -> Event:
-        """The next thing that the service feeds."""
+        """Return the next event of the service."""
         match effect:
             case BuildTemplates():
                 self.service.build(effect)
@@ -107,7 +107,7 @@ class Scene:
                 await asyncio.sleep(0.005)
 
     async def settled(self) -> None:
-        """Nothing is being built any more."""
+        """Wait until nothing is being built."""
         await self.until(lambda: not self.service.building)
 
 
@@ -123,7 +123,7 @@ def play(scene: Scene, story: Callable[[Scene], Coroutine[Any, Any, None]]) -> N
 
 
 def answers(directory: Path, *effects: BuildTemplates | ComputePlan | ComparePlan) -> list[Event]:
-    """What the service feeds for these effects, one after the other."""
+    """Return the events of the service for these effects, in order."""
     got: list[Event] = []
 
     async def story(scene: Scene) -> None:
@@ -135,7 +135,7 @@ def answers(directory: Path, *effects: BuildTemplates | ComputePlan | ComparePla
 
 
 def program(directory: Path, code: str) -> list[str]:
-    """A command that runs ``code`` in the place of the planning process."""
+    """Return a command that runs ``code`` instead of the planning process."""
     path = directory / "instead.py"
     path.write_text(code)
     return [sys.executable, str(path)]
@@ -144,7 +144,7 @@ def program(directory: Path, code: str) -> list[str]:
 # --- answers -------------------------------------------------------------------------------------
 
 
-def test_templates_come_from_another_process_and_a_plan_is_made_of_them(tmp_path: Path) -> None:
+def test_templates_from_another_process_make_a_plan(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         scene.service.build(build())
         await scene.until(lambda: scene.service.pid)
@@ -208,8 +208,8 @@ def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: py
 def test_a_process_that_is_started_in_advance_does_the_next_build(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         scene.service.prepare()
-        assert scene.service._expecting is not None
-        expected = (await scene.service._expecting).pid
+        assert scene.service._next_process_task is not None
+        expected = (await scene.service._next_process_task).pid
         scene.service.build(build())
         await scene.until(lambda: scene.service.pid)
         assert scene.service.pid == expected
@@ -220,14 +220,14 @@ def test_a_process_that_is_started_in_advance_does_the_next_build(tmp_path: Path
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "closed", "found on disk"])
-def test_a_process_that_is_started_in_advance_for_nothing_ends(tmp_path: Path, ending: str) -> None:
+def test_an_unneeded_process_that_was_started_in_advance_ends(tmp_path: Path, ending: str) -> None:
     if ending == "found on disk":
         built(tmp_path, build())
 
     async def story(scene: Scene) -> None:
         scene.service.prepare()
-        assert scene.service._expecting is not None
-        pid = (await scene.service._expecting).pid
+        assert scene.service._next_process_task is not None
+        pid = (await scene.service._next_process_task).pid
         assert pid is not None and is_alive(pid)
         match ending:
             case "cancelled":
@@ -271,7 +271,7 @@ def test_lost_state_is_not_a_pause(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [3, 5])
-def test_a_profile_of_another_model_is_found_out_at_the_start(tmp_path: Path, layers: int) -> None:
+def test_a_profile_of_another_model_is_detected_at_the_start(tmp_path: Path, layers: int) -> None:
     asked = ComputePlan(cause="c", generation=1, situation=situation(4, layers=layers))
     _, answer = answers(tmp_path, build(), asked)
     assert isinstance(answer, PlanImpossible) and not answer.too_few
@@ -279,8 +279,8 @@ def test_a_profile_of_another_model_is_found_out_at_the_start(tmp_path: Path, la
     assert "planner.profile" in answer.reason
 
 
-def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) -> None:
-    """For exactly what was foreseen; whatever else is asked for is planned then."""
+def test_a_speculative_plan_is_used_when_it_is_requested(tmp_path: Path) -> None:
+    """It is used for exactly the expected situation; any other is planned when it is requested."""
 
     async def story(scene: Scene) -> None:
         await scene.ask(build())
@@ -295,7 +295,7 @@ def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) 
             return plan(asked)
 
         planner.plan = counted  # type: ignore[method-assign]
-        for lost in ("node-1", "node-2"):  # One behind the other: one plan, for the nodes that are left then.
+        for lost in ("node-1", "node-2"):  # Two losses in a row: one plan, for the remaining nodes.
             left = {name: 1 for name in first.plan.nodes if name not in ("node-1", lost)}
             foreseen = PlanAhead(cause="c", devices=left, previous=first.plan, speeds={}, horizon_s=None)
             scene.service.compute(foreseen)
@@ -314,7 +314,7 @@ def test_a_plan_that_was_foreseen_is_there_when_it_is_asked_for(tmp_path: Path) 
     play(Scene(tmp_path), story)
 
 
-def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> None:
+def test_comparing_a_plan_does_not_make_it_the_plan(tmp_path: Path) -> None:
     _, plan = answers(tmp_path, build(), asking(4))
     assert isinstance(plan, PlanReady)
     slow = replace(situation(4), previous=plan.plan, speeds={"node-1": 0.25})
@@ -326,7 +326,7 @@ def test_another_plan_is_weighed_without_becoming_the_plan(tmp_path: Path) -> No
     assert isinstance(answer, PlanCompared) and answer.best_s == answer.current_s, "there is none"
 
 
-def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_likely_losses_after_a_plan_are_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "PLAN_LOSSES_AFTER_S", 0.0)
 
     async def story(scene: Scene) -> None:
@@ -349,7 +349,7 @@ def test_losses_behind_a_plan_are_rehearsed(tmp_path: Path, monkeypatch: pytest.
     play(Scene(tmp_path), story)
 
 
-def test_what_cannot_be_rehearsed_is_no_matter(tmp_path: Path) -> None:
+def test_a_loss_without_a_plan_ends_planning_ahead_quietly(tmp_path: Path) -> None:
     planner = Planner(PROFILE, msgspec.structs.replace(POLICY, minimum="oobleck"))
     planner.precompute(2)
     plan = planner.plan(situation(2))
@@ -370,7 +370,7 @@ def test_a_batch_with_too_few_microbatches_recommends_one(tmp_path: Path) -> Non
     assert "16" in answer.reason and "global_batch" in answer.reason
 
 
-def test_a_plan_without_templates_is_our_bug_and_is_said(tmp_path: Path) -> None:
+def test_a_plan_without_templates_is_reported_as_a_bug(tmp_path: Path) -> None:
     (answer,) = answers(tmp_path, asking(1))
     assert isinstance(answer, PlanImpossible) and "bug" in answer.reason
 
@@ -399,8 +399,10 @@ def slow(directory: Path, pause_s: float) -> list[str]:
     return program(directory, SLOW.format(pause_s=pause_s))
 
 
-def test_a_plan_waits_neither_for_the_rest_nor_for_the_loop(tmp_path: Path) -> None:
-    """Ready with the likeliest count of nodes; other counts are made when asked for; the loop goes on."""
+def test_a_plan_needs_neither_all_templates_nor_the_event_loop(tmp_path: Path) -> None:
+    """The first answer has the present number of nodes; other numbers are computed on request; the loop keeps
+    running.
+    """
 
     async def story(scene: Scene) -> None:
         turns = 0
@@ -428,7 +430,7 @@ def test_a_plan_waits_neither_for_the_rest_nor_for_the_loop(tmp_path: Path) -> N
     play(Scene(tmp_path, slow(tmp_path, 30.0)), story)
 
 
-def test_progress_is_told_when_it_takes_over_a_second(tmp_path: Path) -> None:
+def test_progress_is_reported_when_it_takes_over_a_second(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         await scene.ask(build(max_nodes=12))
         await scene.settled()
@@ -479,7 +481,7 @@ def test_the_process_ends_with_the_service(tmp_path: Path) -> None:
 
 
 def test_the_process_ends_with_a_coordinator_that_is_killed(tmp_path: Path) -> None:
-    """SIGKILL: nobody is left to tidy up but the kernel."""
+    """After a SIGKILL only the kernel can clean up."""
     code = f"""
 import asyncio, sys
 sys.path[:0] = {[str(Path(__file__).parent)]!r}
@@ -521,7 +523,10 @@ def gone(pid: int) -> None:
     ("code", "says"),
     [
         ("import sys; sys.exit('out of luck')", "ended with 1: out of luck"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended with -9: it said nothing"),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "ended with -9: it wrote nothing to stderr",
+        ),
         ("print('hello, this is a text of more than four bytes')", "announced 1751477356 bytes"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\0\\5hello')", "no answer"),
         ("import sys; sys.stdout.buffer.write(b'\\0\\0\\1\\0half of it')", "ended with 0"),
@@ -532,7 +537,7 @@ def gone(pid: int) -> None:
         ),
     ],
 )
-def test_a_process_that_fails_twice_is_an_error_that_tells(tmp_path: Path, code: str, says: str) -> None:
+def test_a_process_that_fails_twice_is_reported_with_its_error(tmp_path: Path, code: str, says: str) -> None:
     async def story(scene: Scene) -> None:
         answer = await scene.ask(build())
         assert isinstance(answer, TemplatesFailed)
@@ -543,7 +548,7 @@ def test_a_process_that_fails_twice_is_an_error_that_tells(tmp_path: Path, code:
     assert not list((tmp_path / "plans").glob("*"))
 
 
-def test_a_process_that_cannot_be_started_is_an_error_that_tells(tmp_path: Path) -> None:
+def test_a_process_that_cannot_be_started_is_reported_with_its_error(tmp_path: Path) -> None:
     async def story(scene: Scene) -> None:
         answer = await scene.ask(build())
         assert isinstance(answer, TemplatesFailed) and "cannot be started" in answer.reason
@@ -579,7 +584,7 @@ def work_for(
 
 
 def built(directory: Path, effect: BuildTemplates, command: list[str] = COMMAND) -> Scene:
-    """The scene in which this was built to the end."""
+    """A scene in which the build has finished."""
     scene = Scene(directory, command)
 
     async def story(scene: Scene) -> None:
@@ -612,15 +617,17 @@ def test_every_input_is_in_the_key(tmp_path: Path) -> None:
     assert cache.key(work_for()) == cache.key(msgspec.structs.replace(work_for(), present=1))
 
 
-def test_another_planner_does_not_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_planner_does_not_find_cached_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = PlanCache(tmp_path)
     before = cache.key(work_for())
-    monkeypatch.setattr("ftd.coordinator.plan_cache._code_of_the_planner", lambda: "changed")
+    monkeypatch.setattr("ftd.coordinator.plan_cache._planner_code_digest", lambda: "changed")
     assert cache.key(work_for()) != before
 
 
 @pytest.mark.parametrize("module", ["planner.py", "mapping/paths.py"])
-def test_a_planner_is_another_if_any_of_its_modules_is(tmp_path: Path, module: str) -> None:
+def test_the_key_changes_with_any_module_of_the_planner(tmp_path: Path, module: str) -> None:
     package = tmp_path / "planner"
     shutil.copytree(Path(planner.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     before = code_digest(package)
@@ -634,7 +641,7 @@ def test_a_planner_is_another_if_any_of_its_modules_is(tmp_path: Path, module: s
     "damage",
     ["truncated", "flipped", "foreign", "empty", "renamed", "directory", "other layers", "no msgpack"],
 )
-def test_a_file_that_cannot_be_trusted_is_computed_anew(tmp_path: Path, damage: str) -> None:
+def test_an_untrusted_file_is_computed_again(tmp_path: Path, damage: str) -> None:
     planner = Planner(PROFILE, POLICY)
     planner.precompute(6)
     precomputed = msgspec.msgpack.encode(planner.precomputed())
@@ -668,7 +675,7 @@ def test_a_file_that_cannot_be_trusted_is_computed_anew(tmp_path: Path, damage: 
     assert again.cache.discarded == 1
 
 
-def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_files_are_retained(tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     for number in range(MAX_FILES + 3):
         cache.write(f"{number:03}", b"x")
@@ -677,6 +684,6 @@ def test_only_the_newest_files_are_kept(tmp_path: Path) -> None:
     assert kept == [f"{number:03}" for number in range(3, MAX_FILES + 3)]
 
 
-def test_a_directory_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+def test_an_unwritable_directory_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "plans").write_text("a file is in the way")
     built(tmp_path, build())

@@ -1,4 +1,6 @@
-"""The cheapest protection, against every scheme that there is; memory, ZeRO-1, what owners cannot have."""
+"""The choice of the cheapest protection: compared with every scheme, with limits of memory, ZeRO-1 and too few
+owners.
+"""
 
 import pytest
 
@@ -16,7 +18,7 @@ ALL += [f"{parity}+arc:{k}" for parity in ("aec", "aec2") for k in range(1, 4)]
 def chosen(
     owners: int, losses: int, *, zero1: bool = False, limit_bytes: int | None = None
 ) -> ProtectionChoice:
-    """A bucket of 1200 bytes."""
+    """The choice for a bucket of 1200 bytes."""
 
     def fullest(scheme: str) -> int:
         return round(1200 / owners * (1 + make_bounded_code(scheme, owners).overhead))
@@ -25,7 +27,7 @@ def chosen(
 
 
 def touched(scheme: str, owners: int) -> float:
-    """Bytes kept and read for what is kept, per byte of the bucket."""
+    """Bytes stored and read to make them, per byte of the bucket."""
     code = make_bounded_code(scheme, owners)
     read = sum(len(cells) for extra in code.extra for cells in extra)
     return code.overhead + read / (code.owners * code.cells)
@@ -45,7 +47,7 @@ def test_nothing_that_withstands_as_much_is_cheaper(owners: int, losses: int) ->
     ("owners", "losses", "scheme"),
     [(1, 2, "none"), (2, 0, "arc:1"), (2, 3, "arc:1"), (3, 1, "aec"), (3, 2, "arc:2"), (4, 2, "aec2")],
 )
-def test_choices_by_hand(owners: int, losses: int, scheme: str) -> None:
+def test_choices_match_examples_computed_by_hand(owners: int, losses: int, scheme: str) -> None:
     assert chosen(owners, losses).scheme == scheme
 
 
@@ -54,15 +56,15 @@ def test_more_owners_than_aec2_is_for_get_copies() -> None:
     assert chosen(17, 2).scheme == "arc:2"
 
 
-def test_the_reason_compares() -> None:
+def test_the_reason_compares_schemes() -> None:
     assert chosen(3, 1).reason == (
         "aec: any 1 of 3 owners may be lost, for 50% more bytes; cheaper to make than arc:1 (100%)"
     )
     assert "one owner" in chosen(1, 1).reason
 
 
-def test_what_does_not_fit_into_memory_gives_way() -> None:
-    # Of 1200 bytes each of four owners keeps 300, 400 with a parity, 600 with two; in three slots.
+def test_schemes_that_do_not_fit_into_memory_are_not_chosen() -> None:
+    # Of 1200 bytes each of four owners holds 300, 400 with a parity, 600 with two parities; in three slots.
     assert chosen(4, 2, limit_bytes=1800).scheme == "aec2"
     less = chosen(4, 2, limit_bytes=1799)
     assert less.scheme == "aec" and less.reason.startswith("aec2 would take")
@@ -76,7 +78,7 @@ def test_with_zero1_the_replica_is_what_can_be_copied() -> None:
     assert chosen(1, 1, zero1=True).scheme == "aor"
 
 
-def test_a_single_owner_gets_a_buddy_where_there_is_another_node() -> None:
+def test_a_single_owner_gets_a_replica_peer_if_there_is_another_node() -> None:
     def of(nodes: int, limit_bytes: int | None = None, *, zero1: bool = False) -> str:
         told = choose_scheme(
             1, 1, zero1=zero1, fullest_bytes=lambda _: 1200, limit_bytes=limit_bytes, nodes=nodes
@@ -106,7 +108,7 @@ def plan_of(pipelines: int) -> tuple[Plan, tuple[LayerProfile, ...]]:
     return plan, profile.layers
 
 
-def test_a_wish_is_granted_where_the_owners_can_have_it() -> None:
+def test_a_requested_scheme_is_used_if_the_owners_allow_it() -> None:
     plan, layers = plan_of(4)
     assert choose_protection(plan, layers, ProtectionRequest(scheme="aec2", losses=1)).scheme == "aec2"
     auto = ProtectionRequest(scheme=None, losses=1, limits={"n0": 10**9, "n3": 3 * 399})
@@ -116,7 +118,7 @@ def test_a_wish_is_granted_where_the_owners_can_have_it() -> None:
     )
 
 
-def test_a_wish_that_they_cannot_have_is_replaced_by_what_withstands_as_much() -> None:
+def test_an_impossible_request_is_replaced_by_an_equally_safe_scheme() -> None:
     plan, layers = plan_of(17)
     choice = choose_protection(plan, layers, ProtectionRequest(scheme="aec2", losses=1))
     assert (choice.scheme, choice.fallback) == ("arc:2", True)

@@ -172,7 +172,7 @@ class BridgeProcess:
 
     def tell(self, *events: Json) -> None:
         paho.mqtt.publish.multiple(
-            [("ftd/v1/ftd/events", json.dumps(one), 1, False) for one in events], "127.0.0.1", self.port
+            [("ftd/v2/ftd/events", json.dumps(one), 1, False) for one in events], "127.0.0.1", self.port
         )
 
     def buried(self) -> list[tuple[str, str]]:

@@ -112,7 +112,7 @@ def test_an_expired_certificate_or_one_of_another_host_is_rejected_at_once(
     tls = authority.tls(*names, expires=expires)
 
     async def body(node: Node) -> None:
-        with pytest.raises(PeerError, match=rf"n1 .*its certificate is refused: .*{says}"):
+        with pytest.raises(PeerError, match=rf"n1 .*its certificate is rejected: .*{says}"):
             await fetched(node, tls)
 
     with_node(tls, body)

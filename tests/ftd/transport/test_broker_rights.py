@@ -1,4 +1,4 @@
-"""A real mosquitto with TLS, passwords and the ACL of ``ftd acl``: who gets through, and who does not."""
+"""A real mosquitto with TLS, passwords and the ACL of ``ftd acl``: who may connect, publish and subscribe."""
 
 import asyncio
 import contextlib
@@ -20,8 +20,8 @@ pytestmark = needs_mosquitto
 T = Topics(cluster="lab")
 
 
-class Member:
-    """Somebody at the broker, with what came."""
+class BrokerClient:
+    """A client of the broker that records its messages."""
 
     def __init__(self, address: BrokerAddress, *subscriptions: str) -> None:
         self.heard: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
@@ -34,8 +34,8 @@ class Member:
 
 
 @contextlib.asynccontextmanager
-async def joined(address: BrokerAddress, *subscriptions: str) -> AsyncIterator[Member]:
-    member = Member(address, *subscriptions)
+async def joined(address: BrokerAddress, *subscriptions: str) -> AsyncIterator[BrokerClient]:
+    member = BrokerClient(address, *subscriptions)
     task = asyncio.create_task(member.session.run())
     try:
         await member.session.wait_connected(PATIENCE_S)
@@ -46,8 +46,8 @@ async def joined(address: BrokerAddress, *subscriptions: str) -> AsyncIterator[M
 
 
 async def problem_of(address: BrokerAddress, *subscriptions: str) -> str:
-    """What is said of a connection that does not come about."""
-    member = Member(address, *subscriptions)
+    """Return the error of a connection that is not made."""
+    member = BrokerClient(address, *subscriptions)
     untried = member.session.problem
     task = asyncio.create_task(member.session.run())
     try:
@@ -106,7 +106,7 @@ DENIED = [
 ]
 
 
-def test_everybody_may_do_their_part_and_nothing_else(secure: SecureBroker, port: int) -> None:
+def test_each_role_may_do_its_part_and_nothing_else(secure: SecureBroker, port: int) -> None:
     async def scene() -> None:
         async with contextlib.AsyncExitStack() as stack:
             readers = {
@@ -114,7 +114,7 @@ def test_everybody_may_do_their_part_and_nothing_else(secure: SecureBroker, port
                 for name, topics in READS.items()
             }
             for denied in (True, False):
-                # What is denied goes first: if it arrived, it would stand before what is allowed.
+                # Forbidden messages go first: if they arrived, they would come before the permitted ones.
                 for writer, topic, _ in DENIED if denied else WRITES:
                     async with joined(secure.address(writer, port)) as member:
                         member.session.publish(topic, b"denied" if denied else f"by {writer}".encode())
@@ -131,7 +131,7 @@ def test_everybody_may_do_their_part_and_nothing_else(secure: SecureBroker, port
 def test_a_node_with_another_nodes_credentials_says_so(
     secure: SecureBroker, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """mosquitto tells nobody that it drops what they say: who does not hear himself suspects it."""
+    """mosquitto drops messages silently: a client that does not receive its own message suspects that."""
     monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", 0.5)
     complaints: list[str] = []
     monkeypatch.setattr("ftd.transport.mqtt.session._log.error", lambda event, **_: complaints.append(event))
@@ -156,9 +156,9 @@ def test_a_node_with_another_nodes_credentials_says_so(
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         if echoes:
-            session._miss_echo(topic)  # As when its time is over.
+            session._log_missing_echo(topic)  # As when its time is over.
         assert len(complaints) + len(echoes) == 1
-        return complaints == ["unheard"]
+        return complaints == ["own_message_not_received"]
 
     assert asyncio.run(unheard("host-b"))
     monkeypatch.setattr("ftd.transport.mqtt.session.ECHO_S", PATIENCE_S)
@@ -166,14 +166,14 @@ def test_a_node_with_another_nodes_credentials_says_so(
 
 
 @pytest.mark.parametrize(("user", "password"), [("host-a", "wrong"), ("nobody", "x"), (None, None)])
-def test_who_cannot_prove_who_he_is_stays_out(
+def test_a_client_without_valid_credentials_is_rejected(
     secure: SecureBroker, port: int, user: str | None, password: str | None
 ) -> None:
     address = replace(secure.address("host-a", port), username=user, password=password)
     assert "authori" in asyncio.run(problem_of(address)).lower()
 
 
-def test_a_broker_that_is_somebody_else_is_not_believed(secure: SecureBroker, port: int) -> None:
+def test_a_broker_with_a_wrong_certificate_is_rejected(secure: SecureBroker, port: int) -> None:
     async def scene() -> None:
         there = secure.address("host-a", port)
         wrong_name = secure.start("other.example")
@@ -186,6 +186,6 @@ def test_a_broker_that_is_somebody_else_is_not_believed(secure: SecureBroker, po
 
 
 @pytest.mark.parametrize("names", [["a", "a"], ["coordinator"], ["a b"], ["+"]])
-def test_names_that_cannot_be_users_are_refused(names: list[str]) -> None:
+def test_names_that_cannot_be_users_are_rejected(names: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="user"):
         Users(nodes=names)

@@ -1,4 +1,4 @@
-"""The wire: every message comes back as it was; nothing else gets in."""
+"""The wire encoding: every message is decoded as it was, and nothing else is accepted."""
 
 import dataclasses
 import re
@@ -348,7 +348,7 @@ def strategy_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 @pytest.mark.parametrize("kind", get_args(Signal), ids=lambda kind: kind.__name__)
-def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
+def test_every_signal_is_decoded_as_it_was(kind: Any) -> None:
     @settings(max_examples=25)
     @given(st.builds(FromNode, node=names, incarnation=numbers, signal=strategy_of(kind)))
     def check(message: FromNode) -> None:
@@ -357,7 +357,7 @@ def test_every_signal_comes_back_as_it_was(kind: Any) -> None:
     check()
 
 
-def test_what_nodes_say_word_for_word_is_read_once() -> None:
+def test_identical_messages_of_nodes_are_decoded_once() -> None:
     def heard(node: str, signal: Signal) -> Signal:
         return decode_from_node(encode_from_node(FromNode(node=node, incarnation=1, signal=signal))).signal
 
@@ -365,17 +365,17 @@ def test_what_nodes_say_word_for_word_is_read_once() -> None:
     one, other = Quiesced(generation=3, reports=(report,)), Quiesced(generation=4, reports=(report,))
     assert heard("a", one) is heard("b", one)
     assert heard("a", other) == other
-    # Not kept: as many as a stranger likes, nor as large as he likes.
+    # The caches are limited: strangers cannot fill them with many or with large messages.
     for generation in range(2000):
         heard("a", Quiesced(generation=generation, reports=()))
-    assert len(codec._ALIKE["Quiesced"]) <= codec._MOST_ALIKE
+    assert len(codec._REPEATED["Quiesced"]) <= codec._MAX_REPEATED
     large = Quiesced(generation=3, reports=(msgspec.structs.replace(report, held=tuple(range(2000))),))
     assert heard("a", large) == large
     assert heard("a", large) is not heard("b", large)
 
 
 @pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
-def test_every_command_comes_back_as_it_was(kind: Any) -> None:
+def test_every_command_is_decoded_as_it_was(kind: Any) -> None:
     @settings(max_examples=25)
     @given(st.builds(ToNode, node=names, incarnation=numbers, command=strategy_of(kind), cause=texts))
     def check(message: ToNode) -> None:
@@ -390,7 +390,7 @@ COMMANDS = st.sampled_from(get_args(Command)).flatmap(strategy_of)
 
 @settings(max_examples=100, deadline=None)
 @given(message=st.builds(ToNodes, receivers=RECEIVERS, command=COMMANDS, cause=texts), stranger=names)
-def test_a_command_to_several_nodes_comes_back_as_it_was(message: ToNodes, stranger: str) -> None:
+def test_a_command_to_several_nodes_is_decoded_as_it_was(message: ToNodes, stranger: str) -> None:
     heard = decode_to_nodes(encode_to_nodes(message))
     assert heard == message
     for name, incarnation in message.receivers.items():
@@ -403,7 +403,7 @@ def test_a_command_to_several_nodes_comes_back_as_it_was(message: ToNodes, stran
 
 
 def test_a_command_to_a_thousand_nodes_is_small() -> None:
-    """Each of them gets all the names."""
+    """Every node receives all names."""
     began, quiesce = 1_790_000_000_000_000, Quiesce(generation=7, mode="abort")
     receivers = {f"node-{number:04}": began + 123_456_789_011 * number % 10**12 for number in range(1000)}
     payload = encode_to_nodes(ToNodes(receivers=receivers, command=quiesce, cause="c"))
@@ -416,13 +416,13 @@ def to_several(**changes: Any) -> dict[str, Any]:
     return {"receivers": {"n": 1, "m": 2}, "type": "Quiesce", "body": body, "cause": "c"} | changes
 
 
-def unfolded(**changes: Any) -> bytes:
+def uncompressed(**changes: Any) -> bytes:
     content = msgspec.msgpack.encode(to_several(**changes))
-    return msgspec.msgpack.encode({"folded": False, "content": content})
+    return msgspec.msgpack.encode({"compressed": False, "content": content})
 
 
-def folded(content: bytes) -> bytes:
-    return msgspec.msgpack.encode({"folded": True, "content": content})
+def compressed(content: bytes) -> bytes:
+    return msgspec.msgpack.encode({"compressed": True, "content": content})
 
 
 @pytest.mark.parametrize(
@@ -432,24 +432,24 @@ def folded(content: bytes) -> bytes:
         (b"\xc1", "malformed command"),
         (b"\x91" * 100_000, "malformed command"),
         (b"x" * (MAX_COMMAND_BYTES + 1), "at most 8388608"),
-        (msgspec.msgpack.encode(to_several()), "folded"),
-        (msgspec.msgpack.encode({"folded": False, "content": b"\xc1"}), "malformed command"),
-        (folded(b"no deflated bytes"), "cannot be unpacked"),
-        (folded(zlib.compress(msgspec.msgpack.encode(to_several()))[:-5]), "cut off"),
-        (folded(zlib.compress(bytes(MAX_COMMAND_BYTES + 1))), "larger than 8388608 bytes"),
-        (folded(zlib.compress(b"\xc1")), "malformed command"),
-        (unfolded(receivers={}), "a command to 0 nodes"),
-        (unfolded(receivers={str(n): n for n in range(MAX_RECEIVERS + 1)}), "a command to 65537 nodes"),
-        (unfolded(receivers=["n"]), "malformed command"),
-        (unfolded(receivers={"n": "1"}), "malformed command"),
-        (unfolded(receivers={"n": -1}), "the incarnation of 'n' is -1"),
-        (unfolded(receivers={"n": 2**60}), "the incarnation of 'n'"),
-        (unfolded(receivers={"n/m": 1}), "'n/m' is not the name of a node"),
-        (unfolded(receivers={"": 1}), "not the name of a node"),
-        (unfolded(type="Hello"), "unknown message type 'Hello'"),
-        (unfolded(body={"generation": -1}), "generation is -1"),
-        (unfolded(body={"mode": "now"}), "malformed Quiesce"),
-        (unfolded(type="Resume", body={}), "malformed Resume"),
+        (msgspec.msgpack.encode(to_several()), "compressed"),
+        (msgspec.msgpack.encode({"compressed": False, "content": b"\xc1"}), "malformed command"),
+        (compressed(b"no deflated bytes"), "cannot be decompressed"),
+        (compressed(zlib.compress(msgspec.msgpack.encode(to_several()))[:-5]), "truncated"),
+        (compressed(zlib.compress(bytes(MAX_COMMAND_BYTES + 1))), "larger than 8388608 bytes"),
+        (compressed(zlib.compress(b"\xc1")), "malformed command"),
+        (uncompressed(receivers={}), "a command to 0 nodes"),
+        (uncompressed(receivers={str(n): n for n in range(MAX_RECEIVERS + 1)}), "a command to 65537 nodes"),
+        (uncompressed(receivers=["n"]), "malformed command"),
+        (uncompressed(receivers={"n": "1"}), "malformed command"),
+        (uncompressed(receivers={"n": -1}), "the incarnation of 'n' is -1"),
+        (uncompressed(receivers={"n": 2**60}), "the incarnation of 'n'"),
+        (uncompressed(receivers={"n/m": 1}), "'n/m' is not the name of a node"),
+        (uncompressed(receivers={"": 1}), "not the name of a node"),
+        (uncompressed(type="Hello"), "unknown message type 'Hello'"),
+        (uncompressed(body={"generation": -1}), "generation is -1"),
+        (uncompressed(body={"mode": "now"}), "malformed Quiesce"),
+        (uncompressed(type="Resume", body={}), "malformed Resume"),
     ],
 )
 def test_a_malformed_command_to_several_nodes_is_a_wire_error(payload: bytes, says: str) -> None:
@@ -458,7 +458,7 @@ def test_a_malformed_command_to_several_nodes_is_a_wire_error(payload: bytes, sa
 
 
 @pytest.mark.parametrize(("start", "end", "of"), [(2, 3, 2), (1, 1, 2), (-1, 1, 2), (0, 0, 0)])
-def test_a_report_of_a_part_that_cannot_be_is_a_wire_error(start: int, end: int, of: int) -> None:
+def test_a_report_of_an_impossible_part_is_a_wire_error(start: int, end: int, of: int) -> None:
     part = StatePart(layer=1, start=start, end=end, of=of)
     report = DeviceReport(device=0, committed_step=1, ready_step=None, vote=None, held=(), parts=(part,))
     message = FromNode(node="n", incarnation=1, signal=Quiesced(generation=1, reports=(report,)))
@@ -518,7 +518,7 @@ def test_a_malformed_signal_is_a_wire_error(payload: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"devices": 0}, {"devices": 10**6}, {"rendezvous_port": 70000}])
-def test_a_hello_with_impossible_facts_is_refused(change: dict[str, int]) -> None:
+def test_a_hello_with_impossible_facts_is_rejected(change: dict[str, int]) -> None:
     good = NodeFacts(devices=1, host="h", rendezvous_port=1)
     hello = Hello(
         facts=msgspec.structs.replace(good, **change),
@@ -532,7 +532,7 @@ def test_a_hello_with_impossible_facts_is_refused(change: dict[str, int]) -> Non
 
 
 def numbers_of(value: Any, where: str = "") -> list[str]:
-    """The places of all numbers in plain data."""
+    """Return the paths of all numbers in plain data."""
     if isinstance(value, dict):
         return [found for name in value for found in numbers_of(value[name], f"{where}.{name}".lstrip("."))]
     if isinstance(value, list | tuple):
@@ -550,7 +550,7 @@ def placed(data: Any, where: str, value: Any) -> None:
 
 @settings(max_examples=200)
 @given(data=st.data())
-def test_a_profile_that_no_clock_can_have_measured_is_refused_by_name(data: st.DataObject) -> None:
+def test_a_profile_that_no_clock_can_have_measured_is_rejected_by_name(data: st.DataObject) -> None:
     prepared = Prepared(job_id="j", profile=data.draw(profiles))
     message = msgspec.msgpack.decode(
         encode_from_node(FromNode(node="n", incarnation=1, signal=prepared)), strict=False
@@ -570,9 +570,9 @@ def test_a_profile_that_no_clock_can_have_measured_is_refused_by_name(data: st.D
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"layers": ()}, "the number of layers is 0"), ({"stage_devices": (2, 1)}, "does not ascend")],
+    [({"layers": ()}, "the number of layers is 0"), ({"stage_devices": (2, 1)}, "is not ascending")],
 )
-def test_a_profile_of_an_impossible_shape_is_refused(change: dict[str, Any], says: str) -> None:
+def test_a_profile_of_an_impossible_shape_is_rejected(change: dict[str, Any], says: str) -> None:
     good = ModelProfile(layers=(LayerProfile(**dict.fromkeys(LAYER_NUMBERS, 1)),), microbatch_rows=1)
     prepared = Prepared(job_id="j", profile=dataclasses.replace(good, **change))
     with pytest.raises(WireError, match=says):
@@ -596,7 +596,7 @@ def test_no_bytes_raise_anything_but_a_wire_error(payload: bytes) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject) -> None:
+def test_no_corrupt_message_raises_anything_but_a_wire_error(data: st.DataObject) -> None:
     message = ToNode(
         node="n",
         incarnation=1,
@@ -619,8 +619,8 @@ def test_no_damaged_message_raises_anything_but_a_wire_error(data: st.DataObject
         return
 
 
-def test_as_many_steps_as_one_message_has_fit_into_it_with_all_the_metrics_that_they_may_have() -> None:
-    """What the coordinator missed is asked for and answered: an answer that did not fit would never come."""
+def test_the_most_steps_of_one_message_fit_with_all_their_metrics() -> None:
+    """The coordinator asks for the steps that it missed: an answer that did not fit would never come."""
     named = {
         f"{n:02}" + "\N{GRINNING FACE}" * (MAX_METRIC_NAME_CHARACTERS - 2): 0.1 * n
         for n in range(MAX_METRICS)
@@ -634,7 +634,7 @@ def test_as_many_steps_as_one_message_has_fit_into_it_with_all_the_metrics_that_
     assert decode_from_node(encode_from_node(message), "n") == message
 
 
-def test_a_message_that_is_too_large_does_not_leave() -> None:
+def test_a_message_that_is_too_large_is_not_sent() -> None:
     policy = Policy(global_batch=1, microbatch_rows=1)
     job = Job(job_id="j", name="j", steps=1, policy=policy, training={"x": "y" * MAX_COMMAND_BYTES})
     with pytest.raises(WireError, match="at most"):
@@ -642,7 +642,7 @@ def test_a_message_that_is_too_large_does_not_leave() -> None:
 
 
 def test_a_plan_with_very_many_transfers_fits() -> None:
-    """What 100 of 1,000 nodes with eight devices each may leave behind."""
+    """100 of 1,000 nodes with eight devices each may leave this many."""
     names = [f"node-{number:04}" for number in range(900)]
     stages = tuple(
         StagePlacement(
@@ -677,13 +677,13 @@ def test_a_plan_with_very_many_transfers_fits() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"x", zlib.compress(b"x"), zlib.compress(b"\x80" * 5)[:-3]])
-def test_a_resume_that_does_not_unfold_is_refused(body: bytes) -> None:
+def test_a_resume_that_cannot_be_decompressed_is_rejected(body: bytes) -> None:
     envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
     with pytest.raises(WireError, match="malformed Resume"):
         decode_to_node(msgspec.msgpack.encode(envelope), "n")
 
 
-def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_that_decompresses_without_end_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftd.transport.wire.plans.MAX_UNPACKED_BYTES", 1000)
     body = zlib.compress(b"\x00" * 100_000)
     envelope = {"node": "n", "incarnation": 1, "type": "Resume", "body": body, "cause": "c"}
@@ -692,7 +692,7 @@ def test_a_resume_that_unfolds_without_end_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("number", [-1, 7])
-def test_a_plan_that_names_no_device_of_its_own_is_refused(number: int) -> None:
+def test_a_plan_that_names_an_unlisted_device_is_rejected(number: int) -> None:
     stage = StagePlacement(first_layer=0, end_layer=1, devices=(Device(node="a", index=0),))
     pipeline = PipelinePlacement(stages=(stage,), first_microbatch=0, microbatches=1, estimated_s=1.0)
     plan = Plan(pipelines=(pipeline,), transfers=(), method="best", reason="so.", estimated_iteration_s=1.0)
@@ -721,11 +721,11 @@ def test_a_reader_ignores_fields_of_a_newer_writer() -> None:
         HistoryRequest(request="r", reply="c", what="steps", after=3, limit=10, newest=True),
     ],
 )
-def test_requests_come_back_as_they_were(message: Any) -> None:
+def test_requests_are_decoded_as_they_were(message: Any) -> None:
     assert decode_json(encode_json(message), AnyRequest) == message
 
 
-def test_other_public_messages_come_back_as_they_were() -> None:
+def test_other_public_messages_are_decoded_as_they_were() -> None:
     chaos = ChaosRequest(request="r", reply="c", do="stop", target="trainer", device=1, for_s=0.5)
     assert decode_json(encode_json(chaos), ChaosRequest) == chaos
     answer = Answer(request="r", accepted=True, detail="d", data={"x": [1]})
@@ -763,7 +763,7 @@ def test_malformed_requests_name_what_is_wrong(payload: bytes, says: str) -> Non
         decode_json(payload, AnyRequest)
 
 
-def test_an_event_says_how_many_were_held_back() -> None:
+def test_an_event_says_how_many_were_suppressed() -> None:
     effect = EmitEvent(cause="c-1", name="MessageIgnored", reason="r", node="n", details={"why": "w"})
     message = event_message(effect, monotonic=1.0, suppressed=3)
     assert message.details == {"why": "w", "suppressed": 3}
@@ -777,9 +777,9 @@ def test_a_loss_that_is_not_a_number_is_null_in_json() -> None:
     assert msgspec.json.decode(encode_json(event_message(effect, monotonic=0.0)))["details"]["loss"] is None
 
 
-def test_topics() -> None:
+def test_topics_are_built_and_parsed() -> None:
     topics = Topics(cluster="lab")
-    assert topics.node_signal() == "ftd/v1/lab/node/+/signal"
+    assert topics.node_signal() == "ftd/v2/lab/node/+/signal"
     for topic in (
         topics.node_state("n"),
         topics.node_signal("n"),
@@ -792,7 +792,7 @@ def test_topics() -> None:
         topics.command,
         topics.request,
         topics.cluster_state,
-        "ftd/v1/other/node/n/state",
+        "ftd/v2/other/node/n/state",
         "x",
     ):
         assert topics.node_of(topic) is None

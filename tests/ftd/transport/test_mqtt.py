@@ -1,4 +1,4 @@
-"""The MQTT session against both brokers: order, wills, retained state, outages, goodbyes."""
+"""The MQTT session with both brokers: order, wills, retained state, outages, disconnecting."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 
 
 class Listener:
-    """A session that keeps what it hears, and runs for as long as the block around it."""
+    """A session that records what it receives, and runs during a ``with`` block."""
 
     def __init__(self, address: BrokerAddress, name: str, *topics: str, will: Will | None = None) -> None:
         self.heard: asyncio.Queue[tuple[str, bytes, bool]] = asyncio.Queue()
@@ -89,7 +89,7 @@ def test_messages_arrive_once_and_in_order(broker: RunningBroker) -> None:
     uvloop.run(scene())
 
 
-def test_retained_state_is_there_for_whoever_comes_later(broker: RunningBroker) -> None:
+def test_retained_state_is_delivered_to_later_subscribers(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "b") as b:
             b.session.publish("s/one", b"1", retain=True)
@@ -121,10 +121,12 @@ def test_a_broken_connection_sends_the_will_and_a_goodbye_does_not(broker: Runni
     uvloop.run(scene())
 
 
-def test_a_goodbye_lasts_until_the_broker_has_read_it(
+def test_disconnecting_waits_until_the_broker_has_read_it(
     mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it would still send to a closed socket breaks the connection for it: it would tell the will."""
+    """What the broker would still send to a closed socket breaks the connection, and the will would be
+    published.
+    """
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
 
     async def scene() -> None:
@@ -148,7 +150,7 @@ def test_a_goodbye_lasts_until_the_broker_has_read_it(
     uvloop.run(scene())
 
 
-def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_disconnecting_a_session_neither_closes_nor_sends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", PATIENCE_S)
     message = b"\x32\x06\x00\x01t\x00\x01x"
 
@@ -186,11 +188,12 @@ def test_behind_its_goodbye_a_session_neither_closes_nor_speaks(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_broker_that_reads_no_goodbye_keeps_nobody(
+def test_a_broker_that_reads_nothing_blocks_no_session(
     closes: bool, mosquitto: RunningBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind more than the kernel takes: the session ends all the same, and does not begin again. Not when
-    aiomqtt has another word for that end, either: it has, where the socket does not close."""
+    """More data than the kernel takes wait before it: the session ends all the same, and does not reconnect.
+    aiomqtt raises another error for that end if the socket does not close.
+    """
     monkeypatch.setattr("ftd.transport.mqtt.session.LEAVE_S", 0.1)
     if not closes:
         monkeypatch.setattr("ftd.transport.mqtt.fast_path.Shortcut.cut", lambda shortcut: None)
@@ -224,7 +227,7 @@ def test_an_interrupted_session_stays_away_for_as_long_as_asked(broker: RunningB
     asyncio.run(scene())
 
 
-def test_after_a_restart_of_the_broker_the_subscriptions_are_back(broker: RunningBroker) -> None:
+def test_subscriptions_are_restored_after_a_restart_of_the_broker(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with (
             Listener(broker.address, "a", "t/#") as a,
@@ -243,7 +246,8 @@ def test_after_a_restart_of_the_broker_the_subscriptions_are_back(broker: Runnin
             got: list[tuple[str, bytes, bool]] = []
             while not got or got[-1][0] != "t/now":
                 got.append(await a.next())
-            # Whether a is back before b's kept messages go out is the broker's luck; never in another order.
+            # Whether a is back before b's queued messages are sent is up to the broker; the order never
+            # changes.
             kept = [payload for topic, payload, _ in got if topic == "t/kept"]
             assert kept in ([b"1", b"2"], [b"2"], [])
             assert "t/dropped" not in [topic for topic, _, _ in got]
@@ -251,7 +255,7 @@ def test_after_a_restart_of_the_broker_the_subscriptions_are_back(broker: Runnin
     asyncio.run(scene())
 
 
-def test_kept_messages_reach_a_listener_that_never_left(broker: RunningBroker) -> None:
+def test_queued_messages_reach_a_listener_that_stayed_connected(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
             b.session.interrupt(0.2)
@@ -265,7 +269,7 @@ def test_kept_messages_reach_a_listener_that_never_left(broker: RunningBroker) -
     asyncio.run(scene())
 
 
-def test_what_was_under_way_when_the_connection_broke_comes_in_order(broker: RunningBroker) -> None:
+def test_messages_in_flight_when_the_connection_broke_arrive_in_order(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
             for index in range(300):
@@ -276,13 +280,13 @@ def test_what_was_under_way_when_the_connection_broke_comes_in_order(broker: Run
             while 299 not in got or not await a.silent():
                 got.append(int((await a.next())[1]))
             assert sorted(set(got)) == list(range(300))
-            # Twice is allowed, once for all that was not acknowledged.
+            # QoS 1 allows each unacknowledged message twice.
             assert sum(later <= earlier for earlier, later in pairwise(got)) <= 1
 
     asyncio.run(scene())
 
 
-def test_nothing_is_handed_on_before_the_session_is_up(broker: RunningBroker) -> None:
+def test_nothing_is_delivered_before_the_session_is_up(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "b") as b:
             for index in range(20):
@@ -328,15 +332,15 @@ def test_a_callback_that_raises_does_not_cost_the_connection(broker: RunningBrok
 def test_small_packets_are_not_delayed(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a") as a:
-            assert a.session._shortcut is not None
-            connection: Any = a.session._shortcut.inner
+            assert a.session._fast_path is not None
+            connection: Any = a.session._fast_path.inner
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     asyncio.run(scene())
 
 
-def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBroker) -> None:
-    """Small and large messages in one go; nothing waits for the next packet to come."""
+def test_data_that_was_read_ahead_is_delivered_without_further_packets(broker: RunningBroker) -> None:
+    """Small and large messages at once; none waits for the next packet."""
 
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a, Listener(broker.address, "b") as b:
@@ -348,7 +352,7 @@ def test_what_is_read_ahead_is_handed_on_without_another_word(broker: RunningBro
     uvloop.run(scene())
 
 
-def test_what_is_not_acknowledged_comes_all_the_same(broker: RunningBroker) -> None:
+def test_unacknowledged_topics_are_delivered(broker: RunningBroker) -> None:
     async def scene() -> None:
         heard: list[bytes] = []
         session = MqttSession(
@@ -371,8 +375,8 @@ def test_what_is_not_acknowledged_comes_all_the_same(broker: RunningBroker) -> N
     asyncio.run(scene())
 
 
-def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
-    """A thousand heartbeats a second would have the collector look through everything again and again."""
+def test_received_messages_leave_no_garbage(mosquitto: RunningBroker) -> None:
+    """A thousand heartbeats a second would otherwise make the garbage collector run continuously."""
 
     async def scene() -> None:
         async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
@@ -390,8 +394,8 @@ def test_messages_that_come_leave_no_garbage(mosquitto: RunningBroker) -> None:
     asyncio.run(scene())
 
 
-def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a version of it keep its socket elsewhere, nobody is deaf without a word."""
+def test_an_incompatible_paho_is_reported(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a version keeps its socket elsewhere, the session must not silently receive nothing."""
     pinned = (Path(__file__).parents[3] / "constraints.txt").read_text().splitlines()
     made_for = next(line for line in pinned if line.startswith("paho-mqtt=="))
     sockets = paho.mqtt.client.Client.socket
@@ -412,8 +416,8 @@ def test_another_paho_is_said(broker: RunningBroker, monkeypatch: pytest.MonkeyP
     asyncio.run(scene())
 
 
-def test_messages_go_past_paho(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one does not, it takes many times as long, and nothing else tells."""
+def test_messages_bypass_paho(broker: RunningBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise each takes many times as long, and no other test would show it."""
     for way in ("publish", "_handle_publish", "_handle_pubackcomp"):
         monkeypatch.setattr(paho.mqtt.client.Client, way, lambda *_, **__: pytest.fail("through paho"))
 
@@ -429,7 +433,7 @@ def test_messages_go_past_paho(broker: RunningBroker, monkeypatch: pytest.Monkey
     asyncio.run(scene())
 
 
-def test_what_no_broker_takes_costs_itself_alone(broker: RunningBroker) -> None:
+def test_an_invalid_message_affects_no_other(broker: RunningBroker) -> None:
     async def scene() -> None:
         async with Listener(broker.address, "a", "t/#") as a:
             for topic in ("", "t/+", "t/#", "t/\0", "t" * 70_000):
@@ -455,8 +459,8 @@ def test_more_than_may_wait_for_acknowledgements_is_sent_in_order(broker: Runnin
     asyncio.run(scene())
 
 
-def test_a_broker_that_does_not_read_is_waited_for(mosquitto: RunningBroker) -> None:
-    """More than the kernel takes: it comes when the broker reads again, and the session lives on."""
+def test_a_session_waits_for_a_broker_that_does_not_read(mosquitto: RunningBroker) -> None:
+    """More data than the kernel takes arrive when the broker reads again, and the session continues."""
 
     async def scene() -> None:
         async with Listener(mosquitto.address, "a", "t") as a, Listener(mosquitto.address, "b") as b:
@@ -474,7 +478,7 @@ def test_a_broker_that_does_not_read_is_waited_for(mosquitto: RunningBroker) -> 
     uvloop.run(scene())
 
 
-def test_nobody_there_is_a_clear_error() -> None:
+def test_a_missing_broker_is_a_clear_error() -> None:
     async def scene() -> None:
         address = BrokerAddress(host="127.0.0.1", port=free_port())
         session = MqttSession(address, client_id="a", on_message=lambda *_: None)
@@ -488,8 +492,8 @@ def test_nobody_there_is_a_clear_error() -> None:
     asyncio.run(scene())
 
 
-def test_a_certificate_that_is_away_for_a_moment_does_not_end_a_session(tmp_path: Path) -> None:
-    """It is read anew for each connection, and may be half of a renewed pair just then."""
+def test_a_briefly_missing_certificate_does_not_end_a_session(tmp_path: Path) -> None:
+    """The certificate is read for each connection, and may be half of a pair that is being renewed."""
     authority = tmp_path / "ca.pem"
 
     async def body() -> None:
@@ -506,7 +510,7 @@ def test_a_certificate_that_is_away_for_a_moment_does_not_end_a_session(tmp_path
     asyncio.run(body())
 
 
-def test_something_that_is_no_broker_is_survived() -> None:
+def test_a_server_that_is_no_broker_is_an_error_and_retried() -> None:
     async def scene() -> None:
         async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 10)
@@ -571,7 +575,7 @@ def test_embedded_declares_a_frozen_client_dead(start_broker: Callable[[str], Ru
 
     async def scene() -> None:
         async with Listener(broker.address, "watcher", "w/#") as watcher:
-            # A CONNECT packet by hand, keep-alive 1 s, will "w/x" = "frozen"; then silence.
+            # A CONNECT packet by hand: keep-alive 1 s, will "w/x" = "frozen"; nothing follows.
             variable = b"\x00\x04MQTT\x04" + bytes([0b00000110]) + (1).to_bytes(2, "big")
             parts = [b"x", b"w/x", b"frozen"]
             body = variable + b"".join(len(part).to_bytes(2, "big") + part for part in parts)
@@ -599,7 +603,7 @@ def test_embedded_loses_nothing_while_others_subscribe(start_broker: Callable[[s
     asyncio.run(scene())
 
 
-def test_a_port_in_use_is_said(start_broker: Callable[[str], RunningBroker]) -> None:
+def test_a_port_in_use_is_reported(start_broker: Callable[[str], RunningBroker]) -> None:
     broker = start_broker("embedded")
     done = subprocess.run(
         embedded_command(Path("/nonexistent/ready"), broker.port),

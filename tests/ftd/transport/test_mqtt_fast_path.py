@@ -1,4 +1,4 @@
-"""What stands in for paho's socket: every packet comes out once, whole, and in its turn."""
+"""The replacement for paho's socket: every packet is delivered once, complete and in order."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from ftd.transport.mqtt.fast_path import MAX_READ_BYTES, READ_BYTES, WRITE_RETRY_S, FastPathSocket
 
 
-class Pieces:
-    """A socket that has these pieces, one for each time that it is read; then nothing yet."""
+class ChunkSocket:
+    """A socket with these chunks, one for each read; afterwards it has no data yet."""
 
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = list(pieces)
@@ -41,7 +41,7 @@ class Pieces:
 
 
 def sized(first: int, rest: bytes) -> bytes:
-    """A packet (2.2)."""
+    """Return a packet with its length (2.2)."""
     size, digits = len(rest), bytearray()
     while True:
         size, digit = divmod(size, 128)
@@ -58,9 +58,11 @@ def publish(topic: bytes, payload: bytes, number: int = 0, *, retained: bool = F
 
 @dataclass
 class Reader:
-    """Reads as paho and aiomqtt do: a byte, a length byte by byte, the rest; while something is pending."""
+    """Reads as paho and aiomqtt do: one byte, the length byte by byte, the rest; as long as something is
+    pending.
+    """
 
-    pieces: Pieces
+    pieces: ChunkSocket
     seen: list[object] = field(default_factory=list)
     packet: bytearray = field(default_factory=bytearray)
     ended: bool = False
@@ -71,7 +73,7 @@ class Reader:
         )
 
     def turn(self) -> None:
-        """What the event loop calls when there is something to read."""
+        """Do what the event loop calls when there is something to read."""
         self.read_packet()
         while self.shortcut.pending() and not self.ended:
             self.read_packet()
@@ -134,16 +136,16 @@ def cut(stream: bytes, sizes: list[int]) -> list[bytes]:
     sizes=st.lists(st.integers(1, 400), max_size=40),
 )
 @settings(max_examples=100, deadline=None)
-def test_every_packet_comes_out_whole_and_in_its_turn(packets: list[Any], sizes: list[int]) -> None:
-    pieces = Pieces(*cut(b"".join(map(on_the_wire, packets)), sizes))
+def test_every_packet_is_delivered_complete_and_in_order(packets: list[Any], sizes: list[int]) -> None:
+    pieces = ChunkSocket(*cut(b"".join(map(on_the_wire, packets)), sizes))
     seen = Reader(pieces).read_all()
     assert seen == [packet[:3] if isinstance(packet, tuple) else packet for packet in packets]
     due = [packet[3] for packet in packets if isinstance(packet, tuple) and packet[3]]
     assert pieces.sent == b"".join(sized(0x40, number.to_bytes(2, "big")) for number in due)
 
 
-class Narrow(Pieces):
-    """Takes so many bytes at once; 0: is full."""
+class NarrowSocket(ChunkSocket):
+    """Takes this many bytes at once; 0: it is full."""
 
     def __init__(self, takes: list[int]) -> None:
         super().__init__()
@@ -161,9 +163,9 @@ class Narrow(Pieces):
     takes=st.lists(st.sampled_from((0, 0, 1, 2, 7, 150)), max_size=12),
 )
 @settings(max_examples=60, deadline=None)
-def test_what_is_sent_leaves_between_pahos_packets(packets: list[Any], takes: list[int]) -> None:
-    """Each whole, ours in their order and paho's in theirs, however little the socket takes at once."""
-    sock = Narrow(takes)
+def test_messages_are_sent_between_pahos_packets(packets: list[Any], takes: list[int]) -> None:
+    """Each is complete, ours in their order and paho's in theirs, however little the socket takes at once."""
+    sock = NarrowSocket(takes)
     pahos = [packet for packet in packets if isinstance(packet, bytes)]
 
     async def scene() -> None:
@@ -180,7 +182,7 @@ def test_what_is_sent_leaves_between_pahos_packets(packets: list[Any], takes: li
 
         for packet in packets:
             if isinstance(packet, bytes):
-                left += packet  # paho offers one packet at a time; a run of them is as good.
+                left += packet  # paho offers one packet at a time; several in a row are equivalent.
                 offer()
             else:
                 shortcut.publish(*packet[:2], retain=packet[2], number=packet[3])
@@ -189,7 +191,7 @@ def test_what_is_sent_leaves_between_pahos_packets(packets: list[Any], takes: li
             await asyncio.sleep(WRITE_RETRY_S)
 
     asyncio.run(scene())
-    reader = Reader(Pieces(sock.sent))
+    reader = Reader(ChunkSocket(sock.sent))
     numbers = []
     reader.shortcut._write = lambda packet: numbers.append(int.from_bytes(packet[2:]))  # type: ignore
     seen = reader.read_all()
@@ -215,14 +217,14 @@ def test_what_is_sent_leaves_between_pahos_packets(packets: list[Any], takes: li
         b"\x30\xff\xff\xff\xff",
     ],
 )
-def test_what_is_malformed_is_pahos_to_judge(malformed: bytes) -> None:
-    assert Reader(Pieces(malformed)).read_all() == [malformed]
+def test_malformed_packets_are_passed_to_paho(malformed: bytes) -> None:
+    assert Reader(ChunkSocket(malformed)).read_all() == [malformed]
 
 
-def test_one_piece_is_read_in_a_turn() -> None:
-    """Or nothing else would get one while more comes."""
+def test_one_chunk_is_read_in_each_iteration_of_the_loop() -> None:
+    """Otherwise nothing else would run while data keep coming."""
     small = publish(b"t", b"x")
-    pieces = Pieces(small * 3, small * 2, small)
+    pieces = ChunkSocket(small * 3, small * 2, small)
     reader = Reader(pieces)
     reader.turn()
     assert (len(reader.seen), pieces.reads) == (3, [READ_BYTES])
@@ -230,17 +232,17 @@ def test_one_piece_is_read_in_a_turn() -> None:
     assert (len(reader.seen), pieces.reads) == (5, [READ_BYTES] * 2)
 
 
-def test_a_large_message_is_read_in_large_pieces_and_copied_once() -> None:
+def test_a_large_message_is_read_in_large_chunks_and_copied_once() -> None:
     payload = bytes(3 * MAX_READ_BYTES)
-    pieces = Pieces(publish(b"t", payload) + publish(b"u", b"next"))
+    pieces = ChunkSocket(publish(b"t", payload) + publish(b"u", b"next"))
     reader = Reader(pieces)
     assert reader.read_all() == [("t", payload, False), ("u", b"next", False)]
     assert pieces.reads[:2] == [READ_BYTES, MAX_READ_BYTES]
     assert len(pieces.reads) < 8
 
 
-def test_what_tls_has_decrypted_is_asked_for() -> None:
-    pieces = Pieces(publish(b"t", b"1"), publish(b"t", b"2"))
+def test_data_that_tls_has_decrypted_are_pending() -> None:
+    pieces = ChunkSocket(publish(b"t", b"1"), publish(b"t", b"2"))
     hidden = [5, 0]
     pieces.pending = lambda: hidden.pop(0)  # type: ignore[attr-defined]
     reader = Reader(pieces)
@@ -248,14 +250,14 @@ def test_what_tls_has_decrypted_is_asked_for() -> None:
     assert len(reader.seen) == 2
 
 
-def test_the_end_and_errors_come_behind_what_was_said() -> None:
-    reader = Reader(Pieces(publish(b"t", b"last") + b"\xd0\x00" + b"\x30\x09half", b""))
+def test_the_end_and_errors_come_after_the_data() -> None:
+    reader = Reader(ChunkSocket(publish(b"t", b"last") + b"\xd0\x00" + b"\x30\x09half", b""))
     for _ in range(2):
         reader.turn()
     assert reader.seen == [("t", b"last", False), b"\xd0\x00"]
     assert reader.ended
 
-    class Broken(Pieces):
+    class Broken(ChunkSocket):
         def recv(self, buffer_size: int) -> bytes:
             raise ConnectionResetError("reset")
 
@@ -264,16 +266,16 @@ def test_the_end_and_errors_come_behind_what_was_said() -> None:
         broken.turn()
 
 
-def test_any_word_of_the_brokers_answers_a_ping() -> None:
+def test_any_data_from_the_broker_answer_a_ping() -> None:
     ping, answer, message = b"\xc0\x00", b"\xd0\x00", publish(b"t", b"x")
-    pieces = Pieces(message, message + answer + message, answer)
+    pieces = ChunkSocket(message, message + answer + message, answer)
     reader = Reader(pieces)
     assert reader.shortcut.send(ping) == 2
     reader.turn()
     assert reader.seen == [answer, ("t", b"x", False)]
-    reader.turn()  # Its own answer is not given a second time.
+    reader.turn()  # The real answer is not given twice.
     assert reader.seen[2:] == [("t", b"x", False)] * 2
-    reader.turn()  # This one nobody asked for: paho's to judge.
+    reader.turn()  # This one was not requested: paho must judge it.
     assert reader.seen[4:] == [answer]
     pieces.pieces = [answer]
     reader.shortcut.send(ping)
@@ -281,8 +283,8 @@ def test_any_word_of_the_brokers_answers_a_ping() -> None:
     assert reader.seen[5:] == [answer]
 
 
-def test_a_broken_connection_is_told_by_who_reads() -> None:
-    class Broken(Pieces):
+def test_a_broken_connection_is_reported_by_reading() -> None:
+    class Broken(ChunkSocket):
         def send(self, buffer: bytes | bytearray) -> int:
             raise BrokenPipeError
 
@@ -294,7 +296,7 @@ def test_a_broken_connection_is_told_by_who_reads() -> None:
 
 @pytest.mark.parametrize("topic", ["", "a/+", "a/#", "a\0", "a" * 65_536])
 def test_what_mqtt_does_not_allow_is_an_error(topic: str) -> None:
-    pieces = Pieces()
+    pieces = ChunkSocket()
     with pytest.raises(ValueError, match="there is no topic"):
         FastPathSocket(pieces, lambda *_: None, lambda _: None).publish(topic, b"", retain=False, number=0)
     assert not pieces.sent

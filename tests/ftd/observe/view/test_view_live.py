@@ -155,7 +155,7 @@ def test_the_loss_of_the_last_standby_is_shown(state: Json, event: Make) -> None
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_ineligible_coordinator_is_shown_with_the_reason(state: Json, width: int) -> None:
     picture = LiveFrame(120)
-    why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same on this host"
+    why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same version on this host"
     others = {
         "leader": "a-host-with-a-name",
         "standbys": ["another-host"],
