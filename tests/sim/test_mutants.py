@@ -366,7 +366,7 @@ def test_a_coordinator_that_leads_from_an_older_journal_is_found(
     def bar(self: Journal, position: tuple[int, int], schema: int, protocol: int, version: str) -> None:
         self._foreign = position, (schema, protocol, version)
 
-    monkeypatch.setattr(Journal, "bar", bar)
+    monkeypatch.setattr(Journal, "remember_foreign_journal", bar)
     found("a journal that it cannot read", range(10), lost)
 
 
@@ -377,7 +377,7 @@ def test_a_standby_that_uses_the_leader_s_clock_is_found(
         self: Journal,
         state: bytes,
         position: tuple[int, int],
-        theirs_s: float,
+        writer_offset_s: float,
         real: Callable[..., None] = Journal.save_copy,
     ) -> None:
         real(self, state, position, self._offset_s())

@@ -116,7 +116,7 @@ def test_the_newest_usable_one_is_found_and_skipped_ones_are_reported(store: Che
     none = find(finding(replace(job, name="bert")), at=1.0)
     assert none.checkpoint is None and "has no checkpoint of job 'bert'" in none.reason
     nowhere = find(finding(job_at(root / "nowhere")), at=1.0)
-    assert nowhere.checkpoint is None and "not there" in nowhere.reason
+    assert nowhere.checkpoint is None and "does not exist" in nowhere.reason
 
 
 def test_a_job_begins_from_an_existing_checkpoint_or_is_rejected(
