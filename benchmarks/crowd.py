@@ -307,7 +307,7 @@ class Crowd:
         resumed = Resumed(generation=command.generation, bytes_moved=0, rendezvous_s=0.1, state_s=0.1)
         self.resumed_at[command.generation] = time.monotonic()
         if node.name not in found[1]:
-            self.say(node, reason="idle: the plan has no place for it")
+            self.say(node, reason="idle: the plan has no rank for it")
             return
         self.say(node, resumed, reason=f"resuming at step {command.step}")
         self.group.waited.discard(node.name)

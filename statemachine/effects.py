@@ -1,7 +1,7 @@
 """Effects: imperatives that come out of a machine's ``step``, to be carried out in order.
 
-A driver interprets them: asyncio in production (``ftd``), the virtual world in the simulator. The order
-is part of the protocol: a ``PersistState`` that precedes a command must be durable before it.
+A driver carries them out: asyncio in production (``ftd``), virtual time in the simulator. The order is part
+of the protocol: a ``PersistState`` that precedes a command must be durable before the command is sent.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer(Effect):
-    """Deliver ``TimerFired(name)`` after ``delay_s``; a pending timer of that name is replaced."""
+    """Deliver ``TimerFired(name)`` after ``delay_s``; this replaces a pending timer of that name."""
 
     name: str
     delay_s: float
@@ -47,7 +47,9 @@ class CancelTimer(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmitEvent(Effect):
-    """Tell the world (MQTT event stream, log). ``name`` is a past-tense fact: ``NodeLost``."""
+    """Publish an event on the MQTT event stream and log it. ``name`` is a past-tense fact, such as
+    ``NodeLost``.
+    """
 
     name: str
     reason: str
@@ -55,15 +57,15 @@ class EmitEvent(Effect):
     generation: int | None = None
     step: int | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """JSON-compatible."""
+    """JSON-compatible details of the event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordSteps(Effect):
-    """Put steps that another coordinator reported, and that nodes remember, into the coordinator's history."""
+    """Add steps that another coordinator reported, and that nodes remember, to the coordinator's history."""
 
     steps: tuple[EmitEvent, ...]
-    """``StepCommitted`` and ``Evaluated``, in order of their steps; they are not published again."""
+    """``StepCommitted`` and ``Evaluated`` in the order of their steps; they are not published again."""
 
 
 # --- the cluster machine -----------------------------------------------------------------------
@@ -82,13 +84,13 @@ class SendCommand(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastCommand(Effect):
-    """The same command to several nodes, as one message: all of them are sent it, or none is.
+    """Send the same command to several nodes as one message: either all of them are sent it, or none is.
 
-    Between it and what ``SendCommand`` says to one of them there is no order on the way.
+    The broker does not order it relative to what ``SendCommand`` sends to one of them.
     """
 
     receivers: Mapping[str, int]
-    """Name → incarnation."""
+    """Name of each addressed node → its incarnation."""
     command: Command
 
     @property
@@ -103,83 +105,91 @@ class PersistState(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishCluster(Effect):
-    """Publish ``ClusterMachine.public_state()``, retained."""
+    """Publish ``ClusterMachine.public_state()`` as a retained message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveNode(Effect):
-    """Delete what the broker retains of a node that is gone."""
+    """Delete what the broker retains about a node that was removed."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildTemplates(Effect):
-    """Precompute templates and instantiations for up to ``max_nodes``: TemplatesReady / TemplatesFailed.
+    """Precompute templates and instantiations for up to ``max_nodes``; answered by TemplatesReady or
+    TemplatesFailed.
 
-    TemplatesReady may come while the rest, for less likely numbers of nodes than ``present``, is still made.
+    TemplatesReady may come while the rest, for numbers of nodes that are less likely than ``present``, is
+    still computed.
     """
 
     profiled: ProfiledJob
     max_nodes: int
     present: int
-    """Nodes that are here: the likeliest number to plan for."""
+    """Number of nodes that are present, which is the likeliest number to plan for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelTemplates(Effect):
-    """The job is over: nobody needs what ``BuildTemplates`` has yet to precompute for it."""
+    """Stop precomputing for ``BuildTemplates``, because the job is over."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputePlan(Effect):
-    """Plan for ``generation``: answered by PlanReady or PlanImpossible of the same generation."""
+    """Compute a plan for ``generation``; answered by PlanReady or PlanImpossible of the same generation."""
 
     generation: int
     situation: Situation
     protection: ProtectionRequest | None = None
-    """Of its snapshots; PlanReady says what they get."""
+    """Requested protection of its snapshots; PlanReady has the one that was chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanAhead(Effect):
-    """Nodes were lost, and the others are asked what they hold: plan for what they will likely say, so that
-    ComputePlan is answered at once. Nothing is answered to this."""
+    """Compute a plan in advance, while the nodes that are left report what they hold after a loss.
+
+    The plan is for what they will likely report, so that ComputePlan can be answered at once. This effect
+    has no answer.
+    """
 
     devices: Mapping[str, int]
     """Nodes that are left, each with its number of devices."""
     previous: Plan
-    """By which they will say that they hold their layers."""
+    """The plan that determines which layers they will likely report."""
     speeds: dict[str, float]
     horizon_s: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparePlan(Effect):
-    """What would a new plan save? ``generation`` trains on meanwhile; answered by PlanCompared."""
+    """Compute what a new plan would save while ``generation`` continues to train; answered by PlanCompared."""
 
     generation: int
     situation: Situation
-    """With the plan under way as ``previous``."""
+    """Situation with the current plan as ``previous``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRestore(Effect):
-    """Can this snapshot be put together from these nodes' shards? Answered by RestoreChecked."""
+    """Check whether this snapshot can be restored from these nodes' shards; answered by RestoreChecked."""
 
     generation: int
     record: Snapshot
     present: tuple[str, ...]
-    """Nodes that are here and hold their part."""
+    """Nodes that are present and hold their part."""
     copied: tuple[str, ...] = ()
-    """Nodes of whose part a buddy that is here holds a copy."""
+    """Nodes whose part a present replica peer holds as a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCheckpoint(Effect):
-    """All layers are on the disk: write the manifest, then prune. CheckpointCommitted or CheckpointCommitFailed."""
+    """Write the manifest of a checkpoint whose layers are all on the disk, then remove old checkpoints.
+
+    Answered by CheckpointCommitted or CheckpointCommitFailed.
+    """
 
     job: Job
     attempt: str
@@ -190,7 +200,7 @@ class CommitCheckpoint(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbandonCheckpoint(Effect):
-    """Remove what was written of an attempt that was given up, unless it was committed after all."""
+    """Remove what was written for an abandoned attempt, unless it was committed in the meantime."""
 
     job: Job
     attempt: str
@@ -199,27 +209,27 @@ class AbandonCheckpoint(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportCheckpoint(Effect):
-    """Export a complete checkpoint for ``from_pretrained``. CheckpointExported or CheckpointExportFailed."""
+    """Export a complete checkpoint for ``from_pretrained``; answered by ExportCompleted or ExportFailed."""
 
     job: Job
     step: int
     limit_s: float
-    """Give up after this long."""
+    """Abandon the export after this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindCheckpoint(Effect):
-    """The newest complete checkpoint of this job: CheckpointFound."""
+    """Find the newest complete checkpoint of this job; answered by CheckpointFound."""
 
     generation: int
     job: Job
     corrupt_steps: tuple[int, ...]
-    """Steps whose checkpoints turned out to be damaged."""
+    """Steps whose checkpoints turned out to be corrupt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerRequest(Effect):
-    """Answer a client's request (submit, stop, drain)."""
+    """Answer a client's request (submit, stop, drain, snapshot)."""
 
     request: str
     accepted: bool
@@ -231,7 +241,7 @@ class AnswerRequest(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSignal(Effect):
-    """Send to the coordinator. Dropped while the broker is away: Hello says the state again."""
+    """Send a signal to the coordinator. It is dropped while the broker is away: Hello reports the state again."""
 
     signal: Signal
 
@@ -248,7 +258,7 @@ class PublishNode(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTrainer(Effect):
-    """Fork a trainer for ``device``: later TrainerConnected, or TrainerFailed."""
+    """Fork a trainer for ``device``; TrainerConnected or TrainerFailed follows later."""
 
     device: int
 
@@ -257,7 +267,7 @@ class StartTrainer(Effect):
 class KillTrainer(Effect):
     """End the trainer's whole process group: SIGTERM, and SIGKILL after ``grace_s`` (0: SIGKILL at once).
 
-    No TrainerFailed follows for a process ended this way.
+    No TrainerFailed follows for a process that was ended this way.
     """
 
     device: int
@@ -281,9 +291,9 @@ class InstructTrainer(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeTrainer(Effect):
-    """Hand this ``Resume`` to the trainer of ``device``; with a ``restore``, once its layers are staged.
+    """Send this ``Resume`` to the trainer of ``device``; with a ``restore``, after its layers are staged.
 
-    Instead of it: StagingFailed, where they cannot be put together.
+    StagingFailed follows instead if they cannot be reconstructed.
     """
 
     device: int
@@ -292,22 +302,25 @@ class ResumeTrainer(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistLayers(Effect):
-    """Write these layers as files of a checkpoint, in the background: PersistEnded."""
+    """Write these layers as files of a checkpoint, in the background; answered by PersistEnded."""
 
     order: Persist
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopPersisting(Effect):
-    """End what ``PersistLayers`` began, if it is still at it; nobody waits for its answer."""
+    """Stop what ``PersistLayers`` began, if it is still under way; no answer is needed."""
 
     attempt: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendSnapshotCopy(Effect):
-    """Send this node's part of a snapshot to its buddy: SnapshotCopyCommitted or SnapshotCopyFailed. The
-    last one counts."""
+    """Send this node's part of a snapshot to its replica peer; answered by SnapshotCopyCommitted or
+    SnapshotCopyFailed.
+
+    A newer order replaces one that is under way.
+    """
 
     job_id: str
     step: int
@@ -317,22 +330,25 @@ class SendSnapshotCopy(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainSnapshotCopies(Effect):
-    """The snapshot of ``order.step`` is complete everywhere: copies of older ones may be written over, and what is
-    here of it is verified and repaired from now on."""
+    """Retain the snapshot of ``order.step``, which is complete everywhere.
+
+    Copies of older snapshots may be overwritten, and what this node holds of this one is verified and
+    repaired from now on.
+    """
 
     order: RetainSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoveSnapshots(Effect):
-    """The job is over for good: free what the node's memory holds of it."""
+    """Free what the node's memory holds of the job's snapshots, since the job is over."""
 
     job_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenewIncarnation(Effect):
-    """Fenced: reconnect to the broker as a new incarnation and feed ``AgentStarted`` again."""
+    """Reconnect to the broker as a new incarnation after a fence, and feed ``AgentStarted`` again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
-"""Events: past-tense facts that go into a machine's ``step``; here those of both, and of the cluster machine.
+"""Events: past-tense facts that go into a machine's ``step``. These are the events of both machines and of the
+cluster machine.
 
-Each carries ``at`` (seconds, one monotonic clock) and ``cause``, the id that its effects get.
+Each carries ``at`` (seconds on one monotonic clock) and ``cause``, the id that its effects inherit.
 """
 
 from dataclasses import dataclass
@@ -22,19 +23,19 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimerFired(Event):
-    """The timer ``name`` that ``SetTimer`` asked for is due (never after ``CancelTimer``)."""
+    """The timer ``name`` that ``SetTimer`` set is due (never after ``CancelTimer``)."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerConnected(Event):
-    """The MQTT session is up, first time or again; subscriptions are in place."""
+    """The MQTT session is open, for the first time or again, and the subscriptions are in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokerDisconnected(Event):
-    """The MQTT session broke. The other side may be fine: nobody is declared dead for this."""
+    """The MQTT session broke. The other side may be fine, so this declares nobody dead."""
 
 
 # --- the cluster machine -----------------------------------------------------------------------
@@ -42,7 +43,7 @@ class BrokerDisconnected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalArrived(Event):
-    """A node's message; may be a duplicate, late, or of an older incarnation."""
+    """A message of a node was received; it may be a duplicate, late, or of an older incarnation."""
 
     message: FromNode
 
@@ -62,9 +63,9 @@ class SubmitRequested(Event):
     """Id under which the driver answers the client."""
     job: Job
     profile: ModelProfile | None = None
-    """Of the job's layers, where the user has one; ``None``: a node measures them."""
+    """Profile of the job's layers, if the user supplied one; ``None``: a node measures them."""
     start_checkpoint: Checkpoint | None = None
-    """The newest one of a job of this name at its place: what this job goes on from."""
+    """The newest checkpoint of a job of this name at its checkpoint location, from which this job continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +91,12 @@ class DrainRequested(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotRequested(Event):
-    """A user wants a snapshot now, or another policy from now on."""
+    """A user requested a snapshot now, or another policy from now on."""
 
     request: str
     now: bool = False
     every_steps: int | Literal["auto"] | None = None
-    """0: none for now."""
+    """New interval in steps; 0: no snapshots for now."""
     protection: str | None = None
     """A scheme that the owners can have, or ``auto``."""
 
@@ -109,7 +110,7 @@ class TemplatesReady(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplatesFailed(Event):
-    """The job cannot run on any such cluster (user's error, names the remedy)."""
+    """The job cannot run on any such cluster; the reason names the user's error and the remedy."""
 
     job_id: str
     reason: str
@@ -120,14 +121,15 @@ class PlanReady(Event):
     generation: int
     plan: Plan
     protection: ProtectionChoice | None = None
-    """Of its snapshots; ``None``: as the job says."""
+    """Protection of its snapshots; ``None``: as the job says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanCompared(Event):
-    """Estimated time of a step under the plan of ``generation`` and under the best one, by the profile.
+    """The estimated times of a step under the plan of ``generation`` and under the best plan are known, by the
+    profile.
 
-    Both equal where there is no other plan.
+    Both are equal if there is no other plan.
     """
 
     generation: int
@@ -137,42 +139,44 @@ class PlanCompared(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanImpossible(Event):
-    """No plan now. ``too_few``: wait for nodes (PAUSED). Otherwise state is lost (FAILED)."""
+    """There is no plan now. ``too_few``: wait for nodes (PAUSED). Otherwise state is lost (FAILED)."""
 
     generation: int
     too_few: bool
     reason: str
     needed: int | None = None
-    """Nodes that a plan would take, where the planner knows."""
+    """Number of nodes that a plan would need, if the planner knows it."""
     lost_layers: tuple[int, ...] = ()
-    """Held complete by no usable device."""
+    """Layers that no usable device holds complete."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreChecked(Event):
-    """Answers ``CheckRestore``: can the snapshot be put together from those who hold parts of it?"""
+    """Answer to ``CheckRestore``: whether the snapshot can be restored from the nodes that hold parts of it."""
 
     generation: int
     possible: bool
     reason: str
     """For people: what is decoded, or what is missing."""
     tier: str = "memory"
-    """``memory``: every shard is there; ``decoded``: some are made from parity; ``buddy``: or copies."""
+    """``memory``: every shard is present; ``decoded``: some are reconstructed from parity; ``buddy``: some
+    come from copies.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitted(Event):
-    """``CommitCheckpoint``: it is complete and durable."""
+    """Answer to ``CommitCheckpoint``: the checkpoint is complete and durable."""
 
     attempt: str
     step: int
     pruned: tuple[int, ...]
-    """Steps of older ones that were removed."""
+    """Steps of older checkpoints that were removed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCommitFailed(Event):
-    """``CommitCheckpoint``: it cannot be; the ones before stay."""
+    """Answer to ``CommitCheckpoint``: the checkpoint could not be committed; earlier ones stay."""
 
     attempt: str
     step: int
@@ -181,19 +185,19 @@ class CheckpointCommitFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportCompleted(Event):
-    """``ExportCheckpoint``: the directory is complete."""
+    """Answer to ``ExportCheckpoint``: the directory is complete."""
 
     job_id: str
     step: int
     directory: str
     size_bytes: int
-    """All weights."""
+    """Size of all weights."""
     took_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportFailed(Event):
-    """``ExportCheckpoint``: it cannot be exported; nothing of it is left."""
+    """Answer to ``ExportCheckpoint``: the export failed and left nothing behind."""
 
     job_id: str
     step: int
@@ -202,7 +206,7 @@ class ExportFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFound(Event):
-    """Answers ``FindCheckpoint``."""
+    """Answer to ``FindCheckpoint``."""
 
     generation: int
     checkpoint: Checkpoint | None
@@ -210,4 +214,4 @@ class CheckpointFound(Event):
     reason: str
     """For people: why there is none."""
     unreadable: bool = False
-    """The place could not be read: there may be one."""
+    """Whether the checkpoint location could not be read, so that there may be one."""

@@ -1,17 +1,19 @@
 """Change the rules of recovery, rollback and election one place at a time, and report what no test notices.
 
-A *mutant* is the program with one small change: a clause dropped from an ``and`` or ``or``, a condition negated, ``<``
-exchanged with ``<=``, a statement that has an effect dropped, or a constant replaced. Each mutant runs the unit tests
-that execute the changed lines, until one of them fails. A mutant that survives them runs a fixed set of simulator
-seeds. Of the mutants that survive both, ``equivalent_mutants.toml`` names those that change no behaviour, each with the
-reason; all others are reported, and the exit status is 1.
+A *mutant* is the program with one small change: a clause dropped from an ``and`` or ``or``, a condition
+negated, ``<`` exchanged with ``<=``, a statement that has an effect dropped, or a constant replaced. Each
+mutant runs the unit tests that execute the changed lines, until one of them fails. A mutant that survives
+them runs a fixed set of simulator seeds. Of the mutants that survive both, ``equivalent_mutants.toml``
+names those that change no behaviour, each with the reason; all others are reported, and the exit status is
+1.
 
     python -m tools.mutants                          all modules
     python -m tools.mutants rollback --seeds 0       modules whose path contains "rollback", unit tests only
     python -m tools.mutants --list                   the mutants, without running them
 
-All mutants run in forks of one process that has imported and collected everything, so that one costs about a second.
-The changed function gets the code object of the mutant: a module that imported the function by name runs it, too.
+All mutants run in forks of one process that has imported and collected everything, so that one costs about
+a second. The changed function gets the code object of the mutant, so that a module that imported the
+function by name runs it too.
 """
 
 import argparse
@@ -52,9 +54,11 @@ UNIT_TESTS = ("tests/statemachine",)
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 SEEDS = 150
 UNIT_CPU_S = 60
-"""Processor time after which a mutant counts as killed by the unit tests: it runs in a circle."""
+"""Processor time after which a mutant counts as killed by the unit tests, since it loops without end, in
+seconds.
+"""
 SEEDS_CPU_S = 600
-"""The same for the simulator."""
+"""The same limit for the simulator."""
 
 _NEGATED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -64,7 +68,7 @@ _BORDER: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt
 }  # fmt: skip
 _WORDS = {"abort": "boundary", "boundary": "abort"}
-"""Words that decide something; other texts are for people."""
+"""Words that decide something; all other strings are for people."""
 _COMPOUND = (ast.If, ast.While, ast.For, ast.With, ast.Match, ast.Try)
 _NOT_CHANGED = (ast.arguments, ast.JoinedStr, ast.Assert, ast.Import, ast.ImportFrom, ast.MatchValue)
 
@@ -89,7 +93,7 @@ class Mutant:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The name of the mutant, which stays when lines move."""
+        """Return the key of the mutant, which stays when lines move."""
         return (self.function, self.change)
 
 
@@ -107,7 +111,7 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class _Finder:
-    """Every place of a module that can be changed."""
+    """Finder of every place of a module that can be changed."""
 
     found: list[tuple[Mutant, Callable[[], None]]] = field(default_factory=list)
     path: str
@@ -224,7 +228,7 @@ class _Finder:
 
 
 def _put_in(node: ast.AST, name: str, value: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
-    """Yield each child in this field, with the function that puts another one in its place."""
+    """Yield each child in this field, with the function that puts another node in its place."""
     if isinstance(value, list):
         for number, child in enumerate(value):
             yield child, functools.partial(value.__setitem__, number)
@@ -258,14 +262,14 @@ def _has_effect(node: ast.stmt) -> bool:
 
 
 def _without_each(node: ast.BoolOp) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each clause, with the condition that is left without it."""
+    """Yield each clause, with the condition that remains without it."""
     for number, clause in enumerate(node.values):
         left = node.values[:number] + node.values[number + 1 :]
         yield clause, left[0] if len(left) == 1 else ast.BoolOp(op=node.op, values=left)
 
 
 def _others(node: ast.expr) -> Iterator[ast.expr]:
-    """Yield what may stand in place of this expression."""
+    """Yield the expressions that may replace this one."""
     match node:
         case ast.Compare(left=first, ops=ops, comparators=others):
             for table in (_NEGATED, _BORDER):
@@ -318,7 +322,7 @@ def changed_source(source: str) -> list[str]:
 
 
 def become(mutant: Mutant) -> None:
-    """Change the imported program to this mutant, for good: the process can become no other one."""
+    """Turn the imported program into this mutant, for good: the process cannot become another one."""
     tree, found = _parsed(mutant.path)
     found[mutant.number][1]()
     module = importlib.import_module(
@@ -369,7 +373,7 @@ def _replace_constant(module: ModuleType, mutant: Mutant, tree: ast.Module) -> N
 
 
 class _Lines:
-    """The lines of some files that are executed."""
+    """Trace function that records the executed lines of some files."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = {str(ROOT / path): path for path in paths}
@@ -384,7 +388,7 @@ class _Lines:
 
 
 def _remember_plans() -> None:
-    """Let the planner, which no mutant changes, answer a question that it has answered before from memory."""
+    """Let the planner, which no mutant changes, answer repeated questions from memory."""
     plan, answers = Planner.plan, dict[str, Plan]()
 
     @functools.wraps(plan)
@@ -404,7 +408,7 @@ def _fails(item: pytest.Item) -> bool:
 
 
 class Run:
-    """A pytest plugin that runs mutants in place of the tests."""
+    """Pytest plugin that runs mutants in place of the tests."""
 
     def __init__(
         self,
@@ -421,7 +425,7 @@ class Run:
         """How many mutants each test has killed."""
 
     def write(self) -> None:
-        """Write every mutant with its verdict so far."""
+        """Write every mutant with its status so far."""
         if self._json is not None:
             shown = ("path", "line", "function", "statement", "before", "after", "change")
             entries = [
@@ -432,7 +436,7 @@ class Run:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        """Run everything."""
+        """Run all mutants."""
         if session.testsfailed:
             raise session.Interrupted("the unit tests cannot be collected")
         _remember_plans()
@@ -446,12 +450,12 @@ class Run:
         return True
 
     def _tests_of_lines(self, items: Sequence[pytest.Item]) -> dict[tuple[str, int], list[pytest.Item]]:
-        """Return which tests execute each line of the modules, the quickest first."""
+        """Return the tests that execute each line of the modules, the quickest first."""
         executed: dict[tuple[str, int], list[tuple[float, int]]] = {}
         tests: list[pytest.Item] = []
         paths = {verdict.mutant.path for verdict in self.verdicts}
 
-        for item in items:  # In this process: what the planner keeps for the next call, forks find as well.
+        for item in items:  # In this process, so that forks share what the planner caches.
             lines, began = _Lines(paths), time.process_time()
             sys.settrace(lines)
             try:
@@ -464,7 +468,7 @@ class Run:
                 executed.setdefault(place, []).append((time.process_time() - began, len(tests)))
             tests.append(item)
         gc.collect()
-        gc.freeze()  # Forks share the pages of what is there now.
+        gc.freeze()  # Forks share the pages of what exists now.
         return {place: [tests[number] for _, number in sorted(costs)] for place, costs in executed.items()}
 
     def _fork(self, work: Callable[[], dict[str, Any]], path: Path, cpu_s: int) -> int:
@@ -480,7 +484,7 @@ class Run:
             os._exit(status)
 
     def _unit_tests(self, tests: dict[tuple[str, int], list[pytest.Item]], mutant: Mutant) -> str:
-        """Return the test that fails for this mutant, or nothing."""
+        """Return the test that fails for this mutant, or an empty string."""
         chosen = dict.fromkeys(item for line in mutant.lines for item in tests.get((mutant.path, line), ()))
         become(mutant)
         likely_first = sorted(chosen, key=lambda item: -self._kills[item.nodeid])
@@ -552,7 +556,7 @@ def modules(words: Sequence[str]) -> list[str]:
 
 
 def report(verdicts: Sequence[Verdict]) -> None:
-    """Print a table of the open mutants, and how many there are of each kind."""
+    """Print a table of the open mutants, and the number of each kind."""
     for verdict in verdicts:
         mutant = verdict.mutant
         if verdict.status in ("open", "waiting"):
@@ -563,7 +567,7 @@ def report(verdicts: Sequence[Verdict]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the mutants; see the module."""
+    """Run the mutants; the module describes the options."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.mutants", description=(__doc__ or "").splitlines()[0]
     )

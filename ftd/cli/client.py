@@ -91,7 +91,7 @@ def status(
         print_rich(render_status(state))
     if state.get("phase") == "UNREACHABLE":
         raise UnreachableError(
-            f"{state.get('reason', 'the coordinator is away')}; training goes on without it"
+            f"{state.get('reason', 'the coordinator is away')}; training continues without it"
         )
 
 

@@ -23,7 +23,7 @@ def coordinator(
 
     It may run anywhere that reaches the broker; a second one stands by and takes over.
 
-    It may be stopped, killed and started again at any time: training goes on without it, and its journal
+    It may be stopped, killed and started again at any time: training continues without it, and its journal
     (coordinator.state_dir) tells it what it knew.
 
     Example: ftd coordinator --config /etc/ftd/ftd.toml

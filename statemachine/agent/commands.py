@@ -1,4 +1,4 @@
-"""What the agent does on each command of the coordinator."""
+"""Handlers of the coordinator's commands."""
 
 from typing import assert_never
 
@@ -39,11 +39,15 @@ from statemachine.messages.common import Finished, Prepared, Quiesce, Resumed
 from statemachine.messages.values import CommittedStep, NodeActivity, NodeState
 
 STEPS_PER_MESSAGE = 50
-"""With as many metrics as a step and an evaluation may have, of the longest names, so many fit into one signal."""
+"""Most steps per message. With as many metrics as a step and an evaluation may have, all with the longest
+names, this many fit into one signal.
+"""
 
 
 def obey(a: Agent, command: Command) -> None:
-    """One command of the coordinator for this incarnation. Any but a Rejection says that we belong."""
+    """Obey one command of the coordinator for this incarnation. Any command but a rejection or a request for
+    Hello shows that the node is admitted.
+    """
     if a.rejected and not isinstance(command, Reject | RequestHello):
         a.rejected = False
         a.cancel_timer(HELLO)
@@ -84,7 +88,9 @@ def obey(a: Agent, command: Command) -> None:
 
 
 def send_hello(a: Agent) -> None:
-    """Introduce the node and repeat every standing fact: whatever fell into an outage is said again."""
+    """Introduce the node and repeat every fact that still holds, so that whatever was lost in an outage is
+    sent again.
+    """
     a.send(
         Hello(
             facts=a.facts,
@@ -116,7 +122,9 @@ def send_hello(a: Agent) -> None:
 
 
 def send_heartbeat(a: Agent) -> None:
-    """Send the newest commit and what the node does, and acknowledge orders and mention reports by that."""
+    """Send the newest commit and the node's activity, with which the heartbeat acknowledges orders and
+    mentions reports.
+    """
     a.send(
         Heartbeat(
             generation=a.generation,
@@ -163,7 +171,7 @@ def send_reports(a: Agent) -> None:
 
 
 def send_resumed(a: Agent) -> None:
-    """Once every trainer with a rank here has met the others and holds its layers."""
+    """Send Resumed once every trainer with a rank here has met the others and holds its layers."""
     if a.resume is None or not a.training:
         return
     resumed = [a.trainers[device].resumed for device in a.ranked_devices(a.resume)]
@@ -180,7 +188,7 @@ def send_resumed(a: Agent) -> None:
 
 
 def send_finished(a: Agent) -> None:
-    """Once every trainer with a rank here is done. Devices that disagree show as both digests."""
+    """Send Finished once every trainer with a rank here is done. If devices disagree, both digests are sent."""
     if a.resume is None or a.job is None or not a.training:
         return
     digests: dict[int, str] = {}
@@ -208,7 +216,9 @@ def send_steps(a: Agent) -> None:
 
 
 def prepare(a: Agent, command: Prepare) -> None:
-    """Idempotent: ready trainers say so, busy ones go on; anything else means fresh trainers."""
+    """Prepare the trainers for a job. The command is idempotent: trainers that are ready report so, busy ones
+    continue; in any other case new trainers are started.
+    """
     if a.leaving is not None:
         return
     if command.job.job_id in a.past_jobs:
@@ -240,7 +250,7 @@ def prepare(a: Agent, command: Prepare) -> None:
 
 
 def prepare_trainer(a: Agent, device: int) -> None:
-    """One trainer measures the model, the others just build it."""
+    """Let one trainer measure the model; the others only build it."""
     trainer, job = a.trainers[device], a.job
     if job is None:
         trainer.phase = TrainerPhase.UP
@@ -251,12 +261,13 @@ def prepare_trainer(a: Agent, device: int) -> None:
 
 
 def quiesce(a: Agent, command: Quiesce) -> None:
-    """Enter a higher generation, whatever the trainers are in the middle of."""
+    """Enter a higher generation, whatever the trainers are doing."""
     if command.generation < a.generation:
         a.ignore("a Quiesce of an older generation")
         return
     if command.generation == a.generation:
-        # The report was lost. Trainers that were not built when the order came, or that were lost since, have none.
+        # The report was lost. Trainers that had not built the job when the order came, or that were lost
+        # since, have none.
         if a.quiesced or not a.built or a.activity is NodeActivity.PREPARED:
             send_reports(a)
         return
@@ -275,17 +286,17 @@ def quiesce(a: Agent, command: Quiesce) -> None:
 
 
 def resume(a: Agent, command: Resume) -> None:
-    """Hand it to every trainer, also to those without a rank; what was undone is history no more."""
+    """Send the Resume to every trainer, also to those without a rank, and discard steps that were undone."""
     if (
         command.generation != a.generation
         or not a.quiesced
         or a.job is None
         or command.job_id != a.job.job_id
     ):
-        a.ignore("a Resume that this node does not wait for")
+        a.ignore("a Resume that this node does not expect")
         return
     if command.lineage != a.lineage:
-        # What it remembers is of a past that was undone, unless that was undone by this very Resume.
+        # Its history belongs to a past that was undone, unless this very Resume undoes it.
         restore, last = command.restore, a.resume.generation if a.resume is not None else 0
         if restore is None or restore.url or restore.generation > last:
             a.history.clear()
@@ -294,7 +305,7 @@ def resume(a: Agent, command: Resume) -> None:
         drop_all(a)
     a.resume, a.stepping, a.lineage = command, False, command.lineage
     a.drop_history_after(command.step)
-    # Said under the new lineage, a step that was undone would count again.
+    # Sent under the new lineage, a step that was undone would count again.
     a.unsent = [step for step in a.unsent if a.history.get(step.step) == step]
     if command.vote is not None:
         remember_step(a, CommittedStep(step=command.step, vote=command.vote))
@@ -304,7 +315,7 @@ def resume(a: Agent, command: Resume) -> None:
         trainer.computed_ms.clear()
         trainer.phase = TrainerPhase.RESUMING if trainer.device in ranked else TrainerPhase.PARKED
         a.out.append(ResumeTrainer(cause=a.cause, device=trainer.device, resume=command))
-    a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no place for it")
+    a.publish(a.state, f"resuming at step {command.step}" if ranked else "idle: the plan has no rank for it")
 
 
 def remember_step(a: Agent, committed: CommittedStep) -> None:
@@ -317,7 +328,7 @@ def remember_step(a: Agent, committed: CommittedStep) -> None:
 def answer_steps_request(a: Agent, command: RequestSteps) -> None:
     last = min(command.last, command.first + STEPS_PER_MESSAGE - 1)
     steps = [a.history[step] for step in range(command.first, last + 1) if step in a.history]
-    # Also when it is nothing: the coordinator then asks somebody else.
+    # The answer is sent even if it is empty: the coordinator then asks another node.
     a.send(
         Stepped(
             generation=a.generation,
@@ -349,7 +360,7 @@ def stop(a: Agent, command: Stop) -> None:
 
 
 def fence(a: Agent, command: Fence) -> None:
-    """This incarnation is out: nothing of it may go on."""
+    """End everything that this incarnation does, since it is fenced."""
     a.kill_trainers()
     agent_persisting.abandon(a)
     a.publish(NodeState.OFFLINE, f"fenced: {command.reason}")

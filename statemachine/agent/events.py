@@ -11,7 +11,7 @@ from statemachine.messages.values import FailureCause, HeldSnapshot, NodeFacts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStarted(Event):
-    """The daemon is up. ``incarnation`` is fresh; ``facts`` describe the node."""
+    """The daemon has started. ``incarnation`` is new; ``facts`` describe the node."""
 
     incarnation: int
     facts: NodeFacts
@@ -32,7 +32,7 @@ class TrainerConnected(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerReported(Event):
-    """A message of the trainer of ``device``."""
+    """A message of the trainer of ``device`` was received."""
 
     device: int
     report: MachineReport
@@ -40,7 +40,9 @@ class TrainerReported(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerStarved(Event):
-    """It wanted to run for so long, since this was last said, and its host let others run."""
+    """The trainer was runnable for this long, since the last such event, while its host let other processes
+    run.
+    """
 
     device: int
     for_s: float
@@ -48,7 +50,7 @@ class TrainerStarved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerFailed(Event):
-    """The process of ``device`` ended or its code raised (hangs are found by the machine itself)."""
+    """The process of ``device`` ended or its code raised. (The machine itself detects hangs.)"""
 
     device: int
     pid: int
@@ -58,29 +60,29 @@ class TrainerFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TerminationRequested(Event):
-    """SIGTERM, or ``ftd chaos term``: leave gracefully, then exit."""
+    """SIGTERM or ``ftd chaos term`` asked the node to leave gracefully and then to exit."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotsFound(Event):
-    """What the node's memory holds complete and verified: after a start of the daemon."""
+    """After a start of the daemon, these snapshots were found complete and verified in the node's memory."""
 
     snapshots: tuple[HeldSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCopiesChanged(Event):
-    """All that this node keeps for others now: it has changed."""
+    """The set of snapshot copies that this node holds for other nodes changed."""
 
     snapshots: tuple[HeldSnapshot, ...]
-    """Each with its ``owner``."""
+    """All copies, each with its ``owner``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCopyCommitted(Event):
-    """The buddy holds all of this node's part of the snapshot, verified."""
+    """The replica peer holds all of this node's part of the snapshot, verified."""
 
     generation: int
     step: int
@@ -89,28 +91,29 @@ class SnapshotCopyCommitted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCorrupted(Event):
-    """Bytes of the kept snapshot of ``step`` changed here, and cannot be made again."""
+    """Bytes of the retained snapshot of ``step`` are corrupt here and cannot be repaired."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotCopyFailed(Event):
-    """``SendSnapshotCopy``: the buddy has no copy of this node's part of the snapshot."""
+    """Answer to ``SendSnapshotCopy``: the replica peer has no copy of this node's part of the snapshot."""
 
     failure: SnapshotFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingFailed(Event):
-    """The daemon cannot put together what a device needs of the snapshot that ``ResumeTrainer`` names."""
+    """The daemon cannot reconstruct what a device needs of the snapshot that ``ResumeTrainer`` names."""
 
     failure: RestoreFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PersistEnded(Event):
-    """``PersistLayers``: every layer of this node's share is on the disk, or they cannot be written (a full disk,
-    shards that cannot be had)."""
+    """Answer to ``PersistLayers``: every layer of this node's share is on the disk, or they cannot be written
+    (a full disk, unavailable shards).
+    """
 
     answer: LayersPersisted | PersistFailed

@@ -1,11 +1,11 @@
-"""Hangs: a trainer that neither works nor waits.
+"""Hang detection: a trainer hangs if it neither works nor waits.
 
-The beat comes from the trainer's control thread and says whether the main thread moved (a counter of
-operations) or has nothing to do but wait for others. While steps commit, a few median steps without either
-is a hang; without steps (model build, rendezvous, state transfer) patience is long.
+The heartbeat comes from the trainer's control thread and says whether the main thread moved (a counter of
+operations) or only waits for others. While steps commit, a few median steps without either are a hang;
+without steps (model build, rendezvous, state transfer) the limits are long.
 
-A busy host is none: while threads of the trainer wait for a processor, time stands still for it. For
-``idle_heartbeat_s`` at most: a group does not wait for longer for one whose host has no time for it.
+A busy host is no hang: while threads of the trainer wait for a processor, its time stands still. This holds
+for at most ``idle_heartbeat_s``: a group does not wait longer for a trainer whose host has no time for it.
 """
 
 from statistics import median
@@ -26,7 +26,7 @@ def take_heartbeat(a: Agent, trainer: Trainer, beat: TrainerHeartbeat) -> None:
 
 
 def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
-    """Leave out of account the time in which the trainer could not run."""
+    """Leave the time in which the trainer could not run out of account."""
     excused_s = max(0.0, min(event.for_s, a.timing.idle_heartbeat_s - trainer.starved_s))
     trainer.starved_s += excused_s
     trainer.heartbeat_at = min(a.at, trainer.heartbeat_at + excused_s)
@@ -34,12 +34,12 @@ def add_starved_time(a: Agent, trainer: Trainer, event: TrainerStarved) -> None:
 
 
 def find_hang(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
-    """At every watch: the first trainer found hanging, and how that showed."""
+    """Check all trainers, periodically; return the first one that hangs, with the reason."""
     if all(trainer.phase is TrainerPhase.DOWN for trainer in a.trainers):
         return None
     a.set_timer(HANG_CHECK, a.timing.hang_check_s)
     if late_s > 3 * a.timing.hang_check_s:
-        # It is we who were away: their beats are still queued.
+        # The daemon itself was suspended: the trainers' heartbeats are still queued.
         for trainer in a.trainers:
             trainer.heartbeat_at = trainer.progress_at = a.at
         return None
@@ -50,7 +50,7 @@ def find_hang(a: Agent, late_s: float) -> tuple[Trainer, str] | None:
 
 
 def _hang_reason(a: Agent, trainer: Trainer) -> str | None:
-    """How it shows that it does, and which limit says so."""
+    """Return why the trainer counts as hung, with the limit that it exceeds, or ``None``."""
     timing = a.timing
     silent_s, still_s = a.at - trainer.heartbeat_at, a.at - trainer.progress_at
     if trainer.phase is TrainerPhase.STARTING:
@@ -66,7 +66,7 @@ def _hang_reason(a: Agent, trainer: Trainer) -> str | None:
         )
     if silent_s > beat_limit[0]:
         starved = f" in which it could run (and {trainer.starved_s:.2f} s more)" if trainer.starved_s else ""
-        return f"no sign of life for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}"
+        return f"no heartbeat for {silent_s:.2f} s{starved}; limit {_limit(*beat_limit)}"
     if trainer.reading:
         progress_limit = max(progress_limit, (timing.reading_s, "reading_s"))
     if still_s <= progress_limit[0]:

@@ -1,8 +1,8 @@
 """The agent machine: one node daemon's part of the protocol, as one pure object.
 
-It stands between the coordinator and the trainers of its node: passes commands down, gathers what the
-trainers answer into one signal per node, notices trainers that die, raise or hang, and keeps going while
-the broker or the coordinator is away. ``step(event) -> list[Effect]``, effects in order.
+It stands between the coordinator and the trainers of its node. It passes commands down, combines the
+trainers' answers into one signal per node, detects trainers that die, raise or hang, and keeps going while
+the broker or the coordinator is away. ``step(event) -> list[Effect]``; the effects are in order.
 """
 
 from typing import assert_never
@@ -93,17 +93,17 @@ AgentEvent = (
 
 
 class AgentMachine:
-    """Feed ``AgentStarted`` first, and again after each ``RenewIncarnation``."""
+    """State machine of one node. Feed ``AgentStarted`` first, and again after each ``RenewIncarnation``."""
 
     def __init__(self, node: str, timing: Timing) -> None:
         self._a = Agent(name=node, timing=timing)
 
     def step(self, event: AgentEvent) -> list[Effect]:
-        """Take one event; what is to be done about it, in order."""
+        """Handle one event and return the effects in order."""
         a = self._a
         a.at, a.cause = event.at, event.cause
         self._dispatch(event)
-        a = self._a  # AgentStarted makes a new one
+        a = self._a  # AgentStarted creates a new one
         out, a.out = a.out, []
         return out
 
@@ -112,7 +112,7 @@ class AgentMachine:
         return self._a.state
 
     def remembers(self, step: int) -> bool:
-        """Does it know the vote of this committed step?"""
+        """Return whether the agent knows the vote of this committed step."""
         return step in self._a.history
 
     @property
@@ -207,7 +207,8 @@ class AgentMachine:
     def _trainer_up(self, event: TrainerConnected) -> None:
         a = self._a
         trainer = a.trainers[event.device]
-        # A second one: the first was news of a process that was ended before we knew its number.
+        # For a second process, the first one was a late message from a process that was ended before its
+        # pid was known.
         if trainer.phase in NOT_BUILT and event.pid != trainer.pid:
             trainer.pid = event.pid
             a.ended_pids.discard(event.pid)
@@ -215,7 +216,9 @@ class AgentMachine:
             prepare_trainer(a, event.device)
 
     def _take_report(self, device: int, report: MachineReport) -> None:
-        """Take a message of a trainer. Those of one that has ended do not count, but for a replica that differed."""
+        """Handle a message of a trainer. Messages of a trainer that has ended do not count, except that a
+        replica diverged.
+        """
         a = self._a
         trainer = a.trainers[device]
         match report:
@@ -254,7 +257,9 @@ class AgentMachine:
                 assert_never(report)
 
     def _in_group(self, generation: int) -> bool:
-        """Is this the generation that the trainers of this node last resumed, and still the present one?"""
+        """Return whether the trainers of this node last resumed this generation and it is still the current
+        one.
+        """
         a = self._a
         return a.resume is not None and generation == a.resume.generation == a.generation
 
@@ -272,7 +277,7 @@ class AgentMachine:
             a.publish(NodeState.HEALTHY, f"prepared for job {a.job.name!r}")
 
     def _trainer_stepped(self, device: int, report: TrainerStepped) -> None:
-        """A commit counts as long as no later Resume was obeyed, also while a Quiesce is under way."""
+        """Record a commit. It counts until a later Resume was obeyed, also while a Quiesce is under way."""
         a = self._a
         if a.resume is None or report.generation != a.resume.generation:
             return
@@ -287,7 +292,7 @@ class AgentMachine:
         a.failures = 0
         a.step_s = report.step_s
         a.durations.append(report.step_s)
-        # Behind the last step a trainer computes digests, which takes as long as it takes.
+        # After the last step a trainer computes digests, which may take any time.
         a.stepping = a.job is not None and report.step < a.job.steps
         if a.has_rank_zero(a.resume):
             a.unsent.append(a.committed)
@@ -304,22 +309,20 @@ class AgentMachine:
         self._restart_trainers(trainer, event.cause_of_failure, event.detail)
 
     def _restart_trainers(self, trainer: Trainer, cause: FailureCause, detail: str) -> None:
-        """One trainer is gone: the node starts over with fresh ones, all of them."""
+        """Start over with new trainers on all devices, since one trainer failed."""
         a = self._a
         device = trainer.device
         a.failures += 1
         tries = a.failures if cause == "unprepared" else a.failures - 1
         if trainer.phase is TrainerPhase.PREPARING and cause != "unprepared":
             a.build_failures += 1
-            if (
-                a.build_failures >= a.timing.raise_limit
-            ):  # A job that ends the process is none that waiting helps.
+            if a.build_failures >= a.timing.raise_limit:  # Waiting does not help a job that ends the process.
                 detail = (
                     f"trainers ended {a.build_failures} times while they built the model; the last: {detail}"
                 )
                 cause = "unprepared"
         if a.job is not None:
-            # The newest commit first: it counts for the roll-forward rule.
+            # The newest commit goes first, because it counts for the roll-forward rule.
             send_heartbeat(a)
             a.trainer_lost = TrainerLost(generation=a.generation, device=device, cause=cause, detail=detail)
             a.send(a.trainer_lost)
@@ -356,11 +359,11 @@ class AgentMachine:
                     self._restart_trainers(hanging[0], "hung", hanging[1])
             case "restart":
                 a.start_trainers()
-            case _:  # "leave": nobody released us in time
+            case _:  # "leave": the coordinator did not release the node in time
                 leave_now(a)
 
     def _terminate(self, event: TerminationRequested) -> None:
-        """Leave with notice where there is somebody to notice; a second request does not wait."""
+        """Leave with notice if a coordinator can take it; leave at once on a second request."""
         a = self._a
         first = a.leaving is None
         a.leaving = event.reason

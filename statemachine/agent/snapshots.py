@@ -1,7 +1,7 @@
-"""Snapshots on one node: orders go down to its trainers, and what they wrote comes up as one signal.
+"""Snapshots on one node: orders go to its trainers, and what they wrote is reported as one signal.
 
-What the node's memory holds outlives trainers and daemons. Of what is not the kept snapshot only the newest
-is reckoned with: a new one may be written over an older (``storage.arena``).
+What the node's memory holds outlives trainers and daemons. Besides the retained snapshot, only the newest
+one counts, since a new snapshot may overwrite an older one (``storage.arena``).
 """
 
 from msgspec.structs import replace
@@ -26,16 +26,18 @@ from statemachine.messages.values import HeldSnapshot, NodeState, Restore
 
 
 def order_snapshot(a: Agent, command: TakeSnapshot) -> None:
-    """Once for each order: a late duplicate would begin a snapshot that nobody waits for.
+    """Order a snapshot, once for each order: a late duplicate would begin a snapshot that the coordinator does
+    not expect.
 
-    So would a second trainer that is told behind the ballot in which the first one asked.
+    Only one trainer is told, because a second one might be told after the VOTE in which the first one
+    asked, and begin another snapshot.
     """
     order = command.generation, command.after_step
     if a.resume is None or command.generation != a.resume.generation or command.generation != a.generation:
-        a.ignore("a Snap of another generation")
+        a.ignore("a TakeSnapshot of another generation")
         return
     if order <= a.last_snapshot_order:
-        a.ignore("a Snap that was obeyed")
+        a.ignore("a TakeSnapshot that was obeyed before")
         return
     a.last_snapshot_order = order
     last = a.job is not None and command.after_step >= a.job.steps
@@ -46,11 +48,11 @@ def order_snapshot(a: Agent, command: TakeSnapshot) -> None:
 
 
 def retain(a: Agent, command: RetainSnapshot) -> None:
-    """Said again by the coordinator until a heartbeat confirms it."""
+    """Retain a snapshot. The coordinator repeats the command until a heartbeat confirms it."""
     said = command.lineage, command.step
     old = said < (a.retained_lineage, a.retained_step) or command.lineage < a.lineage
     if a.job is None or command.job_id != a.job.job_id or old:
-        a.ignore("a KeepSnapshot of another job, or of an older one")
+        a.ignore("a KeepSnapshot of another job or of an older snapshot")
         return
     news, a.retained_step, a.pinned_step = (
         said > (a.retained_lineage, a.retained_step),
@@ -74,59 +76,65 @@ def retain(a: Agent, command: RetainSnapshot) -> None:
 
 
 def send_retained(a: Agent, device: int) -> None:
-    """Also to a fresh trainer: it finds snapshots in its memory and does not know which one counts."""
+    """Tell the trainer of ``device`` which snapshot is retained. A new trainer finds snapshots in its memory
+    and does not know which one counts.
+    """
     if a.retained_step:
         instruction = trainer.RetainLocalSnapshot(step=a.retained_step, pinned=a.pinned_step)
         a.out.append(InstructTrainer(cause=a.cause, device=device, instruction=instruction))
 
 
 def end_snapshot(a: Agent, reason: str) -> None:
-    """No snapshot is under way here any more."""
+    """Note that no snapshot is under way here any more."""
     a.local_snapshot = None
     if a.state in (NodeState.SNAP, NodeState.COMPLETED):
         a.publish(NodeState.HEALTHY, reason)
 
 
 def free_job(a: Agent, job_id: str) -> None:
-    """The job is over for good."""
+    """Free the snapshots of a job that is over."""
     a.snapshots = [held for held in a.snapshots if held.job_id != job_id]
     a.out.append(RemoveSnapshots(cause=a.cause, job_id=job_id))
 
 
 def begin_lineage(a: Agent, restore: Restore | None) -> None:
-    """There was a rollback, and perhaps without this node: what it keeps counts if it is what is restored.
+    """Begin a lineage after a rollback, in which this node perhaps took no part. What it retains counts only
+    if it is what is restored.
 
-    If it still counts otherwise, the next heartbeat has the coordinator say so. One that did not would stay
-    for ever: the next to be kept may be of an earlier step, and none is ordered while a node keeps another.
+    If it still counts otherwise, the next heartbeat lets the coordinator repeat the order to retain it. A
+    node that did not drop it would name it forever: the next snapshot to retain may be of an earlier step,
+    and none is ordered while a node names another.
     """
     if restore is None or restore.url or restore.step != a.retained_step:
         a.retained_step = a.pinned_step = 0
 
 
 def drop_all(a: Agent) -> None:
-    """Back to a persistent checkpoint: no snapshot counts."""
+    """Drop all snapshots of the job: the state comes from a persistent checkpoint."""
     a.retained_step = a.pinned_step = a.corrupt_step = 0
     a.snapshots = [held for held in a.snapshots if a.job is None or held.job_id != a.job.job_id]
 
 
 def add_found(a: Agent, event: SnapshotsFound) -> None:
-    """What the daemon found in memory: besides what was completed since."""
+    """Add what the daemon found in memory to what was completed since."""
     a.snapshots += [held for held in event.snapshots if held not in a.snapshots]
 
 
 def set_copies(a: Agent, event: SnapshotCopiesChanged) -> None:
-    """What is kept for others is the daemon's to know. Their owners say so; a Hello says it again."""
+    """Replace the list of copies that are held for other nodes. Their owners report them; a Hello names them
+    again.
+    """
     a.snapshots = [held for held in a.snapshots if not held.owner]
     add_found(a, SnapshotsFound(at=event.at, cause=event.cause, snapshots=event.snapshots))
 
 
 def note_corrupt(a: Agent, event: SnapshotCorrupted) -> None:
-    """The next heartbeat says so; what is sound of it still counts."""
+    """Note a corrupt snapshot. The next heartbeat reports it; its sound parts still count."""
     a.corrupt_step = event.step
 
 
 def send_snapshot_state(a: Agent) -> None:
-    """Where the snapshot under way stands here."""
+    """Report the state of the snapshot that is under way."""
     if a.local_snapshot is not None:
         a.send(a.local_snapshot.started)
         if a.local_snapshot.completed is not None:
@@ -146,7 +154,7 @@ def reported_step(a: Agent) -> int:
 
 
 def take_report(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
-    """News of a trainer's snapshot."""
+    """Handle a report of a trainer about a snapshot."""
     match report:
         case SnapshotStarted():
             note_started(a, report)
@@ -157,9 +165,11 @@ def take_report(a: Agent, device: int, report: trainer.SnapshotReport) -> None:
 
 
 def note_started(a: Agent, report: SnapshotStarted) -> None:
-    """The first trainer that says so speaks for the node; older snapshots but two are no more.
+    """Note that a snapshot has begun; the first report of a trainer counts for the node. All older snapshots
+    but two are dropped.
 
-    The kept one, and the newest: if that came after the one that is pinned, it was given up.
+    Those two are the retained one and the newest. If the newest came after the pinned one, it was
+    abandoned.
     """
     if a.job is None or a.resume is None or report.generation != a.resume.generation:
         return
@@ -175,11 +185,13 @@ def note_started(a: Agent, report: SnapshotStarted) -> None:
     a.snapshot_failed = None
     a.local_snapshot = LocalSnapshot(started=report)
     a.send(a.local_snapshot.started)
-    a.publish(NodeState.SNAP, f"a snapshot of step {report.step}")
+    a.publish(NodeState.SNAP, f"taking a snapshot of step {report.step}")
 
 
 def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
-    """With the last of the trainers that have a rank the node's part is complete, here at least."""
+    """Record a written part. With the last trainer that has a rank, the node's part is complete in its own
+    memory.
+    """
     underway = a.local_snapshot
     if underway is None or a.resume is None or a.job is None or underway.written is not None:
         return
@@ -217,7 +229,7 @@ def note_written(a: Agent, device: int, report: trainer.ShardWritten) -> None:
 
 
 def note_copied(a: Agent, event: SnapshotCopyCommitted) -> None:
-    """The buddy has it: now the node's part is safe from this host's end."""
+    """Complete the node's part, now that its replica peer holds a copy and this host may fail."""
     underway = a.local_snapshot
     if underway is None or underway.written is None or underway.completed is not None:
         return

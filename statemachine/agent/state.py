@@ -1,4 +1,4 @@
-"""What a node's agent knows, and the verbs its modules share. ``agent`` is the machine itself."""
+"""State of a node's agent, and operations that its modules share. ``machine`` has the machine itself."""
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -55,10 +55,10 @@ FEWEST_FOR_SPEED = 3
 
 
 class TrainerPhase(StrEnum):
-    """Where the trainer of one device is in its life."""
+    """Phase in the life of the trainer of one device."""
 
     DOWN = "DOWN"
-    """No process."""
+    """There is no process."""
     STARTING = "STARTING"
     """Forked; not connected yet."""
     UP = "UP"
@@ -68,7 +68,7 @@ class TrainerPhase(StrEnum):
     QUIESCING = "QUIESCING"
     QUIESCED = "QUIESCED"
     PARKED = "PARKED"
-    """Resumed without a rank: keeps its state and waits."""
+    """Resumed without a rank: it holds its state and waits."""
     RESUMING = "RESUMING"
     TRAINING = "TRAINING"
     DONE = "DONE"
@@ -88,31 +88,31 @@ class Trainer:
     state: TrainerQuiesced | None = None
     """Its answer to the last Quiesce …"""
     resumed: Resumed | None = None
-    """… to the Resume after that …"""
+    """… to the Resume after it …"""
     finished: Finished | None = None
     """… and its report of the end."""
     computed_ms: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_SPEED))
-    """Computing one microbatch, in the last steps of the present group."""
+    """Computing times of one microbatch in the last steps of the current group."""
     # --- hang detection ---
     heartbeat_at: float = 0.0
     starved_s: float = 0.0
-    """Since its last beat it could not run for so long, which does not count."""
+    """Time since its last heartbeat for which it was runnable but did not run; it does not count."""
     progress: int = -1
     progress_at: float = 0.0
-    """When it last made progress, or was waiting."""
+    """Time at which it last made progress or was waiting."""
     reading: bool = False
-    """Samples of the data set, when last heard of."""
+    """Whether it read samples of the data set, as last reported."""
     build_progress: str = ""
-    """What it did before it was prepared, when last heard of."""
+    """What it did before it was prepared, as last reported."""
 
     @property
     def alive(self) -> bool:
-        """Whether its process is known to live."""
+        """Return whether its process is known to be alive."""
         return self.phase not in (TrainerPhase.DOWN, TrainerPhase.STARTING)
 
     @property
     def report(self) -> DeviceReport | None:
-        """Its state as the node reports it; ``None``: it has not quiesced."""
+        """Return its state as the node reports it, or ``None`` if it has not quiesced."""
         if self.state is None:
             return None
         fields = {name: getattr(self.state, name) for name in TrainerState.__struct_fields__}
@@ -121,12 +121,12 @@ class Trainer:
 
 @dataclass(slots=True, kw_only=True)
 class LocalSnapshot:
-    """The newest snapshot that the trainers living now began."""
+    """The newest snapshot that the current trainers began."""
 
     started: SnapshotStarted
     shards: dict[int, ShardWritten] = field(default_factory=dict)
     written: SnapshotCompleted | None = None
-    """Complete in this node's own memory; what to say once the buddy has it, too."""
+    """Complete in this node's own memory; sent once the replica peer has a copy too."""
     completed: SnapshotCompleted | None = None
 
 
@@ -139,7 +139,7 @@ class Agent:
     trainers: list[Trainer] = field(default_factory=list)
     connected: bool = False
     active: bool = False
-    """Between AgentStarted and a fence or the exit."""
+    """Whether the agent is between AgentStarted and a fence or the exit."""
     rejected: bool = False
     leaving: str | None = None
     state: NodeState = NodeState.HEALTHY
@@ -150,55 +150,56 @@ class Agent:
     wants_profile: bool = False
     profile: ModelProfile | None = None
     trainer_lost: TrainerLost | None = None
-    """Why this node is UNHEALTHY."""
+    """Reason why this node is UNHEALTHY."""
     failures: int = 0
     """Trainer failures since a step was last committed."""
     build_failures: int = 0
-    """Trainers that ended while they built the model, since one had built it."""
+    """Trainers that ended while they built the model, since one last succeeded."""
     generation: int = 0
-    """The highest obeyed."""
+    """The highest generation obeyed."""
     peer_suspected: PeerSuspected | None = None
-    """A connection of the present group broke. The step that was past its VOTE may still commit; more
-    steps say that it was a false alarm."""
+    """Report that a connection of the current group broke. The step that was past its VOTE may still commit;
+    later steps prove a false alarm.
+    """
     suspected_at_step: int = 0
     restore_failed: RestoreFailed | None = None
-    """The state of the present generation cannot be restored here."""
+    """Report that the state of the current generation cannot be restored here."""
     resume: Resume | None = None
-    """The last Resume obeyed by the trainers that live now."""
+    """The last Resume obeyed by the current trainers."""
     lineage: int = 0
-    """Of the last Resume obeyed: ``history`` is of that past."""
+    """Lineage of the last Resume obeyed, to which ``history`` belongs."""
     stepping: bool = False
-    """A step of the present group was committed: hangs can be told from work."""
+    """Whether the current group has committed a step, so that hangs can be told from work."""
     committed: CommittedStep | None = None
-    """Newest step that the trainers that live now are known to have committed."""
+    """Newest step that the current trainers are known to have committed."""
     history: dict[int, CommittedStep] = field(default_factory=dict)
     """Committed steps by number, oldest first, at most ``steps_remembered``."""
     unsent: list[CommittedStep] = field(default_factory=list)
     step_s: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS_FOR_MEDIAN))
     snapshots: list[HeldSnapshot] = field(default_factory=list)
-    """Complete in this node's memory."""
+    """Snapshots that are complete in this node's memory."""
     retained_step: int = 0
-    """Step of the snapshot of the present job that is complete everywhere, as last told …"""
+    """Step of the current job's snapshot that is complete everywhere, as last ordered …"""
     retained_lineage: int = 0
     """… in this lineage."""
     corrupt_step: int = 0
-    """Step of the one that cannot be repaired here; 0: of none."""
+    """Step of the snapshot that is corrupt and cannot be repaired here; 0: none."""
     pinned_step: int = 0
-    """Step of one that stays besides, while it is persisted; 0: none."""
+    """Step of a snapshot that is retained too, while it is persisted; 0: none."""
     cancelled_attempt: str = ""
-    """Attempt at a checkpoint that is over, and of which no order came."""
+    """Attempt at a checkpoint that was cancelled before its order arrived."""
     persist_order: Persist | None = None
     """The last order to write a part of a persistent checkpoint."""
     persist_answer: LayersPersisted | PersistFailed | None = None
-    """The answer to it."""
+    """The answer to that order."""
     last_snapshot_order: tuple[int, int] = (0, 0)
-    """(generation, behind) of the last Snap obeyed."""
+    """(generation, after_step) of the last TakeSnapshot obeyed."""
     local_snapshot: LocalSnapshot | None = None
     snapshot_failed: SnapshotFailed | None = None
-    """The newest snapshot of the present group, where it failed here."""
+    """The newest snapshot of the current group, if it failed here."""
     ended_pids: set[int] = field(default_factory=set)
-    """Process ids that this agent ended: late news of them means nothing."""
+    """Pids of processes that this agent ended: late messages about them do not count."""
     ignored: Counter[str] = field(default_factory=Counter)
 
     # --- the step under way ---
@@ -211,7 +212,7 @@ class Agent:
 
     @property
     def built(self) -> bool:
-        """Every trainer has built the job."""
+        """Return whether every trainer has built the job."""
         return self.job is not None and bool(self.trainers) and all(t.phase in BUILT for t in self.trainers)
 
     @property
@@ -220,18 +221,18 @@ class Agent:
 
     @property
     def quiesced(self) -> bool:
-        """Every trainer has reported and waits for a Resume."""
+        """Return whether every trainer has reported and waits for a Resume."""
         return bool(self.trainers) and all(t.phase is TrainerPhase.QUIESCED for t in self.trainers)
 
     @property
     def activity(self) -> NodeActivity:
-        """Summarise the phases of all trainers."""
+        """Return the node's activity, a summary of the phases of all trainers."""
         if self.job is None:
             return NodeActivity.NONE
         if not self.built:
             return NodeActivity.BUILDING
         phases = {trainer.phase for trainer in self.trainers}
-        # The first of these that any trainer is in says what the node as a whole still does.
+        # The first of these phases that any trainer is in tells what the node as a whole still does.
         for phase, activity in (
             (TrainerPhase.QUIESCING, NodeActivity.QUIESCING),
             (TrainerPhase.QUIESCED, NodeActivity.QUIESCED),
@@ -245,16 +246,16 @@ class Agent:
         return NodeActivity.PREPARED
 
     def ranked_devices(self, resume: Resume) -> list[int]:
-        """This node's devices that have a rank in the plan."""
+        """Return this node's devices that have a rank in the plan."""
         return [device.index for device in resume.plan.devices if device.node == self.name]
 
     def has_rank_zero(self, resume: Resume) -> bool:
-        """Rank 0 is here: this node reports the steps."""
+        """Return whether rank 0 is on this node, which then reports the steps."""
         first: Device = resume.plan.devices[0]
         return first.node == self.name
 
     def microbatch_ms(self) -> tuple[float, ...] | None:
-        """``Heartbeat.microbatch_ms``. Medians: a hiccup of one step is no slowness."""
+        """Return ``Heartbeat.microbatch_ms``: medians, so that one slow step does not count."""
         if self.resume is None or self.resume.generation != self.generation:
             return None
         medians = tuple(
@@ -307,7 +308,7 @@ class Agent:
             self.out.append(CancelTimer(cause=self.cause, name=name))
 
     def kill_trainers(self, grace_s: float = 0.0) -> None:
-        """End every trainer; what they held is gone."""
+        """End every trainer; what they held is lost."""
         for trainer in self.trainers:
             if trainer.phase is not TrainerPhase.DOWN:
                 self.out.append(KillTrainer(cause=self.cause, device=trainer.device, grace_s=grace_s))
@@ -317,8 +318,8 @@ class Agent:
             trainer.state = trainer.resumed = trainer.finished = None
             trainer.reading = False
         if self.resume is not None:
-            # Perhaps the whole group dies and nobody heard of its steps; then others redo them, with
-            # other rounding.
+            # Perhaps the whole group dies before its steps were reported; then others redo them with
+            # different rounding.
             self.drop_history_after(self.resume.step)
         self.resume = self.committed = self.peer_suspected = self.local_snapshot = None
         self.restore_failed = self.snapshot_failed = None
@@ -328,7 +329,7 @@ class Agent:
         self.cancel_timer(RESTART)
 
     def drop_history_after(self, step: int) -> None:
-        """Steps that may have been undone are not history."""
+        """Remove later steps, which may have been undone, from the history."""
         for later in [number for number in self.history if number > step]:
             del self.history[later]
 

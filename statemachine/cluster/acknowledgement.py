@@ -1,10 +1,12 @@
-"""Lost messages: what a node's heartbeats acknowledge is compared with what was ordered and received.
+"""Lost messages: a node's heartbeats acknowledge orders and mention reports, which are compared with what was
+sent and received.
 
-The lines to the broker may lose any message. A heartbeat says what the node does and which reports it has sent
-(``Acknowledgement``). If it contradicts for ``Timing.resend_s`` what the coordinator knows, something was lost
-in between: an order is sent again at the next tick, to all nodes that lack it in one message; a report is asked
-for with an Inquiry, since the Hello that answers it repeats all reports that still count. Both go on until the
-heartbeats agree, so that one lost message costs about a second. Orders and reports that come twice are harmless.
+The connections to the broker may lose any message. A heartbeat says what the node does and which reports it
+has sent (``Acknowledgement``). If it contradicts for ``Timing.resend_s`` what the coordinator knows, a
+message was lost. An order is sent again at the next tick, to all nodes that lack it in one message; a
+report is requested with a RequestHello, since the Hello that answers it repeats all reports that still
+count. Both are repeated until the heartbeats agree, so that one lost message costs about a second. Orders
+and reports that arrive twice are harmless.
 """
 
 from collections.abc import Callable
@@ -36,7 +38,7 @@ _RESUMED = frozenset({NodeActivity.TRAINING, NodeActivity.FINISHED})
 
 
 def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Note what this node lacks; what it has lacked for ``resend_s`` is repeated."""
+    """Note what this node lacks, and repeat what it has lacked for ``resend_s``."""
     lost = (
         _lost(c, node, signal.generation, signal.acknowledgement)
         if signal.acknowledgement is not None
@@ -45,7 +47,7 @@ def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> No
     if lost is None:
         node.lost_message = None
     elif node.lost_message is None or node.lost_message[0] != lost:
-        # The heartbeat and the order or the report may have crossed.
+        # The heartbeat may have crossed the order or the report.
         node.lost_message = (lost, c.at)
     elif c.at - node.lost_message[1] >= c.timing.resend_s:
         node.lost_message = (lost, c.at)
@@ -58,7 +60,7 @@ def take_acknowledgement(c: Cluster, node: NodeMachine, signal: Heartbeat) -> No
 
 
 def repeat_orders(c: Cluster) -> None:
-    """At every tick: send the orders again that were lost, as far as they still stand."""
+    """Send lost orders again, as far as they still stand; called at every tick."""
     unacknowledged, c.unacknowledged = c.unacknowledged, {}
     for lost, names in unacknowledged.items():
         nodes = [c.nodes[name] for name in names if name in c.nodes]
@@ -75,7 +77,7 @@ def repeat_orders(c: Cluster) -> None:
 
 
 def _lost(c: Cluster, node: NodeMachine, generation: int, said: Acknowledgement) -> Lost | None:
-    """Return what has not arrived, here or there, to judge by one heartbeat; ``None``: nothing."""
+    """Return what has not arrived, at the node or here, judging by one heartbeat; ``None``: nothing."""
     job, activity = c.job, said.activity
     if node.released:
         return "Released" if said.leaving or activity is not NodeActivity.NONE else None
@@ -110,7 +112,7 @@ def _lost_in_generation(c: Cluster, node: NodeMachine, generation: int, said: Ac
         return None
     if activity is NodeActivity.QUIESCED:
         return "Resume"
-    lost = activity is NodeActivity.PREPARED  # Its trainers are new ones, and TrainerLost was lost.
+    lost = activity is NodeActivity.PREPARED  # Its trainers are new, and TrainerLost was lost.
     lost = lost or (activity in _RESUMED and node.name not in state.resumed)
     lost = lost or (activity is NodeActivity.FINISHED and node.name not in state.finished)
     lost = lost or said.restore_failed

@@ -1,4 +1,4 @@
-"""Changes that wait for a step boundary: who comes and who goes, and how snapshots are protected."""
+"""Changes that wait for a step boundary: nodes that join or leave, and another protection of snapshots."""
 
 from statemachine.cluster.node import NodeMachine
 from statemachine.cluster.phases import Paused, Running, TrainingGroup
@@ -9,13 +9,15 @@ from statemachine.messages.cluster import Release
 
 
 def newcomers(c: Cluster) -> list[NodeMachine]:
-    """Nodes that could take part but did not when the present generation was made."""
+    """Return the nodes that could take part but did not when the current generation was made."""
     members = c.members
     return [node for node in c.alive() if node.ready and node.draining is None and node.name not in members]
 
 
 def leavers(c: Cluster) -> list[NodeMachine]:
-    """Draining nodes, planned or a buddy, that this generation did not try to do without, or could by now."""
+    """Return the draining nodes, planned or replica peers, that this generation did not try to do without, or
+    could by now.
+    """
     group = c.state
     if not isinstance(group, Running):
         return []
@@ -29,14 +31,14 @@ def schedule_join(c: Cluster) -> None:
 
 
 def join(c: Cluster) -> None:
-    """The settle time of joins and drains is over."""
+    """Reconfigure for the joins and drains whose settle time is over."""
     if not isinstance(c.state, Running | Paused):
         return
     joining, leaving = newcomers(c), leavers(c)
     if not joining and not leaving:
         return
     if isinstance(c.state, Running) and c.recovery is not None:
-        # The recovery under way gets its first commit undisturbed; then it is its turn.
+        # Let the recovery under way reach its first commit undisturbed, and try again after that.
         c.set_timer(JOIN, c.timing.join_settle_s)
         return
     paused = isinstance(c.state, Paused)
@@ -68,10 +70,11 @@ def set_draining(c: Cluster, node: NodeMachine, reason: str) -> None:
 
 
 def still_required_draining(group: Running) -> frozenset[str]:
-    """Nodes that wait for their release and that the plan under way cannot do without.
+    """Return the draining nodes that the current plan cannot do without.
 
-    Where they were kept for layers that nobody else had, its transfers may have brought these to others:
-    then it can by now. Where layers are in parts, the plan does not tell who brings them to whom.
+    If they were needed for layers that no other node had, the plan's transfers may have copied these to
+    other nodes, which can now do without them. If layers are in parts, the plan does not show which device
+    sends them to which.
     """
     resumption = group.resumption
     if not group.required_draining_layers or resumption.held_parts:
@@ -88,7 +91,7 @@ def still_required_draining(group: Running) -> frozenset[str]:
 
 
 def release_drained(c: Cluster) -> None:
-    """Nodes that were to leave and that no plan needs may go."""
+    """Release the draining nodes that no plan needs."""
     if c.active and c.progress.published_step < c.progress.known_step:
         return  # one of them may be the only one that knows the missing votes
     needed = c.state.needed if isinstance(c.state, TrainingGroup) else ()
@@ -113,7 +116,7 @@ def release(c: Cluster, node: NodeMachine) -> None:
 
 
 def follow_running(c: Cluster, group: Running) -> None:
-    """Do what can be done without a new generation, or begin one at the next boundary."""
+    """Do what needs no new generation, or begin a generation at the next boundary."""
     if c.recovery is None or c.recovery.committed_at is not None:
         # A draining node outside the running plan holds nothing once a step of this generation committed.
         release_drained(c)
@@ -123,10 +126,11 @@ def follow_running(c: Cluster, group: Running) -> None:
     buddies = sorted(set(group.resumption.replica_peers.values()))
     lost = [name for name in buddies if name not in c.nodes or not c.nodes[name].alive]
     if JOIN not in c.due and request_changed(c, group):
-        # Another protection was asked for than this group was planned with: a boundary, and the same plan.
+        # Another protection was requested than this group was planned with: a boundary, and the same plan.
         why = f"snapshots get another protection: {requested_protection(c)}"
         reconfigure(c, why, "boundary", note_cause(c, "protection_changed", []))
     elif lost:
-        # Others must keep the copies that a lost node kept. Lost nodes of the plan are missed before this.
-        why = f"{', '.join(lost)} kept copies of snapshots and is gone"
+        # Other nodes must hold the copies that a lost node held. The loss of a planned node is noticed
+        # before this.
+        why = f"{', '.join(lost)} held copies of snapshots and is gone"
         reconfigure(c, why, "boundary", note_cause(c, "node_lost", lost))

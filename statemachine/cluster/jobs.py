@@ -1,4 +1,4 @@
-"""A job's life: accepted, built and measured on nodes, templates, the first plan, the end."""
+"""Life of a job: accepted, built and measured on nodes, templates, the first plan, the end."""
 
 import hashlib
 from typing import Any
@@ -50,16 +50,16 @@ from statemachine.messages.common import Finished, Prepared
 from statemachine.messages.values import ClusterPhase, CommittedStep, ProfiledJob
 
 MAX_BUILD_PROGRESS_CHARACTERS = 100
-"""Characters of what a node says that it does."""
+"""Most characters of a node's description of what it does."""
 SPARE_TEMPLATES = 2
-"""Templates are made for this many nodes more than there are, so that a join finds them ready."""
+"""Templates are made for this many nodes more than are present, so that they are ready for a join."""
 
 
 def submit(c: Cluster, event: SubmitRequested) -> None:
-    """Take a job on when none is under way; everything that was true of the last one is forgotten."""
+    """Accept a job if none is under way, and reset what was known about the last one."""
     job = event.job
     if c.job is not None and c.job.job_id == job.job_id:
-        # The client asks again: its answer was lost. The job may have ended meanwhile.
+        # The client asks again because the answer was lost. The job may have ended meanwhile.
         c.answer(event.request, True, job.job_id)
         return
     if c.active and c.job is not None:
@@ -67,7 +67,9 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
         return
     begin = event.start_checkpoint
     if begin is not None and begin.step > job.steps:
-        beyond = f"checkpoint.url holds the state behind step {begin.step}, and the job ends with {job.steps}"
+        beyond = (
+            f"checkpoint.url holds the state after step {begin.step}, and the job ends with step {job.steps}"
+        )
         c.answer(event.request, False, f"{beyond}: give it more steps, or another url")
         return
     c.transition(PhaseEvent.JOB_ACCEPTED, Waiting())
@@ -80,7 +82,7 @@ def submit(c: Cluster, event: SubmitRequested) -> None:
     if event.profile is not None:
         c.profiled = ProfiledJob(job=job, profile=event.profile)
     if begin is not None:
-        # As if its steps had been committed here, and everybody who held them were dead: see ``rollback``.
+        # As if its steps had been committed here and all nodes that held them were dead: see ``rollback``.
         c.progress.known, c.progress.published_step = (
             CommittedStep(step=begin.step, vote=begin.vote),
             begin.step,
@@ -119,7 +121,9 @@ def stop(c: Cluster, event: StopRequested) -> None:
 def drain(c: Cluster, event: DrainRequested) -> None:
     node = c.nodes.get(event.node)
     if node is None or not node.alive:
-        c.answer(event.request, False, f"no node {event.node!r} is here; nodes: {', '.join(sorted(c.nodes))}")
+        c.answer(
+            event.request, False, f"there is no node {event.node!r}; nodes: {', '.join(sorted(c.nodes))}"
+        )
         return
     when = "is released already" if node.released else "will be released at the next step boundary"
     c.answer(event.request, True, f"{node.name} {when}")
@@ -127,7 +131,7 @@ def drain(c: Cluster, event: DrainRequested) -> None:
 
 
 def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: Any) -> None:
-    """The job is over, one way or another: the trainers end, the nodes stay."""
+    """End the job, whatever its outcome: its trainers end, the nodes stay."""
     ended = ClusterPhase.FINISHED if event is PhaseEvent.JOB_ENDED else ClusterPhase.FAILED
     c.transition(event, Ended(phase=ended, outcome=reason))
     persisting.abandon_at_end(c)
@@ -135,7 +139,7 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
     for node in c.nodes.values():
         node.feed(NodeEvent.ABANDONED)
         if node.alive:
-            node.feed(NodeEvent.HEALTHY)  # Its trainers end with the job, lost ones or not; others come.
+            node.feed(NodeEvent.HEALTHY)  # Its trainers, lost or not, end with the job; new ones start.
     for timer in (QUIESCE, RESUME, JOIN, SETTLE, STEPS, GIVE_UP, SUSPICION, SNAPSHOT, FINISH, FIND):
         c.cancel_timer(timer)
     c.persist()
@@ -152,7 +156,9 @@ def end_job(c: Cluster, event: PhaseEvent, reason: str, name: str, **details: An
 
 
 def send_stop(c: Cluster, node: NodeMachine, job_id: str) -> None:
-    """What a node holds of a job that failed, or that is none of ours, may be needed."""
+    """Stop a job on a node. What the node holds of a job that failed or is unknown stays, since it may be
+    needed.
+    """
     done = c.job is not None and c.job.job_id == job_id and c.phase is ClusterPhase.FINISHED
     c.send(node, Stop(job_id=job_id, reason="this job is not under way", failed=not done))
 
@@ -165,7 +171,7 @@ def fail(c: Cluster, reason: str) -> None:
 
 
 def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
-    """It built the job, and measured it if it was asked to."""
+    """Record that a node built the job, and its measurements if it was asked for them."""
     job = c.job
     if job is None or not c.active or signal.job_id != job.job_id:
         c.ignore("prepared for a job that is not under way", node.name)
@@ -174,7 +180,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
         c.dirty = True
         return
     if node.released:
-        c.ignore("prepared when it was released", node.name)
+        c.ignore("prepared after it was released", node.name)
         c.send(node, Release())
         return
     if c.profiler == node.name and signal.profile is None:
@@ -191,7 +197,7 @@ def take_prepared(c: Cluster, node: NodeMachine, signal: Prepared) -> None:
 
 
 def take_build_progress(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Before the start, people see how far nodes are with building the model."""
+    """Record how far a node is with building the model, which people see before the start."""
     doing = signal.build_progress[:MAX_BUILD_PROGRESS_CHARACTERS] if node.prepare_sent else ""
     if doing != node.build_progress:
         node.build_progress = doing
@@ -237,7 +243,7 @@ def build(c: Cluster) -> None:
 
 
 def build_templates(c: Cluster) -> None:
-    """Ask for templates when there are none in this process, or when more nodes came than they are for."""
+    """Request templates if this process has none, or if more nodes came than they are for."""
     present = sum(1 for node in c.alive() if not node.released)
     if c.profiled is not None and (c.templates_for == 0 or present > c.templates_for):
         c.templates_for = max(present + SPARE_TEMPLATES, c.templates_before)
@@ -249,16 +255,16 @@ def build_templates(c: Cluster) -> None:
 
 
 def nobody_can_build(c: Cluster) -> str | None:
-    """Every node that is here failed to build the job: it is the job's fault."""
+    """Return why the job is at fault, if every present node failed to build it."""
     alive = [node for node in c.alive() if not node.released]
     unfit = [node.unfit for node in alive if node.unfit is not None]
     if alive and len(unfit) == len(alive):
-        return f"no node can build the job; {alive[-1].name} says: {unfit[-1]}"
+        return f"no node can build the job; {alive[-1].name} reports: {unfit[-1]}"
     return None
 
 
 def maybe_start(c: Cluster) -> None:
-    """The first plan: with everybody, or after a short while with those that are there."""
+    """Start with the first plan: with all nodes, or after a short while with those that are ready."""
     job = c.current_job
     if not c.templates_ready or c.profiled is None:
         return
@@ -277,7 +283,7 @@ def maybe_start(c: Cluster) -> None:
 
 
 def maybe_finish(c: Cluster, group: Running) -> None:
-    """Every planned node finished, and the world was told of every step."""
+    """End the job once every planned node has finished and every step was published."""
     job = c.current_job
     if not group.all_finished:
         return
@@ -309,7 +315,7 @@ def maybe_finish(c: Cluster, group: Running) -> None:
 
 
 def reconcile(c: Cluster) -> None:
-    """Do what the present state calls for, however it came about."""
+    """Reconcile the cluster with its present state, whatever event led to it."""
     if not c.active:
         release_drained(c)
         return
@@ -344,7 +350,7 @@ def reconcile(c: Cluster) -> None:
 def take_finished(c: Cluster, node: NodeMachine, signal: Finished) -> None:
     group = c.state
     if not isinstance(group, TrainingGroup) or signal.generation != group.generation:
-        c.ignore("a Finished that nobody waits for", node.name)
+        c.ignore("an unexpected Finished", node.name)
         return
     group.finished[node.name] = signal
     node.step = max(node.step, signal.step)

@@ -1,7 +1,7 @@
 """The cluster machine: the coordinator's whole protocol as one pure object.
 
-``step(event) -> list[Effect]``; effects are to be carried out in order. This module only passes each event to the
-module whose subject it is. ``recovery`` has the path from a loss to the first commit after it.
+``step(event) -> list[Effect]``; effects are to be carried out in order. This module only dispatches each
+event to the module that handles it. ``recovery`` has the path from a loss to the first commit after it.
 """
 
 from collections.abc import Callable, Sequence
@@ -80,7 +80,10 @@ ClusterEvent = (
 
 
 class ClusterMachine:
-    """Make one for a fresh coordinator and feed ``BrokerConnected``; or ``restore`` one from a journal."""
+    """State machine of the leading coordinator.
+
+    Create one for a new coordinator and feed ``BrokerConnected``, or ``restore`` one from a journal.
+    """
 
     def __init__(self, timing: Timing) -> None:
         self._c = Cluster(timing=timing)
@@ -89,9 +92,9 @@ class ClusterMachine:
     def restore(
         cls, timing: Timing, durable_state: dict[str, Any], at: float, cause: str
     ) -> tuple["ClusterMachine", list[Effect]]:
-        """Go on from what ``durable_state()`` last said; the next event is ``BrokerConnected``.
+        """Continue from what ``durable_state()`` last returned; the next event is ``BrokerConnected``.
 
-        :raises durable.JournalError: the journal is damaged or of another version.
+        :raises durable.JournalError: the journal is corrupt or of another version.
         """
         machine = cls(timing)
         c = machine._c = durable.read(timing, durable_state, at)
@@ -101,15 +104,17 @@ class ClusterMachine:
         return machine, machine._take_out()
 
     def step(self, event: ClusterEvent) -> list[Effect]:
-        """Take one event; what is to be done about it, in order."""
+        """Handle one event and return the effects in order."""
         return self.steps([event])
 
     def steps(
         self, events: Sequence[ClusterEvent], failed: Callable[[ClusterEvent], None] | None = None
     ) -> list[Effect]:
-        """Take events that came together as one step: durable state is written once for all of them.
+        """Handle events that arrived together as one step, so that durable state is written once for all of
+        them.
 
-        :param failed: told of each event that raises, from the handler; the others are taken nevertheless.
+        :param failed: called from the handler of each event that raises; the other events are handled
+        nevertheless.
         """
         c = self._c
         for event in events:
@@ -126,16 +131,16 @@ class ClusterMachine:
         return self._take_out()
 
     def durable_parts(self) -> dict[str, Any]:
-        """What must survive a crash, to be stored when ``PersistState`` is carried out."""
+        """Return what must survive a crash, to be stored when ``PersistState`` is carried out."""
         return durable.write(self._c)
 
     def durable_state(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the durable parts as plain data."""
         state: dict[str, Any] = msgspec.to_builtins(self.durable_parts())
         return state
 
     def public_state(self) -> dict[str, Any]:
-        """What outside tools see; to be published when ``PublishCluster`` is carried out."""
+        """Return what outside tools see, to be published when ``PublishCluster`` is carried out."""
         return public.public_state(self._c)
 
     @property
@@ -148,21 +153,23 @@ class ClusterMachine:
 
     @property
     def job(self) -> Job | None:
-        """The job under way, or the last one; its snapshot policy as it is now."""
+        """Return the job under way, or the last one, with its current snapshot policy."""
         return self._c.job
 
     @property
     def job_id(self) -> str | None:
-        """Of the job under way, or of the last one."""
+        """Return the id of the job under way, or of the last one."""
         return self._c.job.job_id if self._c.job is not None else None
 
     @property
     def committed_step(self) -> int:
-        """The newest step known to be committed."""
+        """Return the newest step known to be committed."""
         return self._c.progress.known_step
 
     def plan_details(self, generation: int) -> dict[str, Any]:
-        """Of a ``PlanChosen`` what the durable state need not have twice, as long as this plan is in it."""
+        """Return the details of a ``PlanChosen`` that the durable state need not hold twice while it has this
+        plan.
+        """
         resumption = self._c.resumption
         if resumption is None or resumption.generation != generation:
             return {"pipelines": [], "considered": []}
@@ -170,35 +177,36 @@ class ClusterMachine:
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Nodes whose reports counted in the present generation."""
+        """Return the nodes whose reports counted in the current generation."""
         return tuple(sorted(self._c.members))
 
     @property
     def lineage(self) -> int:
-        """Generation of the job's last rollback; 0: none."""
+        """Return the generation of the job's last rollback; 0: none."""
         return self._c.lineage
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The job's newest snapshot that is complete everywhere."""
+        """Return the job's newest snapshot that is complete everywhere."""
         return self._c.snapshots.newest
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The job's newest persistent one, as far as this coordinator knows."""
+        """Return the job's newest persistent checkpoint, as far as this coordinator knows."""
         return self._c.checkpoints.newest
 
     @property
     def writing(self) -> str:
-        """Attempt at a persistent checkpoint that is under way; empty: none is."""
+        """Return the attempt at a persistent checkpoint that is under way; empty: none."""
         writing = self._c.checkpoints.writing
         return writing.attempt if writing is not None else ""
 
     def _take_out(self) -> list[Effect]:
-        """What this step wants, in the order that serves best and is still safe.
+        """Return this step's effects in the best order that is safe.
 
-        Durable state first, once (it is the state at the end of the step, and has what is to be told of it),
-        then commands and plans, which trainers stand still for, then what the world is told.
+        Durable state comes first, once: it is the state at the end of the step and holds the events to be
+        published. Commands and plans follow, since trainers stand still for them, and then events and the
+        public state.
         """
         out, self._c.out = self._c.out, []
         persist = [effect for effect in out if isinstance(effect, PersistState)][:1]
@@ -261,7 +269,8 @@ class ClusterMachine:
         c = self._c
         late_s = c.at - c.due.pop(event.name, c.at)
         if event.name in (QUIESCE, RESUME) and late_s > c.timing.silence_s / 2:
-            # A deadline that fires this late says that we were stopped, not that the others are slow.
+            # A deadline that fires this late shows that this process was suspended, not that the nodes are
+            # slow.
             c.set_timer(event.name, c.timing.quiesce_s)
             return
         match event.name:
@@ -289,23 +298,24 @@ class ClusterMachine:
             case "give_up":
                 if isinstance(c.state, Paused):
                     self._give_up(c.state)
-            case _:  # "settle": pursue sees that the time is over
+            case _:  # "settle": reconcile sees that the time is over
                 c.dirty = True
 
     def _give_up(self, paused: Paused) -> None:
-        """Nobody came in time who may hold the state that is lacking."""
+        """End a pause: no node that may hold the missing state has come in time."""
         c = self._c
         if any(node.prepare_sent for node in c.alive()):
-            c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may be what was waited for.
+            c.set_timer(GIVE_UP, c.timing.lost_state_s)  # It may hold what is missing.
         elif not rollback.return_to_checkpoint(c, paused):
             jobs.fail(c, paused.reason)
 
     def _tick(self, late_s: float) -> None:
-        """Look who is silent, and what has changed since the last tick. ``late_s``: how late this very tick is."""
+        """Check who is silent, and what has changed since the last tick. ``late_s``: how late this tick is."""
         c = self._c
         c.set_timer(TICK, c.timing.heartbeat_s)
         if late_s > c.timing.silence_s / 2:
-            # It is we who were away (a stopped process, a suspended machine): their messages are still queued.
+            # This process was away (stopped, or the machine suspended): the nodes' messages are still
+            # queued.
             c.silence_floor_at = c.at
         else:
             progress.check_gaps(c)
@@ -320,7 +330,9 @@ class ClusterMachine:
         snapshots.repeat_retain(c)
 
     def _connected(self) -> None:
-        """The broker is (back) there: everybody has a while to say Hello before anybody is missed."""
+        """Begin, or continue, with the broker: all nodes have a while to send Hello before any counts as
+        silent.
+        """
         c = self._c
         first = not c.started
         c.started = c.connected = True
@@ -338,7 +350,7 @@ class ClusterMachine:
             persisting.abandon_after_restart(c)
         match c.state:
             case Quiescing() as state if restored:
-                # The reports that came before the crash are lost with it.
+                # Reports that arrived before the crash are lost with it.
                 why = "the coordinator was restarted during a recovery"
                 recovery.reconfigure(c, why, state.mode, state.recovery)
             case Quiescing():
@@ -358,12 +370,12 @@ class ClusterMachine:
         c.publish()
 
     def _disconnected(self) -> None:
-        """Nobody can be heard, so nobody is late."""
+        """Stop all deadlines: while the broker is away no node can be heard."""
         c = self._c
         c.connected = False
         for name in (TICK, QUIESCE, RESUME, GIVE_UP, STEPS, SNAPSHOT, PERSIST, FINISH):
             c.cancel_timer(name)
-        c.emit("BrokerLost", "the broker is away; training goes on")
+        c.emit("BrokerLost", "the broker is away; training continues")
 
     def _templates_ready(self, event: TemplatesReady) -> None:
         c = self._c
@@ -397,7 +409,7 @@ class ClusterMachine:
             jobs.fail(self._c, reason)
 
     def _lost(self, reason: str | None) -> None:
-        """The job cannot go on."""
+        """Fail the job, unless a persistent checkpoint may be found: ``reason`` is why it cannot continue."""
         c = self._c
         if reason is not None and not rollback.search_checkpoint(c, reason):
             raised = c.last_failure.strip().splitlines()[-1] if c.raised else ""

@@ -1,7 +1,7 @@
-"""Who belongs to the cluster: Hello, rejection, loss, return, fencing.
+"""Membership of the cluster: Hello, rejection, loss, return, fencing, removal.
 
-What a signal's sender is to the cluster (``SenderStatus``) decides together with the kind of signal what is
-done with it; the table below says it for every pair.
+The sender's status (``SenderStatus``) and the kind of signal together decide how a signal is handled; the
+table below covers every pair.
 """
 
 from collections.abc import Iterable
@@ -43,15 +43,15 @@ from statemachine.messages.values import PROTOCOL, NodeFacts, NodeState
 
 class SenderStatus(StrEnum):
     CURRENT = "CURRENT"
-    """The incarnation we know under this name, not OFFLINE."""
+    """The known incarnation of this name, not OFFLINE."""
     ABSENT = "ABSENT"
-    """The incarnation we know, declared OFFLINE."""
+    """The known incarnation of this name, declared OFFLINE."""
     RETIRED = "RETIRED"
     """An incarnation of this name that is over (fenced, replaced)."""
     OTHER = "OTHER"
-    """Another incarnation than the one we know, never seen before."""
+    """A different incarnation from the known one, never seen before."""
     UNKNOWN = "UNKNOWN"
-    """No node of this name."""
+    """No node of this name is known."""
 
 
 class SignalAction(StrEnum):
@@ -60,12 +60,12 @@ class SignalAction(StrEnum):
     ADMIT = "ADMIT"
     """A newcomer: admit it, or reject it."""
     RETURN = "RETURN"
-    """Declared OFFLINE and yet alive: take it back where that is safe, fence it otherwise."""
+    """Declared OFFLINE and yet alive: take it back if that is safe, fence it otherwise."""
     FENCE = "FENCE"
     INQUIRE = "INQUIRE"
     """Ask for a Hello."""
     IGNORE = "IGNORE"
-    """Stale: counted and logged."""
+    """Stale: count and log it."""
 
 
 _ROWS: dict[type[Signal], tuple[SignalAction, SignalAction, SignalAction, SignalAction, SignalAction]] = {
@@ -208,9 +208,9 @@ def sender_status(c: Cluster, name: str, incarnation: int) -> SenderStatus:
 
 
 def device_mismatch(facts: NodeFacts, policy: Policy, before: int = 0) -> str | None:
-    """Return why a node of this shape cannot take part in a job with this policy, or ``None`` if it can.
+    """Return why a node with these devices cannot take part in a job with this policy, or ``None`` if it can.
 
-    :param before: devices that the node of this name had when it took part; 0 if it never did.
+    :param before: number of devices of this name's node when it took part; 0 if it never did.
     """
     wanted = policy.devices_per_node
     if facts.devices == wanted:
@@ -228,7 +228,9 @@ def device_mismatch(facts: NodeFacts, policy: Policy, before: int = 0) -> str | 
 
 
 def admission_problem(c: Cluster, name: str, facts: NodeFacts) -> str | None:
-    """Why a node cannot be understood, or let in by the others: it would hold all of them up."""
+    """Return why this coordinator cannot understand a node, or the other nodes would not admit it and be
+    delayed; else ``None``.
+    """
     if facts.protocol != PROTOCOL:
         return (
             f"it speaks protocol {facts.protocol}, and this coordinator {PROTOCOL}: install the same version "
@@ -259,7 +261,7 @@ def reject(c: Cluster, name: str, incarnation: int, reason: str) -> None:
 
 
 def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
-    """Take a newcomer in under this name; the caller made sure that nobody alive has the name."""
+    """Admit a newcomer under this name, or reject it; the caller has made sure that no live node has the name."""
     job = c.job if c.active else None
     problem = admission_problem(c, name, hello.facts)
     if problem is None and job is not None:
@@ -269,7 +271,7 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
         reject(c, name, incarnation, problem)
         return False
     if job is not None and hello.job_id == job.job_id and hello.generation > 0 and hello.prepared:
-        # It holds state of this job that no journal of ours accounts for.
+        # It holds state of this job that this coordinator's journal does not account for.
         fence(
             c, name, incarnation, "its state belongs to a part of the job that this coordinator does not know"
         )
@@ -297,7 +299,9 @@ def admit(c: Cluster, name: str, incarnation: int, hello: Hello) -> bool:
 
 
 def may_return(c: Cluster, node: NodeMachine) -> bool:
-    """Nothing was resumed since this absent node was last heard: its state is as good as a survivor's."""
+    """Return whether no generation was resumed since this absent node was last heard: its state is as good as
+    a survivor's.
+    """
     return not node.gone and node.lost_after == c.resumed_generation
 
 
@@ -318,7 +322,7 @@ def take_back(c: Cluster, node: NodeMachine) -> None:
 
 
 def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
-    """Order an incarnation to end its trainers and to come back as a new one."""
+    """Order an incarnation to end its trainers and to return as a new one."""
     c.send_to(name, incarnation, Fence(reason=reason))
     node = c.nodes.get(name)
     if node is not None and node.incarnation == incarnation and not node.gone:
@@ -327,7 +331,7 @@ def fence(c: Cluster, name: str, incarnation: int, reason: str) -> None:
 
 
 def declare_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
-    """Declare a node OFFLINE. What that means for the job is the caller's next question."""
+    """Declare a node OFFLINE. The caller decides what that means for the job."""
     node.feed(NodeEvent.OFFLINE)
     node.lost_after = c.resumed_generation
     node.prepare_sent = False
@@ -338,20 +342,21 @@ def declare_lost(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
     if node.name not in c.planned:
         c.members.discard(node.name)
     for rejected in [one for one in c.rejected if one[0] == node.name]:
-        del c.rejected[rejected]  # Its name is free. It may not have heard that it was not: so it is asked.
+        # The name is free now; the rejected node may not know that, so it is asked for a Hello.
+        del c.rejected[rejected]
     c.dirty = True
     c.emit("NodeLost", reason, node=node.name, how=how, detected_at=c.at, incarnation=node.incarnation)
 
 
 def inquire_all(c: Cluster) -> None:
-    """Everybody that should be here, anew."""
+    """Ask every node that should be present for a Hello."""
     nodes = c.alive()
     c.inquired = {(node.name, node.incarnation): c.at for node in nodes}
     c.send_all(nodes, RequestHello())
 
 
 def inquire(c: Cluster, name: str, incarnation: int) -> None:
-    """Ask for a Hello, once in a while: a backlog of heartbeats is one question."""
+    """Ask for a Hello, at most once per heartbeat period: a backlog of heartbeats leads to one request."""
     asked = c.inquired.get((name, incarnation))
     if asked is None or c.at - asked >= c.timing.heartbeat_s:
         c.inquired[name, incarnation] = c.at
@@ -359,18 +364,20 @@ def inquire(c: Cluster, name: str, incarnation: int) -> None:
 
 
 def request_overdue_hello(c: Cluster, node: NodeMachine, after_s: float) -> None:
-    """It has not said what it must: should that be lost, or the order for it, its Hello says so."""
+    """Ask for a Hello if the node has not reported something for ``after_s``: if that report, or the order for
+    it, was lost, its Hello shows it.
+    """
     key = (node.name, node.incarnation)
     if c.at - c.inquired.setdefault(key, c.at) >= after_s:
         inquire(c, *key)
 
 
 def silent_nodes(c: Cluster) -> list[NodeMachine]:
-    """Nodes that have said nothing for too long, while others are heard.
+    """Return the nodes that have been silent for too long while others are heard.
 
-    Where several should be heard and nobody is, it is more likely we (or the broker) who are cut off; nobody
-    is left to go on without the others anyway. They have a while from the first word on, as after an outage
-    of the broker. Should they all be gone, the broker will say so.
+    If several nodes should be heard and none is, this coordinator (or the broker) is more likely cut off,
+    and no node would be left to continue anyway. All nodes then have a grace period from the first message
+    on, as after an outage of the broker. If they are all gone, the broker publishes their last wills.
     """
     alive = c.alive()
     newest = max((c.heard_at(node) for node in alive), default=c.at)
@@ -384,7 +391,7 @@ def silent_nodes(c: Cluster) -> list[NodeMachine]:
 
 
 def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
-    """Order nodes to build the job; the one that was chosen for that measures it, too."""
+    """Order nodes to build the job; the one that was chosen for it also measures the model."""
     job = c.job
     if job is None:
         return
@@ -397,7 +404,7 @@ def prepare(c: Cluster, nodes: Iterable[NodeMachine]) -> None:
 
 
 def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
-    """``False`` when the node was UNHEALTHY already."""
+    """Mark a node UNHEALTHY; return ``False`` if it already was."""
     changed = node.feed(NodeEvent.UNHEALTHY)
     node.prepared = False
     node.prepare_sent = False
@@ -410,7 +417,7 @@ def mark_unhealthy(c: Cluster, node: NodeMachine) -> bool:
 
 
 def mark_healthy(c: Cluster, node: NodeMachine) -> None:
-    """Every trainer of the node built the job."""
+    """Note that every trainer of the node has built the job."""
     was = node.state
     node.feed(NodeEvent.HEALTHY)
     node.prepare_sent = False
@@ -424,11 +431,11 @@ def mark_healthy(c: Cluster, node: NodeMachine) -> None:
 # --- gone for good --------------------------------------------------------------------------------
 
 MIN_LISTED_OFFLINE = 100
-"""So many are listed at least, for who looks what became of them."""
+"""Nodes that stay listed at least, so that people can see what became of them."""
 
 
 def remove_absent(c: Cluster) -> None:
-    """At every tick."""
+    """Remove nodes that have been OFFLINE for long and that the job does not need; called at every tick."""
     offline = [node for node in c.nodes.values() if not node.alive]
     if not offline:
         return
@@ -447,7 +454,7 @@ def remove_absent(c: Cluster) -> None:
 
 
 def remove_unknown(c: Cluster, name: str) -> None:
-    """The broker still says of somebody who is not known that it is gone: that, too, can go."""
+    """Delete what the broker still retains of a node that is not known."""
     c.out.append(RemoveNode(cause=c.cause, node=name))
 
 
@@ -458,16 +465,18 @@ def _remove(c: Cluster, node: NodeMachine) -> None:
     remove_unknown(c, node.name)
     c.emit(
         "NodeRemoved",
-        f"{node.name} at {node.facts.host} was not heard of for {c.at - node.heard_at:.0f} s, "
-        "and nothing waits for it",
+        f"{node.name} at {node.facts.host} was not heard from for {c.at - node.heard_at:.0f} s, "
+        "and nothing needs it",
         node=node.name,
         incarnation=node.incarnation,
     )
 
 
 def needed_nodes(c: Cluster) -> frozenset[str]:
-    """Whom the job under way still names: its plan, its generation, its snapshots, its checkpoint, or the
-    recovery; and who may come back with state that counts, while that may be wanted."""
+    """Return the nodes that the current job names: in its plan, generation, snapshots, checkpoint or recovery.
+
+    Nodes that may return with state that counts are included while that may be needed.
+    """
     if not c.active:
         return frozenset()
     names: set[str] = set()
@@ -492,6 +501,8 @@ def needed_nodes(c: Cluster) -> frozenset[str]:
 
 
 def _has_state(c: Cluster, node: NodeMachine) -> bool:
-    """It took part in the last decision that was resumed, and would be let back in with what it holds."""
+    """Return whether the node took part in the last resumed decision and would be admitted again with the
+    state that it holds.
+    """
     counted = node.counted_in == node.lost_after == c.resumed_generation > 0
     return counted and node.prepared and not node.gone

@@ -1,6 +1,6 @@
-"""The node table (design §3, after REFT §4.4) and the coordinator's view of one node.
+"""The node table (after REFT §4.4) and the coordinator's view of one node.
 
-The table and the ignored pairs together name every (state, event) pair exactly once; a test holds that.
+The table and the ignored pairs together name every (state, event) pair exactly once, which a test checks.
 """
 
 from collections import Counter
@@ -10,14 +10,14 @@ from enum import StrEnum
 from statemachine.messages.values import HeldSnapshot, NodeFacts, NodeState
 
 MAX_RETIRED = 16
-"""Incarnations of one name that are remembered as over; older ones are strangers, who must say Hello."""
+"""Past incarnations of one name that are remembered; older ones count as unknown and must send Hello."""
 
 
 class NodeEvent(StrEnum):
-    """What a node's signals mean to the table."""
+    """Events of the node table, derived from a node's signals."""
 
     HEALTHY = "HEALTHY"
-    """A new incarnation said Hello, or every trainer is back (``Prepared``)."""
+    """A new incarnation sent Hello, or every trainer is back (``Prepared``)."""
     SNAP = "SNAP"
     """A snapshot of a step has begun."""
     COMPLETED = "COMPLETED"
@@ -25,11 +25,11 @@ class NodeEvent(StrEnum):
     COMMITTED = "COMMITTED"
     """Every node completed: the snapshot is globally committed."""
     ABANDONED = "ABANDONED"
-    """The snapshot will not be completed everywhere: what this node has of it counts for nothing."""
+    """The snapshot will not be completed everywhere: what this node has of it does not count."""
     UNHEALTHY = "UNHEALTHY"
     """A trainer died, hung or raised; the host and its memory are there."""
     OFFLINE = "OFFLINE"
-    """The last will, silence, or the node left."""
+    """The broker published the last will, the node was silent, or it left."""
 
 
 _S = NodeState
@@ -59,7 +59,7 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         # A part that completes or commits without a snapshot under way is a late message.
         (_S.HEALTHY, _E.COMPLETED),
         (_S.HEALTHY, _E.COMMITTED),
-        # It is told to all, whether they had begun or not.
+        # All nodes receive it, whether they had begun or not.
         (_S.HEALTHY, _E.ABANDONED),
         (_S.SNAP, _E.HEALTHY),
         (_S.SNAP, _E.SNAP),
@@ -72,7 +72,7 @@ IGNORED: frozenset[tuple[NodeState, NodeEvent]] = frozenset(
         (_S.UNHEALTHY, _E.COMMITTED),
         (_S.UNHEALTHY, _E.ABANDONED),
         (_S.UNHEALTHY, _E.UNHEALTHY),
-        # Nothing but a Hello brings a node back.
+        # Only a Hello brings a node back.
         (_S.OFFLINE, _E.SNAP),
         (_S.OFFLINE, _E.COMPLETED),
         (_S.OFFLINE, _E.COMMITTED),
@@ -88,7 +88,7 @@ USABLE = frozenset({_S.HEALTHY, _S.SNAP, _S.COMPLETED})
 
 @dataclass(slots=True, kw_only=True)
 class NodeMachine:
-    """One name in the cluster: its present incarnation, and what the coordinator knows of it."""
+    """One name in the cluster: its current incarnation, and what the coordinator knows of it."""
 
     name: str
     incarnation: int
@@ -97,55 +97,55 @@ class NodeMachine:
     heard_at: float = 0.0
     """Time of the last signal of this incarnation."""
     prepare_sent: bool = False
-    """``Prepare`` was sent for the present job and is not answered."""
+    """Whether ``Prepare`` was sent for the current job and is not answered."""
     lost_message: tuple[str, float] | None = None
-    """What its heartbeats say is missing, and since when (``acknowledgement``)."""
+    """What is missing according to its heartbeats, and since when (``acknowledgement``)."""
     build_progress: str = ""
     """What its trainers do to build the job, in words."""
     prepared: bool = False
-    """Every trainer built the present job."""
+    """Whether every trainer has built the current job."""
     unfit: str | None = None
-    """Why this node cannot build the present job (its trainers said so)."""
+    """Reason why this node cannot build the current job, as its trainers reported it."""
     draining: str | None = None
-    """Reason, when it is to leave the plan."""
+    """Reason why it is to leave the plan; ``None``: it is not."""
     leaving: bool = False
-    """It asked to leave itself (SIGTERM there)."""
+    """Whether it asked to leave itself (SIGTERM there)."""
     released: bool = False
-    """It may go: it gets no work until it comes back as a new incarnation."""
+    """Whether it may go: it gets no work until it returns as a new incarnation."""
     returning: bool = False
-    """It lost a trainer and has not taken part since."""
+    """Whether it lost a trainer and has not taken part since."""
     counted_in: int = 0
     """Last resumed generation whose decision counted this node's report. See ``rules.trusted``."""
     obeyed: int = 0
-    """Highest generation this incarnation said it obeyed: whatever it said before that is stale."""
+    """Highest generation that this incarnation reported to have obeyed; whatever it sent before that is stale."""
     lost_after: int = 0
-    """Generation that was the last resumed one when this node went OFFLINE."""
+    """The last resumed generation when this node went OFFLINE."""
     gone: bool = False
-    """It said goodbye or was fenced: it cannot come back with its state."""
+    """Whether it said goodbye or was fenced, so that it cannot return with its state."""
     step: int = 0
     microbatch_ms: tuple[float, ...] = ()
-    """``Heartbeat.microbatch_ms``, as last said under generation ``timed_in``."""
+    """``Heartbeat.microbatch_ms``, as last reported under generation ``timed_in``."""
     timed_generation: int = 0
     speed: float = 1.0
-    """What plans reckon with: below 1 for a straggler, relative to the others (``stragglers``)."""
+    """Speed that plans assume: below 1 for a straggler, relative to the others (``stragglers``)."""
     speed_changed_at: float | None = None
-    """Since when it has computed at another speed than that."""
+    """Time since which it has computed at a different speed."""
     snapshots: frozenset[HeldSnapshot] = frozenset()
-    """Of the present job, complete in this node's memory as far as it said."""
+    """Snapshots of the current job that it reported complete in its memory."""
     part_failures: Counter[HeldSnapshot] = field(default_factory=Counter)
-    """How often a part of these turned out to be damaged or not to be had."""
+    """How often a part of each of these turned out to be corrupt or unavailable."""
     said_hello: bool = False
-    """It said Hello since this coordinator started, and so what it has under way."""
+    """Whether it sent Hello since this coordinator started, so that its pending work is known."""
     retained_step: int | None = None
-    """``Heartbeat.kept``, as said since the last Hello."""
+    """``Heartbeat.retained_step``, as reported since the last Hello."""
     retain_sent_step: int = 0
-    """Step of the last ``KeepSnapshot`` sent, at ``keep_said_at``."""
+    """Step of the last ``RetainSnapshot``, which was sent at ``keep_said_at``."""
     retain_sent_at: float = 0.0
     retired: tuple[int, ...] = ()
-    """Incarnations of this name that are over, the last ``RETIRED_KEPT``."""
+    """Past incarnations of this name, the last ``RETIRED_KEPT``."""
 
     def feed(self, event: NodeEvent) -> bool:
-        """Take one step in the table; ``False`` when the table ignores the event in this state."""
+        """Take one step in the table; return ``False`` if the table ignores the event in this state."""
         key = (self.state, event)
         if key in IGNORED:
             return False
@@ -158,11 +158,11 @@ class NodeMachine:
 
     @property
     def ready(self) -> bool:
-        """May take part in a generation."""
+        """Return whether it may take part in a generation."""
         return self.state in USABLE and self.prepared and not self.released
 
     def reset_job(self) -> None:
-        """The job is over: what was true about this node and that job is no more."""
+        """Reset what was known about this node and a job that is over."""
         self.prepare_sent = self.prepared = self.returning = False
         self.unfit, self.build_progress = None, ""
         self.counted_in = self.step = self.timed_generation = 0

@@ -1,7 +1,8 @@
-"""The cluster's phases (design §3): the state of each, one declared table, and the pairs that must never happen.
+"""The cluster's phases: the state of each, one declared table, and the pairs that must never happen.
 
-The state of a phase has what exists in that phase alone, so nothing else can be asked for. ``ClusterPhase`` is what
-outside tools see: RECOVERING is two states, ``Planning`` before the Resume and ``Resuming`` after it.
+The state of a phase holds only what exists in that phase, so no code can ask for anything else.
+``ClusterPhase`` is what outside tools see; RECOVERING is two states, ``Planning`` before the Resume and
+``Resuming`` after it.
 """
 
 from dataclasses import dataclass, field, fields
@@ -17,7 +18,9 @@ from statemachine.messages.values import Checkpoint, ClusterPhase, DeviceReport,
 
 @dataclass(slots=True, kw_only=True)
 class ActiveRecovery:
-    """What one reconfiguration was for and when its phases ended; one ``RecoveryCompleted`` at its end."""
+    """The purpose of one reconfiguration and the times at which its phases ended, for its
+    ``RecoveryCompleted``.
+    """
 
     cause: str
     nodes: list[str]
@@ -27,9 +30,9 @@ class ActiveRecovery:
     recomputed_steps: int = 0
     rolled_back_steps: int = 0
     tier: str | None = None
-    """Where the state came from, if not from live replicas."""
+    """Source of the state, if it is not live replicas."""
     before: tuple[PipelinePlacement, ...] = ()
-    """Pipelines that were there before; none where an older program began this."""
+    """Pipelines before the recovery; empty if an older program began it."""
     quiesced_at: float | None = None
     planned_at: float | None = None
     resumed_at: float | None = None
@@ -38,7 +41,7 @@ class ActiveRecovery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """No generation was started yet: there is no job, or it is built and measured."""
+    """No generation has been started yet: there is no job, or it is being built and measured."""
 
     phase: ClassVar = ClusterPhase.WAITING
 
@@ -53,15 +56,15 @@ class Quiescing:
     mode: QuiesceMode
     began_at: float
     expected: dict[str, None]
-    """Nodes that were sent the Quiesce, without those that were lost since, and are not waited for."""
+    """Nodes that were sent the Quiesce and are waited for; nodes that were lost since are removed."""
     reports: dict[str, tuple[DeviceReport, ...]] = field(default_factory=dict)
     """Reports of these nodes alone."""
     planned_ahead_for: int = 0
-    """Number of expected nodes when the planner was told which plan to foresee."""
+    """Number of expected nodes when the planner was last told to plan ahead."""
 
     @property
     def reported(self) -> bool:
-        """Whether all that are waited for have reported."""
+        """Return whether all expected nodes have reported."""
         return len(self.reports) == len(self.expected)
 
 
@@ -73,7 +76,7 @@ class Planning:
     generation: int
     recovery: ActiveRecovery
     mode: QuiesceMode
-    """How it was quiesced; for a coordinator that is restarted now, and has to do it again."""
+    """Mode of its Quiesce, for a coordinator that restarts now and has to repeat it."""
     began_at: float
     expected: dict[str, None]
     """Nodes that answered the Quiesce."""
@@ -81,21 +84,21 @@ class Planning:
     """Nodes whose reports counted. The plan uses some or all of them."""
     decision: Decision
     situation: Situation | None = None
-    """The situation that the planner is (to be) asked about; ``None`` before ``ask_plan``."""
+    """The situation for which a plan is requested; ``None`` before ``ask_plan``."""
     requested_protection: str = ""
-    """The protection that the planner is asked for: a scheme, or ``auto``."""
+    """The protection that is requested with the plan: a scheme, or ``auto``."""
     required_draining: frozenset[str] = frozenset()
-    """Nodes that wait for their release and that the plan has to use nevertheless."""
+    """Draining nodes that the plan has to use nevertheless."""
     required_draining_layers: tuple[int, ...] = ()
-    """Layers that nobody but them has; empty where that is not the reason."""
+    """Layers that only those nodes hold; empty if that is not the reason."""
     loss_reason: str = ""
-    """The reason why live replicas are not enough, in the planner's words."""
+    """Reason why live replicas are not enough, in the planner's words."""
     sources: tuple[str, ...] = ()
-    """Nodes whose parts of the snapshot are reckoned with."""
+    """Nodes whose parts of the snapshot the restore counts on."""
     restore_check: RestoreChecked | None = None
-    """The snapshot can be put together, and the plan is one for its step."""
+    """Set once the snapshot can be restored; the plan is then for its step."""
     checkpoint: Checkpoint | None = None
-    """The checkpoint that the plan goes on from instead of a snapshot."""
+    """The checkpoint from which the plan continues instead of a snapshot."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,39 +113,39 @@ class TrainingGroup:
     planned: tuple[str, ...]
     """Nodes of its plan."""
     required_draining: frozenset[str] = frozenset()
-    """As of ``Planning``, when the plan was made."""
+    """As in ``Planning``, when the plan was made."""
     required_draining_layers: tuple[int, ...] = ()
-    """As of ``Planning``, when the plan was made."""
+    """As in ``Planning``, when the plan was made."""
     sources: tuple[str, ...] = ()
     """Nodes whose parts of the snapshot are restored."""
     holdings: dict[Device, frozenset[int]] = field(default_factory=dict)
-    """Layers that devices held when it was decided; empty after a restart of the coordinator."""
+    """Layers that devices held at the decision; empty after a restart of the coordinator."""
     resumed: dict[str, Resumed] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
     suspected_at_step: int = 0
-    """The committed step when a trainer first saw a connection break, or when that was last looked at."""
+    """The committed step when a trainer first saw a connection break, or when the suspicion was last checked."""
     seen_committing: bool = False
-    """Steps were committed between two looks, although a connection is said to be broken."""
+    """Whether one check has found new commits although a connection was reported broken."""
 
     @property
     def needed(self) -> set[str]:
-        """Nodes of its plan, and those that keep copies of its snapshots."""
+        """Return the nodes of its plan and those that hold copies of its snapshots."""
         return {*self.planned, *self.resumption.replica_peers.values()}
 
     @property
     def all_resumed(self) -> bool:
-        """Whether every planned node has resumed."""
+        """Return whether every planned node has resumed."""
         return all(name in self.resumed for name in self.planned)
 
     @property
     def all_finished(self) -> bool:
-        """Whether every planned node said that all steps are done."""
+        """Return whether every planned node has reported that all steps are done."""
         return all(name in self.finished for name in self.planned)
 
 
 @dataclass(slots=True, kw_only=True)
 class Resuming(TrainingGroup):
-    """The group forms."""
+    """A group that is forming."""
 
     phase: ClassVar = ClusterPhase.RECOVERING
     recovery: ActiveRecovery
@@ -150,41 +153,41 @@ class Resuming(TrainingGroup):
 
 @dataclass(slots=True, kw_only=True)
 class Running(TrainingGroup):
-    """The group trains."""
+    """A group that trains."""
 
     phase: ClassVar = ClusterPhase.RUNNING
     recovery: ActiveRecovery | None = None
-    """``None`` once the group has committed its first step."""
+    """The recovery under way; ``None`` once the group has committed its first step."""
 
     @classmethod
     def of(cls, group: Resuming) -> Self:
-        """Return the group, as one that trains."""
+        """Return the group as one that trains."""
         return cls(**{one.name: getattr(group, one.name) for one in fields(group)})
 
 
 @dataclass(slots=True, kw_only=True)
 class Paused:
-    """A generation that could not be resumed: something is waited for."""
+    """A generation that could not be resumed and waits for something."""
 
     phase: ClassVar = ClusterPhase.PAUSED
     generation: int
     expected: dict[str, None]
     members: set[str]
-    """As of ``Planning``; empty where nobody was left to report."""
+    """As in ``Planning``; empty if no node was left to report."""
     sources: tuple[str, ...] = ()
     decided: bool = False
     """Whether it ended after the decision."""
     reason: str
-    """What is waited for."""
+    """What it waits for."""
     pause_limited: bool = False
-    """Only absent nodes hold some state: the job fails when they stay away."""
+    """Whether only absent nodes hold some state, so that the pause ends after a time limit."""
     discarded_steps: int = 0
-    """Steps that this recovery discarded: the next one recomputes them."""
+    """Steps that this recovery discarded; the next one recomputes them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The job is over."""
+    """The job has ended."""
 
     phase: ClusterPhase
     """FINISHED or FAILED."""
@@ -202,7 +205,7 @@ class PhaseEvent(StrEnum):
     GROUP_RESUMED = "GROUP_RESUMED"
     NODES_MISSING = "NODES_MISSING"
     JOB_ENDED = "JOB_ENDED"
-    """Finished, or stopped by a user."""
+    """The job finished, or a user stopped it."""
     JOB_FAILED = "JOB_FAILED"
 
 
@@ -241,7 +244,7 @@ IMPOSSIBLE: frozenset[tuple[ClusterPhase, PhaseEvent]] = frozenset(
         (_P.QUIESCING, _E.JOB_ACCEPTED),
         (_P.RECOVERING, _E.JOB_ACCEPTED),
         (_P.PAUSED, _E.JOB_ACCEPTED),
-        # Reports belong to QUIESCING, a group to RECOVERING.
+        # Reports belong to QUIESCING, and forming a group belongs to RECOVERING.
         (_P.WAITING, _E.REPORTS_COMPLETED),
         (_P.RUNNING, _E.REPORTS_COMPLETED),
         (_P.RECOVERING, _E.REPORTS_COMPLETED),
@@ -250,11 +253,11 @@ IMPOSSIBLE: frozenset[tuple[ClusterPhase, PhaseEvent]] = frozenset(
         (_P.RUNNING, _E.GROUP_RESUMED),
         (_P.QUIESCING, _E.GROUP_RESUMED),
         (_P.PAUSED, _E.GROUP_RESUMED),
-        # Whether nodes lack shows only when a generation is made.
+        # Missing nodes are noticed only while a generation is made.
         (_P.WAITING, _E.NODES_MISSING),
         (_P.RUNNING, _E.NODES_MISSING),
         (_P.PAUSED, _E.NODES_MISSING),
-        # Nothing happens to a job that is over.
+        # Nothing can happen to a job that has ended.
         (_P.FINISHED, _E.GENERATION_STARTED),
         (_P.FINISHED, _E.REPORTS_COMPLETED),
         (_P.FINISHED, _E.GROUP_RESUMED),
@@ -274,11 +277,14 @@ OVER = frozenset({_P.FINISHED, _P.FAILED})
 
 
 class MachineError(RuntimeError):
-    """A bug in the machine itself: a pair that the table calls impossible has happened."""
+    """A bug in the machine itself: a pair happened that the table calls impossible."""
 
 
 def next_phase(phase: ClusterPhase, event: PhaseEvent) -> ClusterPhase:
-    """:raises MachineError: this event cannot happen in this phase."""
+    """Return the phase that follows.
+
+    :raises MachineError: this event cannot happen in this phase.
+    """
     try:
         return TABLE[phase, event]
     except KeyError:

@@ -1,8 +1,8 @@
-"""Committed steps: what is known, what the world has been told, and how gaps are filled.
+"""Committed steps: which are known, which were published, and how gaps are filled.
 
-``StepCommitted`` goes out once per step and in order. A coordinator that was away, or a message that fell
-into an outage, leaves a gap; the votes are asked back from a node that trained on (``RequestSteps``), since
-every rank knows the vote of every step.
+``StepCommitted`` is published once per step and in order. A coordinator that was away, or a message that
+was lost in an outage, leaves a gap; the votes are then requested from a node that kept training
+(``RequestSteps``), since every rank knows the vote of every step.
 """
 
 from collections.abc import Iterable
@@ -19,9 +19,9 @@ from statemachine.messages.values import CommittedStep, Evaluation, Job, Vote
 
 
 def _may_raise(c: Cluster, generation: int) -> bool:
-    """May a commit reported under ``generation`` raise what is known?
+    """Return whether a commit reported under ``generation`` may raise the newest known step.
 
-    Not when a later generation was resumed since, and not between a decision and its Resume: the step to
+    It may not if a later generation was resumed since, nor between a decision and its Resume: the step to
     resume from is settled then, and what a dead rank did beyond it is being redone.
     """
     state = c.state
@@ -30,7 +30,9 @@ def _may_raise(c: Cluster, generation: int) -> bool:
 
 
 def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
-    """Steps that a rank committed; from an older group only what is already known counts (as an answer)."""
+    """Record steps that a rank committed. From an older group only steps that are already known count (as an
+    answer).
+    """
     progress = c.progress
     if not c.active:
         c.ignore("steps while no job is under way", node.name)
@@ -67,7 +69,9 @@ def take_stepped(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
 
 
 def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """The newest step a node knows of: counts for the rule; the votes in between come with Stepped."""
+    """Record the newest step that a node knows of. It counts for the roll-forward rule; Stepped brings the
+    votes in between.
+    """
     committed = signal.committed
     if committed is None or signal.lineage != c.lineage or not c.active:
         return
@@ -80,7 +84,7 @@ def take_heartbeat(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
 
 
 def note_commit(c: Cluster) -> None:
-    """There is progress: what was in its way is not."""
+    """Reset the obstacles to progress, since a step was committed."""
     c.raised = 0
     if c.repeated_error is not None and c.progress.known_step >= c.repeated_error.step:
         c.repeated_error = None
@@ -97,13 +101,15 @@ def learn(c: Cluster, steps: Iterable[CommittedStep]) -> None:
 
 
 def learn_evaluation(c: Cluster, step: int, evaluation: Evaluation | None) -> None:
-    """A group evaluated the state after ``step``. Where it was done twice, the first result that is heard counts."""
+    """Record that a group evaluated the state after ``step``. If it was done twice, the first result that is
+    received counts.
+    """
     if evaluation is not None and step > c.progress.evaluated:
         c.progress.evaluations.setdefault(step, evaluation)
 
 
 def publish_steps(c: Cluster) -> None:
-    """Emit every step that is next in order; ask for the gap before the others."""
+    """Publish every step that is next in order; request the steps of a gap first."""
     progress, job = c.progress, c.job
     if job is None:
         return
@@ -127,7 +133,9 @@ def publish_steps(c: Cluster) -> None:
 
 
 def _publish_evaluation(c: Cluster) -> None:
-    """Emit the evaluation of the step told last, once; an evaluation of a skipped step is nobody's any more."""
+    """Publish the evaluation of the last published step, once. Evaluations of steps that were skipped are
+    dropped.
+    """
     progress = c.progress
     for step in [step for step in progress.evaluations if step < progress.published_step]:
         del progress.evaluations[step]
@@ -156,7 +164,10 @@ def _evaluated(c: Cluster, step: int, evaluation: Evaluation) -> EmitEvent:
 
 
 def _committed(c: Cluster, job: Job, step: int, vote: Vote, step_s: float) -> EmitEvent:
-    """:param step_s: duration of the step; 0: unknown."""
+    """Return the event of a committed step.
+
+    :param step_s: duration of the step; 0: unknown.
+    """
     rows = job.policy.global_batch
     return EmitEvent(
         cause=c.cause,
@@ -181,7 +192,7 @@ def _committed(c: Cluster, job: Job, step: int, vote: Vote, step_s: float) -> Em
 
 
 def _mfu(c: Cluster, job: Job, step_s: float) -> float | None:
-    """Return the model FLOPs utilisation of all planned devices, from 0 to 1; ``None`` where it is unknown."""
+    """Return the model FLOPs utilisation of all planned devices, from 0 to 1; ``None`` if it is unknown."""
     profile = c.profiled.profile if c.profiled is not None else None
     devices = len(c.planned) * job.policy.devices_per_node
     if profile is None or not profile.flops or not profile.device_peak_flops or not devices or step_s <= 0:
@@ -191,7 +202,9 @@ def _mfu(c: Cluster, job: Job, step_s: float) -> float | None:
 
 
 def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
-    """Of the first in a row, the tenth, the hundredth …: a job that learns nothing must not look well."""
+    """Warn about the first skipped update in a row, the tenth, the hundredth …: a job that learns nothing must
+    not look healthy.
+    """
     progress = c.progress
     progress.skipped = progress.skipped + 1 if vote.skipped else 0
     if progress.skipped and str(progress.skipped).strip("0") == "1":
@@ -206,7 +219,7 @@ def _warn_of_skipped(c: Cluster, vote: Vote) -> None:
 
 
 def request_missing(c: Cluster) -> None:
-    """Ask one node after the other for the missing steps; when nobody has them, go on behind the gap."""
+    """Ask one node after another for the missing steps; if none has them, continue after the gap."""
     progress = c.progress
     if STEPS in c.due:
         return
@@ -218,7 +231,7 @@ def request_missing(c: Cluster) -> None:
         c.send(c.nodes[progress.asked_node], RequestSteps(first=progress.published_step + 1, last=last))
         c.set_timer(STEPS, c.timing.steps_request_s)
     elif progress.pending and isinstance(c.state, Running):
-        c.ignore(f"nobody has the votes of steps {progress.published_step + 1} to {last}")
+        c.ignore(f"no node has the votes of steps {progress.published_step + 1} to {last}")
         progress.published_step = last
         publish_steps(c)
 
@@ -227,7 +240,9 @@ def request_missing(c: Cluster) -> None:
 
 
 def take_steps_missed(c: Cluster, event: StepsMissed) -> None:
-    """Ask a node for steps that another coordinator reported; if the one asked before did not answer, another one."""
+    """Ask a node for steps that another coordinator reported; if the last node asked did not answer, ask a
+    different one.
+    """
     progress = c.progress
     wanted = event.first, min(event.last, progress.published_step)
     if not c.active or wanted[0] > wanted[1]:
@@ -251,7 +266,7 @@ def _request_missed(c: Cluster) -> None:
 
 
 def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
-    """Put what a node remembers of them into the history; ask the others for the rest."""
+    """Add what a node remembers of the missed steps to the history, and ask other nodes for the rest."""
     progress, job = c.progress, c.job
     if progress.missed is None or signal.requested_first != progress.missed[0] or job is None:
         return
@@ -276,14 +291,14 @@ def _take_missed(c: Cluster, node: NodeMachine, signal: Stepped) -> None:
 
 
 def steps_overdue(c: Cluster) -> None:
-    """A node that was asked for missing steps did not answer: ask another one."""
+    """Ask another node for missing steps, since the last one did not answer."""
     if c.progress.published_step < c.progress.known_step and c.progress.known is not None:
         c.progress.pending.setdefault(c.progress.known.step, c.progress.known.vote)
         request_missing(c)
 
 
 def check_gaps(c: Cluster) -> None:
-    """At every tick: heartbeats know of steps that no Stepped told, for longer than one should take."""
+    """Request steps that only heartbeats mention for longer than a Stepped should take; called at every tick."""
     progress = c.progress
     if progress.published_step >= progress.known_step:
         progress.gap_since = None

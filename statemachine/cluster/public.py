@@ -1,4 +1,4 @@
-"""What outside tools see of the cluster: plain JSON-compatible data (the retained cluster state)."""
+"""The retained cluster state for outside tools, as plain JSON-compatible data."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,7 +11,9 @@ from statemachine.cluster.state import Cluster, join_names
 
 
 def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
-    """A plan's for people and scripts: stages with their layers and devices, and the share of the batch."""
+    """Return pipelines for people and scripts: stages with their layers and devices, and the share of the
+    batch.
+    """
     return [
         {
             "stages": [
@@ -31,7 +33,7 @@ def pipelines(placed: Sequence[PipelinePlacement]) -> list[dict[str, Any]]:
 
 
 def waiting_for(c: Cluster) -> str:
-    """One line for people: what has to happen next. Empty while training runs or the job is over."""
+    """Return one line for people about what has to happen next; empty while training runs or the job is over."""
     match c.state:
         case Waiting():
             return _before_the_start(c)
@@ -70,7 +72,7 @@ def _before_the_start(c: Cluster) -> str:
 
 
 def _snapshot(c: Cluster) -> dict[str, Any] | None:
-    """The newest that is complete everywhere. ``at`` is on the machine's clock."""
+    """Return the newest snapshot that is complete everywhere. ``at`` is on the machine's clock."""
     record = c.snapshots.newest
     if record is None:
         return None
@@ -88,7 +90,7 @@ def _snapshot(c: Cluster) -> dict[str, Any] | None:
 
 
 def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
-    """What is taken from now on; ``None`` where the job takes no snapshots at all."""
+    """Return the current snapshot policy; ``None`` if the job takes no snapshots at all."""
     if c.job is None or not c.active or c.job.snapshot.every_steps < 1:
         return None
     policy = c.job.snapshot
@@ -101,7 +103,7 @@ def _snapshot_policy(c: Cluster) -> dict[str, Any] | None:
 
 
 def _checkpoint(c: Cluster) -> dict[str, Any] | None:
-    """The newest persistent one; ``None`` where the job writes none."""
+    """Return the newest persistent checkpoint; ``None`` if the job writes none."""
     job, persisting = c.job, c.checkpoints
     if job is None or not job.checkpoint.url:
         return None
@@ -115,7 +117,9 @@ def _checkpoint(c: Cluster) -> dict[str, Any] | None:
 
 
 def plan_details(plan: Plan) -> dict[str, Any]:
-    """Of a thousand nodes it is long, and the durable state has the plan anyway."""
+    """Return the details of a plan. They are long for a thousand nodes, and the durable state has the plan
+    anyway.
+    """
     return {
         "pipelines": pipelines(plan.pipelines),
         "considered": [asdict(layout) for layout in plan.considered],
@@ -123,7 +127,7 @@ def plan_details(plan: Plan) -> dict[str, Any]:
 
 
 def public_state(c: Cluster) -> dict[str, Any]:
-    """The cluster, its job and its nodes in one JSON-compatible object."""
+    """Return the cluster, its job and its nodes as one JSON-compatible object."""
     progress, job = c.progress, c.job
     group = c.state if isinstance(c.state, TrainingGroup) else None
     in_plan = set(group.planned) if group is not None else set()

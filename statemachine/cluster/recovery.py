@@ -1,17 +1,20 @@
 """Recovery: the path from a loss to the first commit after it. It reads from top to bottom.
 
-Every reconfiguration takes this one path: start, failure, join, drain, going on after a pause.
+Every reconfiguration takes this one path: start, failure, join, drain, continuing after a pause.
 
-    generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first commit
+  generation += 1, persisted → Quiesce → reports → ``rules.decide`` → ComputePlan → Resume → Resumed → first
+      commit
 
-A failure at any moment starts it again with the next generation. Which moments need that:
+A failure at any moment starts it again with the next generation. Which failures do so depends on the phase:
 
-* QUIESCING: any expected node, since trainers may wait for it at a boundary; where they abort, only one whose
-  trainers failed, since a node that is gone has no report to give, and nobody waits for it;
-* RECOVERING before the Resume: any node whose report counted, since the planner was told of it;
-* RECOVERING after the Resume, and RUNNING: any planned node.
+* QUIESCING: a failure of any expected node, since trainers may wait for it at a boundary. In mode
+  ``abort``, only a failure of trainers: a node that is gone has no report to send, and no node waits for
+  it;
+* RECOVERING before the Resume: a failure of any node whose report counted, since the planner was told of
+  it;
+* RECOVERING after the Resume, and RUNNING: a failure of any planned node.
 
-Where live replicas are not enough, ``rollback`` finds another state to go on from.
+If live replicas are not enough, ``rollback`` finds another state to continue from.
 """
 
 from collections.abc import Iterable
@@ -63,24 +66,24 @@ T = TypeVar("T")
 
 _CONTINUES = {
     "start": "training begins",
-    "node_lost": "training goes on after the loss of {who}",
-    "trainer_lost": "training goes on after the loss of a trainer of {who}",
-    "connection_lost": "training goes on after a connection broke",
-    "node_joined": "training goes on with {who}",
-    "node_returned": "training goes on with {who}, back again",
-    "node_drained": "training goes on without {who}, as was asked for",
-    "speed_changed": "training goes on, shares made anew for the speed of {who}",
-    "protection_changed": "training goes on, snapshots protected anew",
-    "resumed": "training goes on after a pause",
+    "node_lost": "training continues after the loss of {who}",
+    "trainer_lost": "training continues after the loss of a trainer of {who}",
+    "connection_lost": "training continues after a connection broke",
+    "node_joined": "training continues with {who}",
+    "node_returned": "training continues with {who}, which returned",
+    "node_drained": "training continues without {who}, which was drained",
+    "speed_changed": "training continues with a plan for the changed speed of {who}",
+    "protection_changed": "training continues with another protection of snapshots",
+    "resumed": "training continues after a pause",
 }
-"""By what a reconfiguration was for."""
+"""Words for the end of a recovery, by the cause of the reconfiguration."""
 
 
 # --- 1. a node is lost ----------------------------------------------------------------------------
 
 
 def take_vanished(c: Cluster, event: NodeVanished) -> None:
-    """The broker says that a node's session is over."""
+    """Handle the broker's message that a node's session is over."""
     c.rejected.pop((event.node, event.incarnation), None)
     node = c.nodes.get(event.node)
     if node is None:
@@ -97,7 +100,7 @@ def take_vanished(c: Cluster, event: NodeVanished) -> None:
 
 
 def lose_node(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
-    """A node went OFFLINE: go on without it."""
+    """Continue without a node that went OFFLINE."""
     declare_lost(c, node, how, reason)
     c.persist()
     c.publish()
@@ -105,7 +108,9 @@ def lose_node(c: Cluster, node: NodeMachine, how: str, reason: str) -> None:
 
 
 def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None) -> ActiveRecovery:
-    """Begin the record of a recovery, or extend that under way; a loss outranks what it interrupts."""
+    """Begin the record of a recovery, or extend the one under way. A loss outranks the cause that it
+    interrupts.
+    """
     record = c.recovery
     if record is None or (cause in LOSSES and record.cause not in LOSSES):
         before = c.resumption.plan.pipelines if c.resumption is not None else ()
@@ -126,7 +131,7 @@ def note_cause(c: Cluster, cause: str, nodes: list[str], how: str | None = None)
 
 
 def recover_from_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: str) -> None:
-    """A node or one of its trainers is gone: does the generation need it?"""
+    """Start a reconfiguration if the current generation needs a node or trainer that is gone."""
     state, record = c.state, c.recovery
     needed = node.name in c.required_nodes
     if needed:
@@ -143,9 +148,11 @@ def recover_from_loss(c: Cluster, node: NodeMachine, cause: str, how: str, why: 
 
 
 def continue_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
-    """A node is lost while reports come in: nothing was decided yet, and who aborts waits for nobody.
+    """Continue without a node that was lost while reports come in: nothing was decided, and nodes that abort
+    do not wait for it.
 
-    So that a hundred nodes that are lost at once are one generation. What it may have reported goes with it.
+    So a hundred nodes that are lost at once take one generation. What the node may have reported is
+    discarded.
     """
     state.expected.pop(node.name, None)
     state.reports.pop(node.name, None)
@@ -158,7 +165,7 @@ def continue_without(c: Cluster, state: Quiescing, node: NodeMachine) -> None:
 
 
 def include_returned_node(c: Cluster, node: NodeMachine) -> None:
-    """A node that was lost is back with its state. Before anything was decided its report counts, too."""
+    """Include a node that was lost and is back with its state: before the decision its report counts too."""
     state = c.state
     if not isinstance(state, Quiescing | Planning):
         return
@@ -172,12 +179,12 @@ def include_returned_node(c: Cluster, node: NodeMachine) -> None:
 
 
 def next_generation(c: Cluster) -> int:
-    """One more than any generation ever persisted, and than any a node says it obeyed."""
+    """Return one more than any generation ever persisted, or reported by a node as obeyed."""
     return c.generation + 1
 
 
 def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery) -> None:
-    """Steps 1 and 2: announce a new generation to everybody who may take part."""
+    """Steps 1 and 2: announce a new generation to every node that may take part."""
     interrupted = isinstance(c.state, Running) and mode == "abort"
     if interrupted and c.progress.known_step < c.current_job.steps:
         record.recomputed_steps = 1
@@ -206,16 +213,17 @@ def reconfigure(c: Cluster, why: str, mode: QuiesceMode, record: ActiveRecovery)
 
 
 def plan_ahead(c: Cluster, state: Quiescing) -> None:
-    """Tell the planner what it will likely be asked; again whenever the nodes that are waited for have changed.
+    """Tell the planner what it will likely be asked; again whenever the set of expected nodes has changed.
 
-    Where nodes are lost the others stop in the same step, each with the layers that the plan gave it. If somebody
-    reports anything else, the plan is made when that is known, as if nothing had been foreseen.
+    After a loss the other nodes stop in the same step, each with the layers that the plan gave it. If a
+    node reports anything else, the plan is computed when that is known, as if nothing had been planned
+    ahead.
     """
     resumption = c.resumption
     if state.mode != "abort" or state.planned_ahead_for == len(state.expected):
         return
     if resumption is None or not c.templates_ready or resumption.held_parts:
-        return  # The parts that somebody holds are not the plan's alone.
+        return  # Devices then hold other parts than the plan alone determines.
     state.planned_ahead_for = len(state.expected)
     nodes = [c.nodes[name] for name in sorted(state.expected)]
     devices = {node.name: node.facts.devices for node in nodes if node.draining is None}
@@ -232,18 +240,18 @@ def plan_ahead(c: Cluster, state: Quiescing) -> None:
 
 
 def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
-    """One node's reports; with the last of them the generation is decided."""
+    """Record one node's reports; with the last of them, decide."""
     state = c.state
     if (
         not isinstance(state, Quiescing)
         or signal.generation != state.generation
         or node.name not in state.expected
     ):
-        c.ignore("reports that nobody waits for", node.name)
+        c.ignore("unexpected reports", node.name)
         return
     node.obeyed = max(node.obeyed, signal.generation)
     if len({report.device for report in signal.reports}) < node.facts.devices:
-        # Its trainers are not (all) prepared, whatever it said before: it joins when they are.
+        # Its trainers are not (all) prepared, whatever it reported before: it joins when they are.
         node.prepared = False
         node.prepare_sent = True
         prepare(c, [node])
@@ -258,7 +266,7 @@ def take_quiesced(c: Cluster, node: NodeMachine, signal: Quiesced) -> None:
 
 
 def take_all_reports(c: Cluster, state: Quiescing) -> None:
-    """Step 3: everybody answered; decide the step to resume from."""
+    """Step 3: all nodes have answered; decide the step to resume from."""
     reports = {name: devices for name, devices in state.reports.items() if devices}
     strangers = [
         name
@@ -271,7 +279,7 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
             fence(c, name, c.nodes[name].incarnation, reason)
             declare_lost(c, c.nodes[name], "no_answer", reason)
         record = note_cause(c, "node_lost", strangers, "no_answer")
-        reconfigure(c, f"{', '.join(strangers)} may not go on with stale state", "abort", record)
+        reconfigure(c, f"{', '.join(strangers)} must not continue with stale state", "abort", record)
         return
     c.cancel_timer(QUIESCE)
     zero1 = c.current_job.policy.zero1
@@ -307,17 +315,17 @@ def take_all_reports(c: Cluster, state: Quiescing) -> None:
 def _explain(decision: Decision) -> str:
     match decision.outcome:
         case "start":
-            return "everybody is at the start"
+            return "all nodes are at the start"
         case "boundary":
-            return f"everybody stopped behind step {decision.step}"
+            return f"all nodes stopped after step {decision.step}"
         case "roll_forward":
-            return f"step {decision.step} is committed somewhere: all roll forward to it"
+            return f"step {decision.step} is committed by some rank: all roll forward to it"
         case "redo":
-            return f"nobody committed step {decision.step + 1}: all discard it and redo it"
+            return f"no rank committed step {decision.step + 1}: all discard it and redo it"
 
 
 def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
-    """Step 4. First without the nodes that wait for their release; with them where it cannot be done."""
+    """Step 4: request a plan, first without the draining nodes, and with them if there is no plan without."""
     decision = state.decision
     draining = frozenset(name for name in state.members if c.nodes[name].draining is not None)
     state.required_draining = draining if with_draining else frozenset()
@@ -348,20 +356,20 @@ def ask_plan(c: Cluster, state: Planning, *, with_draining: bool) -> None:
 def parts_of(
     c: Cluster, decision: Decision, usable: tuple[str, ...]
 ) -> dict[Device, tuple[StatePart, ...]] | None:
-    """What parts of layers the devices of these nodes have, where layers are in parts."""
+    """Return the parts of layers that the devices of these nodes hold, or ``None`` if layers are not in parts."""
     if not (c.current_job.policy.zero1 or decision.parted):
         return None
     return of_nodes(decision.parts, usable)
 
 
 def of_nodes(held: dict[Device, T], names: Iterable[str]) -> dict[Device, T]:
-    """What the devices of these nodes hold."""
+    """Return what the devices of these nodes hold."""
     among = frozenset(names)
     return {device: what for device, what in held.items() if device.node in among}
 
 
 def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | None:
-    """There is no plan for these nodes now. Returns what state is lost, if that is why."""
+    """Handle that there is no plan for these nodes now. Return the state that is lost, if that is the reason."""
     reason = event.reason
     waiting = [name for name in sorted(state.members) if c.nodes[name].draining is not None]
     if waiting and not state.required_draining:
@@ -376,12 +384,12 @@ def take_no_plan(c: Cluster, state: Planning, event: PlanImpossible) -> str | No
 
 
 def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = False) -> None:
-    """Wait for what is lacking: there is no plan for what is here."""
+    """Pause until what is missing arrives: there is no plan for the present nodes."""
     state = c.state
     assert isinstance(state, Quiescing | Planning), (
         "only a generation that was not resumed can lack something"
     )
-    # The recovery ends here, without a commit; going on will be one of its own.
+    # The recovery ends here without a commit; continuing will be a recovery of its own.
     decided = isinstance(state, Planning)
     paused = Paused(
         generation=state.generation,
@@ -404,7 +412,7 @@ def pause(c: Cluster, reason: str, *, needed: int | None, pause_limited: bool = 
 
 
 def take_plan(c: Cluster, event: PlanReady) -> None:
-    """Step 5: the plan is here; from now on this generation is the one whose group may commit."""
+    """Step 5: resume under the plan. From now on only the group of this generation may commit."""
     state = c.state
     if not isinstance(state, Planning) or event.generation != state.generation:
         c.ignore("a plan of an older generation")
@@ -468,7 +476,7 @@ def take_plan(c: Cluster, event: PlanReady) -> None:
 
 
 def restore_of(c: Cluster, state: Planning) -> Restore | None:
-    """Where everybody's state comes from after a rollback."""
+    """Return the source of the state of all trainers after a rollback."""
     record, checkpoint, job = c.snapshots.newest, state.checkpoint, c.current_job
     if checkpoint is not None:
         return Restore(
@@ -497,9 +505,9 @@ def _served_at(facts: NodeFacts) -> str:
 
 
 def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
-    """Return the Resume of the present generation, also for a node that has to be told again."""
+    """Return the Resume of the current generation, also for a node that has to receive it again."""
     resumption, job = group.resumption, c.current_job
-    plan = replace(resumption.plan, considered=())  # Which is for people.
+    plan = replace(resumption.plan, considered=())  # They are for people only.
     hosts = {name: c.nodes[name].facts.host for name in plan.nodes}
     first = c.nodes[plan.devices[0].node].facts
     return Resume(
@@ -524,10 +532,10 @@ def resume_command(c: Cluster, group: TrainingGroup) -> Resume:
 
 
 def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
-    """Note that a node is in the group; the last one, or a commit, ends the recovery (``follow_group``)."""
+    """Record that a node is in the group. The last one, or a commit, ends the recovery (``follow_group``)."""
     group = c.state
     if not isinstance(group, TrainingGroup) or signal.generation != group.generation:
-        c.ignore("a Resumed that nobody waits for", node.name)
+        c.ignore("an unexpected Resumed", node.name)
         return
     group.resumed[node.name] = signal
     c.dirty = c.dirty or len(group.resumed) >= len(group.planned)
@@ -537,12 +545,13 @@ def take_resumed(c: Cluster, node: NodeMachine, signal: Resumed) -> None:
 
 
 def follow_group(c: Cluster, group: Resuming | Running) -> None:
-    """Has the group resumed, has it committed its first step?"""
+    """Check whether the group has resumed, and whether it has committed its first step."""
     committed = c.progress.known_step > group.resumption.step or bool(group.finished)
     if isinstance(group, Resuming):
         if not (group.all_resumed or committed):
             return
-        # A commit needs every rank, so it proves that the others resumed, whatever is still under way.
+        # A commit needs every rank, so it proves that the others resumed, whatever messages are still under
+        # way.
         group.recovery.resumed_at = c.at
         group = Running.of(group)
         c.transition(PhaseEvent.GROUP_RESUMED, group)
@@ -569,7 +578,7 @@ def follow_group(c: Cluster, group: Resuming | Running) -> None:
 
 
 def _complete(c: Cluster, group: Running, record: ActiveRecovery) -> None:
-    """The first commit of the new generation: training goes on."""
+    """Complete the recovery: the new generation has committed its first step."""
     group.recovery = None
     plan = group.resumption.plan
     recovery = {
@@ -608,12 +617,12 @@ def _ms(later: float | None, earlier: float | None) -> float:
 
 
 def resume_limit_s(c: Cluster, group: TrainingGroup) -> float:
-    """Return for how long the group may take to form."""
+    """Return the time in which the group must form."""
     return c.timing.restore_s if group.resumption.restore is not None else c.timing.resume_s
 
 
 def quiesce_overdue(c: Cluster) -> None:
-    """Some node did not answer Quiesce in time."""
+    """Continue without the nodes that did not answer Quiesce in time."""
     state = c.state
     if not isinstance(state, Quiescing):
         return
@@ -627,11 +636,11 @@ def quiesce_overdue(c: Cluster) -> None:
 
 
 def resume_overdue(c: Cluster) -> None:
-    """The group did not form in time: try again with everybody who still answers Quiesce.
+    """Try again with every node that still answers Quiesce, since the group did not form in time.
 
-    One that hangs does not, and is fenced then. A node that answers but cannot resume for the second time
-    where others could is fenced itself; one at a time and the one that has least to lose, since those who
-    wait for it look the same from here.
+    A node that hangs does not answer and is fenced then. A node that answers, but for the second time
+    cannot resume although others could, is fenced: one node at a time, and the one that has least to lose,
+    since the nodes that wait for it look the same from here.
     """
     group = c.state
     if not isinstance(group, Resuming):
@@ -655,9 +664,12 @@ def _layers_held(group: TrainingGroup, name: str) -> int:
 def _drop_nodes(
     c: Cluster, state: Quiescing | Resuming, names: list[str], order: str, again: str = ""
 ) -> None:
-    """Go on without these. Who obeyed and yet did not answer is fenced. Who was not heard at all may be cut
-    off, or it is we who are; whom the order did not reach may be behind a line that loses much, but not for
-    ever: they may come back with their state."""
+    """Continue without these nodes.
+
+    A node that obeyed and yet did not answer is fenced. A node that was not heard at all may be cut off, or
+    this coordinator is. A node that the order did not reach may have a connection that loses many messages.
+    Nodes of both kinds may return with their state, the latter only once.
+    """
     reason = f"no answer to {order} of generation {state.generation}{again}"
     for name in names:
         node = c.nodes[name]
@@ -674,7 +686,9 @@ def _drop_nodes(
 
 
 def take_suspicion(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None:
-    """A hint. Who died is for others to say; but if nobody did, somebody must mend the group in the end."""
+    """Note a suspicion. Other means find out which node died; if none did, the group must be formed again in
+    the end.
+    """
     c.emit("PeerSuspected", signal.detail, node=node.name, generation=signal.generation)
     group = c.state
     if isinstance(group, TrainingGroup) and signal.generation == group.generation and SUSPICION not in c.due:
@@ -683,10 +697,10 @@ def take_suspicion(c: Cluster, node: NodeMachine, signal: PeerSuspected) -> None
 
 
 def suspicion_overdue(c: Cluster) -> None:
-    """A connection inside the group broke, and nobody was found to be the cause: form the group anew.
+    """Form the group again: a connection inside it broke, and no node was found to be the cause.
 
-    Unless it goes on regardless. The step that was past its VOTE when the connection broke proves nothing,
-    nor does late news of earlier ones: the group must be seen to go on twice.
+    If the group continues regardless, nothing is done. The step that was past its VOTE when the connection
+    broke proves nothing, nor do late messages about earlier steps: the group must be seen to commit twice.
     """
     group = c.state
     if not isinstance(group, TrainingGroup):
@@ -700,4 +714,4 @@ def suspicion_overdue(c: Cluster) -> None:
             c.set_timer(SUSPICION, c.timing.silence_s + c.timing.suspicion_s)
     else:
         record = note_cause(c, "connection_lost", [], "peer")
-        reconfigure(c, "a connection between trainers broke, and all of them live", "abort", record)
+        reconfigure(c, "a connection between trainers broke, and all of them are alive", "abort", record)

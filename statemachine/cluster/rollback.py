@@ -1,15 +1,15 @@
-"""When live replicas are not enough: everybody goes back to the newest snapshot that is complete everywhere.
+"""Rollback to the newest snapshot that is complete everywhere, when live replicas are not enough.
 
-Who holds a part of it is known from Hellos and from its completion; whether that is enough the coordinator
-computes (``CheckRestore``). If it is, the decision of the generation is replaced: the snapshot's step, and
-every layer is to be had on every device. What was committed behind that step is undone with the Resume, and
-never before it, since until then somebody who holds it may come back. The Resume begins a new *lineage*:
-reports, heartbeats and votes of another one are of a past that is no more.
+Hellos and the snapshot's completion show who holds a part of it; the coordinator computes whether that is
+enough (``CheckRestore``). If it is, the decision of the generation is replaced: by the snapshot's step,
+with every layer available on every device. What was committed after that step is undone with the Resume,
+and never before it, since until then a node that holds it may return. The Resume begins a new *lineage*:
+reports, heartbeats and votes of another lineage belong to steps that were undone.
 
-When nobody who is here, or may come back, has that snapshot either, the newest persistent checkpoint is
-looked for (``FindCheckpoint``) and gone back to in the same way; no snapshot counts from then on. A job that
-begins from one begins like this: its steps are known, and nobody holds them. What a node finds damaged is
-passed over.
+If neither the present nodes nor those that may return have that snapshot, the newest persistent checkpoint
+is searched for (``FindCheckpoint``) and restored in the same way; no snapshot counts from then on. A job
+that begins from a checkpoint takes the same path: its steps are known, and no node holds them. A checkpoint
+that a node finds corrupt is skipped.
 """
 
 from dataclasses import replace
@@ -30,13 +30,13 @@ from statemachine.messages.cluster import RestoreFailed, TrainerLost
 from statemachine.messages.values import Snapshot, Vote
 
 RESTORE_TRIES = 3
-"""So often a node's part may turn out not to be had, before the node counts as one that lost it."""
+"""Failures to get a node's part after which the node counts as one that lost it."""
 UNREADABLE_TRIES = 10
-"""So often the place of checkpoints is looked at within ``lost_state_s`` while it cannot be read."""
+"""Attempts to read the checkpoint location within ``lost_state_s`` while it is unreadable."""
 
 
 def request_check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[int, ...]) -> bool:
-    """Ask whether the newest snapshot can be put together. ``False``: there is none."""
+    """Ask whether the newest snapshot can be restored. Return ``False`` if there is none."""
     newest = c.snapshots.newest
     if newest is None or not lost_layers or state.restore_check is not None:
         return False
@@ -46,7 +46,7 @@ def request_check(c: Cluster, state: Planning, reason: str, lost_layers: tuple[i
 
 
 def _sources(c: Cluster, newest: Snapshot, failures: int) -> tuple[str, ...]:
-    """Everybody who is here and holds a part of it, or a copy of one."""
+    """Return the present nodes that hold a part of it, or a copy of one."""
     kept = held_copies(c, newest, key_of(c, newest), failures=failures)
     return tuple(sorted({*holders(c, newest, failures=failures), *kept.values()}))
 
@@ -65,14 +65,14 @@ def _send_check(c: Cluster, state: Planning, newest: Snapshot, failures: int = 0
 
 
 def take_check(c: Cluster, event: RestoreChecked) -> str | None:
-    """Go on from the snapshot; else wait for who may help. Returns why the job is lost, if it is."""
+    """Continue from the snapshot, or wait for nodes that may help. Return why the job is lost, if it is."""
     state, newest = c.state, c.snapshots.newest
     if not isinstance(state, Planning) or newest is None or event.generation != state.generation:
         c.ignore("a check of a snapshot for an older generation")
         return None
     others = _sources(c, newest, RESTORE_TRIES - 1)
     if not event.possible and others != state.sources:
-        # Somebody came back meanwhile; or a node whose part could not be had before is needed after all.
+        # A node came back meanwhile; or a node whose part was unavailable before is needed after all.
         _send_check(c, state, newest, RESTORE_TRIES - 1)
         return None
     if not event.possible:
@@ -86,7 +86,9 @@ def take_check(c: Cluster, event: RestoreChecked) -> str | None:
 
 
 def wait_for_absent(c: Cluster, reason: str) -> str | None:
-    """Nobody who is here has the state. Wait a while for who may still have it."""
+    """Wait a while for absent nodes that may still have the state, since no present node has it; return
+    ``reason`` if there are none.
+    """
     live = [
         node.name
         for _, node in sorted(c.nodes.items())
@@ -100,7 +102,7 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
     ]
     if c.checkpoints.wait_over or _checkpoint_is_newest(c) or not (live or kept):
         return reason
-    then = "the newest checkpoint is looked for" if c.job and c.job.checkpoint.url else "the job fails"
+    then = "the newest checkpoint is searched for" if c.job and c.job.checkpoint.url else "the job fails"
     waited = (
         f"{reason}; {join_names(live + kept)} may still hold it: waiting for their return for "
         f"{c.timing.lost_state_s:g} s, then {then}"
@@ -111,7 +113,7 @@ def wait_for_absent(c: Cluster, reason: str) -> str | None:
 
 
 def _checkpoint_is_newest(c: Cluster) -> bool:
-    """Nothing was committed behind the persistent checkpoint: nobody who is away has more."""
+    """Return whether nothing was committed after the persistent checkpoint, so that no absent node has more."""
     return c.checkpoints.newest is not None and c.progress.known_step <= c.checkpoints.newest.step
 
 
@@ -120,8 +122,9 @@ def _holders_of(newest: Snapshot) -> list[str]:
 
 
 def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
-    """Somebody who kept a part or a copy and is away, or is just back and has yet to find what its memory
-    holds."""
+    """Return whether a node that held a part or a copy may still hold it: it is absent, or has just returned
+    and not checked its memory yet.
+    """
     node = c.nodes.get(name)
     if newest is None or node is None or not node.alive:
         return newest is not None
@@ -135,7 +138,7 @@ def _may_hold(c: Cluster, name: str, newest: Snapshot | None) -> bool:
 
 
 def search_checkpoint(c: Cluster, reason: str) -> bool:
-    """Look for a persistent checkpoint before the job is given up. ``False``: it writes none."""
+    """Search for a persistent checkpoint before the job fails. Return ``False`` if the job writes none."""
     state, job = c.state, c.current_job
     if not job.checkpoint.url or not isinstance(state, Planning):
         return False
@@ -150,7 +153,7 @@ def search_checkpoint(c: Cluster, reason: str) -> bool:
 
 
 def _note_unreadable(c: Cluster) -> bool:
-    """The place cannot be read. May it be tried again?"""
+    """Note that the checkpoint location is unreadable; return whether to try again."""
     persisting = c.checkpoints
     if persisting.unreadable_since is None:
         persisting.unreadable_since = c.at
@@ -164,7 +167,9 @@ def _wait_for_location(c: Cluster, reason: str) -> None:
 
 
 def find_overdue(c: Cluster) -> str | None:
-    """No word of the newest checkpoint. Returns why the job is lost, if it has waited long enough."""
+    """Handle a search for the newest checkpoint without an answer. Return why the job is lost, if it has
+    waited long enough.
+    """
     state = c.state
     if not isinstance(state, Planning):
         return None
@@ -175,13 +180,15 @@ def find_overdue(c: Cluster) -> str | None:
 
 def _unreadable(c: Cluster, reason: str) -> str | None:
     if not _note_unreadable(c):
-        return f"{reason}; and so it has been for {c.timing.lost_state_s:g} s"
+        return f"{reason}; this has lasted for {c.timing.lost_state_s:g} s"
     _wait_for_location(c, reason)
     return None
 
 
 def return_to_checkpoint(c: Cluster, paused: Paused) -> bool:
-    """PAUSED, and nobody came who may hold a later state. ``False``: the job writes no checkpoints."""
+    """Return to a persistent checkpoint after a pause in which no node with later state came. Return ``False``
+    if the job writes none.
+    """
     if not c.current_job.checkpoint.url:
         return False
     c.checkpoints.wait_over = True
@@ -191,7 +198,7 @@ def return_to_checkpoint(c: Cluster, paused: Paused) -> bool:
 
 
 def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
-    """Go on from it. Returns why the job is lost, if there is none."""
+    """Continue from the checkpoint that was found. Return why the job is lost, if there is none."""
     state, checkpoint = c.state, event.checkpoint
     if (
         not isinstance(state, Planning)
@@ -229,7 +236,7 @@ def take_checkpoint_found(c: Cluster, event: CheckpointFound) -> str | None:
 
 
 def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) -> None:
-    """A plan as if everybody held everything at this step."""
+    """Request a plan as if every device held every layer at this step."""
     everything = frozenset(range(layers))
     devices = [
         Device(node=n, index=d) for n in sorted(state.members) for d in range(c.nodes[n].facts.devices)
@@ -252,7 +259,7 @@ def _plan_from(c: Cluster, state: Planning, step: int, vote: Vote, layers: int) 
 
 
 def roll_back(c: Cluster, state: Planning) -> None:
-    """With the Resume: what was committed behind that step is forgotten, and done again."""
+    """Undo, together with the Resume, what was committed after the target step."""
     target, event = state.checkpoint or c.snapshots.newest, state.restore_check
     assert target is not None, "it was checked"
     assert event is not None, "it was checked"
@@ -269,7 +276,7 @@ def roll_back(c: Cluster, state: Planning) -> None:
     state.recovery.rolled_back_steps += undone
     state.recovery.tier = event.tier
     what = "checkpoint" if state.checkpoint is not None else "snapshot"
-    goes_on, lost = f"the job goes on behind step {target.step}: {event.reason}", state.loss_reason
+    goes_on, lost = f"the job continues after step {target.step}: {event.reason}", state.loss_reason
     told: dict[str, Any] = {
         "generation": state.generation,
         "step": target.step,
@@ -287,7 +294,9 @@ def roll_back(c: Cluster, state: Planning) -> None:
 
 
 def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:
-    """A trainer cannot take the checkpoint's state. Returns why the job is lost, if that is why."""
+    """Return why the job is lost, if a trainer cannot take the checkpoint's state because it belongs to
+    another model.
+    """
     restore, job = c.resumption.restore if c.resumption is not None else None, c.job
     if restore is None or not restore.url or job is None or signal.generation != c.resumed_generation:
         return None
@@ -298,11 +307,11 @@ def explain_foreign_state(c: Cluster, signal: TrainerLost) -> str | None:
 
 
 def take_restore_failed(c: Cluster, node: NodeMachine, signal: RestoreFailed) -> str | None:
-    """Try again without those whose shards cannot be had. Returns why the job is lost, if it is."""
+    """Try again without the nodes whose shards are unavailable. Return why the job is lost, if it is."""
     group, newest = c.state, c.snapshots.newest
     restore = group.resumption.restore if isinstance(group, Resuming) else None
     if restore is None or signal.generation != c.resumed_generation:
-        c.ignore("a RestoreFailed that nobody waits for", node.name)
+        c.ignore("an unexpected RestoreFailed", node.name)
         return None
     for name in signal.bad:
         if name in c.nodes and newest is not None:

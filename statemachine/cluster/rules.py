@@ -1,26 +1,27 @@
-"""The roll-forward rule (design §4) as one pure function.
+"""The roll-forward rule as one pure function.
 
-A step t+1 commits on a rank after the VOTE all-reduce of t+1, and that all-reduce completes on nobody before
-everybody entered it with complete gradients. Hence the rule: *if anybody is known to have committed t+1,
+A step t+1 commits on a rank after the VOTE all-reduce of t+1, and no rank completes that all-reduce before
+every rank entered it with complete gradients. Hence the rule: *if any rank is known to have committed t+1,
 every survivor of that group can apply its gradients and reach t+1; otherwise all discard and redo t+1.*
 
-What makes it safe when generations follow each other closely, each maybe half delivered:
+The following makes it safe when generations follow each other closely, each perhaps half delivered:
 
-* Only the group of the last *resumed* generation R (``Resumption``: the coordinator sent ``Resume``) can have
-  committed anything after R's own resume step, and it can only if each planned rank obeyed R. So complete
+* Only the group of the last *resumed* generation R (``Resumption``: the coordinator sent ``Resume``) can
+  have committed anything after R's own resume step, and only if each planned rank obeyed R. So complete
   gradients of a step after R's resume step count only from ranks of R's plan: an idle node that never got
   R's Resume may still hold gradients of a step that R decided to redo.
 * At R's resume step itself, gradients count from exactly those devices whose gradients counted when R was
-  decided (``Resumption.ready``): they just did not get, or had no time to obey, R's order to apply.
-* Gradients exist only for the layers a rank owned; of layers it merely kept from before it has the old
-  state. So a device that counts by its gradients holds only what it owned in the plan of those gradients.
-* Under ZeRO-1 gradients make new what a rank owned in the plan of those gradients: its own part, and the
-  replica of the next owner's, if it has one. Of its layers nothing else is at the step then, since parameters
-  are whole only once the parts are gathered, and that takes the group.
-* After a rollback (``rollback``) only reports of its lineage count: who did not get to obey the Resume that
-  undid steps may still be at one of them, and holds nothing.
-* A node whose report did not count in R's decision and whose trainers are not freshly made is not to be
-  trusted at all: it may have committed a step that R redid (``trusted``).
+  decided (``Resumption.ready``): they did not receive R's order to apply, or had no time to obey it.
+* Gradients exist only for the layers that a rank owned; of layers that it merely held from before, it has
+  the old state. So a device that counts by its gradients holds only what it owned in the plan of those
+  gradients.
+* Under ZeRO-1 gradients update what a rank owned in the plan of those gradients: its own part, and the
+  replica of the next owner's part, if it has one. Nothing else of its layers is at that step, since
+  parameters are whole only after the parts are gathered, and that takes the group.
+* After a rollback (``rollback``) only reports of its lineage count: a trainer that did not get to obey the
+  Resume that undid steps may still be at one of them, and holds nothing.
+* A node whose report did not count in R's decision, and whose trainers are not new, must not be trusted at
+  all: it may have committed a step that R redid (``trusted``).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -53,21 +54,21 @@ class Resumption:
     vote: Vote | None
     plan: Plan
     ready: dict[Device, frozenset[int]] = field(default_factory=dict)
-    """Devices that counted by their gradients of ``step``, with the layers they hold once applied."""
+    """Devices that counted by their gradients of ``step``, with the layers that they hold after applying them."""
     ready_parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """Where layers are in parts, what of those layers they have then."""
+    """If layers are in parts: the parts of those layers that they hold then."""
     held_parts: tuple[HeldPart, ...] = ()
-    """Where layers are in parts, what the devices of the plan have."""
+    """If layers are in parts: the parts that the devices of the plan hold."""
     lineage: int = 0
     """Generation of the last rollback; 0: none."""
     restore: Restore | None = None
-    """The snapshot that the state of ``step`` comes from."""
+    """The snapshot or checkpoint from which the state of ``step`` comes."""
     protection: str = "none"
-    """Of this generation's snapshots."""
+    """Protection scheme of this generation's snapshots."""
     requested_protection: str = ""
-    """What was asked for when it was planned: a scheme, or ``auto``."""
+    """Protection that was requested with the plan: a scheme, or ``auto``."""
     replica_peers: dict[str, str] = field(default_factory=dict)
-    """Owner → the node that keeps a copy of its part of this generation's snapshots."""
+    """Owner → the node that holds a copy of its part of this generation's snapshots."""
     evaluated: int = 0
     """The newest step whose evaluation was reported when this was decided."""
 
@@ -78,37 +79,40 @@ class Decision:
     vote: Vote | None
     outcome: Outcome
     holdings: dict[Device, frozenset[int]]
-    """Layers that each device holds complete at ``step`` (after applying, where it is to roll forward)."""
+    """Layers that each device holds complete at ``step`` (after applying gradients, if it is to roll forward)."""
     ready: dict[Device, frozenset[int]]
-    """The part of ``holdings`` that counts by gradients; under ZeRO-1, the layers that ``parts`` are of."""
+    """The part of ``holdings`` that counts by gradients; under ZeRO-1, the layers of these devices' ``parts``."""
     in_flight: bool
-    """Some rank had gradients of a step that is now discarded and redone."""
+    """Whether some rank had gradients of a step that is now discarded and redone."""
     evaluation: Evaluation | None = None
-    """Of the state after ``step``, if somebody knows it."""
+    """Evaluation of the state after ``step``, if a report has it."""
     parts: dict[Device, tuple[StatePart, ...]] = field(default_factory=dict)
-    """Where layers are in parts, what each device has of which at ``step``, as ``holdings``, which then says whose
-    parameters are whole."""
+    """If layers are in parts: the parts that each device holds at ``step``. ``holdings`` then names the layers
+    whose parameters it holds whole.
+    """
 
     @property
     def parted(self) -> bool:
-        """Whether trainers have layers in parts: with ZeRO-1, or where stages may shard."""
+        """Return whether trainers hold layers in parts: with ZeRO-1, or if stages may shard."""
         return any(self.parts.values())
 
 
 def is_new(report: DeviceReport) -> bool:
-    """A freshly prepared trainer: the model as the seed made it, at step 0."""
+    """Return whether a report is of a newly prepared trainer: the model as the seed initialises it, at step 0."""
     return report.committed_step == 0 and report.ready_step is None
 
 
 def is_trusted(reports: Iterable[DeviceReport], counted_in: int, resumption: Resumption | None) -> bool:
-    """May a node's reports count? It took part in every decision that was carried out, or is fresh."""
+    """Return whether a node's reports may count: it took part in every decision that was carried out, or is
+    new.
+    """
     if resumption is None or counted_in == resumption.generation:
         return True
     return all(is_new(report) for report in reports)
 
 
 def owned_layers(plan: Plan) -> dict[Device, frozenset[int]]:
-    """The layers each device computes (and so has gradients of) under ``plan``."""
+    """Return the layers that each device computes (and so has gradients of) under ``plan``."""
     owned: dict[Device, frozenset[int]] = {}
     for pipeline in plan.pipelines:
         for stage in pipeline.stages:
@@ -126,9 +130,10 @@ def decide(
     *,
     zero1: bool = False,
 ) -> Decision:
-    """What step to resume from, and who holds which layer of it.
+    """Decide which step to resume from, and which device holds which layer of it.
 
-    ``known`` is the newest committed step the coordinator has heard of, also from nodes now dead.
+    ``known`` is the newest committed step that the coordinator has heard of, also from nodes that are dead
+    now.
 
     :param zero1: owners of a layer share out its optimizer state.
     """
@@ -145,7 +150,7 @@ def decide(
         target, vote = known.step, known.vote
     found = (r.evaluation for _, r in flat if r.committed_step == target)
     evaluation = next((one for one in found if one is not None), None)
-    # Of a thousand nodes' plan only where somebody's gradients count.
+    # Computed only if gradients count: it takes long for a plan of a thousand nodes.
     owned = cache(lambda: owned_layers(resumption.plan) if resumption is not None else {})
     holdings: dict[Device, frozenset[int]] = {device: frozenset() for device, _ in everybody}
     parts: dict[Device, tuple[StatePart, ...]] = dict.fromkeys(holdings, ())
@@ -188,7 +193,7 @@ def _by_gradients(
     resumption: Resumption | None,
     owned: Callable[[], dict[Device, frozenset[int]]],
 ) -> frozenset[int]:
-    """Layers that ``device`` holds at ``target`` once it applies the gradients it reports."""
+    """Return the layers that ``device`` holds at ``target`` once it applies the gradients that it reports."""
     if resumption is None:
         return frozenset()
     here = frozenset(report.held).union(part.layer for part in report.parts)
@@ -208,18 +213,20 @@ def _parts_by_gradients(
     *,
     zero1: bool,
 ) -> tuple[StatePart, ...]:
-    """What ``device`` has of these layers at ``target`` once it applies the gradients it reports."""
+    """Return the parts of these layers that ``device`` holds at ``target`` once it applies the gradients that
+    it reports.
+    """
     if resumption is None or not report.parts:
         return ()
     if target == resumption.step:
         counted = set(resumption.ready_parts.get(device, ()))
         return tuple(part for part in report.parts if part in counted and part.layer in layers)
     owned = owned_parts(resumption.plan, device, zero1=zero1)
-    if "aor" not in resumption.protection:  # Replicas of the group before do not follow this one's steps.
+    if "aor" not in resumption.protection:  # Replicas of the previous group do not follow this one's steps.
         owned = frozenset(kept for kept in owned if not kept.replica)
     return tuple(part for part in report.parts if part.layer in layers and part in owned)
 
 
 def _whole(layers: frozenset[int], parts: tuple[StatePart, ...]) -> frozenset[int]:
-    """Layers that have no part but the one here."""
+    """Return the layers whose only part is the one here."""
     return layers.intersection(part.layer for part in parts if part.is_whole)

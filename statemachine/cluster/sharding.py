@@ -1,8 +1,8 @@
-"""Layers in parts as the protocol sees them: which parts a plan gives to whom, and who has which.
+"""Layers in parts: which parts a plan gives to each device, and which parts each device has.
 
-A device of a stage that shards keeps its range of the stage's layers. With ZeRO-1 the owners of a layer share out
-what they have in common of the optimizer's state: of m pipelines the i-th one's owner has the range
-[i/m, (i + 1)/m), and with ``aor`` keeps a replica of the next one's, too.
+A device of a stage that shards holds its range of the stage's layers. With ZeRO-1 the owners of a layer
+share out the optimizer state that they have in common: of m pipelines, the owner in the i-th one has the
+range [i/m, (i + 1)/m), and with ``aor`` it also holds a replica of the next owner's range.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,7 @@ Parts = Mapping[Device, Iterable[StatePart]]
 
 
 def owned_parts(plan: Plan, device: Device, *, zero1: bool) -> frozenset[StatePart]:
-    """Return what a device of the plan keeps of its layers, if there are replicas."""
+    """Return the parts that a device of the plan holds of its layers, including replicas under ZeRO-1."""
     stages_of = stages_by_layer(plan.pipelines, plan.pipelines[0].stages[-1].end_layer)
     owned = set()
     for number, pipeline in enumerate(plan.pipelines):
@@ -38,9 +38,9 @@ def _part(layer: int, run: Run, *, replica: bool) -> StatePart:
 
 
 def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Parts) -> tuple[HeldPart, ...]:
-    """What the devices of ``plan`` have, in runs of layers, in the order of the ranks.
+    """Return the parts that the devices of ``plan`` have, in runs of layers and in the order of the ranks.
 
-    :param holdings: the layers whose parameters and buffers each has whole.
+    :param holdings: the layers whose parameters and buffers each device has whole.
     """
     runs: list[HeldPart] = []
     for device in plan.devices:
@@ -67,6 +67,8 @@ def held_parts(plan: Plan, holdings: Mapping[Device, frozenset[int]], parts: Par
 
 
 def only_replicas(plan: Plan, parts: Parts) -> list[int]:
-    """Layers of which the plan's devices have some part as a replica only: its owner is lost."""
+    """Return the layers of which the plan's devices have some part only as a replica, because its owner is
+    lost.
+    """
     own = [[part for part in parts.get(device, ()) if not part.replica] for device in plan.devices]
     return incomplete(own, plan.pipelines[0].stages[-1].end_layer)

@@ -1,4 +1,4 @@
-"""One handler per signal of a node."""
+"""Handlers of nodes' signals, one per kind."""
 
 from typing import assert_never
 
@@ -67,7 +67,7 @@ from statemachine.messages.values import ClusterPhase
 
 
 def receive(c: Cluster, event: SignalArrived) -> None:
-    """Look up what this signal of this sender means, and do it."""
+    """Look up the action for this signal of this sender, and carry it out."""
     name, incarnation, signal = event.message.node, event.message.incarnation, event.message.signal
     verdict = TABLE[type(signal), sender_status(c, name, incarnation)]
     match verdict:
@@ -94,7 +94,7 @@ def receive(c: Cluster, event: SignalArrived) -> None:
 
 
 def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
-    """A signal of the current incarnation of a node."""
+    """Handle a signal of a node's current incarnation."""
     match signal:
         case Hello():
             take_hello(c, node, signal)
@@ -102,7 +102,7 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
             node.obeyed = max(node.obeyed, signal.generation)
             take_heartbeat(c, node, signal)
             take_build_progress(c, node, signal)
-            if not node.said_hello:  # Its Hello was lost, or this coordinator is a new one.
+            if not node.said_hello:  # Its Hello was lost, or this coordinator is new.
                 request_overdue_hello(c, node, c.timing.silence_s)
             take_acknowledgement(c, node, signal)
             snapshots.take_retained(c, node, signal)
@@ -152,7 +152,7 @@ def handle(c: Cluster, node: NodeMachine, signal: Signal) -> None:
 
 
 def take_newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> None:
-    """A Hello of an incarnation that is new here."""
+    """Handle a Hello of an incarnation that is not known here."""
     c.generation = max(c.generation, signal.generation)
     old = c.nodes.get(name)
     if old is not None and old.alive:
@@ -160,15 +160,20 @@ def take_newcomer(c: Cluster, name: str, incarnation: int, signal: Hello) -> Non
             reason = f"a node named {name!r} is alive at {old.facts.host}: give this one another name"
             reject(c, name, incarnation, reason)
             return
-        lose_node(c, old, "silence", f"{name} is silent, and a new incarnation of it came")
+        lose_node(c, old, "silence", f"{name} is silent, and a new incarnation of it appeared")
     if admit(c, name, incarnation, signal):
         take_hello(c, c.nodes[name], signal)
 
 
 def take_returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
-    """A node that was declared OFFLINE is heard again under the same incarnation."""
+    """Handle a node that was declared OFFLINE and is heard again under the same incarnation."""
     if not may_return(c, node):
-        fence(c, node.name, node.incarnation, "the cluster went on without this node: come back as a new one")
+        fence(
+            c,
+            node.name,
+            node.incarnation,
+            "the cluster continued without this node: return as a new incarnation",
+        )
     elif not isinstance(signal, Hello):
         inquire(c, node.name, node.incarnation)
     else:
@@ -178,9 +183,9 @@ def take_returned(c: Cluster, node: NodeMachine, signal: Signal) -> None:
 
 
 def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
-    """Compare what the node says with what we believe; repeat what it may have missed."""
+    """Compare what the node reports with what is known here, and repeat what it may have missed."""
     if signal.generation < node.obeyed:
-        c.ignore("a Hello from before what this node said since", node.name)
+        c.ignore("a Hello that is older than this node's last report", node.name)
         return
     node.obeyed = signal.generation
     node.facts = signal.facts
@@ -213,7 +218,7 @@ def take_hello(c: Cluster, node: NodeMachine, signal: Hello) -> None:
 
 
 def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
-    """Send again the command that this node has yet to obey."""
+    """Send the command again that this node has yet to obey."""
     match c.state:
         case Quiescing() as state:
             if node.name in state.expected and node.name not in state.reports:
@@ -225,7 +230,7 @@ def repeat_command(c: Cluster, node: NodeMachine, signal: Hello) -> None:
             if here and signal.quiesced:
                 c.send(node, resume_command(c, group))
             elif node.name in group.planned:
-                # Its trainers failed and are back, all in an outage.
+                # Its trainers failed and are back, both within one outage.
                 node.returning = True
                 why = f"{node.name} does not train under generation {group.generation}"
                 recover_from_loss(c, node, "trainer_lost", "hello", why)

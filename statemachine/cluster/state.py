@@ -1,7 +1,7 @@
-"""Everything the cluster machine knows, and the few verbs that every part of it uses.
+"""State of the cluster machine, and operations that all of its parts use.
 
-``Cluster`` is the one mutable object behind ``ClusterMachine``; the modules ``membership``, ``recovery``,
-``jobs``, ``progress`` and ``signals`` are functions over it. Nothing here decides anything.
+``Cluster`` is the one mutable object of a ``ClusterMachine``; the modules ``membership``, ``recovery``,
+``jobs``, ``progress`` and ``signals`` are functions over it. This module decides nothing.
 """
 
 from collections import Counter
@@ -72,12 +72,12 @@ LOSSES = frozenset({"node_lost", "trainer_lost", "connection_lost"})
 
 @dataclass(slots=True, kw_only=True)
 class TrainingProgress:
-    """Which steps are known to be committed and which of them the world has been told."""
+    """Which steps are known to be committed, and which of them were published."""
 
     known: CommittedStep | None = None
-    """The newest committed step anybody reported, also nodes now dead."""
+    """The newest committed step that any node reported, also nodes that are dead now."""
     published_step: int = 0
-    """``StepCommitted`` went out for every step up to here."""
+    """``StepCommitted`` was published for every step up to this one."""
     pending: dict[int, Vote] = field(default_factory=dict)
     """Votes of steps above ``published_step`` that wait for an earlier one."""
     asked_node: str | None = None
@@ -87,26 +87,27 @@ class TrainingProgress:
     missed: tuple[int, int] | None = None
     """First and last step that the coordinator's own history lacks, and that a node was asked for."""
     missed_asked_node: str = ""
-    """That node."""
+    """Node that was asked for them."""
     missed_lacking: set[str] = field(default_factory=set)
     """Nodes that have none of them, or did not answer."""
     gap_since: float | None = None
     loss: float | None = None
     skipped: int = 0
-    """Steps in a row, the last one told included, whose gradients were not finite."""
+    """Consecutive steps, up to the last published one, whose gradients were not finite."""
     step_s: float = 0.0
     evaluated: int = 0
-    """The newest step whose ``Evaluated`` went out."""
+    """The newest step whose ``Evaluated`` was published."""
     evaluations: dict[int, Evaluation] = field(default_factory=dict)
-    """By step, those that wait for the ``StepCommitted`` of their step. Not durable: what was not reported when a
-    group resumes is evaluated again."""
+    """Evaluations by step that wait for the ``StepCommitted`` of their step. They are not durable: what was
+    not published when a group resumes is evaluated again.
+    """
 
     @property
     def known_step(self) -> int:
         return self.known.step if self.known is not None else 0
 
     def roll_back(self, step: int, vote: Vote) -> None:
-        """What was committed behind ``step`` never was."""
+        """Discard every commit after ``step``."""
         self.known, self.published_step = CommittedStep(step=step, vote=vote), min(self.published_step, step)
         self.pending = {number: known for number, known in self.pending.items() if number <= step}
         self.asked_node = self.gap_since = self.missed = None
@@ -118,18 +119,18 @@ class TrainingProgress:
 
 @dataclass(slots=True, kw_only=True)
 class StragglerState:
-    """What the plan under way makes of the nodes' speeds, for ``stragglers``."""
+    """Facts about the current plan and the nodes' speeds, for ``stragglers``."""
 
     speeds: dict[str, float] = field(default_factory=dict)
-    """The slow nodes' speeds that it was made for, or last weighed for."""
+    """The slow nodes' speeds for which the plan was made, or last compared."""
     pending_comparison: ComparePlan | None = None
-    """Asked, and not answered."""
+    """A comparison that was requested and is not answered."""
     compared_at: float | None = None
     profile_error: float = 1.0
-    """The cluster's median of measured over expected time: the profile's own error."""
+    """The cluster's median of measured over expected time, which is the profile's own error."""
     expected_for: Plan | None = None
     expected_ms: dict[Device, float] = field(default_factory=dict)
-    """How long each device of ``expected_for`` computes on a microbatch, by the profile."""
+    """Expected computing time of each device of ``expected_for`` on a microbatch, by the profile."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,16 +139,16 @@ class Cluster:
     nodes: dict[str, NodeMachine] = field(default_factory=dict)
     state: State = field(default_factory=Waiting)
     generation: int = 0
-    """The highest generation ever persisted; the next is one more."""
+    """The highest generation ever persisted; the next one is one more."""
     job: Job | None = None
     profiled: ProfiledJob | None = None
     profiler: str | None = None
     """Node that was asked for the profile."""
     templates_ready: bool = False
     templates_for: int = 0
-    """Node count that templates were asked for; 0: not yet, by this process."""
+    """Number of nodes for which templates were requested; 0: not yet, by this process."""
     templates_before: int = 0
-    """Node count that an earlier coordinator's templates of this job were for."""
+    """Number of nodes for which an earlier coordinator had templates of this job."""
     exposure: Exposure = field(default_factory=Exposure)
     straggler_state: StragglerState = field(default_factory=StragglerState)
     snapshots: JobSnapshots = field(default_factory=JobSnapshots)
@@ -158,43 +159,49 @@ class Cluster:
     """The last generation whose Resume was sent."""
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     failed_to_resume: set[str] = field(default_factory=set)
-    """Nodes that could not resume, last time, where others could."""
+    """Nodes that could not resume the last time although others could."""
     unreached: set[str] = field(default_factory=set)
-    """Nodes that were heard, and that an order to stop did not reach in time, since a group last trained."""
+    """Nodes that were heard from but that a Quiesce did not reach in time, since a group last trained."""
     raised: int = 0
-    """Times the job's code raised since the last committed step."""
+    """Times that the job's code raised since the last committed step."""
     repeated_error: RepeatedError | None = None
     last_failure: str = ""
     rejected: dict[tuple[str, int], str] = field(default_factory=dict)
     inquired: dict[tuple[str, int], float] = field(default_factory=dict)
-    """When each incarnation was last sent an Inquiry."""
+    """Time at which each incarnation was last sent a RequestHello."""
     unacknowledged: dict[str, list[str]] = field(default_factory=dict)
-    """Nodes that an order did not reach, by the order (``acknowledgement``): sent again at the next tick."""
+    """Nodes that an order did not reach, by the order (``acknowledgement``); it is sent again at the next
+    tick.
+    """
     ignored: Counter[str] = field(default_factory=Counter)
     started: bool = False
     from_journal: bool = False
-    """Made from a journal, and the broker has not been there yet."""
+    """Whether it was made from a journal and has not been connected to the broker yet."""
     connected: bool = False
     grace_until: float = 0.0
     wills_unreliable_until: float = 0.0
-    """Time until which a last will proves nothing. A broker that stood still ends the sessions of nodes that live."""
+    """Time until which a last will proves nothing: a broker that stood still ends the sessions of nodes that
+    are alive.
+    """
     others_heard_at: float = 0.0
-    """Somebody who is not a member, such as a node that came back: so it is not we who are cut off."""
+    """Time of the last message from a non-member, such as a node that returned; it shows that this coordinator
+    is not cut off.
+    """
     silence_floor_at: float = 0.0
-    """When the broker came back, or we ourselves: nobody's silence began before that."""
+    """Time at which the broker or this coordinator was last back; no node's silence began before that."""
 
     # --- the step under way ---
     at: float = 0.0
     cause: str = ""
     dirty: bool = False
-    """Something changed that ``reconcile`` should look at."""
+    """Whether something changed that ``reconcile`` should look at."""
     due: dict[str, float] = field(default_factory=dict)
     out: list[Effect] = field(default_factory=list)
     node_order: list[str] = field(default_factory=list)
     sorted_names: list[str] = field(default_factory=list)
-    """Names of ``nodes``, as they are there and sorted."""
+    """Names of ``nodes`` in their own order and sorted."""
     cached_parts: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Large parts of the durable state, by name, with what they were made of."""
+    """Large parts of the durable state by name, with the values that they were made from."""
 
     # --- facts ---
 
@@ -204,12 +211,12 @@ class Cluster:
 
     @property
     def active(self) -> bool:
-        """A job is under way."""
+        """Return whether a job is under way."""
         return self.job is not None and not isinstance(self.state, Ended)
 
     @property
     def current_job(self) -> Job:
-        """The job under way, or the last one: there is one after the first submission."""
+        """Return the job under way, or the last one. There is one after the first submission."""
         assert self.job is not None, "no job was submitted yet"
         return self.job
 
@@ -219,18 +226,18 @@ class Cluster:
 
     @property
     def recovery(self) -> ActiveRecovery | None:
-        """The recovery under way, from the loss to the first commit."""
+        """Return the recovery under way, from the loss to the first commit, or ``None``."""
         state = self.state
         return None if isinstance(state, Waiting | Paused | Ended) else state.recovery
 
     @property
     def planned(self) -> tuple[str, ...]:
-        """Nodes of the plan that runs or is being resumed."""
+        """Return the nodes of the plan that runs or is being resumed."""
         return self.state.planned if isinstance(self.state, TrainingGroup) else ()
 
     @property
     def required_nodes(self) -> Collection[str]:
-        """Nodes whose loss interrupts the generation under way."""
+        """Return the nodes whose loss interrupts the current generation."""
         match self.state:
             case Quiescing() | Planning() as state:
                 return state.expected
@@ -241,23 +248,23 @@ class Cluster:
 
     @property
     def members(self) -> set[str]:
-        """Nodes whose reports counted in the generation under way."""
+        """Return the nodes whose reports counted in the current generation."""
         state = self.state
         return state.members if isinstance(state, Planning | TrainingGroup | Paused) else set()
 
     @property
     def ended(self) -> bool:
-        """Every planned node said that all steps are done."""
+        """Return whether every planned node has reported that all steps are done."""
         return isinstance(self.state, TrainingGroup) and self.state.all_finished
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Of the stragglers, for ``Situation.speeds``."""
+        """Return the speeds of the stragglers, for ``Situation.speeds``."""
         slow = sorted(name for name, node in self.nodes.items() if node.speed != 1.0)
         return {name: self.nodes[name].speed for name in slow}
 
     def alive(self) -> list[NodeMachine]:
-        """By name. Asked for a dozen times in the step that decides."""
+        """Return the nodes that are alive, by name. The step that decides calls this a dozen times."""
         entered = list(self.nodes)
         if entered != self.node_order:
             self.node_order, self.sorted_names = entered, sorted(entered)
@@ -265,19 +272,19 @@ class Cluster:
         return [node for name in self.sorted_names if (node := nodes[name]).state in ALIVE]
 
     def horizon_s(self, nodes: int) -> float | None:
-        """Return the time until the next failure among so many nodes that plans reckon with."""
+        """Return the time until the next failure among so many nodes that plans assume."""
         if self.job is None or nodes < 1:
             return None
         return self.job.horizon_s if self.job.horizon_s is not None else self.exposure.horizon_s(nodes)
 
     def heard_at(self, node: NodeMachine) -> float:
-        """Since when this node may be called silent."""
+        """Return the time from which the silence of this node counts."""
         return max(node.heard_at, self.silence_floor_at)
 
     # --- verbs ---
 
     def transition(self, event: PhaseEvent, state: State) -> None:
-        """Go on with the state that follows from an event.
+        """Enter the state that follows from an event.
 
         :raises MachineError: this event cannot happen in this phase.
         """
@@ -292,7 +299,7 @@ class Cluster:
         self.out.append(SendCommand(cause=self.cause, node=name, incarnation=incarnation, command=command))
 
     def send_all(self, nodes: Iterable[NodeMachine], command: Command) -> None:
-        """One message, however many they are."""
+        """Send a command to several nodes as one message."""
         receivers = {node.name: node.incarnation for node in nodes}
         if len(receivers) > 1:
             self.out.append(BroadcastCommand(cause=self.cause, receivers=receivers, command=command))
@@ -311,7 +318,7 @@ class Cluster:
         step: int | None = None,
         **details: Any,
     ) -> None:
-        """Tell the world; generation and step default to the newest known."""
+        """Publish an event; generation and step default to the newest known."""
         self.out.append(
             EmitEvent(
                 cause=self.cause,
@@ -325,7 +332,7 @@ class Cluster:
         )
 
     def ignore(self, why: str, node: str | None = None) -> None:
-        """A stale message: counted, and an event that the driver may thin out."""
+        """Count a stale message, and publish an event that the driver may rate-limit."""
         self.ignored[why] += 1
         self.emit("MessageIgnored", why, node=node, why=why, count=self.ignored[why])
 
@@ -349,10 +356,10 @@ class Cluster:
 
 
 def count_noun(count: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``."""
+    """Return ``1 node``, ``2 nodes`` …"""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def join_names(nodes: Sequence[str]) -> str:
-    """At most four names."""
+    """Return at most four of these names, in words."""
     return names(nodes) if nodes else "nobody"

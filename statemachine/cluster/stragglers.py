@@ -1,14 +1,14 @@
-"""Nodes that have become slow: noticed, told, and given less to do; and given their share back.
+"""Stragglers: nodes that have become slow are detected, reported, and given less work until they recover.
 
-Heartbeats say how long each device computes on one microbatch, waiting excluded (runtime/monitoring/stopwatch.py).
-That over what the profile says about the same layers is the node's slowness, that of its slowest device. A
-wrong profile is wrong for all nodes alike, so what counts is the slowness relative to the cluster's median;
-of two middle ones the quicker, as with two nodes one of which is slow. A node that stays slow for a while is
-a straggler: its speed goes into every plan from then on.
+Heartbeats say how long each device computes on one microbatch without waiting (runtime/watch/stopwatch.py).
+That time over the profile's time for the same layers is the slowness of the device, and a node is as slow
+as its slowest device. A wrong profile is wrong for all nodes alike, so what counts is the slowness relative
+to the cluster's median. Of two middle nodes the faster one counts, as with two nodes of which one is slow.
+A node that stays slow for a while is a straggler: its speed goes into every plan from then on.
 
-A new plan for the sake of speeds alone is first weighed (``ComparePlan``), beside the training. Only if it
-saves a notable part of a step, and in the steps that are left more than a reconfiguration costs, the nodes
-stop at a step boundary, by the path of a join.
+Before a new plan is used because of speeds alone, its gain is computed (``ComparePlan``) while training
+continues. Only if it saves a notable part of a step, and in the remaining steps more than a reconfiguration
+costs, the nodes stop at a step boundary, on the path of a join.
 """
 
 from statistics import median_low
@@ -31,7 +31,7 @@ def take_times(node: NodeMachine, signal: Heartbeat) -> None:
 
 
 def check_stragglers(c: Cluster) -> None:
-    """At every tick: who is slow, who is quick again, and whether that is worth another plan."""
+    """Check which nodes are slow or fast again, and whether another plan is worth it; called at every tick."""
     if not _steady(c):
         for node in c.nodes.values():
             node.speed_changed_at = None
@@ -46,12 +46,12 @@ def check_stragglers(c: Cluster) -> None:
 
 
 def _steady(c: Cluster) -> bool:
-    """The group trains, and nothing else is about to change it."""
+    """Return whether the group trains and nothing else is about to change it."""
     return isinstance(c.state, Running) and c.recovery is None
 
 
 def _slowness(c: Cluster) -> dict[str, float] | None:
-    """Measured over expected time of each planned node; ``None`` while some node's is not known."""
+    """Return measured over expected time of each planned node; ``None`` while some node's is not known."""
     if c.profiled is None or c.resumption is None:
         return None
     plan, balance = c.resumption.plan, c.straggler_state
@@ -70,7 +70,9 @@ def _slowness(c: Cluster) -> dict[str, float] | None:
 
 
 def _update_speed(c: Cluster, node: NodeMachine, speed: float) -> None:
-    """Is this speed another than the one that plans reckon with, and has it been for long enough?"""
+    """Report a change of speed once the node's speed has differed for long enough from the one that plans
+    assume.
+    """
     timing = c.timing
     slow = speed < timing.straggler_speed
     if node.speed == 1.0:
@@ -90,7 +92,7 @@ def _update_speed(c: Cluster, node: NodeMachine, speed: float) -> None:
     if slow:
         name, reason = "StragglerDetected", f"{node.name} computes at {node.speed:.0%} of the others' speed"
     else:
-        name, reason = "StragglerRecovered", f"{node.name} is as quick as the others again"
+        name, reason = "StragglerRecovered", f"{node.name} is as fast as the others again"
     c.emit(
         name,
         reason,
@@ -104,7 +106,7 @@ def _update_speed(c: Cluster, node: NodeMachine, speed: float) -> None:
 
 
 def _compare(c: Cluster) -> None:
-    """Ask what another plan would save, when speeds are no more those that the plan was made for."""
+    """Ask what another plan would save, if speeds differ from those that the plan was made for."""
     balance, group = c.straggler_state, c.state
     if not isinstance(group, Running) or not c.templates_ready:
         return
@@ -130,10 +132,10 @@ def _compare(c: Cluster) -> None:
 
 
 def take_comparison(c: Cluster, event: PlanCompared) -> None:
-    """Stop at the next boundary for the other plan, or go on as it is."""
+    """Stop at the next boundary for the other plan, or continue with the current one."""
     balance, asked = c.straggler_state, c.straggler_state.pending_comparison
     if asked is None or event.generation != c.generation or not _steady(c):
-        c.ignore("a plan weighed for an older generation")
+        c.ignore("a comparison of plans for an older generation")
         return
     speeds = asked.situation.speeds
     changed = sorted(

@@ -1,10 +1,11 @@
-"""The job's code raised: is it the code, or the node?
+"""Decision whether an error that the job's code raised is the code's fault or the node's.
 
-A node whose hardware is bad raises by itself, and the others commit the step without it. Code that is wrong
-raises wherever the step is computed: on every node of the plan, or, since who comes later to it is stopped
-first, on another node when it is done again. Then nothing is gained by a further try: going back to a
-snapshot leads to the same step. So it is remembered which step could not be committed, also through a
-rollback, until it is. The same error is the same words (the exception of the traceback).
+A node whose hardware is bad raises alone, and the others commit the step without it. Wrong code raises
+wherever the step is computed: on every node of the plan, or on another node when the step is redone, since
+trainers that reach the error later are stopped first. Another try then gains nothing: a rollback to a
+snapshot leads to the same step. So the step that could not be committed is remembered, also through a
+rollback, until it is committed. Two errors are the same if their words are the same (the last line of the
+traceback).
 """
 
 from statemachine.cluster.jobs import fail
@@ -17,13 +18,13 @@ from statemachine.messages.cluster import TrainerLost
 from statemachine.messages.values import RepeatedError
 
 _LINE_CHARACTERS = 200
-"""Of a failure, in the reason of its event: the whole detail is there, too."""
+"""Most characters of a failure in the reason of its event, whose details have all of it."""
 
 
 def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
-    """A trainer of this node died, hung or raised: the node is UNHEALTHY until it is prepared again."""
+    """Mark a node UNHEALTHY until it is prepared again, since one of its trainers died, hung or raised."""
     if signal.generation < node.obeyed:
-        c.ignore("a TrainerLost from before what this node said since", node.name)
+        c.ignore("a TrainerLost that is older than this node's last report", node.name)
         return
     if not c.active:
         c.ignore("a TrainerLost while no job is under way: its node has another one", node.name)
@@ -44,7 +45,7 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
         detail=signal.detail,
     )
     c.publish()
-    if not changed:  # Its loss is told and dealt with; that it cannot come back is news.
+    if not changed:  # Its loss was reported and handled; that it cannot come back is new.
         return
     if signal.cause == "foreign" and (why := explain_foreign_state(c, signal)):
         fail(c, why)
@@ -57,7 +58,9 @@ def trainer_lost(c: Cluster, node: NodeMachine, signal: TrainerLost) -> None:
 
 
 def _in_a_line(signal: TrainerLost) -> str:
-    """The exception of a traceback, which ends it; else what happened, which comes before what it printed."""
+    """Return the exception of a traceback, which is its last line; else the first line, which comes before the
+    printed output.
+    """
     lines = signal.detail.strip().splitlines()
     if not lines:
         return ""
@@ -66,7 +69,7 @@ def _in_a_line(signal: TrainerLost) -> str:
 
 
 def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | None:
-    """A trainer of a group that trains raised. Returns why the job fails, if it does."""
+    """Count an error of a trainer in a group that trains. Return why the job fails, if it does."""
     if c.resumption is None:
         return None
     c.raised += 1
@@ -88,18 +91,21 @@ def take_raised(c: Cluster, node: NodeMachine, signal: TrainerLost) -> str | Non
     if len(now.nodes) > 1 and set(planned) <= set(now.nodes):
         return f"the job's code raised in step {step} on all {count_noun(len(planned), 'node')}: {last}"
     if now.tries > 1 and len(now.nodes) > 1:
-        where = f"on {now.nodes[-2]}, and when it was done again on {node.name}"
+        where = f"on {now.nodes[-2]}, and when it was redone on {node.name}"
         return f"the job's code raised in step {step} {where}: {last}"
     if now.tries > 1 and same and planned == (node.name,):
         return f"the job's code raised in step {step} again on {node.name}: {last}"
     times = max(now.tries, c.raised)
     if times >= c.timing.raise_limit:
         where = ", ".join(now.nodes)
-        return f"the job's code raised {times} times in step {step} with no step between, on {where}: {last}"
+        return (
+            f"the job's code raised {times} times in step {step} with no step committed in between, on {where}: "
+            f"{last}"
+        )
     return None
 
 
 def last_line(detail: str) -> str:
-    """The exception of a traceback, which ends it."""
+    """Return the exception of a traceback, which is its last line."""
     lines = detail.strip().splitlines()
     return lines[-1].strip() if lines else ""

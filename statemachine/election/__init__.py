@@ -1,1 +1,1 @@
-"""Which coordinator leads: one pure machine in each of them."""
+"""Election of the leading coordinator: one pure machine in each coordinator."""

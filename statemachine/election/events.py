@@ -1,4 +1,4 @@
-"""What is told of who leads, as events."""
+"""Events that the leader publishes about the election."""
 
 from statemachine.effects import EmitEvent
 from statemachine.election.leadership import Peer, TermClaim
@@ -6,7 +6,7 @@ from statemachine.timing import Timing
 
 
 def takeover_events(cause: str, claimed: TermClaim, at: float, timing: Timing) -> list[EmitEvent]:
-    """The loss of who led before, and who leads instead; nothing where that is the same host's."""
+    """Return the loss of the previous leader and the election of the next; nothing if both have the same name."""
     leader, before, how = claimed.leader, claimed.before, claimed.how
     if before is None or before.name == leader.name:
         return []
@@ -37,7 +37,7 @@ def takeover_events(cause: str, claimed: TermClaim, at: float, timing: Timing) -
 
 
 def standby_ineligible(cause: str, peer: Peer) -> EmitEvent:
-    """Who looks like a standby and is none."""
+    """Return the event that a peer looks like a standby but will not take over."""
     return EmitEvent(
         cause=cause,
         name="StandbyIneligible",
@@ -47,10 +47,10 @@ def standby_ineligible(cause: str, peer: Peer) -> EmitEvent:
 
 
 def takeover_rejected(cause: str, me: Peer) -> EmitEvent:
-    """Nobody leads, and nobody will until somebody comes who may."""
+    """Return the event that no coordinator leads, and that none will until an eligible one appears."""
     return EmitEvent(
         cause=cause,
         name="TakeoverRejected",
-        reason=f"nobody leads, and {me.name} must not: {me.ineligible}",
+        reason=f"no coordinator leads, and {me.name} must not: {me.ineligible}",
         details={"coordinator": me.name, "why": me.ineligible},
     )

@@ -42,7 +42,7 @@ class Peer:
     priority: int = 0
     """Coordinators with a greater priority lead first."""
     position: tuple[int, int] = (0, 0)
-    """Position of the newest journal that it keeps: the term, and the number of the state in that term."""
+    """Position of the newest journal that it holds: the term, and the number of the state in that term."""
     ineligible: str = ""
     """Reason why it must not lead: it cannot read the newest journal. Empty: it may lead."""
 
@@ -53,18 +53,18 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class TermClaim:
-    """A term that was claimed from the leader session, until the broker sends its record back."""
+    """A claim of a term from the leader session, kept until the broker sends its record back."""
 
     leader: Leader
     resumed: bool
-    """See ``Lead.again``."""
+    """See ``Lead.resumed``."""
     before: Leader | None
-    """The previous leader, as far as is known."""
+    """The previous leader, as far as it is known."""
     how: str
-    """How the loss of that leader was noticed: ``last_will``, ``goodbye``, ``silence``."""
+    """How the loss of that leader was detected: ``last_will``, ``goodbye``, ``silence``."""
     noticed_at: float
     newest: tuple[int, int]
-    """Position of the newest journal that this coordinator can begin from."""
+    """Position of the newest journal from which this coordinator can begin."""
 
 
 # --- events --------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ class FollowerSessionOpened(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowerSessionLost(Event):
-    """The follower session ended; it comes back by itself."""
+    """The follower session ended; it reconnects by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,20 +114,22 @@ class PeerVanished(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalChecked(Event):
-    """A leader's journal was received: this coordinator could begin from it, or could not."""
+    """A leader's journal was received and checked: this coordinator can begin from it, or cannot."""
 
     problem: str
-    """Reason why it could not; empty: it could."""
+    """Reason why it cannot; empty: it can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderSessionOpened(Event):
-    """The leader session is open, so no other coordinator is heard any more; with what the last leader left."""
+    """The leader session is open, so no other coordinator can publish as leader; with what the last leader
+    left.
+    """
 
     found: Leader | None
     """The leader's record at the broker; ``None``: the broker has none."""
     newest: tuple[int, int]
-    """Position of the newest journal that was read there or that this coordinator keeps."""
+    """Position of the newest journal that was read there or that this coordinator holds."""
     has_journal: bool = True
     """Whether the broker has a journal. A record without one is a claim after which nothing was done."""
     problem: str = ""
@@ -152,7 +154,9 @@ ElectionEvent = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcquireLeadership(Effect):
-    """Open the leader session and read what is retained. LeaderSessionOpened or LeaderSessionLost follows."""
+    """Open the leader session and read the retained messages. LeaderSessionOpened or LeaderSessionLost
+    follows.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +166,9 @@ class ReleaseLeadership(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClaimTerm(Effect):
-    """Publish the record from the leader session. All follower sessions receive it, the own one too: LeaderSeen."""
+    """Publish the record from the leader session. All follower sessions receive it as LeaderSeen, including
+    the claimant's.
+    """
 
     leader: Leader
 
@@ -173,17 +179,19 @@ class Lead(Effect):
 
     leader: Leader
     resumed: bool
-    """Nobody else led since this one did: its state is still true. Otherwise it begins from what was read."""
+    """Whether no other coordinator led since this one did, so that its state still holds. Otherwise it begins
+    from what was read.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suspend(Effect):
-    """The leader session is lost, so nothing can be published until it is known who leads next."""
+    """Stop publishing: the leader session is lost, and it is not known yet who leads next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDown(Effect):
-    """Another coordinator leads: forget the cluster and follow."""
+    """Discard the cluster's state and follow, since another coordinator leads."""
 
     leader: Leader
 
@@ -195,14 +203,16 @@ class SendLeaderHeartbeat(Effect):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnnouncePeer(Effect):
-    """Publish what changed about this coordinator to the others."""
+    """Publish a change of this coordinator's own announcement to the others."""
 
     peer: Peer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RejectTakeover(Effect):
-    """Report that nobody leads although it is this one's turn, as it must not; also in the cluster's state."""
+    """Report, also in the cluster's state, that no coordinator leads although it is this one's turn, because
+    it is ineligible.
+    """
 
     event: EmitEvent
 

@@ -1,47 +1,53 @@
 """The election of a leader: one pure machine in each coordinator. ``step(event) -> list[Effect]``.
 
-Every coordinator has a *follower session* under a client id of its own, on which it receives the retained record of who
-leads, the leader's heartbeats and last will, and who else is there. One of them also has the *leader session*, under
-the leader's client id. The broker allows one session per client id, so opening it ends the session of the previous
-leader, and nothing that this one still sends gets through. All commands to nodes, the journal and the record are
-published on the leader session, in one stream: a command reaches the broker after the journal that it follows from, and
-the next leader reads everything. This is the whole fence; commands carry no term. A command that a deposed leader got
-to the broker at all follows from a journal that its successor begins with. So its generation is known there, is never
-used again, and a node that receives it late ignores it as older. Without the fence two leaders could use one generation
-for two plans (the simulator's mutants show it), so the broker must end the previous session when a client id is used
-again: mosquitto and the embedded broker do, a bridged or sharded cluster of brokers does not.
+Every coordinator has a *follower session* under a client id of its own. On it, the coordinator receives the
+leader's retained record, heartbeats and last will, and the announcements of its peers. One coordinator also
+has the *leader session*, under the leader's client id. The broker allows one session per client id, so
+opening it ends the session of the previous leader, and nothing that this one still sends gets through. All
+commands to nodes, the journal and the record are published on the leader session, in one stream: a command
+reaches the broker after the journal that it follows from, and the next leader reads everything. This is the
+whole fence; commands carry no term. If a command of a deposed leader reached the broker at all, it follows
+from a journal that its successor begins with. So its generation is known there and is never used again, and
+a node that receives it late ignores it as older. Without the fence two leaders could use one generation for
+two plans (the simulator's mutants show it), so the broker must end the previous session when a client id is
+used again: mosquitto and the embedded broker do, a bridged or sharded cluster of brokers does not.
 
-Terms number the leader sessions: each is one more than any that was read *on the leader session*, and many more where
-the broker may have forgotten some. A term is claimed by publishing its record; the coordinator leads once the broker
-sends the record back. Whoever opens the leader session later reads it. So terms rise, and they order the journals.
+Terms number the leader sessions: each is one more than any that was read *on the leader session*, and many
+more if the broker may have lost some. A coordinator claims a term by publishing its record and leads once
+the broker sends the record back. Whoever opens the leader session later reads it. So terms rise, and they
+order the journals.
 
-A coordinator that loses the leader session first finds out who has it. It leads again (``Lead.again``) only where
-nobody led in between, since its record is still the newest; otherwise it forgets the cluster.
+A coordinator that loses the leader session first finds out who has it. It leads again with its own state
+(``Lead.resumed``) only if no other coordinator led in between, which holds if its record is still the
+newest; otherwise it discards the cluster's state.
 
 ====================  ======================================================================================
-role                  what ends it
-====================  ======================================================================================
-FOLLOWER              the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE
-CANDIDATE             its claim is at the broker → LEADER; no leader session, or another one leads → FOLLOWER
-LEADER                the leader session is lost → SUSPENDED; a higher term is seen → FOLLOWER
-SUSPENDED             a higher term is seen → FOLLOWER; nobody's, for a while → CANDIDATE
-====================  ======================================================================================
+role                  what ends it ====================
+====================================================================================== FOLLOWER
+the leader's last will, its silence, no leader at all → (its turn comes) CANDIDATE CANDIDATE             its
+claim is at the broker → LEADER; no leader session, or another one leads → FOLLOWER LEADER
+the leader session is lost → SUSPENDED; a higher term is seen → FOLLOWER SUSPENDED             a higher term
+is seen → FOLLOWER; no leader for a while → CANDIDATE ====================
+======================================================================================
 
-A broker that was restarted may have forgotten the record, or return with an older one. A coordinator that led and
-never had others beside it then goes on at once. With others it may have been cut off and deposed meanwhile: it goes on
-when all of them are there again and know less, and after ``lost_record_timeout_s`` where one of them is not. A
-coordinator that followed leaves the others ``leader_silence_s`` for that; one that was not there lately leaves them
-``lost_record_timeout_s``. Each leaves the same time to one that knows more, from meeting it on, and longer while that
-one stays. Where no coordinator has ever known anything, nobody waits (``peer_knowledge``).
+A broker that was restarted may have lost the record, or return with an older one. A coordinator that led
+and has never had peers then continues at once. If it has peers, it may have been cut off and deposed
+meanwhile: it continues when all of them are present again and know less, and after
+``lost_record_timeout_s`` if one of them is absent. A coordinator that followed leaves the others
+``leader_silence_s`` for that; one that was absent lately leaves them ``lost_record_timeout_s``. Each leaves
+the same time to a peer that knows more, from meeting it on, and longer while that peer stays. If no
+coordinator has ever known a cluster, none of them waits (``peer_knowledge``).
 
-A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*: it does not
-stand, nobody waits for its turn, and it keeps nothing that it does not understand. If no other is left it reports so,
-once, and the cluster stays without a leader: training goes on, and the right program finds everything as it was. A
-journal that is read on the leader session counts too, as it may have been written a moment before. The coordinator is
-eligible again with a newer journal that it can read.
+A coordinator that cannot read the newest journal (another version of the program wrote it) is *ineligible*:
+it does not become a candidate, no other waits for its turn, and it stores nothing that it does not
+understand. If no other coordinator is left it reports so, once, and the cluster stays without a leader:
+training continues, and the right program finds everything unchanged. A journal that is read on the leader
+session counts too, as it may have been written a moment before. The coordinator is eligible again with a
+newer journal that it can read.
 
-Turns: the coordinators that are there, by priority, then name; each waits ``election_s`` for each one before it. Two
-that stand at the same time end each other's leader sessions until one has published its record, which the other sees.
+Turns: the present coordinators take turns by priority, then name; each waits ``election_s`` for each one
+before it. Two that are candidates at the same time end each other's leader sessions until one has published
+its record, which the other receives.
 """
 
 from dataclasses import replace
@@ -85,48 +91,55 @@ LEADER_SESSION = "leader_session"
 HEARTBEAT = "beat"
 
 MAX_TURNS = 8
-"""How many turns the wait behind failed attempts grows to; then who knows more cannot lead, it seems."""
+"""Most turns that the wait after failed attempts grows to. After that, a peer that knows more evidently cannot
+lead.
+"""
 
 
 class ElectionMachine:
-    """See the module. The first event is ``FollowerSessionOpened``."""
+    """State machine of the election; the module describes the protocol. The first event is
+    ``FollowerSessionOpened``.
+    """
 
     def __init__(self, me: Peer, timing: Timing, *, shared: bool = False) -> None:
-        """:param shared: this coordinator has had others beside it, ever."""
+        """Create the machine of coordinator ``me``.
+
+        :param shared: this coordinator has ever had peers.
+        """
         self.me = me
         self._knowledge = PeerKnowledge(timing, shared=shared)
         self._record_present = False
-        """The broker remembers who leads."""
+        """Whether the broker has the leader's record."""
         self.role = Role.FOLLOWER
         self.leader: Leader | None = None
-        """The newest that was ever seen."""
+        """The newest leader that was ever seen."""
         self.peers: dict[int, Peer] = {me.incarnation: me}
-        """Those that are there, by incarnation."""
+        """Coordinators that are present, by incarnation."""
         self._timing = timing
         self._following = False
         self._began_at = 0.0
         self._lost_how: str | None = None
-        """Why the leader is thought to be gone; ``None``: it is not."""
+        """How the loss of the leader was detected; ``None``: it is not lost."""
         self._lost_at = 0.0
         self._led = False
-        """What we know of the cluster goes on to be true if nobody led since."""
+        """Whether this coordinator's state of the cluster still holds, provided that no other has led since."""
         self._claimed: TermClaim | None = None
         self._record_without_journal: Leader | None = None
-        """Whoever claimed this left no journal at the broker: it says of nobody that he led."""
+        """A record whose claimant left no journal at the broker, so it does not prove that this one led."""
         self._tries = 0
         self._reported_ineligible = False
-        """That we must not lead was told, and nobody has led since."""
+        """Whether it was reported that this coordinator must not lead, and none has led since."""
         self._at, self._cause = 0.0, ""
         self._due: dict[str, float] = {}
         self._out: list[Effect] = []
 
     @property
     def term(self) -> int:
-        """The highest term seen."""
+        """Return the highest term seen."""
         return self.leader.term if self.leader is not None else 0
 
     def step(self, event: ElectionEvent) -> list[Effect]:
-        """Take one event; what is to be done about it, in order."""
+        """Handle one event and return the effects in order."""
         self._at, self._cause = event.at, event.cause
         match event:
             case FollowerSessionOpened():
@@ -137,7 +150,7 @@ class ElectionMachine:
             case FollowerSessionLost():
                 self._following = self._record_present = self._reported_ineligible = False
                 self._knowledge.note_session_lost(self.me, self.peers.values())
-                self.peers = {self.me.incarnation: self.me}  # Who is there will be told again.
+                self.peers = {self.me.incarnation: self.me}  # The broker announces the present peers again.
                 self._cancel(SILENCE, TURN)
             case LeaderSeen():
                 self._record_present = event.leader.term >= self.term
@@ -173,7 +186,9 @@ class ElectionMachine:
     # --- watching ----------------------------------------------------------------------------------
 
     def _act(self) -> None:
-        """What is to be done, for one that watches and has no seat."""
+        """Set the timer, or take the turn, that follows from the current knowledge, unless this one leads or
+        is a candidate.
+        """
         if not self._following or self.role in (Role.CANDIDATE, Role.LEADER):
             return
         leader = self.leader
@@ -184,7 +199,7 @@ class ElectionMachine:
         elif leader.incarnation != self.me.incarnation:
             self._set(SILENCE, self._timing.leader_silence_s)
         else:
-            self._wait_turn(0)  # It was us, and nobody since.
+            self._wait_turn(0)  # This coordinator led last.
 
     def _take_peer(self, peer: Peer) -> None:
         known = self.peers.get(peer.incarnation)
@@ -193,13 +208,13 @@ class ElectionMachine:
         self.peers[peer.incarnation] = peer
         self._knowledge.note_peer(self.me, peer, self._at, again=known is not None)
         if peer.incarnation == self.me.incarnation:
-            self.me = peer  # As it is at this connection.
+            self.me = peer  # Its own announcement in this connection.
         self._publish_standbys(known is None or known.ineligible != peer.ineligible)
         if peer.ineligible and (known is None or not known.ineligible) and self.role is Role.LEADER:
             self._out.append(standby_ineligible(self._cause, peer))
 
     def _take_problem(self, problem: str) -> None:
-        """A newer journal than ours: can we go on from it?"""
+        """Note whether this coordinator can begin from a newer journal than its own."""
         if problem == self.me.ineligible:
             return
         self.me = replace(self.me, ineligible=problem)
@@ -209,7 +224,7 @@ class ElectionMachine:
         self._act()
 
     def _wait_for_record_s(self) -> float:
-        """How long it is left to others to say what a broker without a record does not."""
+        """Return how long it is left to the others to supply the record that the broker lacks."""
         if self._record_present:
             return 0.0
         since, led = self._began_at, self._led
@@ -220,7 +235,7 @@ class ElectionMachine:
         return [peer for peer in self.peers.values() if peer.incarnation != self.me.incarnation]
 
     def _take_record(self, leader: Leader) -> None:
-        """A record. An older one than we know of is what a broker kept from before."""
+        """Handle a leader's record. A record that is older than the known one is a leftover at the broker."""
         if leader.term > self.term:
             self.leader, self._lost_how, self._reported_ineligible = leader, None, False
             if self._claimed is not None and self._claimed.leader == leader:
@@ -243,7 +258,7 @@ class ElectionMachine:
                 self._act()
 
     def _follow(self, leader: Leader) -> None:
-        """Another one leads, under a higher term than we know of."""
+        """Follow another coordinator, which leads under a higher term than any known."""
         self._cancel(TURN, LEADER_SESSION, HEARTBEAT)
         self._claimed = None
         if self.role in (Role.CANDIDATE, Role.LEADER):
@@ -255,7 +270,7 @@ class ElectionMachine:
         self._act()
 
     def _take_loss(self, how: str) -> None:
-        """The leader is gone, for all that one can tell."""
+        """Note that the leader appears to be gone."""
         if self.role is not Role.FOLLOWER:
             return
         if self._lost_how is None:
@@ -264,11 +279,11 @@ class ElectionMachine:
         self._act()
 
     def _rank(self) -> int:
-        """How many that are there stand before us: who is ineligible waits for all others."""
+        """Return how many present coordinators come before this one; an ineligible one waits for all others."""
         return sum(1 for peer in self._eligible() if self.me.ineligible or peer.order < self.me.order)
 
     def _eligible(self) -> list[Peer]:
-        """Who would take the seat: not the leader that is gone, nor who is ineligible."""
+        """Return the coordinators that may take over: neither the lost leader nor ineligible ones."""
         gone = self.leader.incarnation if self.leader is not None else 0
         return [peer for peer in self.peers.values() if peer.incarnation != gone and not peer.ineligible]
 
@@ -280,7 +295,7 @@ class ElectionMachine:
             self._set(TURN, turns * self._timing.election_s)
 
     def _publish_standbys(self, changed: bool) -> None:
-        """Who would lead next is in the cluster's state, which the leader publishes."""
+        """Publish the cluster's state if the list of standbys changed; the leader publishes it."""
         if changed and self.role is Role.LEADER:
             self._out.append(PublishCluster(cause=self._cause))
 
@@ -296,7 +311,7 @@ class ElectionMachine:
         self._out.append(AcquireLeadership(cause=self._cause))
 
     def _report_ineligible(self) -> None:
-        """Once; and not while there is somebody else to take over."""
+        """Report once that this coordinator must not lead, unless another one can take over."""
         if self._eligible():
             self._set(TURN, self._timing.election_s)
         elif not self._reported_ineligible:
@@ -304,7 +319,7 @@ class ElectionMachine:
             self._out.append(RejectTakeover(cause=self._cause, event=takeover_rejected(self._cause, self.me)))
 
     def _reject_journal(self, problem: str) -> None:
-        """The seat showed a journal that we cannot go on from: whoever can may have it."""
+        """Release the leader session, on which a journal was read that this coordinator cannot begin from."""
         if self.role is not Role.CANDIDATE:
             return
         self._cancel(LEADER_SESSION)
@@ -320,10 +335,10 @@ class ElectionMachine:
             self._record_without_journal = found
         self._record_present = not lost and event.has_journal
         if not self._record_present and self._wait_for_record_s() > 0:
-            self._release("the broker forgot who leads")
+            self._release("the broker lost the record of the leader")
             return
         if self._tries < MAX_TURNS and is_outdated(event.newest, self._others()):
-            self._release("another one knows more")
+            self._release("a peer knows more")
             return
         before = self.leader if lost else found
         again = self._led and before is not None and before.incarnation == self.me.incarnation
@@ -335,9 +350,9 @@ class ElectionMachine:
         self._out.append(ClaimTerm(cause=self._cause, leader=leader))
 
     def _lead(self, claimed: TermClaim) -> None:
-        """Nobody else leads in this term."""
+        """Begin to lead: no other coordinator leads in this term."""
         if self._tries < MAX_TURNS and is_outdated(claimed.newest, self._others()):
-            self._release("another one, who came just now, knows more")
+            self._release("a peer that came just now knows more")
             return
         self._claimed, self._tries = None, 0
         self._cancel(LEADER_SESSION)
@@ -360,7 +375,9 @@ class ElectionMachine:
         self._take_session_lost(LeaderSessionLost(at=self._at, cause=self._cause, why=why))
 
     def _take_session_lost(self, event: LeaderSessionLost) -> None:
-        """It could not be had; or it was lost: to another one, by a reset, with the broker."""
+        """Handle a leader session that could not be opened, or that was lost to another coordinator, by a
+        reset, or with the broker.
+        """
         if self.role not in (Role.CANDIDATE, Role.LEADER):
             return
         led, self._claimed = self.role is Role.LEADER, None
@@ -368,7 +385,7 @@ class ElectionMachine:
         self.role = Role.SUSPENDED if self._led else Role.FOLLOWER
         if led:
             self._out.append(Suspend(cause=self._cause))
-            # Somebody else may have taken it: its record, if so, is on its way. Alone, nobody has.
+            # Another coordinator may have taken it; its record is then on its way. Without peers, none has.
             self._tries = 1 if len(self.peers) > 1 else 0
         else:
             self._tries += 1
@@ -378,7 +395,7 @@ class ElectionMachine:
         late_s = self._at - self._due.pop(event.name, self._at)
         match event.name:
             case "silence" if late_s > self._timing.leader_silence_s / 2:
-                self._act()  # We were away ourselves: what was said meanwhile is yet to be read.
+                self._act()  # This process itself was suspended: messages of that time are yet to be read.
             case "silence" if self.role is Role.SUSPENDED or self._wait_for_record_s() > 0:
                 self._act()
             case "silence" if self.leader is None:

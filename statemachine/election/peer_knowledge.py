@@ -1,7 +1,8 @@
-"""What a coordinator knows of the others, for the day that the broker forgets who leads.
+"""What a coordinator knows about its peers, for the case that the broker loses the leader's record.
 
-Then nobody but the coordinators themselves can say who led last and who has the newest state: how long one of
-them leaves it to the others follows from whom it met, and from what those said that they keep.
+Then only the coordinators themselves can tell who led last and who has the newest state. How long a
+coordinator leaves it to the others follows from whom it met, and from the journals that they said they
+hold.
 """
 
 from collections.abc import Iterable
@@ -10,52 +11,64 @@ from statemachine.election.leadership import Leader, Peer
 from statemachine.timing import Timing
 
 FORGOTTEN_TERMS = 100
-"""Terms that are left out: more than leader sessions between two moments in which a broker saves what it retains."""
+"""Terms that are left out: more than there are leader sessions between two moments at which a broker saves
+what it retains.
+"""
 
 
 class PeerKnowledge:
-    """Of one coordinator."""
+    """Knowledge of one coordinator about its peers."""
 
     def __init__(self, timing: Timing, *, shared: bool) -> None:
-        """:param shared: this coordinator has had others beside it, ever."""
+        """Create the knowledge of a coordinator that has met no peer in this process.
+
+        :param shared: this coordinator has ever had peers.
+        """
         self._timing = timing
         self._shared = shared
         self._new = not shared
-        """Nobody that was met has ever known of a cluster: it begins with whoever leads first."""
+        """Whether no coordinator that was met has ever known a cluster: it begins with whoever leads first."""
         self._past_peers: set[str] = set()
-        """Others that were there since this one led: one of them may have led meanwhile."""
+        """Names of peers that were present since this coordinator led: one of them may have led meanwhile."""
         self._furthest, self._furthest_at = (0, 0), 0.0
-        """The newest state that another one said it keeps, and when it was met last."""
+        """The newest position that a peer announced, and the time of that."""
         self.seen_leading = False
-        """Who led last was seen to lead, in the present session with the broker."""
+        """Whether the last leader was seen to lead in the current session with the broker."""
 
     def note_peer(self, me: Peer, peer: Peer, at: float, *, again: bool) -> None:
-        """:param again: it was there already."""
+        """Note a peer's announcement.
+
+        :param again: the peer was present before.
+        """
         self._new &= peer.position == (0, 0) and not peer.ineligible
-        if peer.name == me.name:  # It is this one; or what is left of it as it was before.
+        if peer.name == me.name:  # This coordinator itself, or what is left of an earlier process of it.
             return
         self._shared = True
         if not again and peer.position >= self._furthest:
             self._furthest, self._furthest_at = peer.position, at
 
     def note_session_lost(self, me: Peer, peers: Iterable[Peer]) -> None:
-        """The watch breaks; these were there."""
+        """Note that the follower session is lost; ``peers`` were present."""
         self.seen_leading = False
         self._past_peers |= {peer.name for peer in peers} - {me.name}
 
     def note_leading(self) -> None:
-        """Nobody else has, from here on."""
+        """Note that this coordinator leads: from now on no other has led."""
         self._past_peers.clear()
         self.seen_leading = True
 
     def next_term(self, known: int) -> int:
-        """The one to claim. A broker that is back with what it once saved may have forgotten some: what two
-        wrote under one could not be told apart."""
+        """Return the term to claim. A broker that is restored from an older save may have lost some terms, and
+        what two leaders wrote under one term could not be told apart.
+        """
         return known + (1 if self.seen_leading or not known or not self._shared else FORGOTTEN_TERMS)
 
     def may_have_led(self, me: Peer, others: list[Peer]) -> bool:
-        """Since this one did: one that was beside it and is not there, or one that knows more; or one that
-        came while this one was cut off, where nobody who was beside it can say that none did."""
+        """Return whether a peer may have led since this coordinator did.
+
+        This is so if a peer that was present since then is absent, or if one knows more. It is also so if a
+        peer appeared while this coordinator was cut off and none of its earlier peers can rule it out.
+        """
         if self._furthest > me.position:
             return True
         return bool(self._past_peers - {peer.name for peer in others}) if self._past_peers else self._shared
@@ -63,10 +76,11 @@ class PeerKnowledge:
     def wait_until(
         self, me: Peer, others: list[Peer], leader: Leader | None, began_at: float, *, led: bool
     ) -> float:
-        """Until when this one leaves it to others to lead, where the broker has no record.
+        """Return the time until which this coordinator leaves it to others to lead, if the broker has no
+        record.
 
-        :param others: who is there. :param leader: the newest that was ever seen.
-        :param began_at: since when it watches. :param led: it led, and knows of nobody since.
+        :param others: peers that are present. :param leader: the newest leader that was ever seen. :param
+        began_at: when its follower session was opened. :param led: it led, and knows of no leader since.
         """
         if (self._new and leader is None) or (not self._shared and (led or leader is None)):
             return 0.0
@@ -91,6 +105,8 @@ class PeerKnowledge:
 
 
 def is_outdated(newest: tuple[int, int], others: Iterable[Peer]) -> bool:
-    """What is at the broker is from before, as it comes back with what it once saved: somebody who is there
-    kept a newer journal than this, and takes his turn soon."""
+    """Return whether a present, eligible peer holds a newer journal than ``newest``.
+
+    The broker's journal is then a leftover from an older save, and that peer takes its turn soon.
+    """
     return any(peer.position > newest and not peer.ineligible for peer in others)

@@ -4,4 +4,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Message of a protocol. On the wire its field ``type`` holds the name of its class."""
+    """A message of a protocol. On the wire, its field ``type`` holds the name of its class."""

@@ -1,9 +1,9 @@
-"""Messages between the coordinator and the nodes: signals one way, commands the other, and their envelopes.
+"""Messages between the coordinator and the nodes: signals from nodes, commands to nodes, and their envelopes.
 
-An envelope carries the node's name and incarnation: from a node its own, to a node the one that the coordinator
-means. A node that receives a command for another incarnation ignores, counts and logs it; every node receives a
-command to several nodes (``ToNodes``), and nodes that are not listed ignore it. The codec and the topics are in
-``ftd.transport.wire``.
+An envelope carries a node's name and incarnation. From a node, the incarnation is its own; to a node, it is
+the one that the coordinator addresses. A node that receives a command for another incarnation ignores,
+counts and logs it. Every node receives a command to several nodes (``ToNodes``); nodes that are not listed
+ignore it. The codec and the topics are in ``ftd.transport.wire``.
 """
 
 from collections.abc import Mapping
@@ -42,24 +42,28 @@ from statemachine.messages.values import (
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The node is here: on each (re)connection to the broker and when a coordinator asks (``RequestHello``)."""
+    """Introduction of a node, sent on each connection to the broker and when a coordinator asks
+    (``RequestHello``).
+    """
 
     facts: NodeFacts
     job_id: str | None
     prepared: bool
-    """Every trainer of this node has built the job ``job_id``."""
+    """Whether every trainer of this node has built the job ``job_id``."""
     generation: int
-    """Highest generation the node has obeyed; 0 before the first."""
+    """Highest generation that the node has obeyed; 0 before the first."""
     training: bool
-    """Its trainers are running under ``generation`` (not quiesced, not idle)."""
+    """Whether its trainers run under ``generation``: they are neither quiesced nor idle."""
     quiesced: bool = False
-    """They stopped under ``generation`` and wait for its Resume. Neither: they are fresh, or idle."""
+    """Whether its trainers stopped under ``generation`` and wait for its Resume. If neither this nor
+    ``training`` holds, they are new or idle.
+    """
     snapshots: tuple[HeldSnapshot, ...] = ()
-    """What its memory holds complete, also of trainers and daemons that are gone."""
+    """Snapshots that this node's memory holds complete, also those of trainers and daemons that have ended."""
 
 
 class Acknowledgement(Struct, frozen=True, kw_only=True):
-    """Which orders have reached a node, and which reports it has sent.
+    """The orders that have reached a node, and the reports that it has sent.
 
     The coordinator compares it with what it ordered and received, and so finds every message that was lost
     (``statemachine.cluster.acknowledgement``).
@@ -69,102 +73,110 @@ class Acknowledgement(Struct, frozen=True, kw_only=True):
     job_id: str | None
     """The job that its trainers build or train."""
     leaving: bool = False
-    """It has sent Leaving."""
+    """Whether it has sent Leaving."""
     suspects_peer: bool = False
-    """It has sent PeerSuspected, and no commit has disproved it."""
+    """Whether it has sent PeerSuspected and no commit has disproved it."""
     restore_failed: bool = False
-    """It has sent RestoreFailed under the heartbeat's generation."""
+    """Whether it has sent RestoreFailed under the heartbeat's generation."""
     snap_after: int = 0
-    """``Snap.behind`` of the newest order obeyed under the heartbeat's generation; 0: none."""
+    """``TakeSnapshot.after_step`` of the newest order obeyed under the heartbeat's generation; 0: none."""
     snapshot_reported: int = 0
-    """Step of the snapshot for which SnapshotCompleted or SnapshotFailed was sent last; 0: none."""
+    """Step of the snapshot that its last SnapshotCompleted or SnapshotFailed was about; 0: none."""
     persist_attempt: str = ""
     """Attempt of the last Persist or CancelPersist received; empty: none."""
     persist_reported: bool = False
-    """LayersPersisted or PersistFailed was sent for it."""
+    """Whether LayersPersisted or PersistFailed was sent for that attempt."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """I am alive; every ``heartbeat_s``. Carries the newest committed step it knows of."""
+    """Sign of life, sent every ``heartbeat_s``, with the newest committed step that the node knows of."""
 
     generation: int
     committed: CommittedStep | None
     microbatch_ms: tuple[float, ...] | None = None
-    """For each device: median computing time of a microbatch under ``generation``; 0, ``None``: unknown."""
+    """Median computing time of a microbatch under ``generation`` for each device, in milliseconds; 0 or
+    ``None``: unknown.
+    """
     lineage: int = 0
-    """That of ``committed``: of the last Resume obeyed."""
+    """Lineage of ``committed``, which is that of the last Resume obeyed."""
     retained_step: int = 0
-    """Step of the snapshot of its job that it was last told to keep (``RetainSnapshot``)."""
+    """Step of the snapshot of its job that the last ``RetainSnapshot`` named."""
     corrupt_step: int = 0
-    """Step of the one of which bytes changed here that cannot be made again; 0: of none."""
+    """Step of the snapshot that has corrupt bytes here which cannot be repaired; 0: none."""
     build_progress: str = ""
-    """What a trainer here does to build the job, in words; empty when all have built it."""
+    """What a trainer here does to build the job, in words; empty once all have built it."""
     acknowledgement: Acknowledgement | None = None
-    """``None``: the sender makes no statement."""
+    """Orders and reports so far; ``None``: the sender makes no statement."""
 
 
 class Quiesced(Message, frozen=True, kw_only=True):
-    """Every trainer stopped under ``generation``; one report per device that is alive and prepared."""
+    """Report that every trainer has stopped under ``generation``, with one entry for each device that is alive
+    and prepared.
+    """
 
     generation: int
     reports: tuple[DeviceReport, ...]
 
 
 class Stepped(Message, frozen=True, kw_only=True):
-    """Steps committed since the last such message, oldest first. Sent by the node of rank 0."""
+    """Steps committed since the last such message, oldest first. The node of rank 0 sends it."""
 
     generation: int
     steps: tuple[CommittedStep, ...]
     step_s: float
-    """Duration of the newest step."""
+    """Duration of the newest step, in seconds."""
     requested_first: int | None = None
-    """In an answer to ``RequestSteps``: its ``first``. ``steps`` may then be empty: not known here."""
+    """``first`` of the ``RequestSteps`` that this answers. ``steps`` may then be empty: the node does not know
+    them.
+    """
     lineage: int = 0
-    """Of the last Resume obeyed."""
+    """Lineage of the last Resume obeyed."""
 
 
 class TrainerLost(Message, frozen=True, kw_only=True):
-    """A trainer of this node failed; the node is UNHEALTHY until it says ``Prepared`` again."""
+    """Report that a trainer of this node failed. The node is UNHEALTHY until it sends ``Prepared`` again."""
 
     generation: int
     device: int
     cause: FailureCause
     detail: str
-    """For people: exit status or exception, and the tail of its stderr."""
+    """For people: exit status or exception, and the end of its stderr."""
 
 
 class Leaving(Message, frozen=True, kw_only=True):
-    """The node wants to leave gracefully (SIGTERM, a spot notice): replan without it at a boundary."""
+    """Request of a node to leave gracefully (SIGTERM, a spot notice): plan without it at a step boundary."""
 
     reason: str
 
 
 class SnapshotCompleted(Message, frozen=True, kw_only=True):
-    """Every shard of this node is complete in host memory, and in its buddy's where it has one."""
+    """Report that every shard of this node is complete in host memory, and in its replica peer's memory if it
+    has one.
+    """
 
     generation: int
     step: int
     vote: Vote
     size_bytes: int
     copy_s: float
-    """The longest of a device."""
+    """The longest copying time of a device, in seconds."""
     stall_s: float
-    """How long training waited for the copying."""
+    """How long training waited for the copying, in seconds."""
 
 
 class RestoreFailed(Message, frozen=True, kw_only=True):
-    """A ``Resume.restore`` cannot be done here."""
+    """Report that this node cannot carry out ``Resume.restore``."""
 
     generation: int
     detail: str
     bad: tuple[str, ...] = ()
-    """Nodes whose shards cannot be had or are damaged; none: it is this node's own fault."""
+    """Nodes whose shards are unavailable or damaged; empty: the cause is on this node."""
     damaged: bool = False
-    """It is the checkpoint's fault: a byte is not what was written, or a file is gone."""
+    """Whether the checkpoint is at fault: a byte differs from what was written, or a file is missing."""
 
 
 class LayersPersisted(Message, frozen=True, kw_only=True):
-    """This node's share of a checkpoint is on the disk."""
+    """Report that this node's share of a checkpoint is on the disk."""
 
     job_id: str
     attempt: str
@@ -174,7 +186,7 @@ class LayersPersisted(Message, frozen=True, kw_only=True):
 
 
 class PersistFailed(Message, frozen=True, kw_only=True):
-    """This node's share of a checkpoint cannot be written; what it wrote counts for nothing."""
+    """Report that this node's share of a checkpoint cannot be written. What it wrote does not count."""
 
     job_id: str
     attempt: str
@@ -206,22 +218,23 @@ Signal = (
 
 
 class RequestHello(Message, frozen=True, kw_only=True):
-    """Say Hello again: a coordinator started, or does not know you."""
+    """Request to send Hello again: a coordinator started, or it does not know the node."""
 
 
 class Prepare(Message, frozen=True, kw_only=True):
-    """Build this job in your trainers (start them where needed); answer ``Prepared``."""
+    """Order to build this job in the node's trainers, starting them if needed. The node answers ``Prepared``."""
 
     job: Job
     profile: bool
-    """Measure the model and send the profile along."""
+    """Whether the node also measures the model and sends the profile."""
 
 
 class Resume(Message, frozen=True, kw_only=True):
-    """Train under ``plan`` from ``step`` on: roll forward to ``step`` first where a report said ready.
+    """Order to train under ``plan`` from ``step`` on. A device whose report said ready first rolls forward to
+    ``step``.
 
-    ``vote`` is that of ``step`` (``None`` at step 0). ``hosts`` maps each planned node to the address its
-    trainers are reached at; ``rendezvous`` is host:port of the server they meet through.
+    ``vote`` is that of ``step`` (``None`` at step 0). ``hosts`` maps each planned node to the address at
+    which its trainers are reached; ``rendezvous`` is host:port of the server through which they meet.
     """
 
     generation: int
@@ -232,74 +245,91 @@ class Resume(Message, frozen=True, kw_only=True):
     hosts: dict[str, str]
     rendezvous: str
     lineage: int = 0
-    """Generation of the job's last rollback; 0: none. Who is of another lineage drops its state first."""
+    """Generation of the job's last rollback; 0: none. A trainer of another lineage drops its state first."""
     protection: str = "none"
-    """Of this generation's snapshots."""
+    """Protection scheme of this generation's snapshots."""
     restore: Restore | None = None
-    """Where the state of ``step`` comes from; ``None``: from those who hold it."""
+    """Source of the state of ``step``; ``None``: the devices that hold it."""
     held_parts: tuple[HeldPart, ...] = ()
-    """Under ZeRO-1 and without ``restore``: who among the planned devices has what."""
+    """Under ZeRO-1 and without ``restore``: the parts that each planned device holds."""
     replica_peers: dict[str, ReplicaPeer] = field(default_factory=dict)
-    """Node → who keeps a copy of its part of this generation's snapshots."""
+    """Replica peer of each node that has one: it holds a copy of that node's part of this generation's
+    snapshots.
+    """
     evaluated: int = 0
-    """The newest step whose evaluation was reported. The state after ``step`` is evaluated first of all if that
-    is due and not reported; all ranks agree on it, as all get this number."""
+    """The newest step whose evaluation was reported. If the state after ``step`` is due for evaluation and was
+    not reported, all ranks evaluate it first; they agree on it because all receive this number.
+    """
 
 
 class RequestSteps(Message, frozen=True, kw_only=True):
-    """Send ``TrainerStepped`` for these committed steps once more: they were missed (first … last)."""
+    """Request to send ``Stepped`` again for the committed steps from ``first`` to ``last``, which the
+    coordinator missed.
+    """
 
     first: int
     last: int
 
 
 class Stop(Message, frozen=True, kw_only=True):
-    """End the trainers; the job is over (finished, failed, or stopped by a user)."""
+    """Order to end the trainers: the job is over (finished, failed, or stopped by a user)."""
 
     job_id: str
     reason: str
     failed: bool = False
-    """Its snapshots stay."""
+    """Whether the job failed, in which case its snapshots stay."""
 
 
 class Fence(Message, frozen=True, kw_only=True):
-    """Your incarnation is out: end your trainers at once and come back under a new incarnation."""
+    """Notice that this incarnation is fenced: the node ends its trainers at once and returns under a new
+    incarnation.
+    """
 
     reason: str
 
 
 class Reject(Message, frozen=True, kw_only=True):
-    """You may not join (another node of your name is alive, wrong device count); try again later."""
+    """Notice that the node may not join: another node of its name is alive, or it has the wrong number of
+    devices. It tries again later.
+    """
 
     reason: str
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """You hold nothing the job needs: a drained or leaving node may go."""
+    """Notice to a drained or leaving node that it holds nothing the job needs and may go."""
 
 
 class TakeSnapshot(Message, frozen=True, kw_only=True):
-    """Let everybody take a snapshot behind the step in flight. To rank 0's node; behind the last to all."""
+    """Order to let all ranks take a snapshot after the step in flight. It goes to the node of rank 0; after
+    the last step it goes to all nodes.
+    """
 
     generation: int
     after_step: int
-    """The newest committed step when this was ordered: a node obeys no order twice."""
+    """The newest committed step when this was ordered, so that a node does not obey one order twice."""
 
 
 class RetainSnapshot(Message, frozen=True, kw_only=True):
-    """The snapshot of ``step`` is complete everywhere: keep it, release older ones but ``pinned``."""
+    """Notice that the snapshot of ``step`` is complete everywhere: retain it, and release older ones except
+    ``pinned``.
+    """
 
     job_id: str
     step: int
-    pinned: int = 0  # Step of one that is being persisted; 0: none.
-    lineage: int = 0  # The coordinator's: a rollback may have gone behind what a node keeps.
-    restore: Restore | None = None  # Its parts, to be repaired; ``None``: as said before.
+    pinned: int = 0  # Step of a snapshot that is being persisted; 0: none.
+    lineage: int = (
+        0  # Lineage of the coordinator. A rollback may have gone to an earlier step than a node retains.
+    )
+    restore: Restore | None = None  # Its parts, for repairs; ``None``: unchanged.
 
 
 class Persist(Message, frozen=True, kw_only=True):
-    """Write these layers of a kept snapshot into the draft ``attempt`` of a persistent checkpoint.
+    """Order to write these layers of a retained snapshot into the draft ``attempt`` of a persistent
+    checkpoint.
 
-    Answered by LayersPersisted or PersistFailed, once for an attempt however often this comes.
+    The node answers each attempt once with LayersPersisted or PersistFailed, however often this message
+    arrives.
     """
 
     job_id: str
@@ -308,13 +338,13 @@ class Persist(Message, frozen=True, kw_only=True):
     attempt: str
     record: Snapshot
     layers: tuple[int, ...]
-    """This node's share."""
+    """Layers that this node writes."""
     sources: dict[str, str]
     """``Restore.sources``"""
 
 
 class CancelPersist(Message, frozen=True, kw_only=True):
-    """The attempt was given up: write no more of it."""
+    """Notice that the attempt was abandoned: write no more of it."""
 
     job_id: str
     attempt: str
@@ -350,19 +380,19 @@ class ToNode(Struct, frozen=True, kw_only=True):
     incarnation: int
     command: Command
     cause: str
-    """Cause id of the event that made the coordinator say this (``ftd story``)."""
+    """Cause id of the event that led to this command (``ftd story``)."""
 
 
 class ToNodes(Struct, frozen=True, kw_only=True):
-    """A command that is equal for several nodes: all of the cluster hear it, those named obey it."""
+    """A command that is equal for several nodes. All nodes of the cluster receive it; those named obey it."""
 
     receivers: Mapping[str, int]
-    """Name → the incarnation that is meant."""
+    """Name of each addressed node → the incarnation that is addressed."""
     command: Command
     cause: str
 
     def addressed(self, node: str, incarnation: int) -> ToNode | None:
-        """The command as this incarnation's own; ``None``: it is not for it."""
+        """Return the command addressed to this incarnation alone, or ``None`` if it is not addressed."""
         if self.receivers.get(node) != incarnation:
             return None
         return ToNode(node=node, incarnation=incarnation, command=self.command, cause=self.cause)

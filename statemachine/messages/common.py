@@ -1,7 +1,8 @@
-"""Messages that both protocols have: trainer and node, and node and coordinator.
+"""Messages that occur in both protocols: between trainer and node, and between node and coordinator.
 
-A node sends ``Quiesce`` on to its trainers. ``Prepared``, ``Resumed`` and ``Finished`` of a trainer are about its
-device; those of a node sum up what its trainers reported. The others a node sends on to the coordinator as they are.
+A node forwards ``Quiesce`` to its trainers. ``Prepared``, ``Resumed`` and ``Finished`` of a trainer are
+about its device; those of a node summarise what its trainers reported. A node forwards all others to the
+coordinator unchanged.
 """
 
 from msgspec import field
@@ -12,34 +13,37 @@ from statemachine.messages.values import Evaluation, QuiesceMode
 
 
 class Quiesce(Message, frozen=True, kw_only=True):
-    """Enter ``generation``: stop in this mode and report, idle trainers at once. A higher one supersedes."""
+    """Order to enter ``generation``: stop in this mode and report; idle trainers stop at once. A higher
+    generation supersedes it.
+    """
 
     generation: int
     mode: QuiesceMode
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The job is built; the trainers are idle, ready for a Quiesce."""
+    """Report that the job is built: the trainers are idle and ready for a Quiesce."""
 
     job_id: str
     profile: ModelProfile | None
-    """Present when ``PrepareJob`` asked for it."""
+    """Present if ``Prepare`` asked for it."""
 
 
 class Resumed(Message, frozen=True, kw_only=True):
-    """The trainers met the others under ``generation`` and hold their layers at the resume step."""
+    """Report that the trainers met the others under ``generation`` and hold their layers at the resume step."""
 
     generation: int
     bytes_moved: int
-    """Received by these trainers."""
+    """Bytes that these trainers received."""
     rendezvous_s: float
     state_s: float
 
 
 class SnapshotStarted(Message, frozen=True, kw_only=True):
-    """The VOTE of ``step`` passed with a flag: the copying of the state after it is about to begin.
+    """Report that the VOTE of ``step`` passed with the snapshot flag: copying of the state after that step is
+    about to begin.
 
-    Sent by every rank; by the node once.
+    Every rank sends it; the node sends it once.
     """
 
     generation: int
@@ -47,8 +51,9 @@ class SnapshotStarted(Message, frozen=True, kw_only=True):
 
 
 class SnapshotFailed(Message, frozen=True, kw_only=True):
-    """There is no snapshot of ``step`` here, or this node's buddy has no copy of it. The ones before stay, and
-    training goes on."""
+    """Report that this node has no snapshot of ``step``, or its replica peer has no copy of it. Earlier
+    snapshots stay, and training continues.
+    """
 
     generation: int
     step: int
@@ -56,14 +61,14 @@ class SnapshotFailed(Message, frozen=True, kw_only=True):
 
 
 class PeerSuspected(Message, frozen=True, kw_only=True):
-    """A hint: a trainer here saw a connection to a peer break."""
+    """A hint that a trainer here saw a connection to a peer break."""
 
     generation: int
     detail: str
 
 
 class OptimizerReplicaDiverged(Message, frozen=True, kw_only=True):
-    """A replica here (AOR) differed from its owner's part after ``step``; it was made again."""
+    """Report that a replica here (AOR) differed from its owner's part after ``step`` and was replaced by it."""
 
     generation: int
     step: int
@@ -72,7 +77,7 @@ class OptimizerReplicaDiverged(Message, frozen=True, kw_only=True):
 
 
 class Finished(Message, frozen=True, kw_only=True):
-    """All steps are done."""
+    """Report that all steps are done."""
 
     generation: int
     step: int

@@ -1,5 +1,6 @@
-"""Frames by which a node asks its trainers what they do when (``runtime.monitoring.tracing``). No torch in
-here."""
+"""Messages by which a node asks its trainers for a trace of their steps (``runtime.watch.tracing``). This
+module does not import torch.
+"""
 
 import msgspec
 
@@ -7,7 +8,9 @@ from statemachine.messages.base import Message
 
 
 class Trace(Message, frozen=True, kw_only=True):
-    """Record what is done in ``steps`` steps from ``first_step`` on, or from the next; then say Traced."""
+    """Request to record what happens in ``steps`` steps from ``first_step`` on, or from the next one, and then
+    to answer Traced.
+    """
 
     request: str
     first_step: int
@@ -15,7 +18,9 @@ class Trace(Message, frozen=True, kw_only=True):
 
 
 class SpanData(msgspec.Struct, frozen=True, array_like=True):
-    """``runtime.monitoring.tracing`` says the kinds. Times in microseconds, ``began_us`` since the epoch."""
+    """One recorded span; ``runtime.watch.tracing`` lists the kinds. Times are in microseconds, ``began_us``
+    since the epoch.
+    """
 
     kind: str
     began_us: int
@@ -25,11 +30,11 @@ class SpanData(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Traced(Message, frozen=True, kw_only=True):
-    """What was recorded for a Trace; of fewer steps where the generation ended before."""
+    """Spans recorded for a Trace; of fewer steps if the generation ended before."""
 
     request: str
     generation: int
     rank: int
     spans: tuple[SpanData, ...]
     dropped: int
-    """Spans that there was no room for."""
+    """Number of spans for which there was no room."""

@@ -1,28 +1,31 @@
 """Messages between a node daemon and its trainers, over a unix socket.
 
-Encoded by ``runtime.wire.frames``. Devices have ranks here: ``WorldData`` is a plan as a trainer needs it.
+``runtime.wire.frames`` encodes them. Devices have ranks here: ``WorldData`` is a plan as a trainer needs
+it.
 
-Order of a trainer's life::
+Order of messages in a trainer's life::
 
-    node → trainer   Prepare            build the job's model, dataset, optimizer factory
-    trainer → node   Described          where Prepare asks for it
+    node → trainer   PrepareJob         build the job's model, dataset, optimizer factory
+    trainer → node   ModelDescribed     if PrepareJob asks for it
                      Prepared | Raised
     node → trainer   Quiesce(g, mode)   enter generation g: stop (abort | boundary) and report
-    trainer → node   Quiesced(g, …)
-    node → trainer   Resume(g, …)       roll forward or redo, meet the others, move state, train
-    trainer → node   Resumed(g, …), then Stepped … until a Quiesce or the last step
-                     StagingCorrupted(g, …) where what it was to go on from is no good: Resume(g, …) once more
-    trainer → node   Finished(g, …)      after the last step; the trainer stays, quiescable
-    trainer → node   Beat               all the time, from the control thread
+    trainer → node   TrainerQuiesced(g, …)
+    node → trainer   ResumeRank(g, …)   roll forward or redo, meet the others, move state, train
+    trainer → node   Resumed(g, …), then TrainerStepped … until a Quiesce or the last step
+                     StagingCorrupted(g, …) if the staged state is corrupt: ResumeRank(g, …) follows again
+    trainer → node   Finished(g, …)     after the last step; the trainer stays and can be quiesced
+    trainer → node   TrainerHeartbeat   all the time, from the control thread
     node → trainer   Exit
 
-A snapshot: Snap(g) to any trainer; at the next VOTE Snapping(g, s) from all, then Snapped(g, s, …) or
-SnapshotFailed(g, s, …) while training goes on; KeepSnapshot(s) to all when s is complete everywhere.
-Mend(s, …) at any time: the daemon found bytes of it changed, and made them again.
+A snapshot: StartSnapshot(g) goes to any trainer. At the next VOTE all trainers send SnapshotStarted(g, s),
+then ShardWritten(g, s, …) or SnapshotFailed(g, s, …) while training continues. RetainLocalSnapshot(s) goes
+to all when s is complete everywhere. RepairWrite(s, …) may come at any time: the daemon found corrupt bytes
+of s and reconstructed them.
 
-OptimizerReplicaDiverged may come behind any Stepped where optimizer state is sharded and has replicas.
+ReplicaDiverged may follow any TrainerStepped if optimizer state is sharded and has replicas.
 
-A Quiesce may come at any moment, also during Prepare's aftermath, a rendezvous or a state transfer.
+A Quiesce may come at any moment, also right after PrepareJob, during a rendezvous or during a state
+transfer.
 """
 
 from typing import Any, Literal
@@ -58,7 +61,7 @@ class WorldStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """Stages in order and the run of the global batch's microbatches that this pipeline computes."""
+    """Stages of a pipeline in order, and the range of the global batch's microbatches that it computes."""
 
     stages: tuple[WorldStage, ...]
     first_microbatch: int
@@ -66,7 +69,7 @@ class WorldPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferData(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank ``source`` sends the whole state of ``layer`` to rank ``target``."""
+    """Transfer of the whole state of ``layer`` from rank ``source`` to rank ``target``."""
 
     layer: int
     source: int
@@ -74,10 +77,11 @@ class TransferData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartData(msgspec.Struct, frozen=True, kw_only=True):
-    """Rank ``rank`` of the new world has a range of ``layer`` at the resume step (ZeRO-1).
+    """A range of ``layer`` that rank ``rank`` of the new world holds at the resume step (ZeRO-1).
 
-    That is elements [n·start // of, n·end // of) of each vector of n (``runtime.zero.parts``): of its parameters
-    and of the optimizer's state for them. ``whole``: all parameters and buffers of the layer are there, too.
+    The range covers elements [n·start // of, n·end // of) of each vector of n elements
+    (``runtime.zero.parts``): of the layer's parameters and of the optimizer state for them. With ``whole``
+    the rank also holds all parameters and buffers of the layer.
     """
 
     rank: int
@@ -86,58 +90,62 @@ class PartData(msgspec.Struct, frozen=True, kw_only=True):
     end: int
     of: int
     replica: bool
-    """Kept on the host beside the rank's own part (AOR)."""
+    """Whether it is kept on the host next to the rank's own part (AOR)."""
     whole: bool
 
 
 class WorldData(msgspec.Struct, frozen=True, kw_only=True):
-    """One generation's training group, the same on every rank (rank r talks from ``hosts[r]``)."""
+    """The training group of one generation, the same on every rank. Rank r communicates from ``hosts[r]``."""
 
     pipelines: tuple[WorldPipeline, ...]
     transfers: tuple[TransferData, ...]
-    """Empty under ZeRO-1: who sends what follows from ``held_parts``."""
+    """Empty under ZeRO-1, where ``held_parts`` determines the transfers."""
     hosts: tuple[str, ...]
     held_parts: tuple[PartData, ...] = ()
-    """Under ZeRO-1, of all ranks of this world; empty otherwise."""
+    """Parts held by all ranks of this world under ZeRO-1; empty otherwise."""
     step_s: float = 0.0
-    """Seconds that the plan expects a step to take; 0: unknown."""
+    """Expected duration of a step under the plan, in seconds; 0: unknown."""
 
 
 class TrainingOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Keys of ``[training]`` in a job file that trainers take as they are written."""
+    """Keys of ``[training]`` in a job file that trainers use unchanged."""
 
     seed: int = 0
-    """Start of all random numbers: weights, order of samples, dropout."""
+    """Seed of all random numbers: weights, order of samples, dropout."""
     precision: Precision = "float32"
-    """What computes; parameters and optimizer state stay in float32 (float64 with ``float64``)."""
+    """Precision of the computation. Parameters and optimizer state stay in float32 (float64 with ``float64``)."""
     compile: bool = False
     """Compile each layer with ``torch.compile``."""
     activation_checkpointing: ActivationCheckpointing = "none"
-    """Recompute activations in the backward pass to save memory: all that follows from a layer's input
-    (``full``), or all but matrix products and attention (``selective``); ``auto``: only in stages that would
-    not fit otherwise."""
+    """Recompute activations in the backward pass to save memory: everything that follows from a layer's input
+    (``full``), or all except matrix products and attention (``selective``). ``auto`` recomputes only in
+    stages that would not fit otherwise.
+    """
     backend: Literal["gloo", "nccl"] = "gloo"
-    """What carries tensors between trainers: nccl between GPUs, of which each trainer has its own; gloo through host
-    memory, also between trainers that share a GPU."""
+    """What carries tensors between trainers: nccl between GPUs, one for each trainer; gloo through host
+    memory, also between trainers that share a GPU.
+    """
     zero1: bool = False
-    """Each owner of a layer keeps its part of the optimizer's state only."""
+    """Each owner of a layer keeps only its part of the optimizer state."""
 
 
 class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The part of a job that a trainer needs; validated again at this edge."""
+    """The part of a job that a trainer needs; it is validated again when a trainer receives it."""
 
     function: str
     """``path/to/file.py:name`` or ``package.module:name``."""
     path: str
-    """Directory that relative paths and imports start from."""
+    """Directory from which relative paths and imports start."""
     steps: int
     global_batch: int
     microbatch_rows: int
     clip_gradient_norm: float | None = None
     device_peak_tflops: float = 0.0
-    """Peak of one device in this precision, for MFU; 0: that of the CUDA device, where it is known."""
+    """Peak of one device in this precision, for MFU; 0: that of the CUDA device, if it is known."""
     profile_given: bool = False
-    """The user has measured the model before: no trainer of the cluster does, and each one verifies it."""
+    """Whether the user supplied a profile: no trainer of the cluster measures the model, and each one verifies
+    the profile.
+    """
     data_workers: int = 0
     """Processes per trainer that read samples ahead; 0: the trainer reads them itself."""
     evaluation_every_steps: int = 0
@@ -145,11 +153,13 @@ class TrainingData(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fi
     evaluation_batches: int = 0
     """Global batches of the held-out data set in one evaluation, from its beginning; 0: all of it."""
     device: str = "cpu"
-    """``cpu`` or ``cuda``: what trainers compute on. Several may share a GPU with ``gloo``."""
+    """Device type that trainers compute on, ``cpu`` or ``cuda``. With ``gloo`` several trainers may share a
+    GPU.
+    """
     within_node: WithinNode = "replicate"
-    """How the devices of the plan's stages share their work; ``auto``: each stage as the planner chose for it."""
+    """How the devices of a stage share its work; ``auto``: as the planner chose for each stage."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments for the function: plain data as JSON knows it."""
+    """Keyword arguments for the function: plain data that JSON can represent."""
 
 
 # --- node → trainer ----------------------------------------------------------------------------
@@ -160,13 +170,13 @@ class PrepareJob(Message, frozen=True, kw_only=True):
     training: TrainingData
     profile: bool
     devices_per_node: int = 1
-    """The profile tells the times of a stage of 2, 3, … up to so many devices."""
+    """The profile includes the times of stages of up to this many devices."""
     arena: str = ""
     """Directory of this device's arena, in a memory file system; empty: no snapshots."""
     arena_limit_bytes: int | None = None
-    """Of the arena's slots together; ``None`` leaves it to the file system."""
+    """Limit of the arena's slots together; ``None``: the file system is the limit."""
     describe: bool = False
-    """Send a description of the model, for checkpoints, before ``Prepared``."""
+    """Whether to send a description of the model, for checkpoints, before ``Prepared``."""
 
 
 class ResumeRank(Message, frozen=True, kw_only=True):
@@ -174,71 +184,78 @@ class ResumeRank(Message, frozen=True, kw_only=True):
     step: int
     vote: Vote | None
     rank: int
-    """-1: this trainer is not in the plan; it keeps its state until told otherwise."""
+    """Rank of this trainer; -1: it is not in the plan and keeps its state until the next order."""
     world: WorldData
     rendezvous_host: str
     rendezvous_port: int
     token: str
     """Shared secret of the rendezvous server."""
     nodes: tuple[str, ...] = ()
-    """The node's name of each rank: what snapshots call the owners. Empty: none are taken."""
+    """Name of the node of each rank, by which snapshots name the owners. Empty: no snapshots are taken."""
     protection: str = "none"
-    """``storage.codes``: what each owner keeps besides its own part."""
+    """Scheme of ``storage.codes``: what each owner keeps next to its own part."""
     restore: str = ""
-    """Directory with what ``storage.staged`` says at ``step`` of each layer that this rank needs; what it
-    holds is dropped."""
+    """Directory with the staged state (``storage.staged``) at ``step`` of each layer that this rank needs; the
+    rank drops what it holds.
+    """
     lineage: int = 0
-    """A trainer whose own (of the last Resume obeyed, 0 before) is another drops all its state first."""
+    """Lineage of this generation. A trainer of another lineage (that of the last Resume obeyed, 0 before)
+    drops all its state first.
+    """
     evaluated: int = 0
     """The newest step whose evaluation is known, so that it is not repeated."""
     parked: tuple[int, ...] = ()
-    """Layers that this trainer keeps in host memory until the first commit: its device has no room for them."""
+    """Layers that this trainer keeps in host memory until the first commit, since its device has no room for
+    them.
+    """
     dropped: tuple[int, ...] = ()
     """Layers that it drops for the same reason, before new state arrives."""
 
 
 class StartSnapshot(Message, frozen=True, kw_only=True):
-    """Have everybody take a snapshot behind the next step; ignored in another generation."""
+    """Order to let all ranks take a snapshot after the next step; ignored in another generation."""
 
     generation: int
     last: bool = False
-    """All steps are done, and there is no next one: take it at once, as everybody is told to."""
+    """Whether all steps are done, so that there is no next one: take it at once. All trainers receive this
+    order then.
+    """
 
 
 class RetainLocalSnapshot(Message, frozen=True, kw_only=True):
-    """The snapshot of ``step`` is complete on all nodes: older ones are released."""
+    """Notice that the snapshot of ``step`` is complete on all nodes: release older ones."""
 
     step: int
     pinned: int = 0
-    """The snapshot of this step stays, too: it is being written to a persistent checkpoint. 0: none."""
+    """Step of a snapshot that stays too, because it is being written to a persistent checkpoint; 0: none."""
 
 
 class RepairWrite(Message, frozen=True, kw_only=True):
-    """Bytes of a part of a complete snapshot in the arena changed there: these were written. Not answered."""
+    """Reconstructed bytes for a part of a complete snapshot in the arena that was corrupt. It is not answered."""
 
     step: int
     generation: int
-    """Of the snapshot; in which the trainer is does not matter."""
+    """Generation of the snapshot; the trainer's own generation does not matter."""
     part: str
     offset: int
-    """In the part."""
+    """Offset in the part, in bytes."""
     data: bytes
 
 
 class Sleep(Message, frozen=True, kw_only=True):
-    """Chaos: the main thread sleeps for ``seconds`` at its next operation, other threads live on."""
+    """Chaos: let the main thread sleep for ``seconds`` at its next operation while other threads continue."""
 
     seconds: float
 
 
 class Slow(Message, frozen=True, kw_only=True):
-    """Chaos: from now on computing takes ``factor`` times as long; 1 ends it."""
+    """Chaos: let computing take ``factor`` times as long from now on; 1 ends it."""
 
     factor: float
 
 
 class RaiseError(Message, frozen=True, kw_only=True):
-    """Chaos: an exception comes out of the next microbatch's computing, as if it were the user's."""
+    """Chaos: raise an exception from the next microbatch's computation, as if it came from the user's code."""
 
     detail: str
 
@@ -265,33 +282,35 @@ Instruction = (
 
 
 class Attached(Message, frozen=True, kw_only=True):
-    """First frame on the connection: which device's trainer this is."""
+    """First frame on the connection, which identifies the device of this trainer."""
 
     device: int
     pid: int
 
 
 class ModelDescribed(Message, frozen=True, kw_only=True):
-    """The description of the model that its checkpoints keep."""
+    """Description of the model that its checkpoints store."""
 
     job_id: str
     description: bytes
-    """What ``storage.description.encode_description`` made."""
+    """Result of ``storage.description.encode_description``."""
 
 
 class TrainerQuiesced(Message, TrainerState, frozen=True, kw_only=True):
-    """The trainer stopped under ``generation`` and waits for its Resume."""
+    """Report that the trainer stopped under ``generation`` and waits for its ResumeRank."""
 
     generation: int
 
 
 class StagingCorrupted(Message, frozen=True, kw_only=True):
-    """What Resume's ``restore`` lends is not, or not any more, what was written. This trainer holds nothing
-    and waits for the same Resume with other bytes."""
+    """Report that the state which ``ResumeRank.restore`` lends is, or became, corrupt.
+
+    This trainer holds nothing and waits for the same ResumeRank with other bytes.
+    """
 
     generation: int
     part: str
-    """The part of the snapshot that is to blame; empty: it is not known."""
+    """The corrupt part of the snapshot; empty: unknown."""
     detail: str
 
 
@@ -301,45 +320,48 @@ class TrainerStepped(Message, frozen=True, kw_only=True):
     vote: Vote
     step_s: float
     bubble_s: float
-    """Time of this step that the main thread waited for peers."""
+    """Time in this step for which the main thread waited for peers, in seconds."""
     microbatch_ms: float = 0.0
-    """Computing the forward and backward pass of one microbatch, waiting excluded; 0: computed none."""
+    """Computing time of the forward and backward pass of one microbatch without waiting, in milliseconds; 0:
+    none computed.
+    """
 
 
 class ShardWritten(Message, frozen=True, kw_only=True):
-    """This rank's part is in its arena, with a manifest. May come after the generation's end.
+    """Report that this rank's part is in its arena, with a manifest. It may arrive after the generation's end.
 
-    Said by every rank; one that has nothing to write, as others of its stage have the same, says 0 bytes.
+    Every rank sends it. A rank that has nothing to write, because others of its stage hold the same,
+    reports 0 bytes.
     """
 
     generation: int
     step: int
     size_bytes: int
-    """In the arena, parity included."""
+    """Bytes in the arena, parity included."""
     copy_s: float
-    """All threads together."""
+    """Copying time of all threads together, in seconds."""
     stall_s: float
-    """Of the main thread: to begin, and waiting before the next APPLY."""
+    """Time for which the main thread was stalled: to begin, and before the next APPLY; in seconds."""
     idle_bytes: int
-    """Of the state, read while the main thread waited for peers anyway."""
+    """Bytes of the state that were read while the main thread waited for peers anyway."""
 
 
 class TrainerHeartbeat(Message, frozen=True, kw_only=True):
     progress: int
     waiting: bool
     reading: bool = False
-    """Samples of the data set."""
+    """Whether it reads samples of the data set."""
     build_progress: str = ""
     """What the trainer does before it is prepared, in words: "measuring layer 3 of 10"."""
 
 
 class Raised(Message, frozen=True, kw_only=True):
-    """The training function or a layer raised; the process exits after this."""
+    """Report that the training function or a layer raised; the process exits after this."""
 
     where: Literal["prepare", "restore", "training"]
-    """``restore``: the state to go on from does not fit the model."""
+    """Where it raised; ``restore``: the restored state does not fit the model."""
     detail: str
-    """Traceback; a sentence where it is known what is wrong."""
+    """Traceback; one sentence if the cause is known."""
 
 
 SnapshotReport = SnapshotStarted | ShardWritten | SnapshotFailed
@@ -354,17 +376,17 @@ MachineReport = (
     | TrainerHeartbeat
     | PeerSuspected
 )
-"""Reports that the node's machine decides on."""
+"""Reports on which the node's machine decides."""
 DaemonReport = Traced | StagingCorrupted | ModelDescribed
-"""Reports for other parts of the node: who asked for a trace, who staged, who writes checkpoints."""
+"""Reports for other parts of the node daemon: tracing, staging, and writing of checkpoints."""
 Report = Attached | MachineReport | Raised | DaemonReport
 
 
 class Output(Message, frozen=True, kw_only=True):
-    """First frame on a trainer's *second* connection: all bytes behind it are its stdout and stderr, raw.
+    """First frame on a trainer's *second* connection; all bytes after it are its raw stdout and stderr.
 
-    Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of
-    the stream. A socket needs no file that could be left behind, and it ends with the process group.
+    Read it with ``readexactly(4)`` and ``readexactly(length)``, then plain ``read`` until the end of the
+    stream. A socket leaves no file behind, and it ends with the process group.
     """
 
     device: int
@@ -372,4 +394,4 @@ class Output(Message, frozen=True, kw_only=True):
 
 
 FirstFrame = Attached | Output
-"""What the first frame on a connection to the node's socket may be."""
+"""Possible first frames on a connection to the node's socket."""

@@ -1,8 +1,8 @@
-"""The vocabulary that messages, events and effects share: plain immutable values.
+"""Plain immutable values that messages, events and effects share.
 
-Three numbers fence stale messages (design: "Fencing"): a node's *incarnation* (an integer, new at each
-start of its daemon), the *generation* of the plan (one per reconfiguration, never reused), the *step*.
-Times named ``at`` are seconds on one monotonic clock; durations end in ``_s``.
+Three numbers fence stale messages: a node's *incarnation* (an integer, new at each start of its daemon),
+the *generation* of the plan (one per reconfiguration, never reused), and the *step*. Times named ``at`` are
+seconds on one monotonic clock; durations end in ``_s``.
 """
 
 from enum import StrEnum
@@ -15,7 +15,7 @@ from storage.values import LayerFile as LayerFile  # noqa: PLC0414 (It is a word
 
 
 class NodeState(StrEnum):
-    """REFT §4.4."""
+    """State of a node (REFT §4.4)."""
 
     HEALTHY = "HEALTHY"
     SNAP = "SNAP"
@@ -26,20 +26,20 @@ class NodeState(StrEnum):
 
 class ClusterPhase(StrEnum):
     WAITING = "WAITING"
-    """No job, or a job whose first plan is not running yet."""
+    """There is no job, or its first plan is not running yet."""
     RUNNING = "RUNNING"
     QUIESCING = "QUIESCING"
-    """A new generation is announced; reports of (step, phase, holdings) are coming in."""
+    """A new generation was announced; reports of (step, phase, holdings) are arriving."""
     RECOVERING = "RECOVERING"
-    """A plan is being made, or survivors rendezvous and move state under it."""
+    """The planner makes a plan, or survivors rendezvous and move state under it."""
     PAUSED = "PAUSED"
-    """Too few nodes. Survivors hold their state and wait."""
+    """There are too few nodes. Survivors hold their state and wait."""
     FINISHED = "FINISHED"
     FAILED = "FAILED"
 
 
 class NodeActivity(StrEnum):
-    """What the trainers of a node do, as its heartbeats report it."""
+    """Activity of a node's trainers, as its heartbeats report it."""
 
     NONE = "NONE"
     """The node has no job."""
@@ -59,87 +59,95 @@ class NodeActivity(StrEnum):
 
 
 FailureCause = Literal["exited", "raised", "hung", "unprepared", "foreign"]
-"""Of a trainer: its process ended; its code raised; it made no progress; it could not build the job; the
-state that it was to go on from is of another model."""
+"""Cause of a trainer's failure: its process ended; its code raised; it made no progress; it could not build
+the job; the state to restore belongs to another model.
+"""
 
 QuiesceMode = Literal["abort", "boundary"]
-"""Stop at once and unwind; or stop together behind the step in flight (joins, drains)."""
+"""Stop at once and unwind, or stop together after the step in flight (joins, drains)."""
 
 
 MAX_METRICS = 32
-"""Own metrics of a training function that one step may have."""
+"""Most metrics of its own that a training function may report in one step."""
 MAX_METRIC_NAME_CHARACTERS = 64
-"""In the name of one of them."""
+"""Most characters in the name of one of them."""
 
 
 class Evaluation(Struct, frozen=True, kw_only=True):
-    """What the held-out data set says of the state after one committed step."""
+    """Result of evaluating the state after one committed step on the held-out data set."""
 
     loss: float
-    """Mean over the held-out samples: the sum of the loss's terms over ``weight``; NaN where that is 0."""
+    """Mean over the held-out samples: the sum of the loss terms over ``weight``; NaN if ``weight`` is 0."""
     weight: float
     """Total weight of the loss: rows, or the tokens that count."""
     metrics: dict[str, float] = {}
-    """Own metrics of the training function, averaged over the held-out samples."""
+    """The training function's own metrics, averaged over the held-out samples."""
     took_s: float
 
 
 class Vote(Struct, frozen=True, kw_only=True):
-    """What every rank knows about one step once it has passed the VOTE (design §4).
+    """Facts about one step that every rank knows once the step has passed the VOTE.
 
-    A survivor that rolls forward applies the step from this alone, so whatever the update depends on is here.
+    A survivor that rolls forward applies the step from this alone, so everything that the update depends on
+    is here.
     """
 
     loss: float
-    """Mean loss over the global batch: the sum of the loss's terms over ``weight``."""
+    """Mean loss over the global batch: the sum of the loss terms over ``weight``."""
     gradient_norm: float
-    """Before clipping, of the mean loss (not scaled)."""
+    """Norm before clipping, of the gradients of the mean loss (not scaled)."""
     skipped: bool = False
-    """The step commits without an update: a gradient was not finite, as with AMP, or ``weight`` is 0."""
+    """Whether the step commits without an update, because a gradient was not finite (as with AMP) or
+    ``weight`` is 0.
+    """
     weight: float = 1.0
     """Total weight of the global batch's loss: rows, or the tokens that count."""
     loss_scale: float = 1.0
-    """float16: the factor by which the loss, and so every gradient, was multiplied in this step."""
+    """float16: factor by which the loss, and so every gradient, was multiplied in this step."""
     learning_rate: float = 0.0
-    """Used for this step, of the optimizer's first parameter group; 0 where it is unknown."""
+    """Learning rate of this step, of the optimizer's first parameter group; 0 if it is unknown."""
     metrics: dict[str, float] = {}
-    """Own metrics of the training function, averaged over the global batch like the loss."""
+    """The training function's own metrics, averaged over the global batch like the loss."""
     evaluation: Evaluation | None = None
-    """Of the state before this step, if the group evaluated it: no rank gets to this VOTE without its result."""
+    """Evaluation of the state before this step, if the group evaluated it. No rank reaches this VOTE without
+    its result.
+    """
 
 
 class SnapshotPolicy(Struct, frozen=True, kw_only=True):
-    """In-memory checkpoints of a job (design §7)."""
+    """In-memory checkpoints of a job."""
 
     every_steps: int = 0
-    """A snapshot behind every so many steps; 0: none."""
+    """Take a snapshot after every so many steps; 0: none."""
     protection: str = "none"
-    """What a group of owners withstands: a scheme of ``storage.codes``."""
+    """Losses that a group of owners tolerates: a scheme of ``storage.codes``."""
     auto_interval: bool = False
-    """``every_steps`` is where to begin; then it follows from what is measured (``intervals``)."""
+    """Treat ``every_steps`` as a first value and then derive it from measurements (``intervals``)."""
     cheap_share: float = 0.01
-    """Of a step: automatically, a snapshot that costs no more is taken behind every step."""
+    """Share of a step: with ``auto_interval``, a snapshot that costs no more is taken after every step."""
     paused: bool = False
-    """None is taken for now, unless it is asked for."""
+    """Take no snapshots for now, except on request."""
     auto_protection: bool = False
-    """``protection`` is what was chosen last; every plan chooses anew."""
+    """Choose a protection with every plan; ``protection`` is the last choice."""
 
 
 class CheckpointPolicy(Struct, frozen=True, kw_only=True):
-    """Persistent checkpoints of a job. A job file's paths are relative to it, a job's are absolute."""
+    """Persistent checkpoints of a job. Paths are relative to the job file in a job file, and absolute in a
+    job.
+    """
 
     url: str = ""
-    """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes reach."""
+    """A directory, relative to the job file, or a URL of fsspec, that the coordinator and all nodes can reach."""
     every_steps: int = 0
-    """The first snapshot so many steps after the last checkpoint becomes one."""
+    """Write the first snapshot that is so many steps after the last checkpoint as a checkpoint."""
     keep: int = 3
-    """Complete checkpoints that stay; older ones are removed."""
+    """Complete checkpoints to retain; older ones are removed."""
     resume: bool = True
-    """Go on from the newest one there; false: refuse to begin where there are some."""
+    """Continue from the newest checkpoint there; false: reject the job if there are any."""
     huggingface_every_steps: int = 0
-    """The first checkpoint so many steps after the last one exported is exported for from_pretrained, too."""
+    """Export the first checkpoint that is so many steps after the last exported one for from_pretrained too."""
     huggingface_directory: str = ""
-    """A directory, relative to the job file, that every coordinator reaches, for these exports."""
+    """A directory for these exports, relative to the job file, that every coordinator can reach."""
 
 
 class WandbPolicy(Struct, frozen=True, kw_only=True):
@@ -165,14 +173,17 @@ class MlflowPolicy(Struct, frozen=True, kw_only=True):
 
 
 class LoggingPolicy(Struct, frozen=True, kw_only=True):
-    """Where the leading coordinator logs the committed steps of a job, besides its journal.
+    """Destinations to which the leading coordinator logs the committed steps of a job, in addition to its
+    journal.
 
-    A job file's paths are relative to it, a job's are absolute; without ``directory`` a job logs nothing.
+    Paths are relative to the job file in a job file, and absolute in a job. Without ``directory`` a job
+    logs nothing.
     """
 
     directory: str = ""
-    """Directory of ``<job id>/steps.jsonl``, relative to the job file, which all coordinators' hosts share; left
-    out: ``tensorboard``'s directory, or ``logs`` if another sink is named."""
+    """Directory of ``<job id>/steps.jsonl``, relative to the job file, which the hosts of all coordinators
+    share; left out: ``tensorboard``'s directory, or ``logs`` if another sink is named.
+    """
     tensorboard: str = ""
     """Directory of event files, relative to the job file; each job has a run below it."""
     wandb: WandbPolicy | None = None
@@ -180,25 +191,25 @@ class LoggingPolicy(Struct, frozen=True, kw_only=True):
 
 
 class ProtectionRequest(Struct, frozen=True, kw_only=True):
-    """What a plan is asked to protect its snapshots with."""
+    """Protection of snapshots that is requested together with a plan."""
 
     scheme: str | None
-    """``None``: the cheapest that withstands ``losses``."""
+    """Requested scheme; ``None``: the cheapest one that tolerates ``losses``."""
     losses: int
     zero1: bool = False
     limits: dict[str, int] = {}
-    """Bytes that snapshots may take, of each node that said so."""
+    """Most bytes that snapshots may take on each node that reported a limit."""
 
 
 class ProtectionChoice(Struct, frozen=True, kw_only=True):
     scheme: str
     reason: str
     fallback: bool = False
-    """What was wished for is not to be had with this plan's owners."""
+    """Whether the owners of this plan cannot have the requested scheme."""
 
 
 class Job(Struct, frozen=True, kw_only=True):
-    """A submitted job. ``training`` is plain data for the runtime, opaque here."""
+    """A submitted job. ``training`` is plain data for the runtime; the state machines do not interpret it."""
 
     job_id: str
     name: str
@@ -206,15 +217,16 @@ class Job(Struct, frozen=True, kw_only=True):
     policy: Policy
     training: dict[str, Any] = {}
     horizon_s: float | None = None
-    """Expected time to the next failure, where the user knows; ``None``: learned (``horizon``)."""
+    """Expected time to the next failure, if the user knows it; ``None``: learned (``horizon``)."""
     snapshot: SnapshotPolicy = SnapshotPolicy()
     checkpoint: CheckpointPolicy = CheckpointPolicy()
     logging: LoggingPolicy = LoggingPolicy()
 
 
 class HeldPart(Struct, frozen=True, kw_only=True):
-    """What a device of the new plan has at the resume step, under ZeRO-1: the range of ``StatePart`` of
-    each of the layers ``[first_layer, end_layer)``."""
+    """A part that a device of the new plan holds at the resume step under ZeRO-1: the range of ``StatePart``
+    of each of the layers ``[first_layer, end_layer)``.
+    """
 
     device: Device
     first_layer: int
@@ -224,7 +236,7 @@ class HeldPart(Struct, frozen=True, kw_only=True):
     of: int
     replica: bool
     whole: bool
-    """It holds all parameters and buffers of these layers besides."""
+    """Whether it also holds all parameters and buffers of these layers."""
 
 
 class TrainerState(Struct, frozen=True, kw_only=True):
@@ -233,17 +245,23 @@ class TrainerState(Struct, frozen=True, kw_only=True):
     committed_step: int
     """The last step that it applied."""
     ready_step: int | None
-    """``committed_step + 1`` if it holds the complete, all-reduced gradients of that step (it is at VOTE), else
-    ``None``."""
+    """``committed_step + 1`` if it holds the complete, all-reduced gradients of that step (it is at VOTE),
+    else ``None``.
+    """
     vote: Vote | None
-    """That of ``committed_step``."""
+    """Vote of ``committed_step``."""
     held: tuple[int, ...]
-    """Layers whose state it holds complete at ``committed_step``; under ZeRO-1, whose parameters and buffers."""
+    """Layers whose state it holds complete at ``committed_step``; under ZeRO-1, layers whose parameters and
+    buffers it holds.
+    """
     lineage: int = 0
-    """That of the last Resume obeyed. If it is not the cluster's, all of this is of a past that was undone."""
+    """Lineage of the last Resume obeyed. If it is not the cluster's, this whole state belongs to steps that
+    were undone.
+    """
     parts: tuple[StatePart, ...] = ()
-    """Under ZeRO-1: parts of layers of which it has the optimizer state, and the parameters at least; otherwise
-    empty."""
+    """Under ZeRO-1: parts of layers of which it holds the optimizer state and at least the parameters;
+    otherwise empty.
+    """
     evaluation: Evaluation | None = None
     """Evaluation of the state after ``committed_step``, if the group evaluated it before it stopped."""
 
@@ -255,38 +273,41 @@ class DeviceReport(TrainerState, frozen=True, kw_only=True):
 
 
 PROTOCOL = 9
-"""Of what daemons and trainers of a cluster say to each other: another number, another language. Raised with
-every change that a side that does not know it would misunderstand."""
+"""Version of the protocol between the daemons and trainers of a cluster. Raise it with every change that a
+side which does not know it would misunderstand.
+"""
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True):
-    """What a node says about itself when it appears."""
+    """Facts that a node reports about itself when it appears."""
 
     devices: int
     host: str
-    """Address under which other nodes reach its trainers and its rendezvous server."""
+    """Address at which other nodes reach its trainers and its rendezvous server."""
     rendezvous_port: int
     chaos_allowed: bool = False
     snapshot_port: int = 0
-    """Where it serves what it keeps of snapshots; 0: nowhere."""
+    """Port at which it serves its snapshots; 0: it serves none."""
     snapshot_bytes: int = 0
-    """That snapshots may take here, all devices together; 0: it did not say."""
+    """Most bytes that snapshots may take here, all devices together; 0: not reported."""
     secret_fingerprint: str = ""
-    """The same on all nodes that have the same secret, of which it says nothing; empty: it did not say."""
+    """A value that is equal on all nodes with the same secret and does not reveal the secret; empty: not
+    reported.
+    """
     protocol: int = PROTOCOL
 
 
 class RepeatedError(Struct, frozen=True, kw_only=True):
-    """The job's code raised in a step that nobody has committed since."""
+    """An error that the job's code raised in a step that no rank has committed since."""
 
     step: int
     generation: int
-    """Of the group in which it did, last."""
+    """Generation of the last group in which it raised."""
     tries: int
-    """Groups in which it did."""
+    """Number of groups in which it raised."""
     error: str
     nodes: tuple[str, ...]
-    """Where it raised this error, the last one last."""
+    """Nodes on which it raised this error, the last one last."""
 
 
 class CommittedStep(Struct, frozen=True, kw_only=True):
@@ -295,49 +316,50 @@ class CommittedStep(Struct, frozen=True, kw_only=True):
 
 
 class ProfiledJob(Struct, frozen=True, kw_only=True):
-    """A job with its measured profile: all that templates depend on."""
+    """A job with its measured profile: everything that templates depend on."""
 
     job: Job
     profile: ModelProfile
 
 
 class HeldSnapshot(Struct, frozen=True, kw_only=True):
-    """A snapshot of which a node holds its whole part, every device's, complete and verified."""
+    """A snapshot of which a node holds its whole part, that of every device, complete and verified."""
 
     job_id: str
     step: int
     generation: int
-    """Under which it was taken: a step that was undone and done again is another state."""
+    """Generation under which it was taken. A step that was undone and done again has another state."""
     owner: str = ""
-    """Node whose part it is, where this is a copy that its buddy keeps; empty: the node's own."""
+    """Node whose part it is, if this is a copy that a replica peer holds; empty: the node's own part."""
 
 
 class SnapshotGroup(Struct, frozen=True, kw_only=True):
-    """Layers ``[first_layer, end_layer)``, which the same nodes own, one in each pipeline."""
+    """Layers ``[first_layer, end_layer)`` that the same nodes own, one in each pipeline."""
 
     first_layer: int
     end_layer: int
     owners: tuple[str, ...]
-    """Node names in the order of the pipelines; each keeps its shard."""
+    """Node names in the order of the pipelines; each holds its shard."""
     protection: str
     replica_peer: str = ""
-    """Where there is one owner: the node that keeps a copy of its shard; empty: nobody does."""
+    """With a single owner: the node that holds a copy of its shard; empty: none does."""
     whole: bool = False
-    """Each owner keeps all of it, in parts of its devices, since the devices of a stage hold shards. Otherwise
-    owners share it out as ``protection`` says."""
+    """Whether each owner holds all of it, in parts of its devices, because the devices of a stage hold shards.
+    Otherwise the owners share it out as ``protection`` says.
+    """
 
 
 class Snapshot(Struct, frozen=True, kw_only=True):
-    """A globally completed snapshot, of the state behind the commit of ``step``: what a rollback goes to."""
+    """A globally completed snapshot of the state after the commit of ``step``: the target of a rollback."""
 
     step: int
     generation: int
     vote: Vote
     groups: tuple[SnapshotGroup, ...]
     size_bytes: int = 0
-    """Kept by all nodes together, protection included."""
+    """Bytes that all nodes hold together, protection included."""
     at: float = 0.0
-    """When it was completed everywhere."""
+    """Time at which it was complete everywhere."""
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -345,12 +367,12 @@ class Snapshot(Struct, frozen=True, kw_only=True):
 
     @property
     def replica_peers(self) -> dict[str, str]:
-        """Owner → the node that keeps a copy of its part."""
+        """Return, for each owner with a replica peer, the node that holds a copy of its part."""
         return {group.owners[0]: group.replica_peer for group in self.groups if group.replica_peer}
 
 
 class ReplicaPeer(Struct, frozen=True, kw_only=True):
-    """Another node, as the one whose shards it is to keep reaches it."""
+    """The node that holds snapshot copies for another node, as that node reaches it."""
 
     node: str
     address: str
@@ -358,33 +380,33 @@ class ReplicaPeer(Struct, frozen=True, kw_only=True):
 
 
 class Restore(Struct, frozen=True, kw_only=True):
-    """Everybody drops its state and takes that of a snapshot, or of a persistent checkpoint (``url``)."""
+    """The snapshot, or the persistent checkpoint (``url``), whose state replaces the state of all trainers."""
 
     job_id: str
     step: int
     generation: int
-    """Of the snapshot; 0: of a checkpoint."""
+    """Generation of the snapshot; 0: it is a checkpoint."""
     groups: tuple[SnapshotGroup, ...]
     sources: dict[str, str]
-    """Node that holds shards of it, its own or copies → host:port of its snapshot server."""
+    """Each node that holds shards of it, its own or copies → host:port of its snapshot server."""
     url: str = ""
-    """Where the checkpoint of ``step`` lies; then there are neither groups nor sources."""
+    """Location of the checkpoint of ``step``; there are no groups and sources then."""
     job_name: str = ""
-    """Under which it was written."""
+    """Name of the job that wrote it."""
 
 
 class Checkpoint(Struct, frozen=True, kw_only=True):
-    """A complete persistent checkpoint, of the state behind the commit of ``step``."""
+    """A complete persistent checkpoint of the state after the commit of ``step``."""
 
     step: int
     vote: Vote
     layers: int
-    """How many the model has."""
+    """Number of layers of the model."""
     size_bytes: int = 0
 
 
 class SkippedCheckpoint(Struct, frozen=True, kw_only=True):
-    """Something at the place of the checkpoints that is none, or is not to be used."""
+    """An entry at the checkpoint location that is no checkpoint or must not be used."""
 
     step: int | None
     reason: str

@@ -82,7 +82,7 @@ def test_a_llama_is_pretrained_exported_and_fine_tuned(ground: Playground, tmp_p
 
     ground.tidy()
     text = tmp_path / "notes.txt"
-    text.write_text("A node was lost, and training goes on with the others.\n" * 500)
+    text.write_text("A node was lost, and training continues with the others.\n" * 500)
     override = {
         "model": {"huggingface": str(base)},
         "data": {"length": 64, "text": str(text)},

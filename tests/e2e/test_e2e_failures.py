@@ -1,4 +1,4 @@
-"""Failures of nodes and trainers: training goes on with the same losses, and nobody else is restarted.
+"""Failures of nodes and trainers: training continues with the same losses, and nobody else is restarted.
 
 Nodes have two devices each. A copy of the model is on two nodes, in stages of a device each, or, for jobs that
 tolerate three failures, on the two devices of one stage.

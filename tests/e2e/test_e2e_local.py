@@ -273,5 +273,5 @@ def test_a_pause_that_ends_in_a_return_to_a_checkpoint_is_waited_for(
     patient = home | {"FTD_TIMING_LOST_STATE_S": str(PAUSE_S + 3.0)}
     done = ftd("local", job, "--nodes", 4, "--chaos", scenario, home=patient)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "waiting for their return for 8 s, then the newest checkpoint is looked for" in done.stdout
+    assert "waiting for their return for 8 s, then the newest checkpoint is searched for" in done.stdout
     assert "by a persistent checkpoint" in done.stdout and "abandoned:" not in done.stdout

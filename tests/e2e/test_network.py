@@ -349,7 +349,7 @@ def test_the_hub_is_cut_off_and_comes_back(deployment: Deployment) -> None:
     seen, since = deployment.trained, time.monotonic()
     deployment.until(
         lambda: deployment.trained > seen + MICROBATCHES and time.monotonic() > since + CUT_S,
-        "training goes on without the hub",
+        "training continues without the hub",
     )
     known = deployment.step
     deployment.heal(HUB)

@@ -1,4 +1,6 @@
-"""Each order and each report is lost once: heartbeats show it, and it is repeated within a second."""
+"""Tests of lost messages: each order and each report is lost once, heartbeats show it, and it is repeated
+within a second.
+"""
 
 from typing import Any
 
@@ -25,11 +27,11 @@ from tests.helpers.transcripts import Coordination, committed, report
 NODES = ("node-0", "node-1", "node-2", "node-3")
 BEAT_S = Timing().heartbeat_s
 LIMIT_S = 1.25
-"""An order is repeated a second after it was lost, at the latest with the tick that follows."""
+"""An order is repeated a second after it was lost, or with the next tick after that."""
 
 
 class Cluster(Coordination):
-    """Nodes whose heartbeats say what a test wants them to."""
+    """Nodes whose heartbeats a test chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +78,7 @@ def kinds(sent: list[tuple[str, Command]]) -> set[tuple[str, type[Command]]]:
 
 
 def quiescing(s: Cluster) -> None:
-    """A trainer of node-3 fails, and generation 2 begins; all but node-3 and node-2 report."""
+    """Let a trainer of node-3 fail and generation 2 begin; all nodes but node-3 and node-2 report."""
     s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
     s.all_are(NodeActivity.QUIESCED, 2)
     s.activity["node-3"] = NodeActivity.BUILDING
@@ -110,7 +112,7 @@ def test_a_quiesce_is_sent_again(s: Cluster) -> None:
     assert {name for name, command in s.beat() if isinstance(command, Quiesce)} == {"node-2"}
 
 
-def test_reports_are_asked_for(s: Cluster) -> None:
+def test_lost_reports_are_requested(s: Cluster) -> None:
     quiescing(s)
     assert ("node-2", RequestHello) in kinds(s.beat())
     s.hello("node-2", 102, job_id="job-1", prepared=True, generation=2, quiesced=True)
@@ -138,7 +140,7 @@ def test_a_resume_to_a_node_without_a_rank_is_sent_again_while_the_others_train(
     assert (late, Resume) in kinds(s.beat())
 
 
-def test_a_resumed_is_asked_for(s: Cluster) -> None:
+def test_a_lost_resumed_is_requested(s: Cluster) -> None:
     recovering(s)
     s.resumed("node-0", 2)
     s.all_are(NodeActivity.RESUMING, 2)
@@ -167,7 +169,7 @@ def test_a_restore_that_failed_and_a_suspected_peer_are_asked_about(s: Cluster) 
     assert kinds(s.beat()) == {("node-0", RequestHello)}
 
 
-def test_the_end_of_the_job_is_asked_for() -> None:
+def test_a_lost_finished_is_requested() -> None:
     s = Cluster()
     s.running(steps=1)
     s.all_are(NodeActivity.FINISHED, 1)
@@ -181,7 +183,7 @@ def test_the_end_of_the_job_is_asked_for() -> None:
     assert [type(one.command) for one in s.commands()] == [Stop]
 
 
-def test_a_prepare_is_sent_again_and_prepared_is_asked_for(s: Cluster) -> None:
+def test_a_prepare_is_sent_again_and_prepared_is_requested(s: Cluster) -> None:
     s.hello("node-3", 103, job_id="job-1", prepared=False, generation=1)
     s.job_ids["node-3"], s.activity["node-3"] = None, NodeActivity.NONE
     s.all_are(NodeActivity.QUIESCED, 2)
@@ -195,7 +197,7 @@ def test_a_prepare_is_sent_again_and_prepared_is_asked_for(s: Cluster) -> None:
     assert ("node-3", RequestHello) in kinds(s.beat())
 
 
-def test_a_wish_to_leave_is_asked_for_and_the_release_is_sent_again(s: Cluster) -> None:
+def test_a_lost_leaving_is_requested_and_a_lost_release_sent_again(s: Cluster) -> None:
     s.acknowledged["node-3"] = {"leaving": True}
     assert kinds(s.beat()) == {("node-3", RequestHello)}
     s.say("node-3", Leaving(reason="spot notice"))
@@ -232,7 +234,7 @@ def test_a_contradiction_that_ends_in_between_costs_nothing(s: Cluster) -> None:
         assert s.beat(0.5) == []
 
 
-def test_another_contradiction_has_its_own_time(s: Cluster) -> None:
+def test_a_different_contradiction_has_its_own_time(s: Cluster) -> None:
     quiescing(s)
     for late in (True, False) * 4:
         s.generations["node-2"] = 1 if late else 2
@@ -261,7 +263,7 @@ def test_an_order_is_not_repeated_that_was_acknowledged_before_the_tick(s: Clust
     assert not s.commands(Resume)
 
 
-def test_a_released_node_is_told_again_while_it_works_or_wants_to_leave() -> None:
+def test_a_released_node_is_released_again_while_it_works_or_wants_to_leave() -> None:
     s = Cluster()
     s.feed(BrokerConnected)
     for number, name in enumerate(NODES):
@@ -275,7 +277,7 @@ def test_a_released_node_is_told_again_while_it_works_or_wants_to_leave() -> Non
     assert beaten(s, "node-3", activity=NodeActivity.BUILDING, job_id=None) == [Release]
 
 
-def test_a_wish_to_leave_that_has_arrived_is_not_asked_for(s: Cluster) -> None:
+def test_a_leaving_that_has_arrived_is_not_requested(s: Cluster) -> None:
     s.say("node-3", Leaving(reason="spot notice"))
     assert beaten(s, "node-3", leaving=True) == []
 
@@ -302,7 +304,7 @@ def test_trainers_that_are_gone_are_asked_about_and_those_of_an_unprepared_node_
     assert asked in ([], [Prepare])
 
 
-def test_who_reported_or_has_no_part_in_a_generation_is_asked_for_nothing(s: Cluster) -> None:
+def test_a_node_that_reported_or_has_no_part_in_a_generation_is_asked_for_nothing(s: Cluster) -> None:
     quiescing(s)
     s.activity["node-2"] = NodeActivity.QUIESCING
     assert beaten(s, "node-0", activity=NodeActivity.TRAINING, generation=1) == [], "its report is here"
@@ -315,7 +317,7 @@ def test_who_reported_or_has_no_part_in_a_generation_is_asked_for_nothing(s: Clu
         s.wait(0.25)
 
 
-def test_what_a_node_says_of_another_generation_is_no_contradiction(s: Cluster) -> None:
+def test_a_heartbeat_of_another_generation_is_no_contradiction(s: Cluster) -> None:
     recovering(s)
     s.all_are(NodeActivity.RESUMING, 2)
     s.activity["node-3"] = NodeActivity.BUILDING

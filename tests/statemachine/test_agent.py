@@ -1,4 +1,4 @@
-"""The agent machine: what one node does for its trainers, for the coordinator, and on its own."""
+"""Tests of the agent machine: what one node does for its trainers, for the coordinator, and on its own."""
 
 from typing import Any
 
@@ -167,7 +167,7 @@ def test_prepare_twice_is_answered_twice_and_done_once() -> None:
     assert not d.all(PrepareTrainer)
 
 
-def test_a_profile_wanted_late_is_measured_by_fresh_trainers() -> None:
+def test_a_profile_that_is_requested_late_is_measured_by_new_trainers() -> None:
     d = Daemon()
     d.prepared()
     d.order(Prepare(job=job(), profile=True))
@@ -188,14 +188,14 @@ def test_a_late_prepare_of_a_job_that_is_over_is_ignored() -> None:
     assert d.all(PrepareTrainer)
 
 
-def test_a_node_that_is_not_prepared_says_so_at_once() -> None:
+def test_a_node_that_is_not_prepared_reports_so_at_once() -> None:
     d = Daemon()
     d.order(Prepare(job=job(), profile=False))
     d.order(Quiesce(generation=4, mode="abort"))
     assert d.signals() == [Quiesced(generation=4, reports=())]
 
 
-def test_an_idle_node_hands_the_resume_on_and_does_not_train() -> None:
+def test_an_idle_node_forwards_the_resume_and_does_not_train() -> None:
     d = Daemon()
     d.prepared()
     d.quiesced(1)
@@ -219,7 +219,7 @@ def test_commands_for_another_incarnation_do_nothing(command: Command) -> None:
     assert d.one(EmitEvent).name == "MessageIgnored"
 
 
-def test_an_older_quiesce_and_a_resume_nobody_waits_for_are_ignored() -> None:
+def test_an_older_quiesce_and_an_unexpected_resume_are_ignored() -> None:
     d = running()
     d.quiesced(5, 3)
     d.order(Quiesce(generation=4, mode="abort"))
@@ -232,7 +232,7 @@ def test_an_older_quiesce_and_a_resume_nobody_waits_for_are_ignored() -> None:
     assert not d.all(ResumeTrainer)
 
 
-def test_a_quiesce_said_again_is_answered_again() -> None:
+def test_a_repeated_quiesce_is_answered_again() -> None:
     d = running()
     d.quiesced(2, 1)
     d.order(Quiesce(generation=2, mode="abort"))
@@ -254,7 +254,7 @@ def test_a_higher_quiesce_overtakes_one_that_is_not_answered() -> None:
 # --- steps -------------------------------------------------------------------------------------------
 
 
-def test_steps_are_told_by_the_node_of_rank_zero_and_gathered() -> None:
+def test_steps_are_reported_by_the_node_of_rank_zero_and_batched() -> None:
     d = running()
     d.stepped(1)
     assert [s.step for s in d.signals(Stepped)[0].steps] == [1]
@@ -265,7 +265,7 @@ def test_steps_are_told_by_the_node_of_rank_zero_and_gathered() -> None:
     assert [s.step for s in d.signals(Stepped)[0].steps] == [2, 3]
 
 
-def test_other_nodes_keep_steps_for_who_asks() -> None:
+def test_other_nodes_remember_steps_for_requests() -> None:
     d = Daemon()
     d.prepared()
     d.quiesced(1)
@@ -337,7 +337,7 @@ def test_the_heartbeat_acknowledges_orders_and_mentions_reports() -> None:
     assert [one.detail for one in d.signals(RestoreFailed)] == ["no bytes"]
 
 
-def test_a_quiesce_that_comes_again_is_answered_again_also_without_trainers() -> None:
+def test_a_repeated_quiesce_is_answered_again_also_without_trainers() -> None:
     d = Daemon()
     d.order(Prepare(job=job(), profile=False))
     for _ in range(2):
@@ -392,7 +392,7 @@ def test_the_end_gathers_the_digests_of_all_devices() -> None:
     assert d.signals() == [Finished(generation=1, step=10, digests={0: "aa", 1: "bb|bX", 2: "cc"})]
 
 
-def test_what_the_last_evaluation_found_comes_with_the_digests_and_again_with_them() -> None:
+def test_the_last_evaluation_is_sent_and_repeated_with_the_digests() -> None:
     d = running()
     d.stepped(10)
     found = Evaluation(loss=0.5, weight=37.0, took_s=2.0)
@@ -432,7 +432,7 @@ def test_a_suspicion_is_passed_on() -> None:
     assert d.signals() == [PeerSuspected(generation=1, detail="reset")]
 
 
-def test_a_replica_that_differed_is_told() -> None:
+def test_a_replica_that_differed_is_reported() -> None:
     d = running()
     where = {"generation": 1, "step": 50, "layer": 3, "detail": "the momentum differs"}
     d.feed(TrainerReported, device=0, report=OptimizerReplicaDiverged(**where))
@@ -443,7 +443,7 @@ def test_a_replica_that_differed_is_told() -> None:
 
 
 def watch(d: Daemon, seconds: float, **beats: Any) -> list[TrainerLost]:
-    """Let time pass in the rhythm of the watch; returns what was found."""
+    """Let time pass with periodic checks of the trainers; return the losses that were found."""
     for _ in range(round(seconds / 0.1)):
         d.wait(0.1)
         if beats:
@@ -454,7 +454,7 @@ def watch(d: Daemon, seconds: float, **beats: Any) -> list[TrainerLost]:
     return []
 
 
-def test_a_stopped_trainer_is_found_by_its_missing_beats() -> None:
+def test_a_stopped_trainer_is_found_by_its_missing_heartbeats() -> None:
     d = running()
     d.stepped(1)
     [lost] = watch(d, 2.0)
@@ -464,7 +464,7 @@ def test_a_stopped_trainer_is_found_by_its_missing_beats() -> None:
     assert d.all(StartTrainer)
 
 
-def test_a_sleeping_trainer_is_found_although_it_beats() -> None:
+def test_a_sleeping_trainer_is_found_although_it_sends_heartbeats() -> None:
     d = running()
     d.stepped(1)
     d.beat(progress=5)
@@ -479,7 +479,7 @@ def test_a_trainer_that_waits_for_others_does_not_hang() -> None:
 
 
 def test_a_trainer_whose_host_is_busy_does_not_hang() -> None:
-    """What it waits for a processor is no silence of its own; it is not waited for without end, though."""
+    """Time for which it waits for a processor does not count as silence, up to a limit."""
 
     def starving(d: Daemon, seconds: float, share: float) -> list[TrainerLost]:
         for _ in range(round(seconds / 0.1)):
@@ -508,7 +508,7 @@ def test_a_trainer_whose_host_is_busy_does_not_hang() -> None:
     assert d.now < 0.85
 
 
-def test_long_steps_get_long_patience() -> None:
+def test_long_steps_get_long_limits() -> None:
     d = running()
     d.feed(
         TrainerReported,
@@ -519,7 +519,7 @@ def test_long_steps_get_long_patience() -> None:
     assert watch(d, 2.0)
 
 
-def test_a_data_set_that_stalls_is_no_hang_for_long() -> None:
+def test_a_stalled_data_set_is_no_hang_within_a_longer_limit() -> None:
     d = running()
     d.stepped(1)
     assert not watch(d, 59.0, progress=5, reading=True)
@@ -529,7 +529,7 @@ def test_a_data_set_that_stalls_is_no_hang_for_long() -> None:
     d.stepped(1)
     d.beat(reading=True)
     [lost] = watch(d, 2.0)  # Stopped in the middle of it.
-    assert "no sign of life" in lost.detail
+    assert "no heartbeat for" in lost.detail
 
 
 def test_trainers_that_end_again_and_again_while_they_build_cannot_build() -> None:
@@ -545,7 +545,7 @@ def test_trainers_that_end_again_and_again_while_they_build_cannot_build() -> No
     assert causes[-1].detail.startswith("trainers ended 3 times while they built the model; the last: killed")
 
 
-def test_before_the_first_step_patience_is_long() -> None:
+def test_before_the_first_step_the_limits_are_long() -> None:
     d = running()
     assert not watch(d, 9.0)
     assert watch(d, 2.0)
@@ -554,7 +554,7 @@ def test_before_the_first_step_patience_is_long() -> None:
     assert watch(d, 11.0, progress=5)
 
 
-def test_a_daemon_that_stood_still_itself_blames_nobody() -> None:
+def test_a_daemon_that_was_suspended_itself_finds_no_hang() -> None:
     d = running()
     d.stepped(1)
     d.fire("watch", 30.0)
@@ -582,7 +582,7 @@ def test_restarts_slow_down_while_nothing_works() -> None:
     assert delays == [0.0, 0.5, 1.0, 2.0, 4.0]
 
 
-def test_an_idle_trainer_s_death_is_nobody_s_business() -> None:
+def test_the_death_of_an_idle_trainer_is_not_reported() -> None:
     d = Daemon()
     d.up()
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="exited", detail="")
@@ -593,7 +593,7 @@ def test_an_idle_trainer_s_death_is_nobody_s_business() -> None:
 # --- outages ---------------------------------------------------------------------------------------------
 
 
-def test_what_fell_into_an_outage_is_said_again() -> None:
+def test_facts_lost_in_an_outage_are_sent_again() -> None:
     d = running()
     d.feed(BrokerDisconnected)
     d.quiesced(2, 1)
@@ -611,7 +611,7 @@ def test_what_fell_into_an_outage_is_said_again() -> None:
     assert d.signals(Hello)[0].training
 
 
-def test_a_trainer_lost_in_an_outage_is_told_after_it() -> None:
+def test_a_trainer_lost_in_an_outage_is_reported_after_it() -> None:
     d = running()
     d.feed(BrokerDisconnected)
     d.feed(TrainerFailed, device=0, pid=50, cause_of_failure="raised", detail="ValueError")
@@ -638,7 +638,7 @@ def test_a_rejected_node_asks_again_every_second() -> None:
     assert not d.signals(Hello)
 
 
-def test_a_fenced_agent_ends_its_trainers_and_is_silent_until_it_is_new() -> None:
+def test_a_fenced_agent_ends_its_trainers_and_is_silent_until_its_new_incarnation() -> None:
     d = running()
     d.order(Fence(reason="out"))
     assert d.all(KillTrainer)
@@ -692,7 +692,7 @@ def test_a_drained_node_stays_without_trainers() -> None:
     assert not d.all(ExitDaemon)
 
 
-def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
+def test_a_stopped_job_leaves_warm_trainers() -> None:
     d = running()
     d.order(Stop(job_id="job-1", reason="finished"))
     assert d.all(KillTrainer)
@@ -701,7 +701,7 @@ def test_a_stopped_job_leaves_warm_trainers_behind() -> None:
     assert [type(effect) for effect in d.last] == [RemoveSnapshots]
 
 
-def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
+def test_a_suspicion_is_repeated_after_an_outage_until_steps_commit() -> None:
     d = running()
     d.stepped(1)
     d.feed(TrainerReported, device=0, report=PeerSuspected(generation=1, detail="reset"))
@@ -713,7 +713,7 @@ def test_a_suspicion_is_repeated_after_an_outage_until_steps_go_on() -> None:
     assert not d.signals(PeerSuspected)
 
 
-def test_late_news_of_an_ended_process_is_corrected_by_the_real_one() -> None:
+def test_a_late_message_of_an_ended_process_is_corrected_by_the_new_one() -> None:
     d = Daemon()
     d.order(Prepare(job=job(), profile=False))
     d.feed(TrainerConnected, device=0, pid=50)

@@ -1,4 +1,4 @@
-"""The cluster machine in particular situations; the main ones are in ``test_cluster_transcripts``."""
+"""Tests of the cluster machine in particular situations; ``test_cluster_transcripts`` has the main ones."""
 
 import json
 import math
@@ -76,7 +76,7 @@ from tests.helpers.transcripts import PROFILE, Coordination, committed, facts, j
 
 
 def measuring() -> Coordination:
-    """node-0 builds the job and measures it; node-1 has built it."""
+    """Let node-1 build the job, and let node-0 build and measure it."""
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
@@ -88,7 +88,7 @@ def measuring() -> Coordination:
 
 
 def paused() -> Coordination:
-    """Two nodes hold one replica; one of them is lost."""
+    """Start two nodes that hold one replica, and lose one of them."""
     s = running(2)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
@@ -115,7 +115,7 @@ def test_the_same_submission_twice_is_one() -> None:
     assert s.machine.phase is ClusterPhase.RUNNING
 
 
-def test_the_same_submission_again_behind_the_end_of_the_job_is_no_new_job() -> None:
+def test_the_same_submission_after_the_end_of_the_job_is_no_new_job() -> None:
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
     s.feed(SubmitRequested, request="again", job=job("job-1"))
@@ -123,7 +123,7 @@ def test_the_same_submission_again_behind_the_end_of_the_job_is_no_new_job() -> 
     assert s.machine.phase is ClusterPhase.FINISHED and not sent(s, Prepare)
 
 
-def test_a_job_after_a_stopped_one_starts_from_nothing() -> None:
+def test_a_job_after_a_stopped_one_starts_from_step_0() -> None:
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
     assert s.one(AnswerRequest).accepted
@@ -159,7 +159,7 @@ def test_templates_that_cannot_be_made_fail_the_job_with_the_remedy() -> None:
     assert s.machine.public_state()["outcome"] == "no pipeline fits: take 2 nodes"
 
 
-def test_a_start_says_how_far_the_nodes_are() -> None:
+def test_before_the_start_the_state_shows_how_far_the_nodes_are() -> None:
     s = measuring()
     assert s.machine.public_state()["waiting_for"] == "node-0 to build and measure the model"
     for doing in ("measuring layer 3 of 10", "x" * 1000):
@@ -176,7 +176,7 @@ def test_another_node_measures_when_the_first_cannot() -> None:
     assert sent(s, Prepare)["node-1"].profile
 
 
-def test_a_job_that_no_node_can_build_fails_with_the_last_word() -> None:
+def test_a_job_that_no_node_can_build_fails_with_the_last_error() -> None:
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)
@@ -276,7 +276,7 @@ def test_a_newcomer_takes_a_vanished_node_s_name_at_once_and_the_old_one_is_fenc
     assert s.one(SendCommand).incarnation == 103
 
 
-def test_a_node_of_another_shape_is_rejected_with_the_number_it_needs() -> None:
+def test_a_node_with_a_wrong_number_of_devices_is_rejected_with_the_right_one() -> None:
     s = running()
     s.hello("node-9", 900, facts=facts(devices=2))
     assert sent(s, Reject)["node-9"].reason == (
@@ -285,7 +285,7 @@ def test_a_node_of_another_shape_is_rejected_with_the_number_it_needs() -> None:
     )
 
 
-def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None:
+def test_the_rejection_of_a_returning_node_says_how_many_devices_it_had() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.hello("node-3", 999, facts=facts(devices=2))
@@ -297,7 +297,7 @@ def test_a_node_that_comes_back_with_other_devices_is_told_what_it_had() -> None
     assert "NodeJoined" in events(s)
 
 
-def test_a_node_that_comes_back_with_fewer_devices_is_told_that_one_may_have_failed() -> None:
+def test_the_rejection_of_a_node_with_fewer_devices_says_that_one_may_have_failed() -> None:
     policy = msgspec.structs.replace(job().policy, devices_per_node=2)
     told = device_mismatch(facts(devices=1), policy, before=2)
     assert told is not None and "has 1 device and had 2 before" in told
@@ -317,7 +317,7 @@ def test_nodes_that_do_not_fit_a_new_job_are_rejected_and_may_ask_again() -> Non
     assert events(s) == ["NodeJoined"]
 
 
-def test_strangers_are_asked_who_they_are_once_in_a_while() -> None:
+def test_unknown_nodes_are_asked_for_a_hello_at_a_limited_rate() -> None:
     s = running()
     s.say("node-9", Heartbeat(generation=0, committed=None), incarnation=900)
     assert set(sent(s, RequestHello)) == {"node-9"}
@@ -325,8 +325,8 @@ def test_strangers_are_asked_who_they_are_once_in_a_while() -> None:
     assert not sent(s, RequestHello)
 
 
-def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again() -> None:
-    """The order was lost, as where a broker's queue is full; who answered is left alone."""
+def test_a_node_that_does_not_answer_prepare_is_asked_and_sent_it_again() -> None:
+    """The order may be lost if a broker's queue is full. Nodes that answered are left alone."""
     s = running()
     s.feed(StopRequested, request="stop", job="tiny")
     s.feed(SubmitRequested, request="next", job=job("job-2"))
@@ -346,7 +346,7 @@ def test_a_node_that_does_not_answer_the_order_to_build_is_asked_and_told_again(
     assert orders[0][1].profile
 
 
-def test_a_node_that_holds_state_nobody_accounts_for_is_fenced() -> None:
+def test_a_node_with_state_that_no_journal_accounts_for_is_fenced() -> None:
     s = running()
     s.hello("node-9", 900, job_id="job-1", prepared=True, generation=1)
     assert set(sent(s, Fence)) == {"node-9"}
@@ -365,13 +365,13 @@ def test_a_silent_node_is_lost() -> None:
     assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2"}
 
 
-def test_nobody_is_lost_because_the_coordinator_itself_stood_still() -> None:
+def test_no_node_is_lost_because_the_coordinator_itself_was_suspended() -> None:
     s = running()
     s.fire("tick", 60.0)
     assert "NodeLost" not in events(s)
 
 
-def test_a_node_that_went_on_without_us_is_fenced_when_it_is_back() -> None:
+def test_a_node_that_returns_after_a_resume_without_it_is_fenced() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
@@ -381,7 +381,7 @@ def test_a_node_that_went_on_without_us_is_fenced_when_it_is_back() -> None:
     assert set(sent(s, Fence)) == {"node-3"}
 
 
-def test_a_node_that_is_back_before_anything_was_decided_is_welcome() -> None:
+def test_a_node_that_returns_before_the_decision_is_included() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
@@ -409,7 +409,7 @@ def test_a_replica_that_differed_is_only_an_event() -> None:
     assert not s.commands()
 
 
-def test_a_command_to_several_nodes_is_one_effect_and_to_nobody_none() -> None:
+def test_a_command_to_several_nodes_is_one_effect_and_to_none_is_no_effect() -> None:
     c = Cluster(timing=Timing(), cause="c-1")
     nodes = [NodeMachine(name=f"node-{n}", incarnation=100 + n, facts=facts()) for n in range(3)]
     stop = Stop(job_id="job-1", reason="over")
@@ -427,7 +427,7 @@ def test_a_command_to_several_nodes_is_one_effect_and_to_nobody_none() -> None:
 # --- recovery ------------------------------------------------------------------------------------
 
 
-def test_who_is_heard_but_does_not_answer_quiesce_is_fenced() -> None:
+def test_a_node_that_is_heard_but_does_not_answer_quiesce_is_fenced() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
@@ -439,9 +439,10 @@ def test_who_is_heard_but_does_not_answer_quiesce_is_fenced() -> None:
     assert {name: q.generation for name, q in sent(s, Quiesce).items()} == {"node-0": 3, "node-1": 3}
 
 
-def test_whom_quiesce_does_not_reach_may_come_back_once_with_its_state() -> None:
-    """A line that loses much: the node beats, under the old generation. It may be the only one that has some
-    layers."""
+def test_a_node_that_quiesce_does_not_reach_may_return_once_with_its_state() -> None:
+    """The connection loses many messages: the node sends heartbeats under the old generation. It may be the
+    only node with some layers.
+    """
     s = running(3)
     s.feed(NodeVanished, node="node-2", incarnation=102)
     for generation in (2, 3):
@@ -459,7 +460,7 @@ def test_whom_quiesce_does_not_reach_may_come_back_once_with_its_state() -> None
             assert sent(s, Quiesce)["node-1"].generation == 3
 
 
-def test_who_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
+def test_a_node_that_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
@@ -468,7 +469,7 @@ def test_who_is_not_heard_at_all_is_lost_but_not_fenced() -> None:
     assert events(s).count("NodeLost") == 2
 
 
-def test_a_boundary_that_does_not_come_becomes_an_abort() -> None:
+def test_a_boundary_that_is_not_reached_becomes_an_abort() -> None:
     s = running()
     s.feed(DrainRequested, request="d", node="node-3")
     s.fire("join", 0.1)
@@ -478,7 +479,7 @@ def test_a_boundary_that_does_not_come_becomes_an_abort() -> None:
     assert "NodeLost" not in events(s)
 
 
-def test_a_group_that_does_not_form_is_tried_again_before_anybody_is_blamed() -> None:
+def test_a_group_that_does_not_form_is_tried_again_before_a_node_is_blamed() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for generation in (2, 3):
@@ -494,7 +495,7 @@ def test_a_group_that_does_not_form_is_tried_again_before_anybody_is_blamed() ->
         assert set(sent(s, Quiesce)) >= {"node-0", "node-1"}
 
 
-def test_a_node_without_prepared_trainers_does_not_hold_the_others_up() -> None:
+def test_a_node_without_prepared_trainers_does_not_delay_the_others() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-2", 2)
@@ -505,7 +506,7 @@ def test_a_node_without_prepared_trainers_does_not_hold_the_others_up() -> None:
 
 
 def test_state_from_outside_the_history_is_not_used() -> None:
-    """A duplicate TrainerLost made the others go on without a node that was fine."""
+    """A duplicate TrainerLost made the others continue without a node that was fine."""
     s = running()
     s.say("node-3", TrainerLost(generation=1, device=0, cause="exited", detail=""))
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
@@ -523,7 +524,7 @@ def test_state_from_outside_the_history_is_not_used() -> None:
     assert {q.generation for q in sent(s, Quiesce).values()} == {4}
 
 
-def test_too_few_nodes_pause_and_a_new_one_goes_on() -> None:
+def test_too_few_nodes_pause_the_job_until_a_new_one_joins() -> None:
     s = paused()
     assert s.machine.phase is ClusterPhase.PAUSED
     assert s.machine.public_state()["waiting_for"] == "1 of 2 nodes"
@@ -569,7 +570,7 @@ def test_losses_while_reports_come_in_are_one_generation() -> None:
     assert set(situation.holdings) == {Device(node="node-0", index=0)}
 
 
-def test_what_will_be_asked_of_the_planner_is_foreseen_at_each_loss() -> None:
+def test_the_planner_plans_ahead_at_each_loss() -> None:
     s = running(4)
     plan = s.machine._c.resumption.plan  # type: ignore[union-attr]
     owned = {device.node: tuple(sorted(layers)) for device, layers in owned_layers(plan).items()}
@@ -592,7 +593,7 @@ def test_when_all_are_lost_while_reports_come_in_the_job_waits() -> None:
     assert "quiesce" in [timer.name for timer in s.all(CancelTimer)]
 
 
-def test_events_taken_together_are_one_step() -> None:
+def test_events_handled_together_are_one_step() -> None:
     s = running(4)
     lost = [
         NodeVanished(at=s.now, cause=f"c{n}", node=f"node-{n}", incarnation=100 + n, graceful=False)
@@ -610,7 +611,7 @@ def test_events_taken_together_are_one_step() -> None:
     ]
 
 
-def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
+def test_a_drain_that_would_stop_the_job_is_postponed() -> None:
     s = running(2)
     s.feed(DrainRequested, request="d", node="node-1")
     s.fire("join", 0.1)
@@ -624,7 +625,7 @@ def test_a_drain_that_would_stop_the_job_is_put_off() -> None:
     assert not s.all(SetTimer) or "join" not in {t.name for t in s.all(SetTimer)}
 
 
-def test_a_node_that_is_drained_while_it_builds_the_job_hands_that_on() -> None:
+def test_a_node_that_is_drained_while_it_measures_the_job_is_replaced() -> None:
     s = measuring()
     s.feed(DrainRequested, request="d", node="node-0")
     assert set(sent(s, Release)) == {"node-0"}
@@ -656,7 +657,7 @@ def test_a_recovery_s_phases_add_up_though_the_coordinator_is_restarted_in_it() 
     assert told["total_ms"] == sum(phases.values())
 
 
-def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> None:
+def test_a_drain_is_retried_once_others_have_the_layers_that_only_the_node_had() -> None:
     s = running(4)
     assert layers_of(s) == {"node-0": (0, 2), "node-1": (2, 4), "node-2": (0, 2), "node-3": (2, 4)}
     s.say("node-2", Leaving(reason="SIGTERM"))
@@ -699,7 +700,7 @@ def test_a_drain_is_tried_again_once_others_have_what_the_node_alone_had() -> No
 
 
 def layers_of(s: Coordination) -> dict[str, tuple[int, int]]:
-    """First and end layer of each planned node."""
+    """Return the first and end layer of each planned node."""
     resumption = s.machine._c.resumption
     assert resumption is not None
     return {
@@ -709,10 +710,10 @@ def layers_of(s: Coordination) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_drain_of_nobody_is_refused_with_who_is_there() -> None:
+def test_drain_of_an_unknown_node_is_rejected_with_the_known_ones() -> None:
     s = running(2)
     s.feed(DrainRequested, request="d", node="node-7")
-    assert s.one(AnswerRequest).detail == "no node 'node-7' is here; nodes: node-0, node-1"
+    assert s.one(AnswerRequest).detail == "there is no node 'node-7'; nodes: node-0, node-1"
 
 
 def test_a_leaving_node_without_work_is_released_at_once() -> None:
@@ -740,7 +741,7 @@ def test_stale_messages_are_counted_and_change_nothing() -> None:
     assert events(s) == ["MessageIgnored"]
 
 
-def test_a_step_is_told_once_and_in_order() -> None:
+def test_a_step_is_published_once_and_in_order() -> None:
     s = running()
     s.stepped("node-0", 1, 1, 2, 3)
     assert [e.step for e in s.all(EmitEvent)] == [2, 3]
@@ -748,7 +749,7 @@ def test_a_step_is_told_once_and_in_order() -> None:
     assert not events(s)
 
 
-def test_a_step_is_told_with_all_that_its_vote_says() -> None:
+def test_a_step_is_published_with_everything_in_its_vote() -> None:
     s = running()
     said = Vote(
         loss=2.0,
@@ -767,7 +768,7 @@ def test_a_step_is_told_with_all_that_its_vote_says() -> None:
     assert (third["weight"], third["tokens_per_s"], third["metrics"]) == (1.0, None, {}), "a plain mean"
 
 
-def test_the_utilisation_of_the_devices_is_told_where_their_peak_is_known() -> None:
+def test_the_utilisation_of_the_devices_is_published_if_their_peak_is_known() -> None:
     s = Coordination()
     s.running(4, profile=replace(PROFILE, flops=1e9, device_peak_flops=1e12))
     s.stepped("node-0", 1, 2)
@@ -780,7 +781,7 @@ def test_the_utilisation_of_the_devices_is_told_where_their_peak_is_known() -> N
     assert s.one(EmitEvent).details["mfu"] is None
 
 
-def test_steps_that_another_coordinator_told_are_recalled_and_not_told_again() -> None:
+def test_steps_that_another_coordinator_published_are_recorded_and_not_published_again() -> None:
     s = running()
     s.stepped("node-0", 1, 2, 3, 4, 5)
     s.feed(StepsMissed, first=2, last=9)
@@ -820,7 +821,7 @@ def test_steps_that_no_node_remembers_are_asked_of_each_once() -> None:
     assert not sent(s, RequestSteps), "it was not told yet"
 
 
-def test_steps_that_update_nothing_are_told_now_and_then() -> None:
+def test_steps_that_update_nothing_are_reported_now_and_then() -> None:
     s = running(steps=20)
     nothing = Vote(loss=math.nan, gradient_norm=math.nan, skipped=True)
     steps = [CommittedStep(step=n, vote=vote(n) if n == 4 else nothing) for n in range(2, 16)]
@@ -831,7 +832,7 @@ def test_steps_that_update_nothing_are_told_now_and_then() -> None:
     assert told[2].reason.endswith(", 10 steps in a row")
 
 
-def test_missed_steps_are_asked_back() -> None:
+def test_missed_steps_are_requested() -> None:
     s = running()
     s.stepped("node-0", 1, 4)
     assert not events(s)
@@ -840,7 +841,7 @@ def test_missed_steps_are_asked_back() -> None:
     assert [e.step for e in s.all(EmitEvent)] == [2, 3, 4]
 
 
-def test_votes_that_nobody_has_are_given_up() -> None:
+def test_votes_that_no_node_has_are_skipped() -> None:
     s = running(2)
     s.stepped("node-0", 1, 4)
     for name in ("node-0", "node-1"):
@@ -849,7 +850,7 @@ def test_votes_that_nobody_has_are_given_up() -> None:
     assert [e.step for e in s.all(EmitEvent) if e.name == "StepCommitted"] == [4]
 
 
-def test_a_node_that_reconnects_hears_the_outstanding_command_again() -> None:
+def test_a_node_that_reconnects_receives_the_outstanding_command_again() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.hello("node-0", 100, job_id="job-1", prepared=True, generation=1, training=True)
@@ -869,7 +870,7 @@ def test_trainers_lost_and_back_within_an_outage_are_noticed() -> None:
     assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
 
 
-def test_a_node_with_an_old_job_is_told_to_stop_it() -> None:
+def test_a_node_with_an_old_job_is_ordered_to_stop_it() -> None:
     s = running()
     s.hello("node-9", 900, job_id="job-0", prepared=True, generation=0)
     assert sent(s, Stop)["node-9"].job_id == "job-0"
@@ -899,7 +900,9 @@ def test_while_the_broker_is_away_nobody_is_declared_dead() -> None:
 
 @pytest.mark.parametrize("heard", [True, False])
 def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> None:
-    """A broker that stood still ends the sessions of nodes that live; who does not answer is lost for its silence."""
+    """A broker that stood still ends the sessions of nodes that are alive; a node that does not answer is lost
+    for its silence.
+    """
     s = running()
     s.feed(BrokerDisconnected)
     s.wait(9.0)
@@ -921,7 +924,7 @@ def test_a_last_will_after_an_outage_of_the_broker_is_no_proof(heard: bool) -> N
 
 
 def test_a_coordinator_that_is_restarted_before_the_resume_of_a_join_waits_for_a_boundary_again() -> None:
-    """The reports are lost with it; nobody is dead, so nothing is to be computed again."""
+    """The reports are lost with it. No node is dead, so nothing has to be recomputed."""
     s = running(4)
     s.feed(DrainRequested, request="d", node="node-3")
     s.fire("join", 0.1)
@@ -935,7 +938,7 @@ def test_a_coordinator_that_is_restarted_before_the_resume_of_a_join_waits_for_a
 
 
 def test_a_node_that_is_drained_after_the_job_is_released_at_once() -> None:
-    """Nothing needs it, though the plan of the job that is over names it."""
+    """Nothing needs it, although the plan of the job that is over names it."""
     s = running(2, steps=1)
     for name in ("node-0", "node-1"):
         s.say(name, Finished(generation=1, step=1, digests={}))
@@ -959,7 +962,7 @@ def test_a_restarted_coordinator_leaves_a_running_job_alone() -> None:
     assert [e.step for e in s.all(EmitEvent)] == [2]
 
 
-def test_what_is_told_is_journaled_with_it_and_not_found_out_again_after_a_crash() -> None:
+def test_events_are_journaled_with_the_state_and_not_decided_again_after_a_crash() -> None:
     s = running()
     s.stepped("node-0", 1, 3)
     assert events(s) == [], "step 2 is missing"
@@ -991,9 +994,7 @@ def test_what_is_told_is_journaled_with_it_and_not_found_out_again_after_a_crash
         (Finished(generation=9, step=1, digests={}), "MessageIgnored", False),
     ],
 )
-def test_every_event_is_journaled_but_what_may_be_said_again_and_again(
-    signal: Signal, told: str, kept: bool
-) -> None:
+def test_every_event_is_journaled_except_repeatable_ones(signal: Signal, told: str, kept: bool) -> None:
     s = running()
     s.say("node-0", signal)
     assert told in events(s)
@@ -1001,7 +1002,7 @@ def test_every_event_is_journaled_but_what_may_be_said_again_and_again(
     assert is_journaled(told) == kept
 
 
-def test_a_coordinator_killed_amid_quiescing_uses_a_new_generation() -> None:
+def test_a_coordinator_killed_while_quiescing_uses_a_new_generation() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s = restarted(s)
@@ -1009,7 +1010,7 @@ def test_a_coordinator_killed_amid_quiescing_uses_a_new_generation() -> None:
     assert {q.generation for q in sent(s, Quiesce).values()} == {3}
 
 
-def test_a_coordinator_killed_after_the_resume_says_it_again_to_who_missed_it() -> None:
+def test_a_coordinator_killed_after_the_resume_repeats_it_to_nodes_that_missed_it() -> None:
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
@@ -1029,7 +1030,7 @@ def test_a_fresh_coordinator_never_goes_below_a_generation_that_a_node_obeyed() 
     assert s.machine.generation == 41
 
 
-def test_a_journal_of_another_program_is_refused() -> None:
+def test_a_journal_of_another_program_is_rejected() -> None:
     with pytest.raises(JournalError, match="cannot be read"):
         ClusterMachine.restore(Timing(), {"schema": SCHEMA}, 0.0, "test")
     journal = running().machine.durable_state() | {"schema": 99}
@@ -1038,8 +1039,8 @@ def test_a_journal_of_another_program_is_refused() -> None:
 
 
 @pytest.mark.parametrize("missing", ["attempt", "recovery"])
-def test_a_journal_without_what_its_phase_has_is_refused(missing: str) -> None:
-    """A generation is under way, and the journal does not say which, or what for."""
+def test_a_journal_without_the_parts_of_its_phase_is_rejected(missing: str) -> None:
+    """A generation is under way, and the journal lacks its number or its purpose."""
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     journal = s.machine.durable_state()
@@ -1048,7 +1049,7 @@ def test_a_journal_without_what_its_phase_has_is_refused(missing: str) -> None:
         ClusterMachine.restore(Timing(), journal | {missing: None}, 0.0, "test")
 
 
-def test_the_public_state_is_json_and_says_what_runs() -> None:
+def test_the_public_state_is_json_and_names_the_running_job() -> None:
     state = json.loads(json.dumps(running().machine.public_state()))
     assert state["phase"] == "RUNNING"
     assert state["job"] == {"id": "job-1", "name": "tiny", "steps": 10, "global_batch": 24}
@@ -1069,7 +1070,7 @@ def test_the_templates_grow_with_the_cluster() -> None:
 # --- broken connections between trainers ----------------------------------------------------------------
 
 
-def test_a_broken_connection_that_nobody_s_death_explains_makes_the_group_form_anew() -> None:
+def test_a_broken_connection_without_a_dead_node_makes_the_group_form_again() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     assert [t.name for t in s.all(SetTimer)] == ["suspicion"]
@@ -1080,7 +1081,7 @@ def test_a_broken_connection_that_nobody_s_death_explains_makes_the_group_form_a
     assert {q.mode for q in sent(s, Quiesce).values()} == {"abort"}
 
 
-def test_late_news_of_earlier_steps_is_no_sign_of_life() -> None:
+def test_late_messages_about_earlier_steps_are_no_sign_of_life() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.stepped("node-0", 1, 2, 3)
@@ -1090,7 +1091,7 @@ def test_late_news_of_earlier_steps_is_no_sign_of_life() -> None:
     assert set(sent(s, Quiesce)) == {"node-0", "node-1", "node-2", "node-3"}
 
 
-def test_a_false_alarm_disturbs_nobody() -> None:
+def test_a_false_alarm_changes_nothing() -> None:
     s = running()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.stepped("node-0", 1, 2, 3)

@@ -1,4 +1,6 @@
-"""The main scenarios of the cluster machine, word for word (see ``transcripts``)."""
+"""Tests that compare the main scenarios of the cluster machine with their transcripts, word for word (see
+``transcripts``).
+"""
 
 from statemachine.effects import AnswerRequest
 from statemachine.events import BrokerConnected, DrainRequested, NodeVanished, SubmitRequested, TemplatesReady

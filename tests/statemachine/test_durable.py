@@ -1,4 +1,4 @@
-"""What the cluster machine leaves for its successor: all of it, whatever was kept from the last time."""
+"""Tests of the durable state: it is complete, whatever parts were reused from the last write."""
 
 import json
 from typing import Any
@@ -20,13 +20,13 @@ from tests.helpers.transcripts import Coordination, report
 
 
 def plain(state: Any) -> dict[str, Any]:
-    """As it is read from a journal."""
+    """Return the state as it is read from a journal."""
     decoded: dict[str, Any] = json.loads(msgspec.json.encode(state))
     return decoded
 
 
 class Checked(Snapshots):
-    """What it leaves after each step is what a machine would that keeps nothing from the last time."""
+    """What the machine stores after each step equals what a machine that reuses nothing would store."""
 
     def feed(self, kind: Any, **values: Any) -> list[Any]:
         effects = super().feed(kind, **values)
@@ -37,7 +37,7 @@ class Checked(Snapshots):
         return effects
 
 
-def test_what_is_kept_from_the_last_time_is_what_it_would_be_now() -> None:
+def test_reused_parts_equal_newly_made_parts() -> None:
     s = Checked()
     s.kept()
     s.both_hosts_die()
@@ -109,7 +109,7 @@ def test_parts_that_are_as_they_were_are_the_same_objects() -> None:
         ("plan", {}),
     ],
 )
-def test_columns_that_do_not_fit_are_no_journal(name: str, wrong: Any) -> None:
+def test_columns_that_do_not_fit_are_rejected(name: str, wrong: Any) -> None:
     s = Coordination()
     s.running()
     with pytest.raises(JournalError, match="cannot be read"):
@@ -117,7 +117,7 @@ def test_columns_that_do_not_fit_are_no_journal(name: str, wrong: Any) -> None:
 
 
 @given(st.lists(st.tuples(st.text(), st.integers())))
-def test_columns_are_rows_again(values: list[tuple[str, int]]) -> None:
+def test_columns_turn_back_into_rows(values: list[tuple[str, int]]) -> None:
     facts = [NodeFacts(devices=1, host=host, rendezvous_port=port) for host, port in values]
     nodes = [NodeMachine(name=one.host, incarnation=one.rendezvous_port, facts=one) for one in facts]
     table = columns(nodes, ("name", "incarnation"))

@@ -1,4 +1,4 @@
-"""Who leads: the election machine, event by event."""
+"""Tests of the election machine, event by event."""
 
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,7 @@ class One:
         return self.feed(TimerFired, name=name)
 
     def waits_for_the_seat(self) -> None:
-        """Whatever it waits for before passes."""
+        """Let all timers before its turn expire."""
         while not self.has(AcquireLeadership):
             self.fire("turn" if "turn" in self.machine._due else "silence")
 
@@ -68,7 +68,7 @@ class One:
         return [getattr(effect, "name", "") for effect in self.out]
 
     def follows(self, leader: Leader = ANNA, *others: Peer) -> "One":
-        """It has just come, and there is a leader."""
+        """Let the machine start while a leader is present."""
         self.feed(LeaderSeen, leader=leader)
         for peer in others:
             self.feed(PeerSeen, peer=peer)
@@ -77,7 +77,7 @@ class One:
         return self
 
     def takes(self, found: Leader | None, newest: tuple[int, int]) -> None:
-        """The seat, and where it claims a term, that, too."""
+        """Give the machine the leader session and, if it claims a term, the term too."""
         self.feed(LeaderSessionOpened, found=found, newest=newest)
         for claim in [effect for effect in self.out if isinstance(effect, ClaimTerm)]:
             assert self.machine.role is Role.CANDIDATE and not self.has(Lead)
@@ -91,7 +91,7 @@ class One:
         return reign
 
 
-def test_the_first_one_leads_at_once() -> None:
+def test_the_first_coordinator_leads_at_once() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     reign = one.reigns()
@@ -99,13 +99,13 @@ def test_the_first_one_leads_at_once() -> None:
     assert "LeaderElected" not in one.names()
 
 
-def test_the_term_is_above_all_that_was_read_or_kept() -> None:
+def test_the_term_is_above_all_that_were_read_or_held() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     assert one.reigns(found=Leader(term=9, name="cora", incarnation=3), term=11).leader.term == 12
 
 
-def test_a_last_will_of_the_leader_is_enough_and_is_told() -> None:
+def test_a_last_will_of_the_leader_is_enough_and_is_reported() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=7, graceful=False)
     assert not one.out  # Of somebody who led before.
@@ -130,7 +130,7 @@ def test_the_leader_publishes_who_stands_by() -> None:
     assert one.has(PublishCluster)
 
 
-def test_silence_deposes_and_beats_do_not() -> None:
+def test_silence_deposes_a_leader_and_heartbeats_do_not() -> None:
     one = One().follows()
     for _ in range(10):
         one.feed(LeaderHeartbeatSeen, after_s=TIMING.leader_silence_s * 0.9, leader=ANNA)
@@ -139,7 +139,7 @@ def test_silence_deposes_and_beats_do_not() -> None:
     one.reigns(found=ANNA)
 
 
-def test_who_was_away_itself_listens_first() -> None:
+def test_a_suspended_follower_reads_messages_first() -> None:
     one = One().follows()
     one.fire("silence", late_s=60.0)
     assert not one.has(AcquireLeadership)
@@ -147,7 +147,7 @@ def test_who_was_away_itself_listens_first() -> None:
     assert one.has(AcquireLeadership)
 
 
-def test_standbys_stand_in_turn() -> None:
+def test_standbys_take_turns() -> None:
     anna, cora, dora = (Peer(name=n, incarnation=i) for n, i in (("anna", 1), ("cora", 3), ("dora", 4)))
     last, first = (
         One("cora", 3).follows(ANNA, anna, Peer(name="dora", incarnation=4, priority=5)),
@@ -159,14 +159,14 @@ def test_standbys_stand_in_turn() -> None:
     record = first.reigns(found=ANNA).leader
     last.feed(LeaderSeen, leader=record)
     assert last.machine.role is Role.FOLLOWER and "turn" not in last.machine._due
-    # And if the first one fails before it wrote its record:
+    # If the first one fails before it wrote its record:
     other = One("cora", 3).follows(ANNA, anna, dora, Peer(name="bert", incarnation=2))
     other.feed(LeaderVanished, incarnation=1, graceful=False)
     other.fire("turn")
     assert other.has(AcquireLeadership)
 
 
-def test_a_higher_term_ends_a_reign() -> None:
+def test_a_higher_term_deposes_the_leader() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     one.reigns()
@@ -177,7 +177,7 @@ def test_a_higher_term_ends_a_reign() -> None:
     assert not one.out
 
 
-def test_who_was_thrown_out_looks_before_it_stands_again() -> None:
+def test_a_leader_that_lost_its_session_looks_before_it_becomes_a_candidate_again() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
@@ -190,7 +190,7 @@ def test_who_was_thrown_out_looks_before_it_stands_again() -> None:
     assert one.has(StepDown)
 
 
-def test_a_leader_whose_broker_was_restarted_goes_on() -> None:
+def test_a_leader_whose_broker_was_restarted_leads_again() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
@@ -202,7 +202,7 @@ def test_a_leader_whose_broker_was_restarted_goes_on() -> None:
     assert reign.resumed and reign.leader.term == mine.term + 1
 
 
-def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_knew() -> None:
+def test_a_leader_that_was_replaced_meanwhile_does_not_reuse_its_state() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     mine = one.reigns().leader
@@ -212,7 +212,7 @@ def test_a_leader_whose_place_was_taken_in_between_does_not_go_on_with_what_it_k
     assert not reign.resumed and reign.leader.term == mine.term + 2
 
 
-def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
+def test_failed_attempts_are_repeated_at_growing_intervals() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=True)
     waits = []
@@ -224,15 +224,15 @@ def test_attempts_that_fail_are_made_ever_more_rarely() -> None:
     assert waits == sorted(waits) and waits[0] == TIMING.election_s and waits[-1] == waits[-2]
 
 
-def test_a_seat_that_is_not_had_in_time_is_left() -> None:
+def test_a_leader_session_that_does_not_open_in_time_is_released() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=True)
     one.fire("leader_session")
     assert one.has(ReleaseLeadership) and one.machine.role is Role.FOLLOWER
 
 
-def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> None:
-    """It goes on when all who were beside it are there again, and know less."""
+def test_a_former_leader_waits_if_the_broker_may_have_lost_a_newer_record() -> None:
+    """It leads again when all of its earlier peers are present again and know less."""
     for position, patience_s in (
         ((4, 9), 0.0),
         ((6, 1), TIMING.lost_record_timeout_s),
@@ -263,8 +263,8 @@ def test_who_led_may_have_been_deposed_and_the_broker_have_forgotten_it() -> Non
         assert one.has(AcquireLeadership)
 
 
-def test_what_is_left_of_an_earlier_life_is_no_other_coordinator() -> None:
-    """Broker and coordinator are killed together: alone, it need not wait for one that knows more."""
+def test_an_earlier_process_of_the_same_coordinator_is_no_peer() -> None:
+    """Broker and coordinator are killed together: alone, it need not wait for a peer that knows more."""
     for name, alone in (("bert", True), ("anna", False)):
         one = One()
         one.feed(PeerSeen, peer=Peer(name=name, incarnation=1, position=(4, 8)))
@@ -285,8 +285,8 @@ def test_a_new_cluster_begins_at_once_with_any_number_of_coordinators() -> None:
     assert one.machine.role is Role.LEADER and one.at < TIMING.leader_silence_s
 
 
-def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
-    """Who kept up with the leader leaves it time to come back; who did not, much more."""
+def test_a_coordinator_waits_when_the_broker_lost_the_record_of_the_leader() -> None:
+    """A coordinator that kept up with the leader leaves it time to return; another one leaves it much more."""
     kept_up = One().follows()
     kept_up.feed(FollowerSessionLost)
     kept_up.feed(PeerSeen, peer=Peer(name="bert", incarnation=2, position=(4, 9)))
@@ -300,8 +300,8 @@ def test_a_broker_that_forgot_who_leads_is_asked_for_a_while() -> None:
     assert orphan.machine._due["silence"] == orphan.at + TIMING.lost_record_timeout_s
 
 
-def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
-    """Whoever came first; and one that went away again is waited for."""
+def test_the_peer_that_knows_more_goes_first_if_the_broker_lost_the_record() -> None:
+    """The order of arrival does not matter, and a peer that went away again is waited for."""
     anna = Peer(name="anna", incarnation=1, position=(4, 9))
     for position, stays in (((4, 8), True), ((4, 8), False), ((4, 10), True)):
         one = One()
@@ -320,7 +320,7 @@ def test_who_knows_more_goes_first_where_the_broker_forgot_who_leads() -> None:
         assert one.at >= met_at + TIMING.lost_record_timeout_s + (TIMING.leader_silence_s if stays else 0.0)
 
 
-def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> None:
+def test_a_coordinator_that_cannot_read_the_newest_journal_reports_so_once() -> None:
     one = One().follows()
     [announced] = [e for e in one.feed(JournalChecked, problem="schema 2") if isinstance(e, AnnouncePeer)]
     assert announced.peer.ineligible == "schema 2" and announced.peer.name == "bert"
@@ -339,7 +339,7 @@ def test_who_cannot_read_the_newest_journal_stands_aside_and_says_so_once() -> N
     one.reigns(found=Leader(term=5, name="cora", incarnation=3))
 
 
-def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all() -> None:
+def test_no_coordinator_waits_for_an_ineligible_one_and_that_one_waits_for_all() -> None:
     anna, aside = (
         Peer(name="anna", incarnation=1),
         Peer(name="aside", incarnation=9, priority=9, ineligible="old"),
@@ -357,7 +357,7 @@ def test_nobody_waits_for_the_turn_of_one_that_stands_aside_and_it_waits_for_all
     assert other.has(RejectTakeover)
 
 
-def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attempt() -> None:
+def test_an_unreadable_journal_on_the_leader_session_ends_the_attempt() -> None:
     one = One().follows()
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     one.feed(LeaderSessionOpened, found=ANNA, newest=(4, 0), problem="damaged")
@@ -365,7 +365,7 @@ def test_a_journal_that_shows_at_the_seat_that_it_cannot_be_read_ends_the_attemp
     assert one.machine.role is Role.FOLLOWER and one.machine.me.ineligible == "damaged"
 
 
-def test_the_leader_tells_who_would_not_take_over() -> None:
+def test_the_leader_reports_ineligible_standbys() -> None:
     one = One()
     one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, ineligible="older"))
     one.feed(FollowerSessionOpened)
@@ -380,8 +380,8 @@ def test_the_leader_tells_who_would_not_take_over() -> None:
     assert not one.out
 
 
-def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it() -> None:
-    """The broker came back with what it once saved. One that does not take its turn is not waited for."""
+def test_a_candidate_that_finds_an_older_journal_leaves_the_lead_to_a_peer() -> None:
+    """The broker returned with an older save. A peer that does not take its turn is not waited for."""
     one = One().follows(ANNA, Peer(name="carl", incarnation=3, position=(4, 9)))
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     tries = 0
@@ -400,7 +400,7 @@ def test_who_finds_an_older_journal_than_another_one_has_leaves_the_seat_to_it()
 
 
 def test_an_older_announcement_that_the_broker_had_retained_is_ignored() -> None:
-    """Otherwise a leader that comes back forgets that it knows more than the others, and leaves it to them."""
+    """Otherwise a leader that returns forgets that it knows more than the others, and leaves it to them."""
     one = One()
     for name, incarnation in (("bert", 2), ("carl", 3)):
         for position in ((4, 9), (0, 0)):
@@ -409,8 +409,10 @@ def test_an_older_announcement_that_the_broker_had_retained_is_ignored() -> None
     assert one.machine.me.position == (4, 9)
 
 
-def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
-    """The broker is back with what it once saved: the record is one's own, and another one led since."""
+def test_a_peer_that_knows_more_and_comes_after_the_claim_leads_instead() -> None:
+    """The broker returned with an older save: it has this coordinator's record, although another one led
+    since.
+    """
     one = One()
     one.feed(FollowerSessionOpened)
     one.reigns()
@@ -428,8 +430,8 @@ def test_who_knows_more_and_comes_behind_the_claim_leads_instead() -> None:
 
 
 @pytest.mark.parametrize("live", ["beat", "last will", "nothing"])
-def test_terms_that_the_broker_may_have_forgotten_are_left_out(live: str) -> None:
-    """Who saw the leader lead, in this very session, knows that there was none behind its term."""
+def test_terms_that_the_broker_may_have_lost_are_left_out(live: str) -> None:
+    """A coordinator that saw the leader lead in this very session knows that there was no later term."""
     one = One().follows(ANNA, Peer(name="anna", incarnation=1))
     if live == "beat":
         one.feed(LeaderHeartbeatSeen, leader=ANNA)
@@ -441,7 +443,9 @@ def test_terms_that_the_broker_may_have_forgotten_are_left_out(live: str) -> Non
 
 
 def test_an_older_record_is_as_good_as_none() -> None:
-    """Who led and was cut off finds the broker as it was before: another one may have led since."""
+    """A coordinator that led and was cut off finds the broker in an older state: another one may have led
+    since.
+    """
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(5, 3)), TIMING, shared=True)
     one.feed(FollowerSessionOpened)
@@ -459,8 +463,8 @@ def test_an_older_record_is_as_good_as_none() -> None:
     assert not one.reigns(found=before, term=5).resumed
 
 
-def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_nobody() -> None:
-    """Whoever took it meanwhile cannot have read the claim, and claims the same term."""
+def test_a_leader_session_lost_before_its_claim_leads_to_no_leader() -> None:
+    """A coordinator that took the session meanwhile cannot have read the claim, and claims the same term."""
     one = One()
     one.feed(FollowerSessionOpened)
     one.feed(LeaderSessionOpened, found=None, newest=(0, 0))
@@ -472,7 +476,7 @@ def test_a_seat_that_is_lost_before_the_claim_is_at_the_broker_is_led_from_by_no
     assert not one.has(Lead) and one.machine.leader == theirs
 
 
-def test_a_claim_that_does_not_come_back_is_given_up() -> None:
+def test_a_claim_that_the_broker_does_not_send_back_is_abandoned() -> None:
     one = One()
     one.feed(FollowerSessionOpened)
     one.feed(LeaderSessionOpened, found=None, newest=(0, 0))
@@ -486,7 +490,7 @@ def test_a_claim_that_does_not_come_back_is_given_up() -> None:
 
 
 def test_a_record_without_a_journal_is_a_claim_that_nothing_followed() -> None:
-    """Who claimed it died at once, and may be the one who knows most."""
+    """Its claimant died at once, and may be the one that knows most."""
     carl = Peer(name="carl", incarnation=3, position=(4, 9))
     one = One()
     one.machine = ElectionMachine(replace(one.machine.me, position=(4, 8)), TIMING, shared=True)
@@ -512,7 +516,7 @@ CARL = Leader(term=6, name="carl", incarnation=3)
 
 
 def waiting() -> One:
-    """anna, which led, is gone; dora stands before bert, which waits for its turn."""
+    """Let anna, which led, be gone; dora comes before bert, which waits for its turn."""
     one = One().follows(ANNA, Peer(name="anna", incarnation=1), Peer(name="dora", incarnation=4, priority=5))
     one.feed(LeaderVanished, incarnation=1, graceful=False)
     assert one.machine._due == {"turn": one.at + TIMING.election_s}, (
@@ -571,7 +575,7 @@ def test_a_leader_is_not_moved_by_its_own_record_heartbeat_or_last_will() -> Non
     assert one.machine.role is Role.LEADER and one.machine._due == due
 
 
-def test_who_was_deposed_steps_down_once() -> None:
+def test_a_deposed_leader_steps_down_once() -> None:
     one = leading()
     one.feed(LeaderSeen, leader=ANNA)
     assert one.has(StepDown)
@@ -589,7 +593,7 @@ def test_a_lost_follower_session_ends_its_timers() -> None:
         assert one.machine._due == {}
 
 
-def test_only_the_leader_tells_who_would_not_take_over() -> None:
+def test_only_the_leader_reports_ineligible_standbys() -> None:
     one = One().follows()
     assert one.feed(PeerSeen, peer=Peer(name="dora", incarnation=4, ineligible="older")) == []
 

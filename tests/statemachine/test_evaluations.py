@@ -1,4 +1,4 @@
-"""Evaluations in the cluster machine: each result is reported once, whatever fails."""
+"""Tests of evaluations in the cluster machine: each result is reported once, whatever fails."""
 
 import json
 import math
@@ -23,12 +23,12 @@ def evaluation(loss: float = 0.5) -> Evaluation:
 
 
 def after(step: int, found: Evaluation | None = None) -> CommittedStep:
-    """Step ``step`` as it is committed after an evaluation of the state before it."""
+    """Return step ``step`` as it is committed after an evaluation of the state before it."""
     return CommittedStep(step=step, vote=replace(vote(step), evaluation=found or evaluation()))
 
 
 def running(steps: int = 10) -> Coordination:
-    """Four nodes; step 1 is committed."""
+    """Start four nodes and commit step 1."""
     s = Coordination()
     s.running(4, steps)
     return s
@@ -41,7 +41,7 @@ def stepped(
 
 
 def told(s: Coordination) -> list[tuple[str, int | None]]:
-    """Steps and evaluations among the last effects."""
+    """Return the steps and evaluations among the last effects."""
     return [
         (e.name, e.step) for e in s.all(EmitEvent) if e.name in ("StepCommitted", "Evaluated", "JobFinished")
     ]
@@ -60,7 +60,7 @@ def resumed(s: Coordination) -> set[int]:
     return {to_one.command.evaluated for to_one in s.commands(Resume)}
 
 
-def test_an_evaluation_is_told_between_its_step_and_the_next() -> None:
+def test_an_evaluation_is_published_between_its_step_and_the_next() -> None:
     s = running()
     stepped(s, 1, committed(2), after(3), committed(4))
     assert told(s) == [("StepCommitted", 2), ("Evaluated", 2), ("StepCommitted", 3), ("StepCommitted", 4)]
@@ -70,7 +70,7 @@ def test_an_evaluation_is_told_between_its_step_and_the_next() -> None:
     assert told(s) == []
 
 
-def test_an_evaluation_that_a_heartbeat_alone_knows_of_is_told() -> None:
+def test_an_evaluation_that_only_a_heartbeat_shows_is_published() -> None:
     s = running()
     s.say("node-1", Heartbeat(generation=1, committed=after(2)))
     heard = []
@@ -82,7 +82,7 @@ def test_an_evaluation_that_a_heartbeat_alone_knows_of_is_told() -> None:
     assert heard == [("Evaluated", 1), ("StepCommitted", 2)]
 
 
-def test_an_evaluation_in_a_gap_is_told_with_the_missed_steps() -> None:
+def test_an_evaluation_in_a_gap_is_published_with_the_missed_steps() -> None:
     s = running()
     stepped(s, 1, committed(4))
     (asked,) = s.commands(RequestSteps)
@@ -95,7 +95,7 @@ def failure(s: Coordination) -> None:
     s.feed(NodeVanished, node="node-3", incarnation=103)
 
 
-def test_who_was_stopped_after_an_evaluation_reports_it_and_it_is_not_repeated() -> None:
+def test_a_trainer_stopped_after_an_evaluation_reports_it_and_it_is_not_repeated() -> None:
     s = running()
     failure(s)
     known = replace(report(1), evaluation=evaluation())
@@ -105,12 +105,12 @@ def test_who_was_stopped_after_an_evaluation_reports_it_and_it_is_not_repeated()
     assert told(s) == [("Evaluated", 1)]
     s.plan()
     assert resumed(s) == {1}
-    # Others may know another result of the same step: it was told.
+    # Other nodes may have a different result of the same step, but it was published.
     stepped(s, 2, after(2, evaluation(0.7)))
     assert told(s) == [("StepCommitted", 2)]
 
 
-def test_an_evaluation_that_nobody_finished_is_made_again() -> None:
+def test_an_evaluation_that_was_not_finished_is_repeated() -> None:
     s = running()
     failure(s)
     for node in ("node-0", "node-1", "node-2"):
@@ -121,7 +121,7 @@ def test_an_evaluation_that_nobody_finished_is_made_again() -> None:
     assert told(s) == [("Evaluated", 1), ("StepCommitted", 2)]
 
 
-def test_roll_forward_tells_the_evaluation_that_the_vote_carries() -> None:
+def test_roll_forward_publishes_the_evaluation_that_the_vote_carries() -> None:
     s = running()
     failure(s)
     ahead = replace(report(2), vote=after(2).vote)
@@ -144,7 +144,7 @@ def test_reports_of_another_step_or_lineage_say_nothing_of_this_one() -> None:
     assert decision.evaluation == evaluation(0.1) and Device(node="a", index=0) in decision.holdings
 
 
-def test_a_coordinator_that_starts_again_neither_repeats_an_evaluation_nor_forgets_one() -> None:
+def test_a_restarted_coordinator_neither_repeats_nor_loses_an_evaluation() -> None:
     s = running()
     stepped(s, 1, after(2))
     other = restarted(s)
@@ -181,7 +181,7 @@ def test_the_last_evaluation_waits_for_steps_that_were_missed() -> None:
     assert told(s) == [("StepCommitted", 2), ("StepCommitted", 3), ("Evaluated", 3), ("JobFinished", 3)]
 
 
-def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_that() -> None:
+def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_it() -> None:
     s = Coordination()
     s.feed(
         SubmitRequested, request="r", job=job(), start_checkpoint=Checkpoint(step=6, vote=vote(6), layers=4)
@@ -189,7 +189,7 @@ def test_a_job_that_begins_from_a_checkpoint_does_not_evaluate_that() -> None:
     assert s.machine.durable_state()["evaluated"] == 6
 
 
-def test_a_number_that_is_none_is_reported_as_such() -> None:
+def test_a_loss_that_is_not_a_number_is_reported_as_such() -> None:
     s = running()
     stepped(s, 1, after(2, evaluation(math.nan)))
     (event,) = [e for e in s.all(EmitEvent) if e.name == "Evaluated"]

@@ -1,4 +1,6 @@
-"""Exports of checkpoints for ``from_pretrained`` in the machine: when, and that nothing waits for them in vain."""
+"""Tests of exports of checkpoints for ``from_pretrained``: when they begin, and that nothing waits for them in
+vain.
+"""
 
 from typing import Any
 
@@ -19,7 +21,7 @@ from tests.helpers.writing import NODES, Writing, all_done
 
 
 class Exporting(Writing):
-    """Checkpoints every fourth step, of which the first after every eighth is exported."""
+    """A job with a checkpoint every fourth step, of which the first one after every eighth step is exported."""
 
     def feed(self, kind: Any, **values: Any) -> list[Any]:
         if kind is SubmitRequested:
@@ -81,7 +83,7 @@ def test_one_is_exported_at_a_time_and_a_failure_is_an_event() -> None:
 
 
 def finish(s: Exporting) -> None:
-    """The last of 12 steps is written; nothing but its export is left."""
+    """Let the last of 12 steps be written, so that only its export is missing."""
     s.train(steps=12)
     s.written(9)
     s.exported(9)
@@ -115,7 +117,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_exported() -> None:
 
 
 def taken_over(s: Exporting) -> list[int]:
-    """Steps that the next coordinator exports at once."""
+    """Return the steps that the next coordinator exports at once."""
     machine, effects = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
     s.machine = machine
     s.took(effects)
@@ -126,7 +128,7 @@ def taken_over(s: Exporting) -> list[int]:
     return begun
 
 
-def test_a_coordinator_that_takes_over_exports_what_it_does_not_know_to_be_done() -> None:
+def test_a_coordinator_that_takes_over_repeats_exports_of_unknown_outcome() -> None:
     s = Exporting()
     s.train()
     s.written(9)

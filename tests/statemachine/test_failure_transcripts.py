@@ -1,7 +1,8 @@
-"""One readable transcript for each row of the failure table in ARCHITECTURE.md (see ``transcripts``).
+"""Tests that compare one readable transcript for each row of the failure table in ARCHITECTURE.md (see
+``transcripts``).
 
-Rows that were written down before lie in ``test_cluster_transcripts`` and ``test_snapshots``. Every machine is driven
-through its public entry only: events go in, effects come out.
+The transcripts of some rows are in ``test_cluster_transcripts`` and ``test_snapshots``. Every machine is
+driven through its public interface only: events go in, effects come out.
 """
 
 import json
@@ -60,11 +61,11 @@ WITHOUT_HEADING = {
     "second_failure",
     "trainer_lost_and_back",
 }
-"""Transcripts of rows that were written before headings named the row."""
+"""Transcripts that were written before headings named the row."""
 
 
 def failure_rows() -> dict[str, str]:
-    """Return the last cell of each row of the failure table by the first."""
+    """Return the last cell of each row of the failure table, by its first cell."""
     section = ARCHITECTURE.read_text(encoding="utf-8").split("\n## Failures\n")[1].split("\n## ")[0]
     rows = [line.strip().strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     assert [cell.strip() for cell in rows[0]][-1] == "transcript"
@@ -103,7 +104,7 @@ class Failing(Coordination):
     def __init__(self, nodes: int = 4, steps: int = 10, timing: Timing | None = None) -> None:
         super().__init__(ClusterMachine(timing) if timing is not None else None)
         self.weighing: ComparePlan | None = None
-        """The last question for a better plan."""
+        """The last request for a comparison of plans."""
         self.running(nodes, steps)
 
     def took(self, effects: list[Effect]) -> list[Effect]:
@@ -121,7 +122,8 @@ class Failing(Coordination):
     ) -> dict[str, Heartbeat]:
         """Return a heartbeat for each of these nodes.
 
-        :param slowness: of nodes whose trainers take this many times as long; all others take what the profile says.
+        :param slowness: factor by which the trainers of a node are slower; all others take what the profile
+        says.
         """
         return {
             name: Heartbeat(
@@ -137,7 +139,7 @@ class Failing(Coordination):
             self.quiesced(name, generation, report(step, held=HELD[name]))
 
     def refuse_plan(self) -> None:
-        """Answer the ComputePlan among the last effects: the planner has no plan."""
+        """Answer the ComputePlan among the last effects with the planner's rejection."""
         asked: ComputePlan = self.one(ComputePlan)
         answer: dict[str, Any] = {
             "generation": asked.generation,
@@ -455,7 +457,7 @@ def test_coordinator_cut_off() -> None:
     s.compare("coordinator_cut_off")
 
 
-def test_node_forgotten() -> None:
+def test_node_removed() -> None:
     s = Failing(timing=Timing(remove_offline_s=60.0))
     s.failure(
         "a node never comes back (names that are new each time)",
@@ -539,16 +541,16 @@ ANNA, BERT = Peer(name="anna", incarnation=1, priority=1), Peer(name="bert", inc
 
 
 class Election(Script):
-    """The election machine of one coordinator; another one leads, or it does."""
+    """Election machine of one coordinator that follows or leads."""
 
     machine: ElectionMachine
 
     def use(self, machine: ElectionMachine) -> None:
-        """Go on with the machine of another coordinator."""
+        """Continue with the machine of another coordinator."""
         self.machine, self.due = machine, {}
 
     def follow(self) -> None:
-        """bert stands by, and anna leads in term 4."""
+        """Let bert be a standby while anna leads in term 4."""
         self.use(ElectionMachine(BERT, Timing()))
         self.feed(LeaderSeen, leader=Leader(term=4, name="anna", incarnation=1))
         self.feed(PeerSeen, peer=ANNA)
@@ -556,7 +558,7 @@ class Election(Script):
         self.role()
 
     def claim(self) -> None:
-        """The broker sends the record back that the last effects published."""
+        """Send the record back that the last effects published, as the broker does."""
         self.feed(LeaderSeen, leader=self.one(ClaimTerm).leader)
 
     def role(self) -> None:

@@ -1,4 +1,4 @@
-"""Expected time to the next failure: given, or learned; and what else a submitted job brings along."""
+"""Tests of the expected time to the next failure, given or learned, and of a profile that comes with a job."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ from tests.helpers.transcripts import PROFILE, Coordination, job, report
 
 
 def started(nodes: int = 4, **submitted: Any) -> tuple[Coordination, Situation]:
-    """A job up to its first plan, and what the planner was asked."""
+    """Bring a job to its first plan; return the scenario and the situation that the planner was asked about."""
     s = Coordination()
     s.feed(BrokerConnected)
     for number in range(nodes):
@@ -40,7 +40,7 @@ def started(nodes: int = 4, **submitted: Any) -> tuple[Coordination, Situation]:
 
 
 def run(s: Coordination, generation: int, nodes: list[str], *, for_s: float) -> None:
-    """Answer the plan that was asked for and train for a while."""
+    """Answer the requested plan and train for a while."""
     s.plan()
     for name in nodes:
         s.resumed(name, generation)
@@ -67,14 +67,14 @@ def test_before_anything_is_known_a_node_fails_once_a_day() -> None:
     assert situation.horizon_s == expected(0, 0.0, 4) == pytest.approx(6 * 3600, rel=0.05)
 
 
-def test_what_the_user_says_is_taken() -> None:
+def test_the_user_s_value_is_used() -> None:
     s, situation = started(4, job=replace(job(), horizon_s=77.5))
     assert situation.horizon_s == 77.5
     run(s, 1, [f"node-{n}" for n in range(4)], for_s=10)
     assert lose(s, 2, "node-3", ["node-0", "node-1", "node-2"]).horizon_s == 77.5
 
 
-def test_failures_shorten_it_and_quiet_time_lengthens_it() -> None:
+def test_failures_shorten_the_expected_time_and_quiet_time_lengthens_it() -> None:
     names = [f"node-{n}" for n in range(4)]
     s, _ = started(4)
     run(s, 1, names, for_s=1000)
@@ -104,7 +104,7 @@ def test_two_losses_in_one_recovery_are_one_failure() -> None:
     assert situation.horizon_s == expected(1, 400, 2)
 
 
-def test_it_survives_the_coordinator_and_ends_with_the_job() -> None:
+def test_the_expected_time_survives_a_restart_and_ends_with_the_job() -> None:
     names = [f"node-{n}" for n in range(4)]
     s, _ = started(4)
     run(s, 1, names, for_s=100)
@@ -133,7 +133,7 @@ def test_a_journal_without_exposure_counts_no_failures() -> None:
     assert machine.durable_state()["exposure"]["failures"] == 0
 
 
-def test_a_job_that_brings_its_profile_has_nothing_measured() -> None:
+def test_a_job_with_a_profile_is_not_measured() -> None:
     s = Coordination()
     s.feed(BrokerConnected)
     s.hello("node-0", 100)

@@ -1,4 +1,6 @@
-"""Names that never come back: who is forgotten, who stays, and what becomes of one that comes after all."""
+"""Tests of the removal of nodes that never return: which are removed, which stay, and what happens if one
+returns.
+"""
 
 from dataclasses import replace
 
@@ -24,7 +26,7 @@ DAY_S = 86_400.0
 
 
 def look(s: Coordination, after_s: float = 0.0) -> list[str]:
-    """So much later, everybody who is there having been heard; who is forgotten."""
+    """Let time pass with heartbeats of every live node; return the nodes that are removed."""
     s.wait(after_s)
     for name, node in s.machine._c.nodes.items():
         if node.alive:
@@ -38,7 +40,7 @@ def look(s: Coordination, after_s: float = 0.0) -> list[str]:
 
 
 def pods(count: int) -> Coordination:
-    """So many nodes came, each under a name of its own, a second apart, and each is gone."""
+    """Let this many nodes come, each under its own name and a second apart, and go again."""
     s = Coordination()
     s.feed(BrokerConnected)
     for number in range(count):
@@ -49,7 +51,7 @@ def pods(count: int) -> Coordination:
 
 
 def without_node_3() -> Coordination:
-    """Three nodes train; the fourth was lost, and its state is not needed."""
+    """Let three nodes train after the fourth was lost, whose state is not needed."""
     s = running()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     for name, held in (("node-0", (0, 1)), ("node-1", (2, 3)), ("node-2", (0, 1))):
@@ -60,14 +62,14 @@ def without_node_3() -> Coordination:
     return s
 
 
-def test_a_node_that_is_away_for_long_is_forgotten() -> None:
+def test_a_node_that_is_offline_for_long_is_removed() -> None:
     s = pods(1)
     assert look(s, DAY_S - 2.0) == []
     assert look(s, 2.0) == ["pod-0"]
     assert look(s) == []
 
 
-def test_of_many_that_are_gone_the_last_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_offline_nodes_the_last_stay_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MIN_LISTED_OFFLINE", 3)
     s = pods(5)
     assert look(s) == ["pod-0", "pod-1"]
@@ -80,7 +82,7 @@ def test_of_many_that_are_gone_the_last_are_listed(monkeypatch: pytest.MonkeyPat
     assert look(s) == ["pod-2", "pod-3", "pod-4", "away-0", "away-1"]
 
 
-def test_whom_a_recovery_is_about_is_kept_until_it_is_over() -> None:
+def test_the_node_of_a_recovery_stays_listed_until_its_end() -> None:
     s = without_node_3()
     assert look(s, 2 * DAY_S) == []
     s.stepped("node-0", 2, 2)
@@ -88,7 +90,7 @@ def test_whom_a_recovery_is_about_is_kept_until_it_is_over() -> None:
     assert look(s) == ["node-3"]
 
 
-def test_whom_the_plan_names_is_kept_while_the_job_is_paused() -> None:
+def test_a_node_of_the_plan_stays_listed_while_the_job_is_paused() -> None:
     s = running(2)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.quiesced("node-0", 2, report(1, held=(0, 1)))
@@ -100,7 +102,7 @@ def test_whom_the_plan_names_is_kept_while_the_job_is_paused() -> None:
 
 
 def without_a_plan_for_node_2() -> Coordination:
-    """Two nodes train; the third reported what it has, and stands by."""
+    """Let two nodes train while the third, which reported its state, is idle."""
     s = Coordination()
     s.feed(BrokerConnected)
     names = ("node-0", "node-1", "node-2")
@@ -134,8 +136,8 @@ def pause_without_node_1(s: Coordination) -> None:
     assert s.machine.phase is ClusterPhase.PAUSED
 
 
-def test_who_stood_by_and_may_come_back_with_state_is_kept_while_that_may_be_wanted() -> None:
-    """No plan, no report and no snapshot names it: it holds what it reported all the same."""
+def test_an_idle_node_with_state_stays_listed_while_it_may_be_needed() -> None:
+    """No plan, report or snapshot names it, but it holds what it reported."""
     s = without_a_plan_for_node_2()
     s.feed(NodeVanished, node="node-2", incarnation=102)
     pause_without_node_1(s)
@@ -145,14 +147,14 @@ def test_who_stood_by_and_may_come_back_with_state_is_kept_while_that_may_be_wan
     assert not sent(s, Fence)
 
 
-def test_who_stood_by_is_forgotten_while_the_job_trains() -> None:
+def test_an_idle_node_is_removed_while_the_job_trains() -> None:
     s = without_a_plan_for_node_2()
     s.feed(NodeVanished, node="node-2", incarnation=102)
     assert look(s, 2 * DAY_S) == ["node-2"]
 
 
 @pytest.mark.parametrize("how", ["goodbye", "no trainers", "never counted", "resumed without it"])
-def test_who_has_no_state_that_counts_is_forgotten_while_the_job_is_paused(how: str) -> None:
+def test_a_node_without_state_that_counts_is_removed_while_the_job_is_paused(how: str) -> None:
     s, gone = without_a_plan_for_node_2(), "node-2"
     if how == "no trainers":
         s.say("node-2", TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"))
@@ -173,7 +175,7 @@ def test_who_has_no_state_that_counts_is_forgotten_while_the_job_is_paused(how: 
     assert look(s, 2 * DAY_S) == [gone]
 
 
-def test_who_comes_back_with_state_after_it_was_forgotten_is_fenced() -> None:
+def test_a_removed_node_that_returns_with_state_is_fenced() -> None:
     s = without_node_3()
     s.stepped("node-0", 2, 2)
     assert look(s, 2 * DAY_S) == ["node-3"]
@@ -186,15 +188,15 @@ def test_who_comes_back_with_state_after_it_was_forgotten_is_fenced() -> None:
     assert "NodeJoined" in events(s)
 
 
-def test_what_is_retained_of_a_stranger_who_is_gone_is_deleted() -> None:
+def test_retained_messages_of_an_unknown_node_that_is_gone_are_deleted() -> None:
     s = running()
     s.feed(NodeVanished, node="pod-7", incarnation=7)
     assert s.one(RemoveNode).node == "pod-7"
     assert events(s) == []
 
 
-def test_a_lost_trainer_of_a_node_that_stands_by_interrupts_nothing() -> None:
-    """It was quiesced with the others and has no place in the plan, so there is nothing to recover."""
+def test_a_lost_trainer_of_an_idle_node_interrupts_nothing() -> None:
+    """It was quiesced with the others and is not in the plan, so there is nothing to recover."""
     s = without_a_plan_for_node_2()
     s.wait(0.1)
     s.say("node-2", TrainerLost(generation=1, device=0, cause="exited", detail="signal 9"))

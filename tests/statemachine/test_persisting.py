@@ -64,7 +64,7 @@ CHECKPOINT = Checkpoint(step=7, vote=vote(7), layers=LAYERS, size_bytes=100)
 # --- writing -------------------------------------------------------------------------------------
 
 
-def test_every_layer_is_written_once_by_an_owner_and_the_shares_are_alike() -> None:
+def test_every_layer_is_written_once_by_an_owner_and_the_shares_are_balanced() -> None:
     record = Snapshot(step=4, generation=1, vote=vote(4), groups=GROUPS)
     assert share_layers(record, NODES, PROFILE) == {
         "node-0": (0,),
@@ -76,7 +76,7 @@ def test_every_layer_is_written_once_by_an_owner_and_the_shares_are_alike() -> N
     assert share_layers(record, ("node-0",), PROFILE) == {"node-0": (0, 1)}
 
 
-def test_attempts_are_told_apart() -> None:
+def test_attempts_have_distinct_names() -> None:
     records = [
         Snapshot(step=step, generation=generation, vote=vote(1), groups=GROUPS)
         for step in (4, 5)
@@ -87,7 +87,7 @@ def test_attempts_are_told_apart() -> None:
     assert all(name.replace("_", "").isalnum() for name in names)
 
 
-def test_a_snapshot_far_enough_behind_the_last_one_is_written_and_committed() -> None:
+def test_a_snapshot_far_enough_after_the_last_checkpoint_is_written_and_committed() -> None:
     s = Writing()
     s.train()
     s.snapshot(3)
@@ -117,7 +117,7 @@ def test_a_snapshot_far_enough_behind_the_last_one_is_written_and_committed() ->
     assert len(s.orders()) == 4
 
 
-def test_the_snapshot_that_is_written_stays_pinned_until_that_is_over() -> None:
+def test_the_snapshot_that_is_being_written_stays_pinned_until_the_end() -> None:
     s = Writing()
     s.train()
     s.snapshot(5)
@@ -131,7 +131,7 @@ def test_the_snapshot_that_is_written_stays_pinned_until_that_is_over() -> None:
     assert {sent.command for sent in s.commands(RetainSnapshot)} == {RetainSnapshot(job_id="job-1", step=8)}
 
 
-def test_one_that_fails_is_given_up_and_the_next_snapshot_is_tried() -> None:
+def test_a_failed_checkpoint_is_abandoned_and_the_next_snapshot_is_tried() -> None:
     s = Writing()
     s.train()
     s.snapshot(5)
@@ -148,7 +148,7 @@ def test_one_that_fails_is_given_up_and_the_next_snapshot_is_tried() -> None:
     assert {order.record.step for order in s.orders().values()} == {7}
 
 
-def test_a_lost_node_gives_it_up_but_not_one_that_is_done() -> None:
+def test_a_lost_node_abandons_the_checkpoint_unless_it_has_written_its_share() -> None:
     s = Writing()
     s.train()
     s.snapshot(5)
@@ -173,7 +173,7 @@ def test_a_node_whose_order_was_lost_gets_it_again_with_its_hello() -> None:
     assert not s.orders()
 
 
-def test_a_commit_that_fails_and_a_disk_that_hangs_give_it_up() -> None:
+def test_a_failed_commit_or_a_hanging_disk_abandons_the_checkpoint() -> None:
     s = Writing()
     s.train()
     s.snapshot(5)
@@ -190,7 +190,7 @@ def test_a_commit_that_fails_and_a_disk_that_hangs_give_it_up() -> None:
     assert "did not write" in s.events("CheckpointAbandoned")[0].reason
 
 
-def test_a_coordinator_that_restarts_gives_up_what_it_had_begun() -> None:
+def test_a_coordinator_that_restarts_abandons_the_checkpoint_that_it_began() -> None:
     s = Writing()
     s.train()
     s.written(5)
@@ -241,7 +241,7 @@ def test_a_job_ends_although_its_last_step_cannot_be_written() -> None:
 # --- going back, and going on --------------------------------------------------------------------
 
 
-def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
+def test_all_nodes_go_back_to_the_newest_sound_checkpoint() -> None:
     s = Writing()
     gone(s)
     generation = s.machine.generation
@@ -260,7 +260,7 @@ def test_everybody_goes_back_to_the_newest_sound_checkpoint() -> None:
     restore = s.commands(Resume)[0].command.restore
     assert (restore.url, restore.job_name, restore.step) == ("/checkpoints", "tiny", 5)
     assert s.machine.snapshot is None
-    # A node finds a byte that was not written so: the next older one.
+    # A node finds a corrupt byte: the next older one.
     s.say("node-1", RestoreFailed(generation=generation, detail="layer 2 is damaged", damaged=True))
     assert s.events("CheckpointSkipped")[0].step == 5
     for name in NODES:
@@ -285,7 +285,7 @@ def test_a_job_begins_from_a_checkpoint() -> None:
     assert s.machine.committed_step == 7
 
 
-def test_a_checkpoint_that_does_not_fit_the_job_is_refused() -> None:
+def test_a_checkpoint_that_does_not_fit_the_job_is_rejected() -> None:
     s = Writing()
     s.feed(BrokerConnected)
     s.feed(SubmitRequested, request="r", job=writing_job(steps=5), start_checkpoint=CHECKPOINT)
@@ -317,7 +317,7 @@ def test_the_first_trainer_that_cannot_take_the_state_ends_the_job_with_the_laye
 
 
 def looking(s: Writing) -> FindCheckpoint:
-    """All memory is lost, and the newest checkpoint is looked for."""
+    """Lose all memory, so that the newest checkpoint is searched for."""
     gone(s)
     for name in NODES:
         s.quiesced(name, s.machine.generation, report())
@@ -327,7 +327,7 @@ def looking(s: Writing) -> FindCheckpoint:
     return asked
 
 
-def test_a_found_checkpoint_counts_once_and_for_its_generation() -> None:
+def test_a_found_checkpoint_counts_once_and_only_for_its_generation() -> None:
     s = Writing()
     asked = looking(s)
     assert s.due["find"] == pytest.approx(s.now + Timing().checkpoint_location_s)
@@ -346,7 +346,7 @@ def test_a_found_checkpoint_counts_once_and_for_its_generation() -> None:
     assert s.events("MessageIgnored") and not s.all(ComputePlan)
 
 
-def test_a_place_that_cannot_be_read_is_looked_at_again_after_a_tenth_of_the_time() -> None:
+def test_an_unreadable_checkpoint_location_is_read_again_after_a_tenth_of_the_time() -> None:
     s = Writing()
     asked = looking(s)
     nothing = {"checkpoint": None, "skipped": (), "reason": "stale file handle", "unreadable": True}
@@ -413,7 +413,7 @@ def test_a_trainer_that_cannot_take_a_state_is_at_fault_where_no_checkpoint_was_
 # --- a node --------------------------------------------------------------------------------------
 
 
-def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_asked_for() -> None:
+def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_requested() -> None:
     s = Writing()
     s.train()
     s.snapshot(4)
@@ -429,7 +429,7 @@ def test_a_lost_order_to_write_is_sent_again_and_a_lost_answer_asked_for() -> No
     }
 
 
-def test_a_lost_order_to_write_no_more_is_sent_again() -> None:
+def test_a_lost_cancellation_is_sent_again() -> None:
     s = Writing()
     s.train()
     assert CancelPersist in {type(command) for command in s.acknowledge("node-1", persist_attempt="another")}
@@ -470,7 +470,7 @@ def test_a_node_obeys_an_order_once_and_answers_until_the_next_one() -> None:
     assert s.said(LayersPersisted) == [written]
 
 
-def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
+def test_a_new_order_or_a_cancellation_ends_what_is_being_written() -> None:
     s = Node()
     s.command(persist_order(5))
     s.command(persist_order(9))
@@ -485,13 +485,13 @@ def test_another_order_and_a_cancel_end_what_is_being_written() -> None:
     assert not s.all(PersistLayers)
 
 
-def test_an_order_that_comes_behind_its_cancelling_is_not_carried_out() -> None:
-    """They come on two topics, between which there is no order."""
+def test_an_order_that_arrives_after_its_cancellation_is_not_carried_out() -> None:
+    """They arrive on two topics, which have no common order."""
     s = Node()
     s.command(CancelPersist(job_id="job-1", attempt=persist_order(5).attempt))
     s.command(persist_order(5))
     assert not s.all(PersistLayers)
-    assert "given up" in s.said(PersistFailed)[0].detail
+    assert "cancelled" in s.said(PersistFailed)[0].detail
     s.command(persist_order(9))
     assert s.one(PersistLayers).order == persist_order(9)
     s.command(persist_order(5))

@@ -1,4 +1,6 @@
-"""What does not answer, or cannot be read: how long a job waits for it, and what it does then."""
+"""Tests of limits: how long a job waits for something that does not answer or cannot be read, and what it does
+then.
+"""
 
 from statemachine.agent.events import TrainerReported
 from statemachine.effects import (
@@ -24,7 +26,7 @@ TIMING = Timing()
 # --- the end of a job --------------------------------------------------------------------------------
 
 
-def test_the_limit_of_the_end_grows_with_the_bytes_and_is_at_most_that_of_writing() -> None:
+def test_the_finish_limit_grows_with_the_bytes_up_to_the_persist_limit() -> None:
     assert TIMING.finish_limit_s(0) == 120.0
     assert TIMING.finish_limit_s(16 * 2**20 * 30) == 150.0
     assert TIMING.finish_limit_s(2**50) == TIMING.persist_s
@@ -45,7 +47,7 @@ def test_a_disk_that_hangs_does_not_keep_a_job_from_ending() -> None:
     assert s.events("JobFinished")
 
 
-def test_nor_does_a_snapshot_that_nobody_can_order() -> None:
+def test_a_snapshot_that_cannot_be_ordered_does_not_keep_a_job_from_ending() -> None:
     s = Writing()
     s.train(steps=8)
     s.written(5)
@@ -57,7 +59,7 @@ def test_nor_does_a_snapshot_that_nobody_can_order() -> None:
     assert s.events("JobFinished")
 
 
-def test_an_earlier_one_that_hangs_counts_into_the_same_limit() -> None:
+def test_an_earlier_checkpoint_that_hangs_counts_toward_the_same_limit() -> None:
     s = Writing()
     s.train(steps=8)
     s.snapshot(5)
@@ -76,7 +78,7 @@ def test_an_earlier_one_that_hangs_counts_into_the_same_limit() -> None:
 
 
 def hang(s: Writing, step: int) -> CommitCheckpoint:
-    """Every layer is written, and the commit does not end."""
+    """Let every layer be written and the commit hang."""
     s.snapshot(step)
     for node, order in s.orders().items():
         s.wrote(order, node)
@@ -86,7 +88,7 @@ def hang(s: Writing, step: int) -> CommitCheckpoint:
     return commit
 
 
-def test_a_commit_that_hangs_is_given_up_and_the_next_snapshot_is_tried() -> None:
+def test_a_commit_that_hangs_is_abandoned_and_the_next_snapshot_is_tried() -> None:
     s = Writing()
     s.train()
     commit = hang(s, 5)
@@ -96,7 +98,7 @@ def test_a_commit_that_hangs_is_given_up_and_the_next_snapshot_is_tried() -> Non
     assert s.events("MessageIgnored")
 
 
-def test_what_a_commit_that_hangs_may_yet_leave_is_passed_over_once_it_was_undone() -> None:
+def test_a_checkpoint_of_an_abandoned_commit_is_skipped_once_its_steps_are_undone() -> None:
     s = Writing()
     gone(s, before=lambda: hang(s, 9))
     asked_nodes(s)
@@ -119,7 +121,7 @@ CHECKPOINT_5 = Checkpoint(step=5, vote=vote(5), layers=LAYERS)
 
 
 def asked_nodes(s: Writing) -> None:
-    """Everybody says that nothing is left."""
+    """Let every node report that it holds nothing."""
     generation = s.machine.generation
     for name in NODES:
         s.quiesced(name, generation, report())
@@ -129,7 +131,7 @@ def asked_nodes(s: Writing) -> None:
 
 
 def looked(s: Writing) -> FindCheckpoint:
-    """And the place is looked at."""
+    """Return the search of the checkpoint location that follows."""
     asked_nodes(s)
     asked: FindCheckpoint = s.one(FindCheckpoint)
     return asked
@@ -146,7 +148,7 @@ def unreadable(s: Writing, asked: FindCheckpoint) -> None:
     )
 
 
-def test_a_place_that_cannot_be_read_is_tried_again_while_paused() -> None:
+def test_an_unreadable_checkpoint_location_is_tried_again_while_paused() -> None:
     s = Writing()
     gone(s)
     unreadable(s, looked(s))
@@ -159,7 +161,7 @@ def test_a_place_that_cannot_be_read_is_tried_again_while_paused() -> None:
     assert s.events("RolledBack")[0].step == 5
 
 
-def test_it_is_given_up_after_lost_state_s_with_the_reason() -> None:
+def test_an_unreadable_checkpoint_location_fails_the_job_after_lost_state_s() -> None:
     s = Writing()
     gone(s)
     unreadable(s, looked(s))
@@ -170,10 +172,10 @@ def test_it_is_given_up_after_lost_state_s_with_the_reason() -> None:
     s.fire("give_up", after_s=3.0)
     unreadable(s, looked(s))
     reason = s.events("JobFailed")[0].reason
-    assert "input/output error; and so it has been for 30 s" in reason
+    assert "input/output error; this has lasted for 30 s" in reason
 
 
-def test_a_place_that_does_not_answer_is_one_that_cannot_be_read() -> None:
+def test_a_checkpoint_location_that_does_not_answer_is_unreadable() -> None:
     s = Writing()
     gone(s)
     asked = looked(s)
@@ -184,7 +186,7 @@ def test_a_place_that_does_not_answer_is_one_that_cannot_be_read() -> None:
     assert s.events("MessageIgnored")
 
 
-def test_a_node_that_cannot_read_it_is_asked_again_after_a_while() -> None:
+def test_a_node_that_cannot_read_the_checkpoint_location_is_asked_again_later() -> None:
     s = Writing()
     gone(s)
     asked = looked(s)
@@ -227,13 +229,15 @@ def training(devices: int = 2) -> Daemon:
 
 
 def snapped(s: Daemon) -> list[tuple[int, bool]]:
-    """Devices whose trainers were told to take a snapshot, and whether as the last one."""
+    """Return the devices whose trainers were told to take a snapshot, and whether it was to be the last one."""
     told = [(effect.device, effect.instruction) for effect in s.all(InstructTrainer)]
     return [(device, snap.last) for device, snap in told if isinstance(snap, trainer.StartSnapshot)]
 
 
 def test_only_one_trainer_asks_for_a_snapshot() -> None:
-    """Else the second could ask behind the ballot in which the first one did: two, for one order."""
+    """Otherwise the second trainer could ask after the VOTE in which the first one asked: two snapshots for
+    one order.
+    """
     s = training(devices=2)
     s.order(TakeSnapshot(generation=1, after_step=1))
     assert snapped(s) == [(0, False)]
@@ -243,7 +247,7 @@ def test_only_one_trainer_asks_for_a_snapshot() -> None:
     assert not snapped(s), "of another generation"
 
 
-def test_all_trainers_snapshot_behind_the_last_step() -> None:
+def test_all_trainers_take_a_snapshot_after_the_last_step() -> None:
     s = training(devices=2)
     for device in range(2):
         s.feed(TrainerReported, device=device, report=Finished(generation=1, step=10, digests={}))
@@ -251,8 +255,10 @@ def test_all_trainers_snapshot_behind_the_last_step() -> None:
     assert snapped(s) == [(0, True), (1, True)]
 
 
-def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothing() -> None:
-    """It kept step 8, the others went back to a checkpoint of step 4; while it says 8 none is ordered."""
+def test_a_snapshot_retained_from_another_lineage_does_not_count() -> None:
+    """It retained step 8 while the others returned to a checkpoint of step 4; as long as it names 8, no
+    snapshot is ordered.
+    """
     s = training()
     s.order(RetainSnapshot(job_id="job-1", step=8))
     assert s.all(RetainSnapshotCopies)
@@ -266,7 +272,7 @@ def test_what_a_node_keeps_of_a_past_that_was_undone_without_it_counts_for_nothi
     assert s.all(RetainSnapshotCopies) == [], "an older one"
 
 
-def test_what_is_gone_back_to_stays() -> None:
+def test_the_snapshot_that_is_restored_stays_retained() -> None:
     s = training()
     s.order(RetainSnapshot(job_id="job-1", step=8))
     s.quiesced(3)

@@ -1,4 +1,4 @@
-"""Details of a recovery that the mutation run asks for: what is ignored, what is counted, and what is told of it."""
+"""Tests of recovery details that kill mutants: what is ignored, what is counted, and what is reported."""
 
 from typing import Any
 
@@ -47,7 +47,7 @@ HELD = {"node-0": (0, 1), "node-1": (2, 3), "node-2": (0, 1), "node-3": (2, 3)}
 
 
 class Recovering(Coordination):
-    """A job that has committed its first step in generation 1."""
+    """Start a job that has committed its first step in generation 1."""
 
     def __init__(self, nodes: int = 4, steps: int = 10) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Recovering(Coordination):
             self.quiesced(name, generation, report(step, held=HELD[name]))
 
     def goes_on(self, generation: int, *names: str, step: int = 1) -> None:
-        """From the reports of these nodes to the first commit."""
+        """Let these nodes report, resume and commit a step."""
         self.reports(generation, *names, step=step)
         self.plan()
         for name in names:
@@ -70,7 +70,7 @@ class Recovering(Coordination):
 
     @property
     def recovery(self) -> dict[str, Any]:
-        """What the last effects tell of a recovery."""
+        """Return what the last effects report about a recovery."""
         [event] = self.events("RecoveryCompleted")
         told: dict[str, Any] = event.details["recovery"]
         return told
@@ -221,11 +221,11 @@ def test_a_newcomer_that_is_lost_before_the_boundary_costs_nothing() -> None:
 # --- reports -------------------------------------------------------------------------------------
 
 
-def test_reports_of_another_generation_or_of_nobody_who_is_asked_are_ignored() -> None:
+def test_reports_of_another_generation_or_of_unexpected_nodes_are_ignored() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 1, report(1, held=(0, 1)))
-    assert [event.reason for event in s.events("MessageIgnored")] == ["reports that nobody waits for"]
+    assert [event.reason for event in s.events("MessageIgnored")] == ["unexpected reports"]
     assert "node-0" in s.machine.public_state()["waiting_for"]
     s.hello("node-4", 104)
     s.quiesced("node-4", 2, report())
@@ -241,7 +241,7 @@ def test_reports_before_the_first_generation_are_ignored() -> None:
     assert [event.reason for event in s.all(EmitEvent) if event.name == "MessageIgnored"]
 
 
-def test_a_node_whose_report_is_not_complete_builds_the_job_and_joins_then() -> None:
+def test_a_node_with_an_incomplete_report_builds_the_job_and_joins_later() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-2", 2)
@@ -256,7 +256,7 @@ def test_a_node_whose_report_is_not_complete_builds_the_job_and_joins_then() -> 
     assert set(s.modes()) == {"node-0", "node-1", "node-2"}
 
 
-def test_who_missed_a_decision_is_lost_and_the_others_abort() -> None:
+def test_a_node_that_missed_a_decision_is_lost_and_the_others_abort() -> None:
     s = Recovering()
     s.say("node-3", TrainerLost(generation=1, device=0, cause="exited", detail=""))
     s.goes_on(2, "node-0", "node-1", "node-2")
@@ -271,7 +271,7 @@ def test_who_missed_a_decision_is_lost_and_the_others_abort() -> None:
     assert (s.recovery["cause"], s.recovery["nodes"]) == ("node_lost", ["node-3"])
 
 
-def test_a_join_computes_no_step_again_and_an_abort_does() -> None:
+def test_a_join_recomputes_no_step_and_an_abort_does() -> None:
     s = Recovering(3)
     s.hello("node-3", 103)
     s.say("node-3", Prepared(job_id="job-1", profile=None))
@@ -286,7 +286,7 @@ def test_a_join_computes_no_step_again_and_an_abort_does() -> None:
     assert s.recovery["recomputed_steps"] == 1
 
 
-def test_a_loss_after_the_last_step_computes_nothing_again() -> None:
+def test_a_loss_after_the_last_step_recomputes_nothing() -> None:
     s = Recovering(4, steps=1)
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -297,7 +297,7 @@ def test_a_loss_after_the_last_step_computes_nothing_again() -> None:
     assert s.recovery["recomputed_steps"] == 0
 
 
-def test_a_roll_forward_computes_nothing_again() -> None:
+def test_a_roll_forward_recomputes_nothing() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1), ready=True))
@@ -313,7 +313,7 @@ def test_a_roll_forward_computes_nothing_again() -> None:
 # --- timers --------------------------------------------------------------------------------------
 
 
-def test_a_new_generation_ends_the_timers_of_the_one_before() -> None:
+def test_a_new_generation_cancels_the_timers_of_the_previous_one() -> None:
     s = Recovering()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.hello("node-4", 104)
@@ -329,7 +329,7 @@ def test_a_new_generation_ends_the_timers_of_the_one_before() -> None:
     assert "resume" in s.cancelled()
 
 
-def test_a_pause_that_ends_gives_nothing_up() -> None:
+def test_a_pause_that_ends_cancels_its_time_limit() -> None:
     s = Recovering(3)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-2", incarnation=102)
@@ -348,7 +348,7 @@ def test_a_pause_that_ends_gives_nothing_up() -> None:
 # --- what is foreseen ----------------------------------------------------------------------------
 
 
-def test_a_plan_is_foreseen_for_an_abort_and_not_for_a_boundary() -> None:
+def test_the_planner_plans_ahead_for_an_abort_and_not_for_a_boundary() -> None:
     s = Recovering()
     s.feed(DrainRequested, request="d", node="node-3")
     s.fire("join", 0.1)
@@ -359,7 +359,7 @@ def test_a_plan_is_foreseen_for_an_abort_and_not_for_a_boundary() -> None:
     assert not s.all(PlanAhead)
 
 
-def test_a_drain_that_has_to_wait_is_told_with_the_reason() -> None:
+def test_a_drain_that_has_to_wait_is_reported_with_the_reason() -> None:
     s = Recovering(2)
     s.feed(DrainRequested, request="d", node="node-1")
     s.fire("join", 0.1)
@@ -381,14 +381,14 @@ def ignored(s: Recovering) -> list[str]:
 
 
 def without_node_3() -> Recovering:
-    """Three of four nodes train in generation 2."""
+    """Let three of four nodes train in generation 2."""
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.goes_on(2, "node-0", "node-1", "node-2")
     return s
 
 
-def test_a_message_of_an_incarnation_that_is_over_is_ignored_and_told() -> None:
+def test_a_message_of_a_past_incarnation_is_ignored_and_reported() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.hello("node-3", 203)
@@ -441,16 +441,16 @@ def test_a_node_that_was_heard_within_the_time_of_silence_keeps_its_name() -> No
     assert [type(one.command) for one in s.commands()] == [Reject]
 
 
-def test_a_hello_from_before_another_one_is_ignored() -> None:
+def test_a_hello_that_is_older_than_the_last_one_is_ignored() -> None:
     s = Recovering()
     s.hello("node-3", 103, job_id="job-1", prepared=True, generation=7, training=True)
     s.hello("node-3", 103, job_id="job-1", prepared=True, generation=6, training=True)
-    assert ignored(s) == ["a Hello from before what this node said since"]
+    assert ignored(s) == ["a Hello that is older than this node's last report"]
     s.feed(NodeVanished, node="node-2", incarnation=102)
     assert s.machine.generation > 7, "a node that obeyed another coordinator never gets its generation again"
 
 
-def test_a_hello_tells_where_the_node_is_now() -> None:
+def test_a_hello_updates_the_address_of_the_node() -> None:
     s = Recovering()
     s.hello(
         "node-3",
@@ -472,7 +472,7 @@ def test_trainers_of_a_job_that_is_not_known_are_stopped() -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_snapshots_of_a_finished_job_are_given_up_and_of_a_failed_one_kept(failed: bool) -> None:
+def test_snapshots_of_a_finished_job_are_freed_and_of_a_failed_one_retained(failed: bool) -> None:
     s = Recovering(2)
     if failed:
         s.feed(NodeVanished, node="node-1", incarnation=101, graceful=True)
@@ -522,7 +522,7 @@ def test_a_planned_node_that_does_not_train_in_this_generation_has_lost_its_trai
     assert not s.commands(Resume)
 
 
-def test_who_reported_is_not_asked_again_and_who_waits_gets_its_resume_again() -> None:
+def test_a_node_that_reported_is_not_asked_again_and_a_waiting_one_gets_its_resume_again() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0")
@@ -538,7 +538,7 @@ def test_who_reported_is_not_asked_again_and_who_waits_gets_its_resume_again() -
     assert not s.commands(Resume), "it has no part in this generation"
 
 
-def test_a_hello_without_news_does_not_end_a_pause() -> None:
+def test_a_hello_without_new_snapshots_does_not_end_a_pause() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -558,7 +558,7 @@ def lost(
     s.say(node, TrainerLost(generation=generation, device=0, cause=cause, detail=detail))
 
 
-def test_a_loss_of_trainers_is_told_once_and_that_they_cannot_come_back_once_more() -> None:
+def test_a_loss_of_trainers_is_reported_once_and_again_if_they_cannot_return() -> None:
     s = Recovering()
     lost(s, detail="x" * 300)
     [told] = s.events("TrainerLost")
@@ -572,10 +572,10 @@ def test_a_loss_of_trainers_is_told_once_and_that_they_cannot_come_back_once_mor
     assert not s.all(EmitEvent)
 
 
-def test_a_loss_of_trainers_from_before_or_of_no_job_is_ignored() -> None:
+def test_a_stale_loss_of_trainers_or_one_without_a_job_is_ignored() -> None:
     s = without_node_3()
     lost(s, "node-2", generation=1)
-    assert ignored(s) == ["a TrainerLost from before what this node said since"]
+    assert ignored(s) == ["a TrainerLost that is older than this node's last report"]
     assert not s.events("TrainerLost") and s.machine.generation == 2
     s.feed(StopRequested, request="stop", job="tiny")
     lost(s, "node-2", generation=2)
@@ -629,7 +629,7 @@ def test_a_newcomer_waits_for_the_first_commit_of_a_recovery() -> None:
     assert set(s.modes().values()) == {"boundary"} and "node-4" in s.modes()
 
 
-def test_a_join_that_nobody_wants_any_more_starts_nothing() -> None:
+def test_a_join_whose_node_is_gone_starts_nothing() -> None:
     s = Recovering(3)
     s.hello("node-3", 103)
     s.say("node-3", Prepared(job_id="job-1", profile=None))
@@ -643,7 +643,7 @@ def test_a_join_that_nobody_wants_any_more_starts_nothing() -> None:
     assert not s.modes() and s.machine.generation == 1, "it leaves before it took part"
 
 
-def test_a_rejected_node_that_went_away_is_told_again() -> None:
+def test_a_rejected_node_that_went_away_is_rejected_again() -> None:
     s = Recovering()
     for _ in range(2):
         s.hello("node-3", 999)
@@ -661,7 +661,7 @@ def test_the_loss_of_a_newcomer_is_stored_and_published() -> None:
     assert s.all(PersistState) and s.all(PublishCluster)
 
 
-def test_the_loss_of_everybody_while_reports_come_in_waits_for_one_node() -> None:
+def test_the_loss_of_all_nodes_while_reports_come_in_waits_for_one_node() -> None:
     s = Recovering(2)
     s.feed(NodeVanished, node="node-1", incarnation=101)
     s.feed(NodeVanished, node="node-0", incarnation=100)
@@ -669,7 +669,7 @@ def test_the_loss_of_everybody_while_reports_come_in_waits_for_one_node() -> Non
     assert (paused.reason, paused.details["needed"], paused.details["present"]) == ("no node is ready", 1, 0)
 
 
-def test_a_node_that_is_back_while_the_others_go_to_a_boundary_makes_them_abort() -> None:
+def test_a_node_that_returns_while_the_others_go_to_a_boundary_makes_them_abort() -> None:
     s = Recovering(3)
     s.hello("node-3", 103)
     s.say("node-3", Prepared(job_id="job-1", profile=None))
@@ -685,7 +685,7 @@ def test_a_node_that_is_back_while_the_others_go_to_a_boundary_makes_them_abort(
 # --- what is told of a recovery ------------------------------------------------------------------
 
 
-def test_a_recovery_that_is_interrupted_before_anybody_computes_loses_nothing_more() -> None:
+def test_a_recovery_that_is_interrupted_before_any_step_loses_nothing_more() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.quiesced("node-0", 2, report(1, held=(0, 1), ready=True))
@@ -697,7 +697,7 @@ def test_a_recovery_that_is_interrupted_before_anybody_computes_loses_nothing_mo
     assert (s.recovery["recomputed_steps"], s.recovery["generations_tried"]) == (0, 2)
 
 
-def test_a_step_that_a_boundary_found_in_flight_is_not_counted_as_computed_twice() -> None:
+def test_a_step_in_flight_at_a_boundary_does_not_count_as_recomputed() -> None:
     s = Recovering(3)
     s.hello("node-3", 103)
     s.say("node-3", Prepared(job_id="job-1", profile=None))
@@ -721,7 +721,7 @@ def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
     s.plan()
     s.resumed("node-0", 2)
     s.resumed("node-1", 1)
-    assert ignored(s) == ["a Resumed that nobody waits for"]
+    assert ignored(s) == ["an unexpected Resumed"]
     assert "node-1" in s.machine.public_state()["waiting_for"]
     s.stepped("node-0", 2, 2)
     assert s.events("TrainingResumed"), "a commit proves that all have resumed"
@@ -735,7 +735,7 @@ def test_the_times_of_a_recovery_are_those_of_its_last_generation() -> None:
 # --- plans ---------------------------------------------------------------------------------------
 
 
-def test_a_plan_counts_once_and_for_its_generation() -> None:
+def test_a_plan_counts_once_and_only_for_its_generation() -> None:
     s = Recovering()
     s.feed(NodeVanished, node="node-3", incarnation=103)
     s.reports(2, "node-0", "node-1", "node-2")
@@ -759,9 +759,7 @@ def test_a_plan_counts_once_and_for_its_generation() -> None:
 
 @pytest.mark.parametrize("zero1", [False, True])
 @pytest.mark.parametrize("in_parts", [False, True])
-def test_the_planner_is_told_of_parts_where_trainers_have_layers_in_parts(
-    zero1: bool, in_parts: bool
-) -> None:
+def test_the_planner_receives_parts_if_trainers_have_layers_in_parts(zero1: bool, in_parts: bool) -> None:
     s = Coordination()
     s.feed(BrokerConnected)
     for number in range(2):
@@ -792,7 +790,7 @@ def test_a_suspicion_waits_while_the_broker_is_away() -> None:
     assert set(s.modes().values()) == {"abort"}
 
 
-def test_a_suspicion_ends_when_the_group_was_seen_to_go_on_twice() -> None:
+def test_a_suspicion_ends_when_the_group_was_seen_to_commit_twice() -> None:
     s = Recovering()
     s.say("node-0", PeerSuspected(generation=1, detail="reset"))
     s.stepped("node-0", 1, 2, 3)

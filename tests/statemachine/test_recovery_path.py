@@ -1,9 +1,11 @@
-"""The path from a node's last will to the next commit: how much of the project the coordinator runs on it.
+"""Test of the length of the path from a node's last will to the next commit, counted in functions of the
+project.
 
-Whoever wants to understand a recovery reads these functions. The real coordinator runs on an event loop, with a broker
-and nodes in memory; its planner answers at once. Every named function of the project that the coordinator enters counts
-once, from the arrival of the last will at the leader's session to the publication of the first commit after it. The
-publication of the cluster's state does not count: it waits until all of this is over.
+To understand a recovery, read these functions. The real coordinator runs on an event loop, with a broker
+and nodes in memory; its planner answers at once. Every named function of the project that the coordinator
+enters counts once, from the arrival of the last will at the leader's session to the publication of the
+first commit after it. The publication of the cluster's state does not count: it waits until all of this is
+over.
 """
 
 import asyncio
@@ -49,7 +51,7 @@ PATIENCE_S = 10.0
 
 
 class RecoveryPath:
-    """Notes the functions of the project that are entered."""
+    """Recorder of the project's functions that are entered."""
 
     def __init__(self) -> None:
         self.functions: set[tuple[str, str]] = set()
@@ -65,7 +67,7 @@ class RecoveryPath:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Note nothing."""
+        """Record nothing in this context."""
         sys.setprofile(None)
         yield
         if self._noting:
@@ -82,7 +84,7 @@ class RecoveryPath:
 
 
 class Broker:
-    """The sessions of one coordinator, and what it publishes."""
+    """Broker with the sessions of one coordinator and what it publishes."""
 
     leader_client_id = "leader"
 
@@ -90,7 +92,9 @@ class Broker:
         self.path = path
         self.sessions: list[Session] = []
         self.echoes = True
-        """It delivers what the coordinator publishes back to the coordinator, as far as that subscribed to it."""
+        """Whether it delivers what the coordinator publishes back to the coordinator, if that subscribed to
+        it.
+        """
         self.events: list[EventMessage] = []
         self.after_commit: Callable[[], None] = lambda: None
 
@@ -100,7 +104,7 @@ class Broker:
         return session
 
     def has(self, name: str, generation: int) -> bool:
-        """Whether an event of this generation was published."""
+        """Return whether an event of this generation was published."""
         return any(one.event == name and one.generation == generation for one in self.events)
 
     def published(self, topic: str, payload: bytes) -> None:
@@ -115,7 +119,7 @@ class Broker:
 
 
 def matches(wanted: str, topic: str) -> bool:
-    """Return whether a topic is of a filter, in which ``+`` stands for any one level."""
+    """Return whether a topic matches a filter, in which ``+`` stands for any one level."""
     levels, given = wanted.split("/"), topic.split("/")
     return len(levels) == len(given) and all(
         one in ("+", other) for one, other in zip(levels, given, strict=True)
@@ -167,7 +171,7 @@ class Session:
             asyncio.get_running_loop().call_soon(self._on_message, topic, payload, False)
 
     def receive(self, topic: str, payload: bytes) -> None:
-        """Take a message of a node."""
+        """Receive a message of a node."""
         self._on_message(topic, payload, False)
 
     def take_kept(self) -> list[PendingMessage]:
@@ -178,7 +182,7 @@ class Session:
 
 
 class Planning:
-    """Answers from the planner, as soon as it is asked."""
+    """Planner that answers as soon as it is asked."""
 
     progress = None
 
@@ -296,7 +300,7 @@ class Cluster:
         await self.until(lambda: self.broker.has("StepCommitted", generation), "a commit")
 
     async def lose_a_node(self) -> None:
-        """Note the path."""
+        """Record the path."""
         self.broker.echoes, self.broker.after_commit = False, self.path.end
         self.last_will("node-3")
         await self.until(lambda: self.phase is ClusterPhase.QUIESCING, "the loss")

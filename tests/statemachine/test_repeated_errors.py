@@ -1,4 +1,4 @@
-"""The job's code raised: when that is the job's end, and when it is one node's own affair."""
+"""Tests of errors that the job's code raises: when they end the job, and when they concern one node."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def outcome(s: Coordination) -> str:
 
 
 def go_on(s: Coordination, step: int, *names: str, fresh: str = "", committing: bool = False) -> None:
-    """These report and train on, all with all layers, but who is fresh; the others wait."""
+    """Let these nodes report all layers, except a new one, and train on, while the others wait."""
     generation = s.machine.generation
     for name in names:
         s.quiesced(name, generation, report(0, held=()) if name == fresh else report(step))
@@ -35,7 +35,7 @@ def go_on(s: Coordination, step: int, *names: str, fresh: str = "", committing: 
         s.stepped(names[0], generation, step + 1)
 
 
-def test_what_every_node_raises_fails_the_job_at_once_with_the_traceback() -> None:
+def test_an_error_of_every_node_fails_the_job_at_once_with_the_traceback() -> None:
     s = running(2)
     raises(s, "node-0")
     assert s.machine.phase is not ClusterPhase.FAILED
@@ -48,17 +48,19 @@ def test_what_every_node_raises_fails_the_job_at_once_with_the_traceback() -> No
     assert "JobFailed" in events(s)
 
 
-def test_what_another_node_raises_when_the_step_is_done_again_fails_the_job() -> None:
+def test_an_error_of_another_node_when_the_step_is_redone_fails_the_job() -> None:
     s = running()
     raises(s, "node-3")
     go_on(s, 1, "node-0", "node-1", "node-2")
     raises(s, "node-0")
     assert s.machine.phase is ClusterPhase.FAILED
-    assert "in step 2 on node-3, and when it was done again on node-0: ValueError: 7 classes" in outcome(s)
+    assert "in step 2 on node-3, and when it was redone on node-0: ValueError: 7 classes" in outcome(s)
 
 
-def test_a_node_that_raises_by_itself_does_not_fail_a_job_that_goes_on_without_it() -> None:
-    """However often; and the same words of another one in another step are another matter."""
+def test_a_node_that_raises_alone_does_not_fail_a_job_that_continues_without_it() -> None:
+    """This holds however often it raises; and the same words from another node in another step are a different
+    error.
+    """
     s = running()
     names = ("node-0", "node-1", "node-2")
     for step in range(1, 12, 2):
@@ -73,7 +75,7 @@ def test_a_node_that_raises_by_itself_does_not_fail_a_job_that_goes_on_without_i
 
 
 @pytest.mark.parametrize("detail", ["", "RuntimeError: CUDA error: an illegal memory access", "OSError: 5"])
-def test_other_words_of_another_node_are_another_error(detail: str) -> None:
+def test_different_words_of_another_node_are_a_different_error(detail: str) -> None:
     s = running()
     raises(s, "node-3")
     go_on(s, 1, "node-0", "node-1", "node-2")
@@ -82,7 +84,7 @@ def test_other_words_of_another_node_are_another_error(detail: str) -> None:
 
 
 def alone() -> Coordination:
-    """One node trains, and keeps what it has when it is there again."""
+    """Start a job on one node, which still has its state when it returns."""
     s, policy = Coordination(), Policy(global_batch=24, microbatch_rows=2, tolerate=0)
     s.planner = Planner(PROFILE, policy)
     s.feed(BrokerConnected)
@@ -110,8 +112,8 @@ def test_a_job_on_one_node_is_tried_once_more() -> None:
     assert "raised in step 1 again on node-0: ValueError: 7 classes" in outcome(s)
 
 
-def test_a_step_that_cannot_be_done_is_tried_so_often_whatever_is_said() -> None:
-    """With all the state: without it the job would be lost at once."""
+def test_a_step_that_always_raises_is_tried_a_limited_number_of_times() -> None:
+    """The node keeps all state: without it the job would be lost at once."""
     s = alone()
     for number in range(2):
         raises(s, "node-0", f"ValueError: {number}")
@@ -119,10 +121,12 @@ def test_a_step_that_cannot_be_done_is_tried_so_often_whatever_is_said() -> None
         retry(s)
     raises(s, "node-0", "ValueError: 2")
     assert s.machine.phase is ClusterPhase.FAILED
-    assert "raised 3 times in step 1 with no step between, on node-0: ValueError: 2" in outcome(s)
+    assert "raised 3 times in step 1 with no step committed in between, on node-0: ValueError: 2" in outcome(
+        s
+    )
 
 
-def test_the_step_that_raised_is_known_after_a_crash_and_forgotten_with_the_job() -> None:
+def test_the_step_that_raised_is_known_after_a_crash_and_dropped_with_the_job() -> None:
     s = running()
     raises(s, "node-3")
     go_on(s, 1, "node-0", "node-1", "node-2")
@@ -130,4 +134,4 @@ def test_the_step_that_raised_is_known_after_a_crash_and_forgotten_with_the_job(
     s.feed(BrokerConnected)
     raises(s, "node-1")
     assert s.machine.phase is ClusterPhase.FAILED
-    assert "on node-3, and when it was done again on node-1" in outcome(s)
+    assert "on node-3, and when it was redone on node-1" in outcome(s)

@@ -1,4 +1,6 @@
-"""Who keeps a copy for whom; and a snapshot of one pipeline, from the order to the rollback."""
+"""Tests of replica peers: which node holds a copy for which, and a snapshot of one pipeline, from the order to
+the rollback.
+"""
 
 from typing import Any
 
@@ -55,7 +57,9 @@ def plan_of(*pipelines: tuple[str, ...], idle: tuple[str, ...] = ()) -> Plan:
         ("abb", "ab", {"a": "b", "b": "a"}),
     ],
 )
-def test_the_next_in_the_order_of_the_plan(nodes: str, able: str, expected: dict[str, str]) -> None:
+def test_the_replica_peer_is_the_next_node_in_the_order_of_the_plan(
+    nodes: str, able: str, expected: dict[str, str]
+) -> None:
     plan = plan_of(tuple(nodes))
     assert choose_replica_peers(plan, "aec+buddy", set(able)) == expected
     assert choose_replica_peers(plan, "buddy", list(able)) == expected
@@ -64,7 +68,7 @@ def test_the_next_in_the_order_of_the_plan(nodes: str, able: str, expected: dict
 
 
 class Alone(Coordination):
-    """Two nodes of one pipeline, layers 0 and 1 on the first; a snapshot behind every second step."""
+    """Two nodes of one pipeline, with layers 0 and 1 on the first, and a snapshot after every second step."""
 
     def hello(self, node: str, incarnation: int, **says: Any) -> Any:
         facts = NodeFacts(devices=1, host=f"host-{node}", rendezvous_port=7000, snapshot_port=7001)
@@ -106,7 +110,7 @@ class Alone(Coordination):
             self.completed(name)
 
     def lost(self) -> CheckRestore:
-        """node-1 dies, node-2 comes; the check that the planner's answer leads to."""
+        """Let node-1 die and node-2 come; return the check that follows from the planner's answer."""
         self.feed(NodeVanished, node="node-1", incarnation=101)
         self.quiesced("node-0", 2, report(3, held=(0, 1)))
         asked: ComputePlan = self.one(ComputePlan)
@@ -119,7 +123,7 @@ class Alone(Coordination):
         return [event for event in self.all(EmitEvent) if event.name == name]
 
 
-def test_each_node_is_told_its_buddy_and_the_record_names_them() -> None:
+def test_each_node_receives_its_replica_peer_and_the_record_names_them() -> None:
     s = Alone()
     s.kept()
     assert isinstance(s.resume, Resume)
@@ -137,7 +141,7 @@ def test_each_node_is_told_its_buddy_and_the_record_names_them() -> None:
     ]
 
 
-def test_the_copy_of_a_lost_owner_is_reckoned_with() -> None:
+def test_the_copy_of_a_lost_owner_counts() -> None:
     s = Alone()
     s.kept()
     asked = s.lost()
@@ -146,7 +150,7 @@ def test_the_copy_of_a_lost_owner_is_reckoned_with() -> None:
     assert (answer.possible, answer.tier) == (True, "buddy")
 
 
-def test_a_buddy_that_comes_back_says_which_copies_it_has() -> None:
+def test_a_replica_peer_that_returns_reports_which_copies_it_has() -> None:
     s = Alone()
     s.kept()
     s.feed(NodeVanished, node="node-0", incarnation=100)
@@ -158,7 +162,7 @@ def test_a_buddy_that_comes_back_says_which_copies_it_has() -> None:
     assert own == {"node-1"}  # Its own part is not there any more.
 
 
-def test_an_idle_buddy_that_is_lost_takes_a_new_generation() -> None:
+def test_the_loss_of_an_idle_replica_peer_starts_a_new_generation() -> None:
     s = Alone()
     s.begin()
     s.hello("node-9", 900)

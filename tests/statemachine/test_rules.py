@@ -1,4 +1,4 @@
-"""The roll-forward rule, case by case and as properties."""
+"""Tests of the roll-forward rule, case by case and as properties."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ def device(node: str) -> Device:
 
 
 def plan(*pipelines: tuple[str, ...]) -> Plan:
-    """Each pipeline's nodes own two layers each."""
+    """Return a plan in which the nodes of each pipeline own two layers each."""
     placements = tuple(
         PipelinePlacement(
             stages=tuple(
@@ -50,7 +50,7 @@ def known(step: int) -> CommittedStep:
     return CommittedStep(step=step, vote=Vote(loss=float(step), gradient_norm=1.0))
 
 
-def test_nobody_committed_so_all_redo() -> None:
+def test_no_rank_committed_so_all_redo() -> None:
     reports = {"a": at(7, 0, 1, ready=True), "b": at(7, 2, 3), "c": at(7, 0, 1, ready=True)}
     decision = decide(reports, known(7), RUNNING, "abort")
     assert (decision.step, decision.outcome, decision.in_flight) == (7, "redo", True)
@@ -70,7 +70,7 @@ def test_one_committed_so_all_roll_forward() -> None:
     }
 
 
-def test_what_the_dead_were_heard_to_commit_counts() -> None:
+def test_commits_reported_by_dead_nodes_count() -> None:
     reports = {"a": at(7, 0, 1, ready=True), "b": at(7, 2, 3, ready=True)}
     decision = decide(reports, known(8), RUNNING, "abort")
     assert (decision.step, decision.outcome) == (8, "roll_forward")
@@ -87,7 +87,9 @@ def test_layers_kept_from_before_are_not_rolled_forward() -> None:
 
 
 def test_gradients_of_an_idle_node_belong_to_an_older_group() -> None:
-    """``e`` missed the Resume that told it to drop its gradients of step 6; generation 3 computed 6 anew."""
+    """``e`` missed the Resume that told it to drop its gradients of step 6; generation 3 computed step 6
+    again.
+    """
     reports = {"a": at(6, 0, 1), "b": at(6, 2, 3), "e": at(5, 0, 1, ready=True)}
     decision = decide(reports, None, RUNNING, "abort")
     assert decision.holdings[device("e")] == frozenset()
@@ -114,12 +116,12 @@ def test_a_start_needs_no_roll_forward() -> None:
     assert (decision.step, decision.vote, decision.outcome) == (0, None, "start")
 
 
-def test_everybody_at_the_boundary() -> None:
+def test_all_nodes_at_the_boundary() -> None:
     decision = decide({"a": at(7, 0, 1), "b": at(7, 2, 3)}, known(7), RUNNING, "boundary")
     assert (decision.outcome, decision.in_flight) == ("boundary", False)
 
 
-def test_who_missed_a_decision_is_trusted_only_when_fresh() -> None:
+def test_a_node_that_missed_a_decision_is_trusted_only_when_new() -> None:
     assert is_trusted(at(7, 0, 1), 3, RUNNING)
     assert not is_trusted(at(7, 0, 1), 2, RUNNING)
     assert not is_trusted(at(0, 0, 1, ready=True), 0, RUNNING)
@@ -150,7 +152,9 @@ def test_owned_layers_of_a_device_in_two_stages_add_up() -> None:
 
 @st.composite
 def interrupted_steps(draw: st.DrawFn) -> tuple[dict[str, tuple[DeviceReport, ...]], CommittedStep, bool]:
-    """Survivors of a group caught in step t+1: if one committed, every survivor was at the VOTE at least."""
+    """Survivors of a group that failed in step t+1: if one committed it, every survivor was at the VOTE at
+    least.
+    """
     step = draw(st.integers(5, 20))
     passed = draw(st.booleans())
     reports: dict[str, tuple[DeviceReport, ...]] = {}
@@ -207,8 +211,8 @@ def test_an_apply_that_was_stopped_while_gathering_counts_by_its_parts() -> None
     assert decision.ready == {device("c"): {0, 1}}
 
 
-def test_replicas_of_the_group_before_do_not_follow_the_steps_of_one_without() -> None:
-    """The protection was switched off: ``c`` has yet to drop its replica, and nobody updates it."""
+def test_replicas_of_the_previous_group_do_not_follow_the_steps_of_one_without() -> None:
+    """The protection was switched off: ``c`` has yet to drop its replica, which is not updated any more."""
     other = half(1, 0, 1) + half(0, 0, 1, replica=True)
     reports = {"a": sharded(8, half(0, 0, 1)), "c": sharded(7, other, 0, 1, ready=True)}
     decision = decide(reports, known(7), RUNNING, "abort", zero1=True)
@@ -216,7 +220,7 @@ def test_replicas_of_the_group_before_do_not_follow_the_steps_of_one_without() -
 
 
 def test_parts_kept_from_another_layout_are_not_rolled_forward() -> None:
-    """``a`` still has all of layer 0 from before, and layer 2, which it does not own any more."""
+    """``a`` still holds all of layer 0 from before, and layer 2, which it does not own any more."""
     old = tuple(StatePart(layer=layer, start=0, end=1, of=1) for layer in (0, 2))
     reports = {
         "a": sharded(5, (*old, *half(0, 0, 1), *half(0, 0, 1, replica=True)), 0, 1, 2, ready=True),
@@ -254,7 +258,7 @@ def test_the_only_owner_has_whole_layers_once_it_rolls_forward() -> None:
     assert decision.parts[device("a")] == parts
 
 
-def test_what_a_plan_s_devices_have_is_told_in_runs() -> None:
+def test_the_parts_of_a_plan_s_devices_are_listed_in_runs() -> None:
     parts = {
         device("a"): (*half(1, 0, 1, replica=True), *half(0, 0, 1, 3)),
         device("b"): half(0, 2),

@@ -1,4 +1,4 @@
-"""How often snapshots are taken: chosen from what they cost, or asked for; and kept over a restart."""
+"""Tests of the snapshot interval and protection: chosen from costs or requested, and kept over a restart."""
 
 import json
 
@@ -17,13 +17,13 @@ from tests.helpers.transcripts import PROFILE, committed, report
 
 
 class Policies(Snapshots):
-    """Four nodes that train step by step; their snapshots begin and are complete when they are ordered."""
+    """Four nodes that train step by step; their snapshots begin and complete as soon as they are ordered."""
 
     def __init__(self) -> None:
         super().__init__()
         self.step, self.snapped = 1, 0
         self.wanted = False
-        """A snapshot was ordered."""
+        """Whether a snapshot was ordered."""
         self.seen: list[EmitEvent] = []
         """Intervals that were chosen by measurement."""
 
@@ -81,7 +81,7 @@ def begun(**policy: object) -> Policies:
     return s
 
 
-def test_snapshots_that_cost_next_to_nothing_are_taken_behind_every_step() -> None:
+def test_snapshots_that_cost_next_to_nothing_are_taken_after_every_step() -> None:
     s = begun(every_steps=5, auto_interval=True)
     assert s.train(12, stall_s=0.0005) == [6, 11, 12, 13, 14]
     (told,) = s.seen
@@ -91,12 +91,12 @@ def test_snapshots_that_cost_next_to_nothing_are_taken_behind_every_step() -> No
 
 
 @pytest.mark.parametrize("cost", [{"stall_s": 0.02}, {"slower_s": 0.02}, {"stall_s": 0.02, "slower_s": 0.02}])
-def test_snapshots_that_cost_are_taken_as_often_as_pays(cost: dict[str, float]) -> None:
+def test_snapshots_that_cost_time_are_taken_at_the_best_interval(cost: dict[str, float]) -> None:
     s = begun(every_steps=5, auto_interval=True)
     s.train(12, **cost)
     (told,) = s.seen
-    # One failure a day and node is expected until one happens: √(2 · 0.02 · 86,400 / 4) / 0.1 steps is the
-    # best, and it is got to by and by.
+    # One failure per day and node is expected until one happens: √(2 · 0.02 · 86,400 / 4) / 0.1 steps is
+    # the best interval, which is reached in several choices.
     assert told.details["cost_s"] == pytest.approx(0.02)
     assert told.details["horizon_s"] == 22_000.0
     assert s.every == 20
@@ -110,7 +110,7 @@ def test_an_interval_given_by_the_job_stays() -> None:
     assert s.every == 3 and not s.seen
 
 
-def test_a_user_s_interval_holds_until_another_and_over_a_restart() -> None:
+def test_a_user_s_interval_holds_until_the_next_and_over_a_restart() -> None:
     s = begun(every_steps=5, auto_interval=True)
     assert s.ask(every_steps=2).detail == "snapshots: every 2 steps"
     (told,) = s.events("SnapshotIntervalChosen")
@@ -124,19 +124,22 @@ def test_a_user_s_interval_holds_until_another_and_over_a_restart() -> None:
     assert s.every == 2
 
 
-def test_none_is_taken_while_a_user_wants_none_but_the_one_asked_for() -> None:
+def test_while_paused_only_the_requested_snapshot_is_taken() -> None:
     s = begun(every_steps=2)
-    assert s.ask(every_steps=0).detail == "snapshots: none is taken from now on; the newest stays"
+    assert s.ask(every_steps=0).detail == "snapshots: none from now on; the newest stays"
     assert s.every == 0
     assert s.train(6) == []
     assert s.ask(now=True).detail == "a snapshot follows the step in flight"
     assert s.wanted and s.snap(0.0) == 8
     assert s.train(4) == []
-    assert s.ask(every_steps="auto").detail == "snapshots: as often as measurements say, now every 2 steps"
+    assert (
+        s.ask(every_steps="auto").detail
+        == "snapshots: at an interval chosen from measurements, now every 2 steps"
+    )
     assert s.train(4) != []
 
 
-def test_a_job_without_snapshots_says_how_to_have_some() -> None:
+def test_a_request_to_a_job_without_snapshots_is_answered_with_the_remedy() -> None:
     s = begun(every_steps=0)
     answer = s.ask(every_steps=5)
     assert not answer.accepted and '[snapshot] every_steps = "auto"' in answer.detail
@@ -149,7 +152,7 @@ def test_a_job_without_snapshots_says_how_to_have_some() -> None:
 
 
 class Protections(Policies):
-    """The planner's answer comes with what protects the plan's snapshots."""
+    """The planner's answer includes the protection of the plan's snapshots."""
 
     def plan(self) -> list[Effect]:
         asked: ComputePlan = self.one(ComputePlan)
@@ -159,7 +162,7 @@ class Protections(Policies):
         return self.feed(PlanReady, generation=asked.generation, plan=plan, protection=choice)
 
     def stop_and_go_on(self, generation: int) -> list[Resume]:
-        """Behind the step in flight."""
+        """Stop after the step in flight and resume."""
         self.step += 1
         for name in HELD:
             self.quiesced(name, generation, report(self.step, held=HELD[name]))
@@ -180,7 +183,7 @@ def protected(**policy: object) -> Protections:
     return s
 
 
-def test_another_protection_takes_a_boundary_and_the_same_plan() -> None:
+def test_a_new_protection_takes_a_boundary_and_the_same_plan() -> None:
     s = protected(every_steps=30)
     s.train(3)
     answer = s.ask(protection="arc:1")
@@ -209,7 +212,7 @@ def test_another_protection_takes_a_boundary_and_the_same_plan() -> None:
     assert s.commands(TakeSnapshot), "the newest snapshot is still protected as before"
 
 
-def test_a_wish_during_a_recovery_is_met_behind_it() -> None:
+def test_a_protection_requested_during_a_recovery_takes_effect_after_it() -> None:
     s = protected(every_steps=30)
     s.train(2)
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -230,14 +233,14 @@ def test_a_wish_during_a_recovery_is_met_behind_it() -> None:
     assert {sent.command.generation for sent in s.commands(Quiesce)} == {3}
 
 
-def test_automatically_every_plan_has_its_own() -> None:
+def test_with_auto_every_plan_has_its_own_protection() -> None:
     s = protected(every_steps=30, protection="none", auto_protection=True)
     assert s.protection == "arc:1"  # Of two owners.
     assert s.ask(protection="auto").detail == "protection: it is auto already"
     assert not s.commands(Quiesce)
 
 
-def test_a_protection_holds_over_a_restart_also_one_that_is_not_met_yet() -> None:
+def test_a_protection_survives_a_restart_also_one_that_is_not_in_effect_yet() -> None:
     s = protected(every_steps=30)
     s.train(2)
     s.ask(protection="arc:1")

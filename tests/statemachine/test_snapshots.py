@@ -1,4 +1,4 @@
-"""A snapshot's life, a rollback, and what may come between: word for word, and case by case."""
+"""Tests of a snapshot's life, a rollback, and their interruptions: word for word, and case by case."""
 
 from typing import Any
 
@@ -115,7 +115,7 @@ def test_one_is_durable_before_its_predecessor_is_released() -> None:
     ]
 
 
-def test_an_order_that_nobody_follows_is_given_up_and_given_again() -> None:
+def test_an_order_without_effect_is_abandoned_and_repeated() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
@@ -128,7 +128,7 @@ def test_an_order_that_nobody_follows_is_given_up_and_given_again() -> None:
     assert s.commands(TakeSnapshot)
 
 
-def test_a_slow_node_leaves_the_one_before() -> None:
+def test_a_slow_node_leaves_the_previous_snapshot() -> None:
     s = Snapshots()
     s.kept()
     for name in HELD:
@@ -145,7 +145,7 @@ def test_a_slow_node_leaves_the_one_before() -> None:
     assert s.machine.snapshot.step == 3
 
 
-def test_no_room_gives_it_up_and_training_goes_on() -> None:
+def test_a_full_arena_abandons_the_snapshot_and_training_continues() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
@@ -158,7 +158,7 @@ def test_no_room_gives_it_up_and_training_goes_on() -> None:
     assert s.machine.public_state()["nodes"]["node-2"]["state"] == NodeState.HEALTHY
 
 
-def test_what_is_of_another_generation_or_already_over_counts_for_nothing() -> None:
+def test_messages_of_another_generation_or_an_abandoned_snapshot_do_not_count() -> None:
     s = Snapshots()
     s.kept()
     s.completed(*HELD)  # again
@@ -167,12 +167,12 @@ def test_what_is_of_another_generation_or_already_over_counts_for_nothing() -> N
     assert s.machine.snapshot.step == 3
 
 
-def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
+def test_retain_is_repeated_until_a_heartbeat_confirms_it() -> None:
     s = Snapshots()
     s.kept()
     s.wait(1.0)
     s.beat("node-1", retained_step=0)
-    assert not s.commands(RetainSnapshot)  # With the others who did not confirm it.
+    assert not s.commands(RetainSnapshot)  # With the others that did not confirm it.
     s.look()
     [told] = [sent.command for sent in s.commands(RetainSnapshot)]
     assert isinstance(told, RetainSnapshot) and (told.job_id, told.step, told.pinned) == ("job-1", 3, 0)
@@ -185,7 +185,7 @@ def test_keeping_is_said_again_until_a_heartbeat_confirms_it() -> None:
     assert not s.commands(RetainSnapshot)
 
 
-def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
+def test_retain_is_repeated_to_many_nodes_at_once_and_to_a_few_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     s = Snapshots()
@@ -209,7 +209,7 @@ def test_keeping_is_said_again_to_many_at_once_and_to_a_few_one_by_one(
     assert [sent.node for sent in s.commands(RetainSnapshot)] == NAMES[:3]
 
 
-def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
+def test_a_part_beyond_repair_leads_to_a_new_snapshot_at_once() -> None:
     s = Snapshots()
     s.begin(every_steps=30)
 
@@ -235,7 +235,7 @@ def test_a_part_beyond_repair_has_another_snapshot_taken_at_once() -> None:
     assert s.machine.snapshot.step == 36
 
 
-def test_a_lost_snap_is_sent_again_and_a_lost_end_asked_for() -> None:
+def test_a_lost_snapshot_order_is_sent_again_and_a_lost_completion_requested() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
@@ -249,7 +249,7 @@ def test_a_lost_snap_is_sent_again_and_a_lost_end_asked_for() -> None:
 
 
 class Tried(Snapshots):
-    """One snapshot is kept, of step 22; the next is due behind step 40."""
+    """One snapshot is retained, of step 22; the next is due after step 40."""
 
     def begin_with_one(self) -> None:
         self.begin(every_steps=20)
@@ -263,7 +263,7 @@ class Tried(Snapshots):
         self.lines.clear()
 
     def train(self, last: int) -> bool:
-        """Whether a snapshot is ordered by then."""
+        """Return whether a snapshot is ordered by then."""
         for step in range(self.machine.committed_step + 1, last + 1):
             self.stepped("node-0", 1, step)
         return self.was_ordered()
@@ -278,7 +278,7 @@ class Tried(Snapshots):
         self.say("node-2", SnapshotFailed(generation=1, step=step, detail="the arena is full"))
 
 
-def test_an_urgent_one_that_is_given_up_is_tried_again_and_training_goes_on_beside() -> None:
+def test_an_urgent_snapshot_that_is_abandoned_is_retried_while_training_continues() -> None:
     s = Tried()
     s.begin_with_one()
     s.beat("node-1", retained_step=22, corrupt_step=22)
@@ -295,7 +295,7 @@ def test_an_urgent_one_that_is_given_up_is_tried_again_and_training_goes_on_besi
     assert not s.train(36)
 
 
-def test_one_that_a_user_wants_is_taken_in_the_end_whoever_fails() -> None:
+def test_a_requested_snapshot_is_taken_in_the_end_whichever_node_fails() -> None:
     s = Tried()
     s.begin_with_one()
     s.feed(SnapshotRequested, request="now", now=True)
@@ -315,7 +315,7 @@ def test_one_that_a_user_wants_is_taken_in_the_end_whoever_fails() -> None:
     assert not s.train(32)
 
 
-def test_a_coordinator_restarted_amid_a_snapshot_takes_it_up() -> None:
+def test_a_coordinator_restarted_during_a_snapshot_follows_it_on() -> None:
     s = Snapshots()
     s.begin()
     s.ordered()
@@ -348,7 +348,7 @@ def test_a_crash_with_live_replicas_left_undoes_nothing() -> None:
 
 
 def rolled_back() -> Snapshots:
-    """Generation 3 was told to go back to step 3; nobody has said anything since."""
+    """Generation 3 was ordered to go back to step 3; no node has reported since."""
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -374,7 +374,7 @@ def test_the_resume_says_where_the_state_comes_from() -> None:
     assert s.machine.committed_step == 3
 
 
-def test_what_all_trainers_raised_stands_before_what_it_led_to() -> None:
+def test_an_error_of_all_trainers_is_named_before_its_consequence() -> None:
     s = Snapshots()
     s.begin()
     said = "Traceback …\n  File …\nValueError: nan"
@@ -388,7 +388,7 @@ def test_what_all_trainers_raised_stands_before_what_it_led_to() -> None:
     assert told.reason.endswith(said)
 
 
-def test_trainers_that_did_not_get_to_obey_hold_nothing() -> None:
+def test_trainers_that_did_not_obey_the_rollback_hold_nothing() -> None:
     s = rolled_back()
     s.feed(NodeVanished, node="node-3", incarnation=203)  # it has shards that are being read
     asked = s.machine.generation
@@ -399,7 +399,7 @@ def test_trainers_that_did_not_get_to_obey_hold_nothing() -> None:
     assert s.machine.committed_step == 3
 
 
-def test_heartbeats_of_the_undone_past_count_for_nothing() -> None:
+def test_heartbeats_of_another_lineage_do_not_count() -> None:
     s = rolled_back()
     s.say("node-0", Heartbeat(generation=3, committed=committed(5), lineage=0))
     assert s.machine.committed_step == 3
@@ -407,7 +407,7 @@ def test_heartbeats_of_the_undone_past_count_for_nothing() -> None:
     assert s.machine.committed_step == 4
 
 
-def test_without_its_shards_the_cluster_waits_for_who_may_have_them() -> None:
+def test_without_its_shards_the_cluster_waits_for_nodes_that_may_have_them() -> None:
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -425,7 +425,7 @@ def test_without_its_shards_the_cluster_waits_for_who_may_have_them() -> None:
     assert s.one(CheckRestore).present == ("node-0", "node-2", "node-3")
 
 
-def test_when_nobody_comes_the_job_is_lost() -> None:
+def test_the_job_is_lost_if_no_node_returns() -> None:
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -436,7 +436,7 @@ def test_when_nobody_comes_the_job_is_lost() -> None:
     assert s.machine.phase == "FAILED"
 
 
-def test_somebody_who_comes_back_during_the_check_is_checked_again() -> None:
+def test_a_node_that_returns_during_the_check_is_checked_again() -> None:
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -459,7 +459,7 @@ def test_damaged_shards_are_left_out_the_next_time() -> None:
     assert s.one(CheckRestore).present == ("node-0", "node-2")
 
 
-def test_a_coordinator_killed_right_behind_a_rollback_goes_on_with_it() -> None:
+def test_a_coordinator_killed_right_after_a_rollback_continues_it() -> None:
     s = rolled_back()
     assert s.one(PersistState) is s.last[0] and len(s.events("RolledBack")) == 1
     machine, _ = ClusterMachine.restore(Timing(), s.machine.durable_state(), s.now, "restart")
@@ -475,7 +475,7 @@ def test_a_coordinator_killed_right_behind_a_rollback_goes_on_with_it() -> None:
 
 
 def rolling_back() -> Snapshots:
-    """node-1 and node-3 died, node-3 is back with its memory, and the planner misses layers 2 and 3."""
+    """Let node-1 and node-3 die and node-3 return with its memory, while the planner misses layers 2 and 3."""
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -486,13 +486,13 @@ def rolling_back() -> Snapshots:
 
 
 def answered(s: Snapshots, asked: CheckRestore, **others: Any) -> None:
-    """Answer a check as the coordinator does, or otherwise."""
+    """Answer a check as the coordinator does, or with other values."""
     found = check_restore(asked, s.now)
     answer = {name: getattr(found, name) for name in ("generation", "possible", "reason", "tier")}
     s.feed(RestoreChecked, **answer | others)
 
 
-def test_a_check_counts_for_its_generation_and_where_it_was_asked_for() -> None:
+def test_a_check_counts_only_for_its_generation_and_if_it_was_requested() -> None:
     s = rolling_back()
     asked = s.one(CheckRestore)
     answered(s, asked, generation=2)
@@ -512,7 +512,7 @@ def test_a_check_counts_for_its_generation_and_where_it_was_asked_for() -> None:
     assert other.events("MessageIgnored") and not other.all(ComputePlan), "it has no snapshot"
 
 
-def test_a_snapshot_is_looked_at_for_lost_layers_and_once() -> None:
+def test_a_snapshot_is_checked_once_and_only_for_lost_layers() -> None:
     s = Snapshots()
     s.kept()
     s.both_hosts_die()
@@ -525,7 +525,7 @@ def test_a_snapshot_is_looked_at_for_lost_layers_and_once() -> None:
     assert not s.all(CheckRestore)
 
 
-def test_a_snapshot_that_can_be_restored_is_not_checked_again_for_who_came_back() -> None:
+def test_a_snapshot_that_can_be_restored_is_not_checked_again_for_returned_nodes() -> None:
     s = rolling_back()
     asked = s.one(CheckRestore)
     s.hello("node-1", 201, snapshots=(KEY,))
@@ -533,7 +533,7 @@ def test_a_snapshot_that_can_be_restored_is_not_checked_again_for_who_came_back(
     assert s.one(ComputePlan).generation == 3 and not s.all(CheckRestore)
 
 
-def test_a_node_whose_part_cannot_be_had_three_times_has_lost_it() -> None:
+def test_a_node_whose_part_is_unavailable_three_times_counts_as_having_lost_it() -> None:
     s = rolling_back()
     for generation in (3, 4, 5):
         if generation > 3:
@@ -577,7 +577,7 @@ def test_a_node_that_cannot_restore_by_its_own_fault_fails_the_job_the_third_tim
     assert outcome.startswith("node-0 cannot restore the snapshot of step 3: no room")
 
 
-def test_a_restore_that_failed_counts_for_the_group_that_restores() -> None:
+def test_a_failed_restore_counts_only_for_the_group_that_restores() -> None:
     s = rolling_back()
     s.check()
     s.plan()
@@ -593,7 +593,7 @@ def test_a_restore_that_failed_counts_for_the_group_that_restores() -> None:
     assert fresh.events("MessageIgnored") and not fresh.commands()
 
 
-def test_what_a_rollback_undid_is_told_and_no_node_is_ahead_of_it() -> None:
+def test_a_rollback_reports_what_it_undid_and_no_node_is_ahead_of_it() -> None:
     s = rolling_back()
     s.check()
     s.plan()
@@ -618,7 +618,7 @@ def test_what_a_rollback_undid_is_told_and_no_node_is_ahead_of_it() -> None:
     assert (recovery["rolled_back_steps"], recovery["tier"]) == (2, "decoded")
 
 
-def test_who_may_still_hold_the_state_is_named() -> None:
+def test_nodes_that_may_still_hold_the_state_are_named() -> None:
     s = Snapshots()
     s.begin()
     s.feed(NodeVanished, node="node-3", incarnation=103)
@@ -639,7 +639,7 @@ def test_who_may_still_hold_the_state_is_named() -> None:
     ), "not node-3, without which a step was done, nor node-4, which never took part, nor node-2, which left"
 
 
-def test_who_keeps_a_part_of_the_snapshot_is_named_once_while_it_may_come_back_with_it() -> None:
+def test_a_holder_of_a_snapshot_part_is_named_once_while_it_may_return() -> None:
     s = Snapshots()
     s.kept()
     s.both_hosts_die()

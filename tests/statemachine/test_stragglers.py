@@ -1,4 +1,4 @@
-"""Slow nodes: when they are called so, and when that leads to another plan."""
+"""Tests of slow nodes: when they are reported, and when that leads to another plan."""
 
 import json
 from typing import Any
@@ -15,12 +15,12 @@ from statemachine.timing import Timing
 from tests.helpers.transcripts import Coordination, committed, report
 
 LAYER_MS = 37.5
-"""What a layer takes on an ordinary node here; 30 ms by the profile, which is wrong."""
+"""Time of a layer on an ordinary node here, in milliseconds; it is 30 ms by the profile, which is wrong."""
 NAMES = ("node-0", "node-1", "node-2", "node-3")
 
 
 class Watched(Coordination):
-    """Four nodes in two pipelines whose nodes say how long they compute."""
+    """Four nodes in two pipelines that report how long they compute."""
 
     def __init__(self, steps: int = 1000) -> None:
         super().__init__()
@@ -30,12 +30,14 @@ class Watched(Coordination):
         self.generation = 1
 
     def layers(self, node: str) -> tuple[int, ...]:
-        """That it computes under the present plan."""
+        """Return the layers that a node computes under the current plan."""
         stages = [s for p in self.machine._c.resumption.plan.pipelines for s in p.stages]
         return next(tuple(range(s.first_layer, s.end_layer)) for s in stages if s.devices[0].node == node)
 
     def beats(self, for_s: float, **slowness: float) -> None:
-        """Heartbeats and ticks of some seconds; those not named compute as usual, those with 0 not at all."""
+        """Let some seconds pass with heartbeats and ticks. Nodes that are not named compute as usual, those
+        with 0 not at all.
+        """
         for _ in range(round(for_s / 0.25)):
             self.wait(0.25)
             for name in NAMES:
@@ -51,14 +53,14 @@ class Watched(Coordination):
         return [(event.name, event.node) for event in self.told]
 
     def weighed(self) -> None:
-        """Answer the last question with the real planner."""
+        """Answer the last request with the real planner."""
         asked = self.asked[-1]
         present_s, possible_s = self.planner.compare_iteration_s(asked.situation)
         self.feed(PlanCompared, generation=asked.generation, current_s=present_s, best_s=possible_s)
         self.told += self.all(EmitEvent)
 
     def replanned(self, step: int) -> Any:
-        """From the boundary to the next group; the plan."""
+        """Go from the boundary to the next group; return the plan."""
         modes = {one.node: one.command.mode for one in self.commands(Quiesce)}
         assert modes == dict.fromkeys(NAMES, "boundary")
         self.generation += 1
@@ -78,7 +80,7 @@ def share_of(plan: Any, node: str) -> int:
     return next(p.microbatches for p in plan.pipelines if node in p.nodes)
 
 
-def test_a_slow_node_is_told_and_gets_less_and_then_its_share_back() -> None:
+def test_a_slow_node_is_reported_and_gets_less_work_until_it_recovers() -> None:
     s = Watched()
     s.beats(2.0)
     assert not s.told
@@ -120,7 +122,7 @@ def test_hiccups_are_no_slowness(hiccups: int) -> None:
     assert not s.told
 
 
-def test_nothing_is_said_while_some_node_s_time_is_not_known() -> None:
+def test_nothing_is_reported_while_the_time_of_some_node_is_unknown() -> None:
     s = Watched()
     s.beats(10.0, node_0=0.0, node_3=9.0)
     assert not s.told
@@ -144,7 +146,7 @@ def test_shortly_before_the_end_nothing_changes() -> None:
     assert [e.name for e in s.told] == ["StragglerDetected", "ReplanSkipped"]
 
 
-def test_looks_for_another_plan_keep_their_distance() -> None:
+def test_comparisons_of_plans_keep_their_distance() -> None:
     s = Watched()
     s.beats(6.0, node_3=2.0)
     s.feed(PlanCompared, generation=1, current_s=0.5, best_s=0.5)
@@ -156,7 +158,7 @@ def test_looks_for_another_plan_keep_their_distance() -> None:
     assert [asked.situation.speeds for asked in s.asked] == [{"node-3": 0.12}]
 
 
-def test_a_failure_plans_with_the_speeds_and_an_answer_to_an_older_question_is_ignored() -> None:
+def test_a_recovery_plans_with_the_speeds_and_ignores_an_older_comparison() -> None:
     s = Watched()
     s.beats(6.0, node_2=3.0)
     s.feed(NodeVanished, node="node-1", incarnation=101)

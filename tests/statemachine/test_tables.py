@@ -1,4 +1,4 @@
-"""The declared tables name every pair exactly once."""
+"""Tests of the declared tables, which name every pair exactly once."""
 
 import dataclasses
 from itertools import product
@@ -59,7 +59,9 @@ def test_every_phase_has_a_state_and_recovering_one_on_each_side_of_the_resume()
 
 
 def test_a_phase_holds_only_what_exists_in_it() -> None:
-    """No decision before the reports, no group before the Resume, nothing of a generation without one."""
+    """There is no decision before the reports, no group before the Resume, and no field of a generation
+    without one.
+    """
     held = {kind: {field.name for field in dataclasses.fields(kind)} for kind in get_args(phases.State)}
     assert {kind for kind in held if "generation" not in held[kind]} == {phases.Waiting, phases.Ended}
     assert {kind for kind in held if "reports" in held[kind]} == {phases.Quiescing}
@@ -80,10 +82,10 @@ def test_a_job_can_break_or_end_from_every_phase_that_has_one() -> None:
         assert phases.TABLE[phase, PhaseEvent.JOB_ENDED] is ClusterPhase.FINISHED
 
 
-def test_every_signal_of_every_sender_has_a_verdict() -> None:
+def test_every_signal_of_every_sender_has_an_action() -> None:
     assert set(membership.TABLE) == set(product(get_args(Signal), SenderStatus))
 
 
-def test_only_hello_brings_somebody_in() -> None:
+def test_only_hello_admits_a_node() -> None:
     admitting = {signal for (signal, _), v in membership.TABLE.items() if v is membership.SignalAction.ADMIT}
     assert admitting == {Hello}

@@ -1,4 +1,4 @@
-"""Limits that cannot work together are refused."""
+"""Tests that limits which cannot work together are rejected."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""What a coordinator must know again after SIGKILL, as its journal has it."""
+"""Durable state: what a coordinator must know again after SIGKILL, as its journal has it."""

@@ -1,9 +1,9 @@
-"""What of the durable state must not even a power cut take back; and generations set aside, so that beginning
-one need not wait for the disk.
+"""Durability beyond a power cut: which changes force the journal to the disk, and generations reserved ahead.
 
-A write of the journal outlives its process. What is to outlive the host's power, too, must be forced to the
-disk: milliseconds, or tens of them, on the path of a recovery. So generations are reserved in quiet, many at
-a time: a journal whose end a power cut took goes on behind all that the lost end may have used.
+A write of the journal outlives its process. What is to outlive a power cut must be forced to the disk,
+which takes milliseconds, or tens of them, on the path of a recovery. So generations are reserved ahead of
+time, many at once: a journal whose end was lost in a power cut continues after all generations that the
+lost end may have used.
 """
 
 from typing import Any
@@ -11,15 +11,19 @@ from typing import Any
 from statemachine.messages.values import ClusterPhase
 
 RESERVED = 64
-"""Generations at once: more than a recovery that fails again and again goes through before there is quiet."""
+"""Generations reserved at once: more than a recovery that fails again and again uses before the next
+reservation.
+"""
 
 _MOVING = (ClusterPhase.QUIESCING, ClusterPhase.RECOVERING, ClusterPhase.RUNNING)
 
 
 def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
-    """Where this differs from what was forced last, the state is forced; and where its generation is not
-    reserved. The rest can be lost: nodes know the newest steps, and what nobody was told to resume is decided
-    anew. But which nodes went on with which plan the journal alone can tell.
+    """Return a key of the durable state; the state is forced to the disk if the key differs from the one last
+    forced, or if its generation is not reserved.
+
+    Everything else can be lost: nodes know the newest steps, and what no node was told to resume is decided
+    again. But only the journal can tell which nodes continued with which plan.
 
     :param parts: of ``durable.write``.
     """
@@ -33,6 +37,8 @@ def durability_key(parts: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def raise_generation(durable: dict[str, Any], generation: int) -> dict[str, Any]:
-    """The same, where everything up to ``generation`` may have been used by what is not known here."""
+    """Return the state with its generation raised to ``generation``, up to which generations may have been
+    used unknown to it.
+    """
     known = durable.get("generation")
     return {**durable, "generation": max(known, generation)} if isinstance(known, int) else durable

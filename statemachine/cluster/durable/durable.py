@@ -1,7 +1,7 @@
-"""The journal's content: everything a coordinator must know again after SIGKILL at any point.
+"""Content of the journal: everything that a coordinator must know again after SIGKILL at any point.
 
-Plain data (JSON, msgpack). Timings of a recovery under way are kept too: the clock is the host's monotonic
-one, the same for a coordinator that comes back on this host.
+It is plain data (JSON, msgpack). It includes the times of a recovery under way: the clock is the host's
+monotonic one, the same for a coordinator that restarts on this host.
 """
 
 import dataclasses
@@ -42,20 +42,20 @@ from statemachine.timing import Timing
 T = TypeVar("T")
 
 SCHEMA = 3
-"""Of what ``write`` gives: one more where an older program could not read it. In 1 each node had a row."""
+"""Schema that ``write`` produces. Raise it by one if an older program could not read the result."""
 OLDEST = 3
-"""That ``read`` takes: with a new schema the one before it, too, so that a newer program can take over."""
+"""Oldest schema that ``read`` accepts."""
 
 
 class JournalError(ValueError):
-    """The journal is not of this program, or of another version of it."""
+    """The journal is corrupt, or belongs to another program or version."""
 
 
 def incompatibility(schema: int, protocol: int, newest: int | None = None) -> str:
-    """Return why a program cannot read the journal of another one; an empty string where it can.
+    """Return why a program cannot read another program's journal; an empty string if it can.
 
-    :param schema: of the journal. :param protocol: that the nodes of its writer speak.
-    :param newest: schema that the program writes, this one's if not given.
+    :param schema: of the journal. :param protocol: of its writer's nodes. :param newest: schema that the
+    program writes; this program's if not given.
     """
     newest = SCHEMA if newest is None else newest
     if not OLDEST <= schema <= newest:
@@ -75,7 +75,9 @@ _STANDING = tuple(
 
 
 def _nodes(c: Cluster) -> dict[str, Any]:
-    """What a Hello says of them, what they hold, and the rest, which a recovery changes: a part of each."""
+    """Return the nodes in three parts: what a Hello says of them, what they hold, and the rest, which a
+    recovery changes.
+    """
     nodes = list(c.nodes.values())
     incarnations, facts = [node.incarnation for node in nodes], [node.facts for node in nodes]
     held = [node.snapshots for node in nodes]
@@ -92,7 +94,7 @@ def _hosts(said: tuple[list[str], list[int], list[NodeFacts]]) -> dict[str, Any]
 
 
 MOMENTS = ("quiesced_at", "planned_at", "resumed_at")
-"""Of a recovery: between them lie its phases."""
+"""Times of a recovery that separate its phases."""
 
 
 def _recovery(record: ActiveRecovery) -> dict[str, Any]:
@@ -124,7 +126,9 @@ def _persisting(c: Cluster) -> dict[str, Any]:
 
 
 def _read_persisting(past: PersistingRecord, at: float) -> JobCheckpoints:
-    """What was being written is given up once the broker is there; so this much of it is enough."""
+    """Return the past checkpoints. What was being written is abandoned once the broker is connected, so this
+    much of it is enough.
+    """
     writing = None
     if past.record is not None:
         writing = CheckpointWrite(
@@ -146,7 +150,9 @@ def _read_persisting(past: PersistingRecord, at: float) -> JobCheckpoints:
 
 
 def _cached(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
-    """What is made of a large value that does not change, for as long as it is the same one."""
+    """Return what ``make`` makes of a large value that does not change, cached for as long as the value is the
+    same object.
+    """
     cached = c.cached_parts.get(name)
     if cached is None or cached[0] is not value:
         cached = c.cached_parts[name] = (value, make(value))
@@ -154,13 +160,15 @@ def _cached(c: Cluster, name: str, value: T, make: Callable[[T], Any]) -> Any:
 
 
 def _cached_equal(c: Cluster, name: str, values: T, make: Callable[[T], Any]) -> Any:
-    """The same of what was gathered just for this: made once for as long as it is equal."""
+    """Return the same for a value that was gathered just now, cached for as long as it is equal."""
     cached = c.cached_parts.get(name)
     return _cached(c, name, cached[0] if cached is not None and cached[0] == values else values, make)
 
 
 def _without_pipelines(plan: Plan) -> dict[str, Any]:
-    """Which are a part of their own, as those of the plan before may be."""
+    """Return the plan without its pipelines, which are a part of their own, as those of the previous plan may
+    be.
+    """
     return {
         field.name: getattr(plan, field.name)
         for field in dataclasses.fields(plan)
@@ -192,10 +200,11 @@ def _resumption(c: Cluster, resumption: Resumption) -> dict[str, Any]:
 
 
 def write(c: Cluster) -> dict[str, Any]:
-    """The durable state as it is now, for ``msgspec`` to encode; what is yet to be published_step of it goes with it
-    (``untold``).
+    """Return the current durable state, for ``msgspec`` to encode; the events to be published go with it
+    (``outbox``).
 
-    Large parts that are as they were the last time are the same objects; none changes once it is given out.
+    Large parts that have not changed since the last call are the same objects; none changes once it was
+    returned.
     """
     phase, record, resumption, progress = c.state, c.recovery, c.resumption, c.progress
     paused = phase if isinstance(phase, Paused) else None
@@ -247,7 +256,7 @@ def write(c: Cluster) -> dict[str, Any]:
 
 
 def shift_clock(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
-    """The same on another clock: of a host whose monotonic clock is so much ahead of the writer's."""
+    """Return the state on another host's monotonic clock, which is ``by_s`` ahead of the writer's."""
     state = dict(durable)
     recovery = [("recovery", field) for field in ("detected_at", *MOMENTS)]
     for name, field in (*recovery, ("exposure", "since"), ("snapshot", "at")):
@@ -258,16 +267,17 @@ def shift_clock(durable: dict[str, Any], by_s: float) -> dict[str, Any]:
 
 
 UNSEEN = 1000
-"""Generations left out where the last leader may have started some that only it and the broker knew of."""
+"""Generations left out in case the last leader started some that only it and the broker knew of."""
 UNSEEN_RANGES = 97
-"""Ranges of so many that a coordinator may choose from."""
+"""Number of ranges of that size from which a coordinator chooses one."""
 
 
 def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[str, Any]:
-    """Return a journal that may not be the newest, such that no generation started after it is used for another plan.
+    """Return a journal that may not be the newest, changed so that no generation started after it is used for
+    another plan.
 
-    :param incarnation: of the coordinator that is to lead. Several may begin from the same old journal, one after the
-        other, where the broker comes back with it more than once: they leave out different numbers.
+    :param incarnation: of the coordinator that is to lead. Several may begin from the same old journal, one
+    after another, if the broker returns with it more than once; they leave out different numbers.
     """
     generation = durable.get("generation")
     if not isinstance(generation, int):
@@ -276,7 +286,7 @@ def skip_unseen_generations(durable: dict[str, Any], incarnation: int) -> dict[s
 
 
 def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
-    """A cluster as the journal left it; every node counts as just heard.
+    """Return the cluster as the journal left it; every node counts as just heard.
 
     :raises JournalError: the journal does not fit this program.
     """
@@ -325,7 +335,7 @@ def read(timing: Timing, durable: dict[str, Any], at: float) -> Cluster:
 
 
 def _read_generation(c: Cluster, journal: JournalState) -> None:
-    """Nodes, and what the present generation is about."""
+    """Read the nodes, and the state of the current generation."""
     at = c.at
     for name, record in journal.nodes.items():
         c.nodes[name] = _read_node(name, record, at)
@@ -369,9 +379,10 @@ def _read_recovery(journal: JournalState, at: float) -> ActiveRecovery | None:
 
 
 def _read_state(journal: JournalState, resumption: Resumption | None, at: float) -> State:
-    """Return the state of the phase. Reports are not kept: a generation that was not resumed is to begin again.
+    """Return the state of the phase. Reports are not stored: a generation that was not resumed must begin
+    again.
 
-    :raises JournalError: what belongs to the phase is not there.
+    :raises JournalError: a part that belongs to the phase is missing.
     """
     phase, past = journal.phase, journal.attempt
     if phase is ClusterPhase.WAITING:

@@ -1,8 +1,8 @@
-"""Events that were decided, and that the broker has not acknowledged yet.
+"""Outbox: events that were decided and that the broker has not acknowledged yet.
 
-They are kept with the durable state from the write that decides them until the broker has them. So they outlive a
-coordinator that is killed in between, and the next leader publishes them, each under its identifier. A subscriber
-recognises an event that is published twice by that identifier.
+They are stored with the durable state from the write that decides them until the broker acknowledges them.
+So they outlive a coordinator that is killed in between, and the next leader publishes them, each under its
+identifier. By that identifier a subscriber recognises an event that is published twice.
 """
 
 from typing import Generic, TypeVar
@@ -10,22 +10,24 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 REPEATABLE = frozenset({"MessageIgnored", "MessageRejected", "PeerSuspected", "NodeRejected"})
-"""Events about what others say, and may say again and again: published now and then, and not kept."""
+"""Events about messages that may be repeated again and again; they are published at a limited rate and not
+stored.
+"""
 PROCESS_EVENTS = frozenset({"CoordinatorStarted", "BrokerLost", "BrokerRestored"})
-"""Events about the process that publishes them, with which nothing was decided."""
+"""Events about the process that publishes them; they record no decision."""
 OUTBOX = "unpublished_events"
 """Key of the outbox in the durable state, whose other keys are the machine's."""
 MAX_EVENTS = 2_000
-"""Most events that are kept, the newest; so many come together when a thousand nodes do."""
+"""Most events that are stored, the newest; so many occur together if a thousand nodes join."""
 
 
 def is_journaled(name: str) -> bool:
-    """Return whether an event of this name is in the journal before it is published."""
+    """Return whether an event of this name is stored in the journal before it is published."""
     return name not in REPEATABLE and name not in PROCESS_EVENTS
 
 
 class EventOutbox(Generic[T]):
-    """The events that wait for the broker's acknowledgement. ``T`` is an event, as it is kept."""
+    """Events that wait for the broker's acknowledgement. ``T`` is the stored form of an event."""
 
     def __init__(self) -> None:
         self._events: dict[str, T] = {}
@@ -39,18 +41,18 @@ class EventOutbox(Generic[T]):
         self._entries = ()
 
     def acknowledge(self, number: str) -> None:
-        """Remove an event: the broker has it."""
+        """Remove an event that the broker has acknowledged."""
         if self._events.pop(number, None) is not None:
             self._entries = ()
 
     def clear(self) -> None:
-        """Forget all events: another coordinator leads and publishes its own."""
+        """Remove all events, since another coordinator leads and publishes its own."""
         self._events.clear()
         self._entries = ()
 
     @property
     def entries(self) -> tuple[tuple[str, T], ...]:
-        """Identifiers and events, the oldest first; the same object until one is added or removed."""
+        """Return identifiers and events, the oldest first; the same object until one is added or removed."""
         if len(self._entries) != len(self._events):
             self._entries = tuple(self._events.items())
         return self._entries

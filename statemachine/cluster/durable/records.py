@@ -1,4 +1,6 @@
-"""The durable state as the journal has it: ``durable`` writes it, field by field, and reads it back."""
+"""Records of the durable state as the journal has it; ``durable`` writes it, field by field, and reads it
+back.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -90,9 +92,9 @@ class PersistingRecord:
     corrupt_steps: tuple[int, ...] = ()
     exported_step: int = 0
     attempt: str = ""
-    """Of what is being written; empty: nothing is."""
+    """Attempt that is being written; empty: none."""
     record: Snapshot | None = None
-    """Which is this."""
+    """Snapshot that is being written."""
     writers: tuple[str, ...] = ()
 
 
@@ -105,8 +107,10 @@ class HostColumns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalParts:
-    """What is written in parts, each of which changes at other times than the rest. Of all nodes, in one
-    order: what each said of itself, its standing, what it holds."""
+    """Parts of the durable state that change at different times.
+
+    For all nodes, in one order: what each reported of itself, its status, and what it holds.
+    """
 
     hosts: HostColumns
     nodes: dict[str, list[Any]]
@@ -164,9 +168,9 @@ class JournalState:
 
 
 def assemble(durable: Any) -> dict[str, Any]:
-    """The durable state as ``JournalState`` has it, with a row for each node, of ``JournalParts``.
+    """Return the durable state as ``JournalState`` has it, with a row for each node.
 
-    :raises ValueError: these are not there, or the nodes' not of one length.
+    :raises ValueError: a part is missing, or the nodes' columns differ in length.
     """
     written = msgspec.convert(durable, JournalParts)
     hosts = written.hosts
@@ -189,7 +193,7 @@ def assemble(durable: Any) -> dict[str, Any]:
 def columns(values: Sequence[Any], names: Sequence[str]) -> dict[str, list[Any]]:
     """Return these attributes (two at least) of ``values``, each in a list of its own, in their order.
 
-    What all of a thousand values have alike costs next to nothing in a column, neither to write nor to deflate.
+    A value that a thousand nodes share costs next to nothing in a column, neither to write nor to compress.
     """
     if not values:
         return {name: [] for name in names}
@@ -197,8 +201,8 @@ def columns(values: Sequence[Any], names: Sequence[str]) -> dict[str, list[Any]]
 
 
 def rows(table: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """The values again, as plain data.
+    """Return the rows of a table of columns, as plain data.
 
-    :raises ValueError: the columns are not of one length.
+    :raises ValueError: the columns differ in length.
     """
     return [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]

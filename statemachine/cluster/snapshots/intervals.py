@@ -1,9 +1,10 @@
-"""How often snapshots are taken, where that follows from what they cost (``planner.intervals`` says how).
+"""Snapshot intervals that follow from the measured cost of snapshots (``planner.intervals`` has the formula).
 
-Nodes say how long training waited for a snapshot, and how long steps take. A snapshot of step s is copied
-beside step s + 1; so it costs what it makes that step longer than steps without one, or what training
-waited, whichever is more. Every snapshot that is complete everywhere adds to what is known, and the interval
-is looked at again; also when a generation begins, since a failure says something about the next one.
+Nodes report how long training waited for a snapshot, and how long steps take. A snapshot of step s is
+copied during step s + 1. So its cost is the time by which it makes that step longer than steps without one,
+or the time that training waited, whichever is more. Every snapshot that is complete everywhere adds a
+measurement, after which the interval is chosen again; it is also chosen again when a generation begins,
+since a failure changes the estimate of the next one.
 """
 
 from statistics import median
@@ -18,16 +19,18 @@ from statemachine.messages.cluster import Stepped
 from statemachine.messages.values import Job
 
 FIRST_EVERY_STEPS = 5
-"""While too little is measured."""
+"""Interval while too little is measured."""
 ENOUGH_SNAPSHOTS = 2
 ENOUGH_STEPS = 3
-"""Without a snapshot."""
+"""Steps without a snapshot that must be measured."""
 GROWTH = 4
-"""At most so many times the interval before: what the first few measurements say is soon looked at again."""
+"""An interval grows by at most this factor: what the first few measurements suggest is soon checked again."""
 
 
 def every_steps(c: Cluster, job: Job) -> int:
-    """Steps from one snapshot to the next. Behind every step there is none to compare with: not at first."""
+    """Return the steps from one snapshot to the next. A snapshot after every step leaves no step to compare
+    with, so it is not used at first.
+    """
     policy = job.snapshot
     if policy.auto_interval and policy.every_steps < 2 and len(c.snapshots.costs.plain_s) < ENOUGH_STEPS:
         return FIRST_EVERY_STEPS
@@ -35,7 +38,7 @@ def every_steps(c: Cluster, job: Job) -> int:
 
 
 def note_step(c: Cluster, signal: Stepped) -> None:
-    """The newest step of the group that trains was so long."""
+    """Record the duration of the newest step of the group that trains."""
     group, keeping = c.state, c.snapshots
     if not isinstance(group, Running) or c.recovery is not None or not signal.steps or signal.step_s <= 0:
         return
@@ -43,7 +46,7 @@ def note_step(c: Cluster, signal: Stepped) -> None:
     if signal.generation != group.generation or signal.requested_first is not None:
         return
     if step <= c.progress.known_step or step < group.resumption.step + 2:
-        return  # an old one; or the first of a group, which makes and allocates
+        return  # an old one; or the first of a group, which compiles and allocates
     costs = keeping.costs
     if costs.last and step == costs.last + 1:
         costs.copying_s.append(signal.step_s)
@@ -52,7 +55,7 @@ def note_step(c: Cluster, signal: Stepped) -> None:
 
 
 def note_snapshot(c: Cluster, *, stall_s: float) -> None:
-    """One more is complete everywhere, and training waited so long for it."""
+    """Record a snapshot that is complete everywhere and the time that training waited for it."""
     costs = c.snapshots.costs
     costs.stall_s.append(stall_s)
     if len(costs.stall_s) < ENOUGH_SNAPSHOTS or len(costs.plain_s) < ENOUGH_STEPS:
@@ -63,7 +66,9 @@ def note_snapshot(c: Cluster, *, stall_s: float) -> None:
 
 
 def restart_measurements(c: Cluster) -> None:
-    """A generation begins: other stages, other costs. Until they are known the old ones count."""
+    """Start new measurements, since a new generation has other stages and costs. Until they are known the old
+    ones count.
+    """
     keeping = c.snapshots
     keeping.costs = SnapshotCosts()
     if keeping.measured is not None:
@@ -81,7 +86,7 @@ def _choose(c: Cluster, step_s: float, cost_s: float) -> None:
     choice = choose_interval(
         cost,
         present=policy.every_steps,
-        # Checkpoints are made of snapshots.
+        # Checkpoints are made from snapshots.
         most=min(job.steps, job.checkpoint.every_steps or job.steps, GROWTH * policy.every_steps),
         cheap_share=policy.cheap_share,
         settled=settled,

@@ -1,8 +1,8 @@
-"""When a snapshot is ordered: as often as the job wants, at its end, and at once where it is needed.
+"""Orders of snapshots: at the job's interval, at its end, and at once if one is needed.
 
-It is needed where a user asks, and where the newest one lacks a part: nodes that kept it are gone, or one of
-them says that its part is spoiled and cannot be made again. One that is given up is tried again sooner than
-the next would be due: behind the next step, then two steps later, then four.
+A snapshot is needed if a user requests one, and if the newest one lacks a part: nodes that held it are
+gone, or one of them reports that its part is corrupt and cannot be repaired. After an abandoned snapshot
+the next one is tried sooner than it would be due: after the next step, then two steps later, then four.
 """
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from statemachine.messages.values import NodeState
 
 
 def reconcile(c: Cluster, group: Running) -> None:
-    """While the group trains: order one when it is time."""
+    """Order a snapshot when it is time, while the group trains."""
     keeping, job = c.snapshots, c.current_job
     if job.snapshot.every_steps < 1:
         return
@@ -29,17 +29,17 @@ def reconcile(c: Cluster, group: Running) -> None:
         and not keeping.pending.last
         and group.all_finished
     ):
-        abandon(c, "the last step came first")
+        abandon(c, "the last step was committed first")
     if c.recovery is not None or keeping.pending is not None or not c.connected or not _is_due(c):
         return
     newest = keeping.newest
-    # Also an idle buddy: it has no more slots than others.
+    # An idle replica peer counts too: it has no more slots than others.
     planned = [c.nodes[name] for name in group.needed if name in c.nodes]
     kept = newest.step if newest is not None else 0
     if any(node.state is not NodeState.HEALTHY or node.retained_step != kept for node in planned):
         return
     known, last = c.progress.known_step, group.all_finished
-    # Whose trainers are done has no ballot to ask the others in.
+    # Trainers that are done take part in no VOTE, so one of them cannot ask the others.
     asked = group.planned if last else (group.resumption.plan.devices[0].node,)
     keeping.pending = PendingSnapshot(
         generation=group.generation,
@@ -57,7 +57,7 @@ def reconcile(c: Cluster, group: Running) -> None:
 
 
 def _is_due(c: Cluster) -> bool:
-    """Enough steps since the last one; or the last one lacks a part since nodes were lost."""
+    """Return whether enough steps have passed since the last one, or whether one is needed sooner."""
     keeping, job, known = c.snapshots, c.current_job, c.progress.known_step
     if c.ended:
         there = keeping.newest is not None and keeping.newest.step >= job.steps
@@ -67,13 +67,15 @@ def _is_due(c: Cluster) -> bool:
     newest, every_steps = keeping.newest, intervals.every_steps(c, job)
     urgent = newest is not None and keeping.urgent and not is_whole(c, newest) and not job.snapshot.paused
     if keeping.user_requested or urgent:
-        # Where one after the other is given up, training is to go on beside.
+        # If one after another is abandoned, training must be able to continue in between.
         return known >= keeping.last_order_step + min(1 << keeping.abandoned_in_a_row, every_steps)
     return not job.snapshot.paused and known >= keeping.last_order_step + every_steps
 
 
 def last_checkpoint_missing(c: Cluster) -> bool:
-    """All steps are done, and the state behind the last one has yet to be written to a checkpoint."""
+    """Return whether all steps are done and the state after the last one has yet to be written to a
+    checkpoint.
+    """
     job, persisting = c.job, c.checkpoints
     if job is None or job.checkpoint.every_steps < 1 or persisting.final_abandoned or not c.ended:
         return False
@@ -84,7 +86,7 @@ def last_checkpoint_missing(c: Cluster) -> bool:
 
 
 def take_request(c: Cluster, event: SnapshotRequested) -> None:
-    """Journaled with the job, so a coordinator that comes back knows it."""
+    """Handle a user's request. It is journaled with the job, so that a restarted coordinator knows it."""
     job = c.job
     if job is None or not c.active:
         c.answer(event.request, False, "no job is under way")
@@ -107,18 +109,18 @@ def take_request(c: Cluster, event: SnapshotRequested) -> None:
         c.snapshots.user_requested, c.dirty = True, True
         c.persist()
         said.append(f"a snapshot follows the {'step in flight' if c.planned else 'first step'}")
-    c.answer(event.request, True, "; ".join(said) or "nothing was asked for")
+    c.answer(event.request, True, "; ".join(said) or "nothing was requested")
 
 
 def _set_interval(c: Cluster, every: int | str) -> str:
     before = c.current_job.snapshot
     if isinstance(every, str):
         after = replace(before, auto_interval=True, paused=False)
-        words = f"as often as measurements say, now every {_steps(after.every_steps)}"
+        words = f"at an interval chosen from measurements, now every {_steps(after.every_steps)}"
         c.snapshots.measured = None  # The next snapshot chooses, whatever was chosen before.
     elif every == 0:
         after = replace(before, auto_interval=False, paused=True)
-        words = "none is taken from now on; the newest stays"
+        words = "none from now on; the newest stays"
     else:
         after = replace(before, auto_interval=False, paused=False, every_steps=every)
         words = f"every {_steps(every)}"
@@ -128,7 +130,7 @@ def _set_interval(c: Cluster, every: int | str) -> str:
         c.persist()
         c.emit(
             "SnapshotIntervalChosen",
-            f"a user asked: {words}",
+            f"requested by a user: {words}",
             every_steps=0 if after.paused else after.every_steps,
             before=0 if before.paused else before.every_steps,
             by="user",
@@ -138,7 +140,7 @@ def _set_interval(c: Cluster, every: int | str) -> str:
 
 
 def _set_protection(c: Cluster, scheme: str) -> str:
-    """Met at the next boundary (``jobs.change_protection``)."""
+    """Set the requested protection; it takes effect at the next boundary (``boundaries.keep_up``)."""
     before = c.current_job.snapshot
     auto = scheme == AUTO
     after = replace(before, auto_protection=auto, protection=before.protection if auto else scheme)
@@ -148,7 +150,7 @@ def _set_protection(c: Cluster, scheme: str) -> str:
     c.dirty = True
     c.persist()
     c.publish()
-    return f"protection: {'what suits the plan' if auto else scheme}, from the next step boundary on"
+    return f"protection: {'chosen with each plan' if auto else scheme}, from the next step boundary on"
 
 
 def _steps(count: int) -> str:

@@ -1,14 +1,17 @@
-"""Persistent checkpoints: the first snapshot that is far enough behind the last one is written to the disk.
+"""Persistent checkpoints: the first snapshot that is far enough after the last checkpoint is written to
+storage.
 
-Its layers are shared out among the nodes that hold it (``Persist``), which write them beside the training
-into a draft; once all have (``LayersPersisted``), it is committed, and only then it is there. Until then the
-snapshot is *pinned*: nodes keep it beside the newest one. Whatever goes wrong, the attempt is given up, and
-the next snapshot is tried. Training never waits for this; the job's end does for the last step's.
+Its layers are divided among the nodes that hold it (``Persist``), which write them into a draft while
+training continues. Once all have done so (``LayersPersisted``), the checkpoint is committed, and only then
+does it exist. Until then the snapshot is *pinned*: nodes retain it next to the newest one. If anything goes
+wrong, the attempt is abandoned, and the next snapshot is tried. Training never waits for this; the job's
+end waits for the checkpoint of the last step.
 
-Checkpoints are exported for ``from_pretrained``, beside training. Every so many steps the newest complete
-checkpoint is exported (``ExportCheckpoint``), and the last step's always. Training never waits for it; the
-job's end does, as long as for the last checkpoint itself. One is under way at a time. A coordinator that
-takes over exports again what it does not know to be done: whoever exports finds that it is there already.
+Checkpoints are exported for ``from_pretrained`` while training continues. Every so many steps the newest
+complete checkpoint is exported (``ExportCheckpoint``), and that of the last step always. Training never
+waits for it; the job's end does, as long as for the last checkpoint itself. One export is under way at a
+time. A coordinator that takes over exports again what it does not know to be done; the export then finds
+that it exists already.
 """
 
 import hashlib
@@ -39,14 +42,14 @@ from statemachine.messages.values import Checkpoint, Job, Snapshot
 
 
 def attempt_of(job: Job, record: Snapshot) -> str:
-    """Names the draft; no other job's, and no other state of the job's, is called the same."""
+    """Return the name of the draft, which no other job and no other state of this job shares."""
     return f"{record.generation}_{record.step}_{hashlib.sha256(job.job_id.encode()).hexdigest()[:8]}"
 
 
 def share_layers(
     record: Snapshot, owners: tuple[str, ...], profile: ModelProfile
 ) -> dict[str, tuple[int, ...]]:
-    """Each layer for one of those of its owners that are here, so that all write about as many bytes.
+    """Assign each layer to one of its present owners, so that all write about as many bytes.
 
     A layer that none of them owns is left out.
     """
@@ -69,10 +72,10 @@ def share_layers(
 
 
 def reconcile(c: Cluster) -> None:
-    """Begin one when it is time; give up one that cannot be finished any more."""
+    """Begin a checkpoint when it is time; abandon one that cannot be finished."""
     writing, newest = c.checkpoints.writing, c.snapshots.newest
     if not c.connected:
-        return  # nobody can be heard, so nobody is gone
+        return  # no node can be heard, so none counts as gone
     _limit_end(c)
     if writing is not None:
         gone = sorted(name for name in writing.shares if _is_gone(c, writing, name))
@@ -83,7 +86,7 @@ def reconcile(c: Cluster) -> None:
 
 
 def _limit_end(c: Cluster) -> None:
-    """A job that is done but for this does not wait for ever, whatever keeps its last checkpoint away."""
+    """Limit the time for which a finished job waits for its last checkpoint or export, whatever delays them."""
     if not isinstance(c.state, Running) or not (last_checkpoint_missing(c) or last_export_missing(c)):
         c.cancel_timer(FINISH)
     elif FINISH not in c.due:
@@ -102,7 +105,9 @@ def _is_gone(c: Cluster, writing: CheckpointWrite, name: str) -> bool:
 
 
 def _is_due(c: Cluster, newest: Snapshot) -> bool:
-    """Far enough behind the last one, and whole; the last step's also where a node is gone that held it."""
+    """Return whether the snapshot is far enough after the last checkpoint and whole; that of the last step
+    need not be whole.
+    """
     persisting, job = c.checkpoints, c.current_job
     if job.checkpoint.every_steps < 1 or newest.step <= persisting.last_tried_step:
         return False
@@ -119,7 +124,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     shares = share_layers(newest, owners, profiled.profile)
     persisting.last_tried_step = newest.step
     if sum(map(len, shares.values())) < newest.groups[-1].end_layer:
-        _publish_abandoned(c, newest, "nobody is left who held some of its layers")
+        _publish_abandoned(c, newest, "no node is left that held some of its layers")
         return
     persisting.writing = CheckpointWrite(
         record=newest,
@@ -135,7 +140,7 @@ def _begin(c: Cluster, newest: Snapshot) -> None:
     c.set_timer(PERSIST, c.timing.persist_s)
     c.emit(
         "CheckpointStarted",
-        f"{join_names(list(shares))} write the state behind step {newest.step} to {job.checkpoint.url}",
+        f"{join_names(list(shares))} write the state after step {newest.step} to {job.checkpoint.url}",
         step=newest.step,
         url=job.checkpoint.url,
         layers={name: len(share) for name, share in shares.items()},
@@ -166,7 +171,7 @@ def send_order(c: Cluster, node: NodeMachine) -> None:
 
 
 def repeat_order(c: Cluster, node: NodeMachine, signal: Hello) -> None:
-    """It may have missed its order; what it has done it says itself."""
+    """Repeat a node's order, which it may have missed; the node itself reports what it has done."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or signal.job_id != job.job_id:
         return
@@ -189,13 +194,13 @@ def _concerns(c: Cluster, node: NodeMachine, signal: LayersPersisted | PersistFa
 
 
 def take_persisted(c: Cluster, node: NodeMachine, signal: LayersPersisted) -> None:
-    """With the last node's word every layer is on the disk."""
+    """Record a node's files; with the last node's report every layer is on the disk."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None or not _concerns(c, node, signal):
-        c.ignore("a LayersPersisted that nobody waits for", node.name)
+        c.ignore("an unexpected LayersPersisted", node.name)
         return
     if tuple(file.layer for file in signal.layers) != writing.shares[node.name]:
-        abandon(c, f"{node.name} wrote other layers than it was asked for")
+        abandon(c, f"{node.name} wrote other layers than it was ordered to")
         return
     writing.files[node.name] = signal.layers
     if all_written(writing):
@@ -221,15 +226,15 @@ def take_persist_failed(c: Cluster, node: NodeMachine, signal: PersistFailed) ->
     if _concerns(c, node, signal):
         abandon(c, f"{node.name}: {signal.detail}")
     else:
-        c.ignore("a PersistFailed that nobody waits for", node.name)
+        c.ignore("an unexpected PersistFailed", node.name)
 
 
 def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
-    """The manifest is there: so is the checkpoint."""
+    """Record the checkpoint as complete, since its manifest is written."""
     writing, persisting = c.checkpoints.writing, c.checkpoints
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
         persisting.unanswered.pop(event.attempt, None)
-        c.ignore("a checkpoint that was given up, and yet is complete")
+        c.ignore("an abandoned checkpoint that is complete nevertheless")
         return
     record, files = writing.record, [file for files in writing.files.values() for file in files]
     persisting.newest = Checkpoint(
@@ -244,7 +249,7 @@ def take_committed(c: Cluster, event: CheckpointCommitted) -> None:
     c.persist()
     c.emit(
         "CheckpointCompleted",
-        f"the state behind step {record.step} is complete on the disk",
+        f"the state after step {record.step} is complete on the disk",
         step=record.step,
         size_bytes=persisting.newest.size_bytes,
         took_s=round(c.at - writing.began_at, 6),
@@ -257,7 +262,7 @@ def take_commit_failed(c: Cluster, event: CheckpointCommitFailed) -> None:
     writing = c.checkpoints.writing
     if writing is None or event.attempt != writing.attempt or event.step != writing.record.step:
         c.checkpoints.unanswered.pop(event.attempt, None)
-        c.ignore("no commit of a checkpoint that was given up")
+        c.ignore("a failed commit of an abandoned checkpoint")
         return
     writing.committing = False
     abandon(c, event.detail)
@@ -275,7 +280,7 @@ def overdue(c: Cluster) -> None:
 
 
 def end_overdue(c: Cluster) -> None:
-    """The last step's checkpoint, or its export, is not there in time: the job ends without it."""
+    """End the job without the checkpoint of the last step, or its export, since it is not complete in time."""
     persisting = c.checkpoints
     export_overdue(c, _finish_limit_s(c))
     if not last_checkpoint_missing(c):
@@ -294,7 +299,7 @@ def end_overdue(c: Cluster) -> None:
 
 
 def abandon(c: Cluster, why: str) -> None:
-    """Nothing of it counts; the next snapshot is tried."""
+    """Abandon the checkpoint that is being written; the next snapshot is tried."""
     writing, job = c.checkpoints.writing, c.job
     if writing is None or job is None:
         return
@@ -321,7 +326,7 @@ def _publish_abandoned(c: Cluster, record: Snapshot, why: str) -> None:
 
 
 def _unpin(c: Cluster, record: Snapshot) -> None:
-    """Should this be lost, the next KeepSnapshot says it again."""
+    """Release the older snapshot. If this message is lost, the next RetainSnapshot repeats it."""
     newest, job = c.snapshots.newest, c.job
     if newest is not None and newest.step > record.step and job is not None:
         keep = RetainSnapshot(job_id=job.job_id, step=newest.step, lineage=c.lineage)
@@ -334,24 +339,24 @@ def _unpin(c: Cluster, record: Snapshot) -> None:
 
 
 def abandon_after_restart(c: Cluster) -> None:
-    """The answers that came before the crash are lost with it."""
+    """Abandon what was being written: the answers that came before the crash are lost."""
     if c.checkpoints.writing is not None:
         abandon(c, "the coordinator was restarted")
 
 
 def abandon_at_end(c: Cluster) -> None:
-    """The job is over, whatever became of it."""
+    """Abandon what is being written, since the job has ended."""
     abandon(c, "the job is over")
 
 
 def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
-    """Everybody goes back to this one: what was written or tried behind it never was."""
+    """Discard what was written or tried after this checkpoint, to which all trainers return."""
     persisting = c.checkpoints
-    abandon(c, f"everybody goes back to step {checkpoint.step}")
+    abandon(c, f"all trainers go back to step {checkpoint.step}")
     persisting.newest, persisting.last_tried_step = checkpoint, checkpoint.step
     persisting.exported_step = min(persisting.exported_step, checkpoint.step)
     persisting.final_abandoned = persisting.wait_over = False
-    # What may be committed yet is of steps that are undone.
+    # What may still be committed belongs to steps that are undone.
     persisting.corrupt_steps |= {step for step in persisting.unanswered.values() if step > checkpoint.step}
 
 
@@ -359,7 +364,7 @@ def discard_after(c: Cluster, checkpoint: Checkpoint) -> None:
 
 
 def reconcile_export(c: Cluster) -> None:
-    """Begin one when it is time."""
+    """Begin an export when it is time."""
     job, persisting = c.job, c.checkpoints
     if job is None or persisting.exporting is not None or not _export_due(c):
         return
@@ -380,15 +385,15 @@ def _export_due(c: Cluster) -> bool:
 
 
 def last_export_missing(c: Cluster) -> bool:
-    """Return whether all steps are done, and the checkpoint of the last one has yet to be exported."""
+    """Return whether all steps are done and the checkpoint of the last one has yet to be exported."""
     job, newest = c.job, c.checkpoints.newest
     return job is not None and c.ended and newest is not None and newest.step >= job.steps and _export_due(c)
 
 
 def take_exported(c: Cluster, event: ExportCompleted) -> None:
-    """Take word that an export is complete."""
+    """Record that an export is complete."""
     if not _concerns_export(c, event.job_id, event.step):
-        c.ignore("an export that nobody waits for")
+        c.ignore("an unexpected export")
         return
     _end_export(c, event.step)
     c.emit(
@@ -402,15 +407,15 @@ def take_exported(c: Cluster, event: ExportCompleted) -> None:
 
 
 def take_export_failed(c: Cluster, event: ExportFailed) -> None:
-    """Take word that an export cannot be; the next checkpoint that is due is tried."""
+    """Record that an export failed; the next checkpoint that is due is tried."""
     if not _concerns_export(c, event.job_id, event.step):
-        c.ignore("a failed export that nobody waits for")
+        c.ignore("an unexpected failed export")
         return
     _abandon_export(c, event.step, event.detail)
 
 
 def export_overdue(c: Cluster, limit_s: float) -> None:
-    """The last step's export is not there in time: the job ends without it."""
+    """Abandon the export of the last step, which is not complete in time, so that the job can end."""
     if last_export_missing(c) and c.checkpoints.newest is not None:
         step = c.checkpoints.newest.step
         _abandon_export(c, step, f"it is not complete {limit_s:g} s after the last step")
@@ -428,7 +433,7 @@ def _concerns_export(c: Cluster, job_id: str, step: int) -> bool:
 
 def _end_export(c: Cluster, step: int) -> None:
     c.checkpoints.exporting = None
-    # Everybody may have gone back meanwhile: what was exported is of a past that was undone.
+    # A rollback may have happened meanwhile, so that the export is of steps that were undone.
     newest = c.checkpoints.newest
     c.checkpoints.exported_step = min(step, newest.step) if newest is not None else step
     c.dirty = True

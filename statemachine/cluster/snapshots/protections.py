@@ -1,9 +1,10 @@
-"""What protects a job's snapshots: asked for by the job or a user, settled with each plan.
+"""Protection of a job's snapshots: requested by the job or a user, and chosen with each plan.
 
-Every plan has its own number of owners, so each is asked for a protection with the rest (``ComputePlan``):
-the scheme that is wished for, or the cheapest that withstands the losses that the job is to survive. It holds
-for the plan's generation; trainers learn it with their Resume. A wish that changes while a group trains is
-met by a boundary and the same plan: nothing is computed again and nothing moves.
+Every plan has its own number of owners, so a protection is requested together with each plan
+(``ComputePlan``): the requested scheme, or the cheapest one that tolerates the losses which the job is to
+survive. It holds for the plan's generation; trainers learn it with their Resume. If the request changes
+while a group trains, the group stops at a boundary and resumes under the same plan: nothing is computed
+again and nothing moves.
 """
 
 from collections.abc import Iterable
@@ -18,12 +19,12 @@ AUTO = "auto"
 
 
 def requested_protection(c: Cluster) -> str:
-    """A scheme, or ``auto``."""
+    """Return the requested scheme, or ``auto``."""
     return AUTO if c.current_job.snapshot.auto_protection else c.current_job.snapshot.protection
 
 
 def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | None:
-    """What a plan on these nodes is asked for; ``None``: there is nothing to protect."""
+    """Return the protection to request for a plan on these nodes; ``None``: there is nothing to protect."""
     job = c.current_job
     if job.snapshot.every_steps < 1 and not job.policy.zero1:
         return None
@@ -37,7 +38,9 @@ def protection_request(c: Cluster, nodes: Iterable[str]) -> ProtectionRequest | 
 
 
 def request_changed(c: Cluster, group: Running) -> bool:
-    """The group that trains was planned with another wish, and has steps left to profit from a new one."""
+    """Return whether the group was planned with a different request and has steps left to benefit from the new
+    one.
+    """
     job, wish = c.current_job, group.resumption.requested_protection
     if not wish:
         return False
@@ -45,7 +48,9 @@ def request_changed(c: Cluster, group: Running) -> bool:
 
 
 def adopt_protection(c: Cluster, choice: ProtectionChoice | None) -> str:
-    """The scheme of the plan that is here. Told where it is another one than before, or was not given."""
+    """Adopt and return the scheme of the new plan; publish it if it differs from the last one or from the
+    request.
+    """
     job, last = c.current_job, c.resumption
     policy = job.snapshot
     if choice is None:
@@ -63,5 +68,5 @@ def adopt_protection(c: Cluster, choice: ProtectionChoice | None) -> str:
             by="auto" if policy.auto_protection else "fallback" if choice.fallback else "user",
         )
     if before is not None and choice.scheme != before and not policy.paused:
-        c.snapshots.user_requested = True  # The newest snapshot is still protected as before.
+        c.snapshots.user_requested = True  # The newest snapshot still has the previous protection.
     return choice.scheme

@@ -1,9 +1,9 @@
-"""Buddies: who keeps a copy of what one node alone owns (design §7).
+"""Replica peers: which node holds a copy of what one node alone owns.
 
-Where there is one pipeline, every group has one owner, and no code can make up for it. Its daemon sends its
-part of each snapshot to the next node in the order of the plan, so that every node keeps one other's; idle
-nodes stand behind the last. Buddies are chosen with the plan and stay while its generation trains; one that
-is lost, or is to leave, takes a new generation, as a planned node does.
+With a single pipeline every group has one owner, and no erasure code can replace its state. The owner's
+daemon sends its part of each snapshot to the next node in the order of the plan, so that every node holds
+the copy of one other; idle nodes come after the last. Replica peers are chosen with the plan and stay while
+its generation trains. If one is lost, or is to leave, a new generation begins, as for a planned node.
 """
 
 from collections.abc import Collection
@@ -16,9 +16,9 @@ BUDDY = "buddy"
 
 
 def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> dict[str, str]:
-    """Owner → buddy; who is not named has none.
+    """Return the replica peer of each owner; owners that are not named have none.
 
-    :param able: nodes that are here and serve snapshots, idle ones too.
+    :param able: nodes that are present and serve snapshots, also idle ones.
     """
     if BUDDY not in (part.strip() for part in protection.split("+")) or len(plan.pipelines) > 1:
         return {}
@@ -34,23 +34,25 @@ def choose_replica_peers(plan: Plan, protection: str, able: Collection[str]) -> 
 
 
 def eligible_peers(c: Cluster, members: Collection[str]) -> list[str]:
-    """Those of ``members`` that may keep copies."""
+    """Return those of ``members`` that may hold copies."""
     here = [c.nodes[name] for name in sorted(members)]
     return [n.name for n in here if n.alive and n.draining is None and n.facts.snapshot_port > 0]
 
 
 def copy_of(key: HeldSnapshot, owner: str) -> HeldSnapshot:
-    """What ``owner``'s buddy holds of a snapshot."""
+    """Return the copy of a snapshot that ``owner``'s replica peer holds."""
     return HeldSnapshot(job_id=key.job_id, step=key.step, generation=key.generation, owner=owner)
 
 
 def same_snapshot(held: HeldSnapshot, key: HeldSnapshot) -> bool:
-    """Are both of one snapshot, whoever's part they are?"""
+    """Return whether both belong to the same snapshot, whichever node's part they are."""
     return (held.job_id, held.step, held.generation) == (key.job_id, key.step, key.generation)
 
 
 def held_copies(c: Cluster, record: Snapshot, key: HeldSnapshot, *, failures: int = 0) -> dict[str, str]:
-    """Owner → buddy, where the buddy is here and holds the copy; see ``snapshots.holders``."""
+    """Return each owner whose replica peer is present and holds the copy, with that peer; see
+    ``snapshots.holders``.
+    """
     found = {}
     for owner, buddy in record.replica_peers.items():
         node = c.nodes.get(buddy)

@@ -1,4 +1,4 @@
-"""What the cluster machine knows of a job's snapshots and checkpoints: parts of ``state.Cluster``."""
+"""State of a job's snapshots and checkpoints in the cluster machine: parts of ``state.Cluster``."""
 
 from collections import deque
 from collections.abc import Callable
@@ -11,24 +11,24 @@ from statemachine.messages.values import Checkpoint, LayerFile, Snapshot
 
 @dataclass(slots=True, kw_only=True)
 class PendingSnapshot:
-    """A snapshot from its order until it is complete everywhere, or given up."""
+    """A snapshot from its order until it is complete everywhere or abandoned."""
 
     generation: int
     after_step: int
-    """It is of a later step than this: the newest committed one when it was ordered."""
+    """The newest committed step when it was ordered; the snapshot is of a later step."""
     began_at: float
     snap_after: int = 0
-    """``Snap.behind`` of the order."""
+    """``TakeSnapshot.after_step`` of the order."""
     ordered: tuple[str, ...] = ()
-    """Nodes that it was sent to; empty where another coordinator ordered it."""
+    """Nodes that it was sent to; empty if another coordinator ordered it."""
     last: bool = False
-    """Of the last step, whose trainers are done."""
+    """Whether it is of the last step, so that trainers are done."""
     urgent: bool = False
-    """It was ordered because the newest one lacks a part."""
+    """Whether it was ordered because the newest one lacks a part."""
     user_requested: bool = False
-    """It was ordered because a user wants one."""
+    """Whether it was ordered because a user requested one."""
     step: int | None = None
-    """Of which it is; known when the first node began."""
+    """Its step, known once the first node began."""
     completed: dict[str, SnapshotCompleted] = field(default_factory=dict)
 
 
@@ -38,14 +38,14 @@ def _recent(most: int) -> Callable[[], deque[float]]:
 
 @dataclass(slots=True, kw_only=True)
 class SnapshotCosts:
-    """Seconds measured under the present generation, for ``intervals``."""
+    """Durations measured under the current generation, in seconds, for ``intervals``."""
 
     plain_s: deque[float] = field(default_factory=_recent(32))
-    """Of steps without a snapshot."""
+    """Durations of steps without a snapshot."""
     copying_s: deque[float] = field(default_factory=_recent(8))
-    """Of steps beside which one was copied."""
+    """Durations of steps during which a snapshot was copied."""
     stall_s: deque[float] = field(default_factory=_recent(8))
-    """That training waited for one."""
+    """Times that training waited for a snapshot."""
     last: int = 0
     """Step of the last snapshot that began."""
 
@@ -55,70 +55,72 @@ class JobSnapshots:
     """The job's snapshots, for ``snapshots`` and ``rollback``."""
 
     newest: Snapshot | None = None
-    """Complete everywhere."""
+    """The newest snapshot that is complete everywhere."""
     pending: PendingSnapshot | None = None
     last_order_step: int = 0
     """The newest committed step when the last one was ordered."""
     last_abandoned_step: int = 0
-    """Step of the last one given up under this generation."""
+    """Step of the last one abandoned under this generation."""
     urgent: bool = False
-    """The newest may lack a part: one that does is replaced at once."""
+    """Whether the newest may lack a part; one that does is replaced at once."""
     user_requested: bool = False
-    """A user wants one now."""
+    """Whether a user requested one now."""
     abandoned_in_a_row: int = 0
-    """So many in a row were given up under this generation."""
+    """Number of consecutive snapshots that were abandoned under this generation."""
     costs: SnapshotCosts = field(default_factory=SnapshotCosts)
     retain_unconfirmed: set[str] = field(default_factory=set)
-    """Nodes whose last heartbeats named another one as kept than the newest."""
+    """Nodes whose last heartbeats named a different retained snapshot than the newest."""
     measured: SnapshotCost | None = None
-    """What the interval was last chosen for, by this process."""
+    """The cost for which this process last chose the interval."""
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointWrite:
-    """A snapshot that is being written to the disk, from the order to the commit."""
+    """A snapshot that is being written as a persistent checkpoint, from the order to the commit."""
 
     record: Snapshot
     attempt: str
     shares: dict[str, tuple[int, ...]]
     """Layers by the node that writes them."""
     incarnations: dict[str, int]
-    """Of those nodes: a new one knows nothing of the order."""
+    """Incarnations of those nodes: a new incarnation does not know the order."""
     sources: dict[str, str]
     """``Persist.sources``."""
     began_at: float
     files: dict[str, tuple[LayerFile, ...]] = field(default_factory=dict)
-    """By the nodes that are done."""
+    """Files by the nodes that are done."""
     committing: bool = False
-    """All are done, and the manifest is being written."""
+    """Whether all nodes are done and the manifest is being written."""
 
 
 @dataclass(slots=True, kw_only=True)
 class JobCheckpoints:
-    """The job's persistent checkpoints, for ``checkpoints`` and ``rollback``."""
+    """The job's persistent checkpoints, for ``persisting`` and ``rollback``."""
 
     newest: Checkpoint | None = None
-    """Last committed, or gone on from."""
+    """The last one that was committed, or that the job continued from."""
     writing: CheckpointWrite | None = None
     last_tried_step: int = 0
-    """Step of the last snapshot of which one was begun."""
+    """Step of the last snapshot from which one was begun."""
     final_abandoned: bool = False
-    """The last step's was given up: the job ends without it."""
+    """Whether that of the last step was abandoned, so that the job ends without it."""
     corrupt_steps: set[int] = field(default_factory=set)
-    """Steps of those that turned out to be damaged."""
+    """Steps of checkpoints that turned out to be corrupt."""
     wait_over: bool = False
-    """Nobody came who may hold a later state: the next one is gone on from."""
+    """Whether the wait for nodes with later state is over, so that the job continues from the next checkpoint
+    found.
+    """
     unreadable_since: float | None = None
-    """When the place could not be read for the first time since a step was committed."""
+    """Time at which the checkpoint location was first unreadable since a step was committed."""
     retry_at: float = 0.0
-    """It is not looked at before this."""
+    """Time before which it is not read again."""
     unanswered: dict[str, int] = field(default_factory=dict)
-    """Steps by attempt whose commit was given up before its end was heard of: they may be there yet."""
+    """Steps by attempt whose commit was abandoned before its outcome was known: they may exist."""
 
     exporting: int | None = None
     """Step of the checkpoint whose export is under way."""
     exported_step: int = 0
-    """Step of the last checkpoint whose export was complete or given up."""
+    """Step of the last checkpoint whose export was completed or abandoned."""
 
     @property
     def last_step(self) -> int:

@@ -1,9 +1,9 @@
-"""Snapshots of the whole cluster: ordered, followed from node to node, complete everywhere or given up.
+"""Snapshots of the whole cluster: ordered, followed on every node, complete everywhere or abandoned.
 
-A snapshot counts once every planned node said ``SnapshotCompleted``: that is made durable, and only then are
-nodes told to release its predecessor (``KeepSnapshot``). So there is always one that is complete everywhere,
-whoever dies or is slow. Heartbeats confirm ``KeepSnapshot``; before all of them have, no other one is
-ordered, since only three fit into a node's memory (``storage.arena``).
+A snapshot counts once every planned node has sent ``SnapshotCompleted``: that is made durable, and only
+then are nodes told to release its predecessor (``RetainSnapshot``). So one snapshot is always complete
+everywhere, whichever node dies or is slow. Heartbeats confirm ``RetainSnapshot``; no other snapshot is
+ordered before all of them have, since only three fit into a node's memory (``storage.arena``).
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from statemachine.messages.common import SnapshotFailed, SnapshotStarted
 from statemachine.messages.values import CommittedStep, HeldSnapshot, Restore, Snapshot, SnapshotGroup
 
 FEW_SHARE = 8
-"""Less than one node in so many."""
+"""Fewer nodes than one in so many are sent a command one by one."""
 
 
 def groups_of(
@@ -29,8 +29,8 @@ def groups_of(
 ) -> tuple[SnapshotGroup, ...]:
     """Return maximal runs of layers that the same stages own, one in each pipeline.
 
-    :param buddies: owner → buddy, where there are any.
-    :param zero1: each owner has its part of the optimizer's state only.
+    :param buddies: replica peer of each owner that has one. :param zero1: each owner has only its part of
+    the optimizer state.
     """
     layers = plan.pipelines[0].stages[-1].end_layer
     owners: list[tuple[tuple[str, int], ...]] = [()] * layers
@@ -60,14 +60,14 @@ def key_of(c: Cluster, record: Snapshot) -> HeldSnapshot:
 
 
 def holders(c: Cluster, record: Snapshot, *, failures: int = 0) -> tuple[str, ...]:
-    """Owners that are here and hold their part, which could not be had at most so many times."""
+    """Return the present owners that hold their part, which was unavailable at most ``failures`` times."""
     key = key_of(c, record)
     here = [c.nodes[name] for name in record.owners if name in c.nodes]
     return tuple(n.name for n in here if n.alive and key in n.snapshots and n.part_failures[key] <= failures)
 
 
 def is_whole(c: Cluster, record: Snapshot) -> bool:
-    """Everybody who kept a part of it, or a copy of one, is here and has it."""
+    """Return whether every node that held a part of it, or a copy of one, is present and has it."""
     owners, kept = holders(c, record), held_copies(c, record, key_of(c, record))
     return len(owners) == len(record.owners) and kept == record.replica_peers
 
@@ -76,10 +76,10 @@ def is_whole(c: Cluster, record: Snapshot) -> bool:
 
 
 def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bool:
-    """Is this about the snapshot under way, or about one that may be taken up?
+    """Return whether this is about the pending snapshot, or about one that becomes the pending one.
 
-    A coordinator that was restarted finds one that its predecessor ordered. A later step than that under way
-    says that the older one was overtaken.
+    A coordinator that was restarted finds one that its predecessor ordered. A later step than that of the
+    pending one shows that the older one was overtaken.
     """
     keeping, group, job = c.snapshots, c.state, c.job
     if not isinstance(group, Running) or job is None or node.name not in group.planned:
@@ -93,7 +93,7 @@ def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bo
     ):
         return False
     if underway is not None and underway.step is not None and step > underway.step:
-        abandon(c, f"one of step {step} has begun")
+        abandon(c, f"a snapshot of step {step} has begun")
         underway = None
     if underway is None:
         underway = keeping.pending = PendingSnapshot(
@@ -107,7 +107,7 @@ def _is_pending(c: Cluster, node: NodeMachine, generation: int, step: int) -> bo
 
 def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> None:
     if not _is_pending(c, node, signal.generation, signal.step):
-        c.ignore("a Snapping that nobody waits for", node.name)
+        c.ignore("an unexpected SnapshotStarted", node.name)
         return
     underway = c.snapshots.pending
     if underway is not None and node.name not in underway.completed:
@@ -116,13 +116,13 @@ def take_snapping(c: Cluster, node: NodeMachine, signal: SnapshotStarted) -> Non
 
 
 def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> None:
-    """With the last planned node's word the snapshot is complete everywhere."""
+    """Record a node's completed part; with the last planned node the snapshot is complete everywhere."""
     if not _is_pending(c, node, signal.generation, signal.step):
-        c.ignore("a SnapshotCompleted that nobody waits for", node.name)
+        c.ignore("an unexpected SnapshotCompleted", node.name)
         return
     underway, job = c.snapshots.pending, c.current_job
     assert underway is not None, "it fits"
-    node.feed(NodeEvent.SNAP)  # where its word that it began was lost
+    node.feed(NodeEvent.SNAP)  # if its SnapshotStarted was lost
     node.feed(NodeEvent.COMPLETED)
     underway.completed[node.name] = signal
     node.snapshots |= {HeldSnapshot(job_id=job.job_id, step=signal.step, generation=signal.generation)}
@@ -139,12 +139,12 @@ def take_completed(c: Cluster, node: NodeMachine, signal: SnapshotCompleted) -> 
 
 
 def is_complete_everywhere(c: Cluster, underway: PendingSnapshot) -> bool:
-    """Every planned node completed its part."""
+    """Return whether every planned node completed its part."""
     return len(underway.completed) >= len(c.planned) and set(c.planned) <= set(underway.completed)
 
 
 def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompleted) -> None:
-    """Complete everywhere: durable before anybody releases the one before."""
+    """Record the snapshot as complete everywhere: durable before any node releases the one before."""
     job, resumption = c.current_job, c.resumption
     assert resumption is not None, "a group trains"
     said = underway.completed.values()
@@ -171,7 +171,7 @@ def record_complete(c: Cluster, underway: PendingSnapshot, signal: SnapshotCompl
     alone = [group for group in record.groups if len(group.owners) == 1 and not group.replica_peer]
     c.emit(
         "SnapshotCompleted",
-        f"the state behind step {record.step} is in the memory of {join_names(record.owners)}"
+        f"the state after step {record.step} is in the memory of {join_names(record.owners)}"
         f"{_unprotected_words(alone)}",
         step=record.step,
         generation=record.generation,
@@ -190,18 +190,20 @@ def _unprotected_words(alone: list[SnapshotGroup]) -> str:
     if not alone:
         return ""
     layers = ", ".join(f"{group.first_layer} to {group.end_layer - 1}" for group in alone)
-    return f"; layers {layers} are in one node's alone, unprotected"
+    return f"; layers {layers} are in the memory of one node only, unprotected"
 
 
 def take_failed(c: Cluster, node: NodeMachine, signal: SnapshotFailed) -> None:
     if not _is_pending(c, node, signal.generation, signal.step):
-        c.ignore("a SnapshotFailed that nobody waits for", node.name)
+        c.ignore("an unexpected SnapshotFailed", node.name)
         return
     _abandon(c, f"{node.name}: {signal.detail}")
 
 
 def overdue(c: Cluster) -> None:
-    """Some node did not complete it in time; it may be slow, dead or cut off: others find that out."""
+    """Abandon a snapshot that some node did not complete in time. Other means find out whether it is slow,
+    dead or cut off.
+    """
     underway = c.snapshots.pending
     if underway is None:
         return
@@ -210,7 +212,9 @@ def overdue(c: Cluster) -> None:
 
 
 def _abandon(c: Cluster, why: str) -> None:
-    """The last step's is not tried again: the job ends without its checkpoint."""
+    """Abandon the pending snapshot. That of the last step is not tried again: the job ends without its
+    checkpoint.
+    """
     underway, job = c.snapshots.pending, c.job
     last = underway is not None and job is not None and (underway.last or underway.step == job.steps)
     abandon(c, why)
@@ -226,7 +230,9 @@ def _abandon(c: Cluster, why: str) -> None:
 
 
 def interrupt(c: Cluster, why: str) -> None:
-    """The group is over, and what is not complete everywhere with it. The next one need not wait as long."""
+    """Abandon what is not complete everywhere, since the group has ended. The next snapshot need not wait as
+    long.
+    """
     abandon(c, why)
     keeping = c.snapshots
     keeping.last_abandoned_step = keeping.abandoned_in_a_row = 0
@@ -237,9 +243,10 @@ def interrupt(c: Cluster, why: str) -> None:
 
 
 def abandon(c: Cluster, why: str) -> None:
-    """What nodes have of it counts for nothing; the one before is still complete everywhere.
+    """Abandon the pending snapshot: what nodes have of it does not count, and the one before is still complete
+    everywhere.
 
-    Why it was wanted at once is still so.
+    The reasons for which it was wanted at once still hold.
     """
     keeping, underway = c.snapshots, c.snapshots.pending
     if underway is None:
@@ -268,7 +275,9 @@ def abandon(c: Cluster, why: str) -> None:
 
 
 def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
-    """A Hello names what the node's memory holds. Whether that is news about the newest snapshot."""
+    """Record what a Hello says the node's memory holds. Return whether that is new information about the
+    newest snapshot.
+    """
     node.retained_step, node.said_hello = None, True
     job, newest = c.job, c.snapshots.newest
     if job is None:
@@ -284,12 +293,14 @@ def take_held(c: Cluster, node: NodeMachine, signal: Hello) -> bool:
 
 
 def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
-    """Only a heartbeat behind a Hello counts: before it the node may have begun what we have yet to hear."""
+    """Record the retained snapshot that a heartbeat names; it counts only after a Hello, which reports the
+    node's pending work.
+    """
     newest = c.snapshots.newest
     if not node.said_hello or not c.active:
         return
     news, node.retained_step = node.retained_step != signal.retained_step, signal.retained_step
-    # Only the last one's word is news to those who wait for it.
+    # Only the last node's confirmation changes what others wait for.
     c.dirty = c.dirty or (
         news and not any(c.nodes[name].retained_step != signal.retained_step for name in c.planned)
     )
@@ -298,13 +309,15 @@ def take_retained(c: Cluster, node: NodeMachine, signal: Heartbeat) -> None:
     if signal.retained_step != newest.step:
         c.snapshots.retain_unconfirmed.add(node.name)
     elif signal.corrupt_step == newest.step and not node.part_failures[key_of(c, newest)]:
-        # A new one is wanted at once. For a rollback what is sound here still counts.
+        # A new one is wanted at once. For a rollback the sound parts here still count.
         node.part_failures[key_of(c, newest)] += 1
         c.snapshots.urgent = c.dirty = True
 
 
 def repeat_retain(c: Cluster) -> None:
-    """At every tick: whose heartbeat did not name the newest one is told again, together with the others."""
+    """Repeat RetainSnapshot to all nodes whose heartbeat did not name the newest snapshot, together; called at
+    every tick.
+    """
     owed, c.snapshots.retain_unconfirmed = c.snapshots.retain_unconfirmed, set()
     newest = c.snapshots.newest
     if owed and newest is not None and c.active:
@@ -313,8 +326,11 @@ def repeat_retain(c: Cluster) -> None:
 
 
 def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None:
-    """Not with every heartbeat: the answer takes a while. It names all parts and where they are; of a
-    thousand nodes, a few are told one by one, since what is said to all the broker sends to all."""
+    """Send RetainSnapshot, but not after every heartbeat, since the confirmation takes a while.
+
+    It names all parts and where they are. Of a thousand nodes, a few are sent it one by one, since the
+    broker sends a broadcast to all nodes.
+    """
     job, late = c.current_job, c.at - 2 * c.timing.heartbeat_s
     due = [node for node in nodes if node.retain_sent_step != record.step or node.retain_sent_at <= late]
     for node in due:
@@ -336,7 +352,7 @@ def _send_retain(c: Cluster, nodes: list[NodeMachine], record: Snapshot) -> None
 
 
 def _parts_of(c: Cluster, record: Snapshot) -> Restore:
-    """All that a node needs to repair its own, where the others are now."""
+    """Return all parts and their present locations, which a node needs to repair its own part."""
     key = key_of(c, record)
     names = sorted({*record.owners, *record.replica_peers.values()} & set(c.nodes))
     facts = {name: c.nodes[name].facts for name in names}
@@ -350,6 +366,6 @@ def _parts_of(c: Cluster, record: Snapshot) -> Restore:
 
 
 def pinned_step(c: Cluster, record: Snapshot) -> int:
-    """Step of the older snapshot that is being written to the disk; 0: there is none."""
+    """Return the step of the older snapshot that is being written to storage; 0: none."""
     writing = c.checkpoints.writing
     return writing.record.step if writing is not None and writing.record.step < record.step else 0
