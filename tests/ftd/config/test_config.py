@@ -58,7 +58,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         'snapshot_dir = "memory"\nsnapshot_limit_mib = 3\nsnapshot_port = 4001\nsnapshot_rate_mib_s = 2\n'
         "checkpoint_rate_mib_s = 5\n"
         '[coordinator]\nstate_dir = "journal"\n'
-        "[timing]\nsilence_s = 3\nsteps_kept = 50\n"
+        "[timing]\nsilence_s = 3\nsteps_remembered = 50\n"
     )
     with pytest.raises(ConfigurationError, match=r"broker\.password: .*ftd\.toml can be read .*chmod 600"):
         load_daemon_config(path)
