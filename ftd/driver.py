@@ -1,8 +1,9 @@
-"""Runs a pure machine in the real world: the coordinator's and the node's main loop.
+"""Runs a pure state machine in the real world: the main loop of the coordinator and of the node.
 
-Events go in through ``feed``; the machine answers with effects; ``perform`` carries them out, in order,
-each finished before the next begins. Timers live here, so that the machines own no clock. A bug in a step
-is logged with its event and the daemon goes on: a training run outlives our mistakes where it can.
+Events go in through ``feed``. The machine answers with effects, which ``perform`` carries out in order; each
+one finishes before the next begins. The driver owns the timers, so that the machines need no clock. A bug in
+a step is logged with its event, and the daemon continues: a training run should outlive our errors where it
+can.
 """
 
 import asyncio
@@ -24,17 +25,19 @@ from statemachine.events import Event, TimerFired
 _log = structlog.get_logger("ftd.driver")
 
 _EVENTS_BEFORE_YIELD = 64
-"""A flood of messages must not keep timers and sockets from being served."""
+"""Events after which the driver yields to the event loop, so that a flood of messages does not starve timers and
+sockets.
+"""
 
 _MOST_TOGETHER = 1024
-"""Events that a machine takes together, where it can: as many as a thousand nodes say at once."""
+"""Largest number of events in one batch: about as many as a thousand nodes send at once."""
 
 StepBatch = Callable[[Sequence[Any], Callable[[Any], None]], list[Effect]]
-"""A machine's ``steps``: several events, and whom to tell of one in which it has a bug."""
+"""Type of a machine's ``steps``: it takes several events and a function to call for an event that raises."""
 
 
 class Clock(Protocol):
-    """The clocks of a process."""
+    """Clocks of a process."""
 
     def monotonic_s(self) -> float:
         """Return seconds on the monotonic clock that all processes of this host share."""
@@ -45,12 +48,12 @@ class Clock(Protocol):
         ...
 
     def cpu_s(self) -> float:
-        """Return the time for which this thread has computed."""
+        """Return the CPU time of this thread in seconds."""
         ...
 
 
 class SystemClock:
-    """The clocks of the operating system."""
+    """Clocks of the operating system."""
 
     monotonic_s = staticmethod(time.monotonic)
     wall_s = staticmethod(time.time)
@@ -58,23 +61,26 @@ class SystemClock:
 
 
 class Machine(Protocol):
-    """What ``statemachine``'s machines have in common."""
+    """Interface that the machines of ``statemachine`` share."""
 
     def step(self, event: Any) -> list[Effect]:
-        """Each machine takes a union of its own events; the driver only ever adds ``TimerFired``."""
+        """Process an event and return its effects.
+
+        Each machine takes a union of its own event types; the driver itself adds only ``TimerFired``.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """A timer rang. Void when it was cancelled or set anew before its turn in the queue came."""
+    """Expired timer in the queue. It is void if the timer was cancelled or set again before its turn came."""
 
     name: str
     ticket: int
 
 
 class Driver:
-    """See the module. One per machine; everything happens on one event loop."""
+    """Main loop of one machine; everything runs on one event loop. See the module's docstring."""
 
     def __init__(
         self,
@@ -86,18 +92,21 @@ class Driver:
         clock: Clock | None = None,
         suffix: str = "",
     ) -> None:
-        """``perform`` handles every effect but timers. What it returns is awaited when it is awaitable.
-        ``observe`` sees every event before it is fed, and every effect before it is carried out. ``step_batch``
-        takes events that wait in the queue in one go, up to the next timer. ``on_effects_done`` is called when a
-        step's effects are. ``clock`` is the system's where it is not given. ``suffix`` makes the
-        causes of this process unique in the cluster; it is drawn where it is not given.
+        """Create the driver; ``run`` starts it.
 
-        A ``JournalError`` from either ends ``run``: what follows a ``PersistState`` must not happen without
-        it. Anything else is logged as a bug.
+        :param perform: carries out every effect except timers. If it returns an awaitable, the driver awaits
+        it. :param observe: called with every event before it is processed and with every effect before it is
+        carried out. :param step_batch: processes all queued events up to the next timer in one call. :param
+        on_effects_done: called when all effects of a step have been carried out. :param clock: by default
+        that of the operating system. :param suffix: makes the causes of this process unique in the cluster;
+        random by default.
+
+        A ``JournalError`` from ``perform`` ends ``run``, because what follows a ``PersistState`` must not
+        happen without it. Any other exception is logged as a bug.
         """
         self.machine = machine
         self.bugs = 0
-        """Exceptions in steps and effects so far; a healthy daemon has none."""
+        """Number of exceptions in steps and effects so far; 0 in a healthy daemon."""
         self._perform = perform
         self._watch = observe
         self._together, self._carried_out = step_batch, on_effects_done
@@ -110,15 +119,15 @@ class Driver:
         self._suffix = suffix or secrets.token_hex(2)
 
     def now(self) -> float:
-        """Seconds on the monotonic clock that all processes of this host share."""
+        """Return seconds on the monotonic clock that all processes of this host share."""
         return self.clock.monotonic_s()
 
     def new_cause(self) -> str:
-        """A fresh cause id: unique in the cluster, short enough to read aloud (``c-00042-a1b2``)."""
+        """Return a new cause id: unique in the cluster and short enough to read aloud (``c-00042-a1b2``)."""
         return f"c-{next(self._causes):05d}-{self._suffix}"
 
     def feed(self, event: Event) -> None:
-        """Queue an event; never blocks. Build it with ``at=driver.now(), cause=driver.cause()``."""
+        """Queue an event without blocking. Create it with ``at=driver.now(), cause=driver.new_cause()``."""
         self._put(event)
 
     def _put(self, item: Event | _Due) -> None:
@@ -128,7 +137,7 @@ class Driver:
     async def run(self) -> None:
         """Process events until cancelled.
 
-        :raises JournalError: durable state cannot be kept.
+        :raises JournalError: durable state cannot be stored.
         """
         handled = 0
         while True:
@@ -144,7 +153,7 @@ class Driver:
                 item = self._queue.popleft()
             if events:
                 await self.process(*events)
-            # After what came before it was carried out, which may have made it void.
+            # The events before the timer come first: their effects may cancel it.
             if isinstance(item, _Due) and (rung := self._ring(item)) is not None:
                 await self.process(rung)
             handled += 1
@@ -152,7 +161,7 @@ class Driver:
                 await asyncio.sleep(0)
 
     async def process(self, *events: Event) -> None:
-        """A step for each, and what they want."""
+        """Process the events and carry out their effects."""
         for event in events:
             self._show(event)
         await self.perform_effects(self._steps(events))
@@ -169,12 +178,12 @@ class Driver:
         return wanted
 
     def _note_bug(self, event: Event) -> None:
-        """Called where the exception is handled."""
+        """Log the exception that is being handled."""
         self.bugs += 1
         _log.exception("step", event_kind=type(event).__name__, fed=repr(event)[:2000], cause=event.cause)
 
     async def perform_effects(self, effects: list[Effect]) -> None:
-        """Effects in order; also those that a restored machine begins with."""
+        """Carry out effects in order, including those that a restored machine starts with."""
         for effect in effects:
             self._show(effect)
             try:
@@ -200,13 +209,13 @@ class Driver:
                 _log.exception("watch", watched=repr(it)[:2000], cause=it.cause)
 
     def replace_machine(self, machine: Machine) -> None:
-        """Go on with another machine: what was under way for the present one does not count for it."""
+        """Continue with another machine and drop the queued events and timers of the present one."""
         self.stop_timers()
         self._queue.clear()
         self.machine = machine
 
     def stop_timers(self) -> None:
-        """Cancel all timers, at the end of the daemon's life."""
+        """Cancel all timers. Call it when the daemon ends."""
         for name in list(self._timers):
             self._cancel_timer(name)
 
@@ -229,11 +238,12 @@ class Driver:
 
 
 class EventRateLimiter:
-    """Lets an event of each kind through once a second: a peer that repeats itself cannot flood the stream.
+    """Filter that passes one event of each kind per second, so that a repetitive peer cannot flood the event
+    stream.
 
-    Kinds are told apart by name, node and reason; of ``MessageRejected`` by the topic, as its reason quotes
-    what a stranger wrote. The next one let through says how many were held back. Beyond ``MAX_PER_SECOND`` a second,
-    of all kinds together, all are held back.
+    The kind of an event is its name, node and reason; for ``MessageRejected`` it is the topic, because the
+    reason quotes text from outside the cluster. The next event that passes carries the number of events
+    withheld before it. If all kinds together exceed ``MAX_PER_SECOND``, the rest is withheld.
     """
 
     PERIOD_S = 1.0
@@ -245,7 +255,7 @@ class EventRateLimiter:
         self._second, self._let = 0, 0
 
     def admit(self, event: EmitEvent, now: float) -> int | None:
-        """How many like it were held back before this one; None holds this one back, too."""
+        """Return how many similar events were withheld before this one, or None to withhold this one as well."""
         if event.name not in REPEATABLE:
             return 0
         apart = event.details.get("topic", "") if event.name == "MessageRejected" else event.reason

@@ -18,13 +18,13 @@ calls it (``ftd.coordinator.planning``, ``ftd.cli.plan``) turns those into these
 
 
 class FtdError(Exception):
-    """Base of all; ``str()`` is a sentence for the user."""
+    """Base of all errors of ftd; ``str()`` is a sentence for the user."""
 
     exit_code = 1
 
 
 class ConfigurationError(FtdError):
-    """A file, an option or a job is wrong. Names the field, says what is wrong, and what would work."""
+    """Wrong file, option or job. It names the field, the problem and a remedy."""
 
     exit_code = 2
 
@@ -38,16 +38,16 @@ class ConfigurationError(FtdError):
 
     @property
     def errors(self) -> tuple["ConfigurationError", ...]:
-        """One by one, what is wrong."""
+        """The single errors, one per problem."""
         return (self,)
 
 
 class IncompleteError(ConfigurationError):
-    """Something goes with what is there, and is not there itself; or it is, misspelt."""
+    """Missing counterpart of a key that is present. It may also be there under a misspelled name."""
 
 
 class ConfigurationErrors(ConfigurationError):
-    """All that is wrong, told at once."""
+    """All problems of a configuration, reported together."""
 
     def __init__(self, mistakes: tuple[ConfigurationError, ...]) -> None:
         super().__init__("; ".join(str(mistake) for mistake in mistakes))
@@ -59,30 +59,30 @@ class ConfigurationErrors(ConfigurationError):
 
 
 class PeerError(FtdError):
-    """Something outside this process broke the contract."""
+    """Violation of the contract by something outside this process."""
 
 
 class WireError(PeerError):
-    """A payload that is no message of ours. The receiver drops it, says so, and goes on."""
+    """Payload that is not a valid message. The receiver drops it, reports it, and continues."""
 
 
 class RequestRejected(PeerError):
-    """The coordinator or a node answered a request with no; the text is its reason."""
+    """Negative answer of the coordinator or a node to a request; the text is the reason."""
 
 
 class UnreachableError(PeerError):
-    """Nobody answers: the broker is not there, refuses us, or no coordinator listens behind it."""
+    """Missing answer: the broker does not run, it rejects this client, or no coordinator is connected to it."""
 
     exit_code = 3
 
 
 class JournalError(FtdError):
-    """The journal cannot be read or written. A coordinator must not go on without it."""
+    """Failure to read or write the journal. A coordinator must not continue without it."""
 
 
 class CheckpointError(FtdError):
-    """A persistent checkpoint is not there, is damaged, or its directory or URL does not work."""
+    """Missing or corrupt persistent checkpoint, or a location that does not work."""
 
 
 class InternalError(FtdError):
-    """A state that cannot be, if our code is right. Please report it with the log."""
+    """State that is impossible if our code is correct. Please report it with the log."""

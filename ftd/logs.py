@@ -1,4 +1,4 @@
-"""Logging of the daemons: for people on a terminal, JSON lines everywhere else."""
+"""Logging of the daemons: readable text on a terminal, JSON lines everywhere else."""
 
 import json
 import logging
@@ -10,7 +10,7 @@ import structlog
 
 
 def configure_logs(*, verbose: bool = False, **bound: object) -> None:
-    """structlog to stderr; ``bound`` (daemon, node, incarnation) goes into every line."""
+    """Send structlog's output to stderr; ``bound`` (daemon, node, incarnation) is added to every line."""
     level = logging.DEBUG if verbose else logging.INFO
     renderers: list[structlog.typing.Processor]
     if sys.stderr.isatty():
@@ -19,7 +19,7 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
         renderers = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(_one_line)]
 
     def bind(_logger: object, _method: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        # No context variables: what the broker's socket calls back has a context of its own.
+        # No context variables: callbacks of the broker's socket run in a context of their own.
         return {**bound, **line}
 
     structlog.configure(
@@ -36,29 +36,31 @@ def configure_logs(*, verbose: bool = False, **bound: object) -> None:
 
 
 def _one_line(line: structlog.typing.EventDict, **_: Any) -> str:
-    """A plan for a thousand nodes is logged, too: a decision waits milliseconds less than for ``json``."""
+    """Return the line as JSON. msgspec saves milliseconds over ``json`` on the plan of a thousand nodes."""
     try:
         return msgspec.json.format(msgspec.json.encode(line, enc_hook=str), indent=0).decode()
-    except (ArithmeticError, TypeError, ValueError):  # A number or a text that it does not write.
+    except (ArithmeticError, TypeError, ValueError):  # msgspec rejects some numbers and strings.
         return json.dumps(line, default=str)
 
 
 class _Forwarding(logging.Handler):
-    """What libraries (asyncio, aiohttp, paho) log through the standard module becomes a line like ours."""
+    """Handler that turns lines of the standard ``logging`` module (asyncio, aiohttp, paho) into lines of ours."""
 
     def emit(self, record: logging.LogRecord) -> None:
         structlog.get_logger(record.name).log(
             logging.DEBUG if _is_known(record) else record.levelno,
             "library",
-            said=record.getMessage(),
+            message=record.getMessage(),
             logger=record.name,
             exc_info=record.exc_info,
         )
 
 
 def _is_known(record: logging.LogRecord) -> bool:
-    """Of a broken connection to the broker, which ``ftd.transport.mqtt`` tells by itself: what its library says of it,
-    and that uvloop has closed the handle (see ``_read_now_and_then`` there).
+    """Return whether the line is about a broken broker connection, which ``ftd.transport.mqtt`` logs itself.
+
+    These are the lines of its library, and the one of uvloop that the handle is closed (see
+    ``_read_now_and_then`` there).
     """
     error = record.exc_info[1] if record.exc_info else None
     broken = record.name == "mqtt" and "on socket" in record.getMessage()

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive their parent, and the bounded tail of what they said."""
+"""Child processes that cannot outlive their parent, and the tail of their log files."""
 
 import contextlib
 import ctypes
@@ -18,11 +18,11 @@ DEVICES = Path("/dev")
 
 
 def die_with_parent() -> Callable[[], None]:
-    """A ``preexec_fn``: the kernel SIGKILLs the child when this process ends, however it ends.
+    """Return a ``preexec_fn`` that makes the kernel SIGKILL the child when this process ends, however it ends.
 
-    The parent may die between ``fork`` and ``prctl``; then no signal would ever come, so the child looks
-    at its parent afterwards. Call it in the thread that lives as long as the process (the main thread):
-    the kernel means the parent *thread*.
+    The parent may die between ``fork`` and ``prctl``; the signal would then never come, so the child checks
+    its parent afterwards. Call it in the thread that lives as long as the process (the main thread): the
+    kernel tracks the parent *thread*.
     """
     parent = os.getpid()
     prctl = _LIBC.prctl
@@ -37,7 +37,7 @@ def die_with_parent() -> Callable[[], None]:
 
 
 def signal_group(pid: int, signal_number: int) -> bool:
-    """Signal a whole process group; ``False`` when it is gone."""
+    """Send a signal to a process group; return False if the group does not exist."""
     try:
         os.killpg(pid, signal_number)
     except (ProcessLookupError, PermissionError):
@@ -46,7 +46,7 @@ def signal_group(pid: int, signal_number: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Exists, and is not just waiting to be buried by whoever adopted it."""
+    """Return whether the process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -55,7 +55,7 @@ def is_alive(pid: int) -> bool:
 
 
 def read_tail(path: Path, size_bytes: int = 8192) -> str:
-    """The last lines of a log file, at most ``size_bytes`` of them; empty when there is none."""
+    """Return the last lines of a log file, at most ``size_bytes`` of them; empty if the file does not exist."""
     with contextlib.suppress(OSError), path.open("rb") as stream:
         stream.seek(0, os.SEEK_END)
         begin = max(0, stream.tell() - size_bytes)
@@ -67,17 +67,19 @@ def read_tail(path: Path, size_bytes: int = 8192) -> str:
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Run a module with this very interpreter, and no module of that name in the current directory (-P)."""
+    """Return the command that runs a module with this interpreter, ignoring modules in the current directory
+    (-P).
+    """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def become_subreaper() -> None:
-    """Become the parent of grandchildren whose parent dies, so that they can be waited for and counted."""
+    """Adopt orphaned grandchildren, so that this process can wait for them and count them."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def child_pids() -> set[int]:
-    """Pids of this process's direct children, zombies and adopted ones included."""
+    """Return the pids of this process's direct children, including zombies and adopted ones."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError, ValueError):
@@ -86,7 +88,7 @@ def child_pids() -> set[int]:
 
 
 def descendant_pids(root: int) -> set[int]:
-    """Pids of all processes below ``root`` at this moment, without ``root``."""
+    """Return the pids of all current descendants of ``root``, without ``root``."""
     found: set[int] = set()
     frontier = [root]
     while frontier:
@@ -100,16 +102,17 @@ def descendant_pids(root: int) -> set[int]:
 
 
 def reap(pids: set[int]) -> None:
-    """Take the exit status of those among ``pids`` that are dead children of this process."""
+    """Collect the exit status of those of ``pids`` that are dead children of this process."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 def trainer_environment(device: int) -> dict[str, str]:
-    """Each trainer sees its own GPU as the first: of those this daemon was given, where it was given some.
+    """Return the variables that make a trainer see its own GPU as the first one.
 
-    Where there are fewer GPUs than trainers these share them in turn.
+    If ``CUDA_VISIBLE_DEVICES`` is set for this daemon, only those GPUs are used. Trainers share GPUs
+    round-robin if there are more trainers than GPUs.
     """
     given = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if given:
@@ -118,29 +121,29 @@ def trainer_environment(device: int) -> dict[str, str]:
 
 
 def _gpus(devices: Path) -> int:
-    """Return how many GPUs of NVIDIA this host has."""
+    """Return the number of NVIDIA GPUs of this host."""
     return sum(path.name.removeprefix("nvidia").isdigit() for path in devices.glob("nvidia*"))
 
 
 def prepare_compile_cache(directory: Path) -> dict[str, str]:
-    """Make the directory where trainers find what torch.compile made before; return their variables for it.
+    """Create the directory of torch.compile's cache and return the environment variable that names it.
 
-    Trainers execute what is in it, so no other user may write there. A directory that this process' environment
-    names already is left as it is.
+    Trainers execute what is in it, so no other user may be able to write there. If the environment of this
+    process already names a directory, nothing is created or returned.
 
-    :raises OSError: it cannot be made or used.
+    :raises OSError: the directory cannot be created or used.
     """
     if _COMPILE_CACHE in os.environ:
         return {}
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022 or not os.access(directory, os.W_OK):
-        raise PermissionError(errno.EACCES, "this user, and nobody else, must be able to write there")
+        raise PermissionError(errno.EACCES, "the directory must be writable by this user and by nobody else")
     return {_COMPILE_CACHE: str(directory)}
 
 
 def remove_stale_directories(directory: Path) -> None:
-    """What daemons that were killed left here: directories named after processes that are gone."""
+    """Remove directories of killed daemons: their name is the pid of a process that no longer exists."""
     for entry in directory.iterdir():
         if entry.name.isdigit() and not Path(f"/proc/{entry.name}").exists():
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Readiness and watchdog for ``Type=notify`` services (sd_notify(3)); does nothing elsewhere."""
+"""Readiness and watchdog messages for ``Type=notify`` services (sd_notify(3)); without systemd they do nothing."""
 
 import asyncio
 import os
@@ -6,9 +6,10 @@ import socket
 
 
 def notify(*assignments: str) -> bool:
-    """Send ``READY=1``, ``STATUS=…``, ``STOPPING=1`` or ``WATCHDOG=1``; false when nobody asked for it.
+    """Send ``READY=1``, ``STATUS=…``, ``STOPPING=1`` or ``WATCHDOG=1``; return False if no service manager
+    listens.
 
-    Never raises: a service must not fail because its manager does not listen.
+    It never raises: a service must not fail because its manager does not listen.
     """
     address = os.environ.get("NOTIFY_SOCKET")
     if not address or address[0] not in "/@":
@@ -25,7 +26,7 @@ def notify(*assignments: str) -> bool:
 
 
 def watchdog_period_s() -> float | None:
-    """How often to say ``WATCHDOG=1``: half of what systemd allows; None when it does not watch us."""
+    """Return the period of ``WATCHDOG=1`` messages: half of systemd's limit, or None without a watchdog."""
     limit_us = os.environ.get("WATCHDOG_USEC", "")
     watched = os.environ.get("WATCHDOG_PID", str(os.getpid()))
     if not limit_us.isdigit() or int(limit_us) == 0 or watched != str(os.getpid()):
@@ -34,7 +35,7 @@ def watchdog_period_s() -> float | None:
 
 
 async def feed_watchdog() -> None:
-    """Run beside the daemon on its event loop: a loop that hangs stops feeding, and systemd restarts it."""
+    """Send watchdog messages from the daemon's event loop, so that systemd restarts a daemon whose loop hangs."""
     period_s = watchdog_period_s()
     while period_s is not None:
         notify("WATCHDOG=1")

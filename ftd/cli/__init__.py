@@ -1,1 +1,3 @@
-"""The ``ftd`` command: each module adds its own with ``register(app)`` and imports what is heavy inside."""
+"""The ``ftd`` command. Each module registers its commands with ``register(app)`` and imports heavy modules
+inside them.
+"""

@@ -1,4 +1,4 @@
-"""``ftd acl``: rights at the broker."""
+"""``ftd acl``: access rights at the broker."""
 
 from typing import Annotated
 
@@ -10,18 +10,26 @@ def register(app: typer.Typer) -> None:
 
 
 def acl(
-    nodes: Annotated[str, typer.Option(help="Names of the nodes, with commas; each is a user of that name.")],
-    coordinator: Annotated[str, typer.Option(help="The coordinator's user.")] = "coordinator",
-    operators: Annotated[str, typer.Option(help="Users who may submit, stop, drain.")] = "",
-    tools: Annotated[str, typer.Option(help="Users who may only read states and events.")] = "",
-    chaos: Annotated[str, typer.Option(help="Operators who may also inject faults.")] = "",
-    cluster: Annotated[str, typer.Option(help="The cluster's name.")] = "ftd",
+    nodes: Annotated[
+        str, typer.Option(help="Names of the nodes, separated by commas; each node is the user of that name.")
+    ],
+    coordinator: Annotated[str, typer.Option(help="User of the coordinators.")] = "coordinator",
+    operators: Annotated[
+        str, typer.Option(help="Users who may submit and stop jobs and drain nodes, separated by commas.")
+    ] = "",
+    tools: Annotated[
+        str, typer.Option(help="Users who may only read states and events, separated by commas.")
+    ] = "",
+    chaos: Annotated[
+        str, typer.Option(help="Operators who may also inject faults, separated by commas.")
+    ] = "",
+    cluster: Annotated[str, typer.Option(help="Name of the cluster.")] = "ftd",
 ) -> None:
-    """Print an ACL file for mosquitto: who may write what.
+    """Print an ACL file for mosquitto.
 
-    A node may write only its own topics, a tool may only read.
+    A node may write only its own topics, and a tool may only read.
 
-    Make a password for each user with mosquitto_passwd, and name both files in mosquitto.conf.
+    Create a password for each user with mosquitto_passwd, and name both files in mosquitto.conf.
 
     Example: ftd acl --nodes host-a,host-b --operators alice --tools grafana > ftd.acl
     """

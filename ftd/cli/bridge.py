@@ -1,4 +1,4 @@
-"""``ftd bridge``: events to a webhook."""
+"""``ftd bridge``: sends events to a webhook."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,24 +13,39 @@ def register(app: typer.Typer) -> None:
 
 
 def bridge(
-    webhook: Annotated[str, typer.Option(help="http or https; gets Alertmanager's JSON by POST.")],
+    webhook: Annotated[
+        str, typer.Option(help="http(s) URL that receives alerts by POST, as Alertmanager's JSON.")
+    ],
     only: Annotated[
         list[str] | None,
-        typer.Option("--filter", help="Which events, e.g. 'severity>=warning and node=node-*'; repeatable."),
+        typer.Option(
+            "--filter",
+            help="Events to send, such as 'severity>=warning and node=node-*'; may be repeated.",
+        ),
     ] = None,
-    dead_letters: Annotated[Path, typer.Option(help="Where alerts go that cannot be delivered.")] = Path(
+    dead_letters: Annotated[Path, typer.Option(help="File for alerts that cannot be delivered.")] = Path(
         "ftd-dead-letters.jsonl"
     ),
-    token_file: Annotated[Path | None, typer.Option(help="Its line is sent as bearer token.")] = None,
-    queue: Annotated[int, typer.Option(min=1, max=1_000_000, help="So many alerts may wait.")] = 1000,
-    timeout_s: Annotated[float, typer.Option(min=0.1, max=600, help="Of one attempt.")] = 10.0,
-    retry_for_s: Annotated[float, typer.Option(min=0, help="Of one alert, all attempts together.")] = 300.0,
-    finish_s: Annotated[float, typer.Option(min=0, help="To deliver what waits at the end.")] = 5.0,
+    token_file: Annotated[
+        Path | None, typer.Option(help="File with one line, which is sent as the bearer token.")
+    ] = None,
+    queue: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most alerts that may wait.")] = 1000,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, max=600, help="Timeout of one attempt, in seconds.")
+    ] = 10.0,
+    retry_for_s: Annotated[
+        float, typer.Option(min=0, help="Retry an alert for at most this many seconds.")
+    ] = 300.0,
+    finish_s: Annotated[
+        float, typer.Option(min=0, help="At the end, deliver waiting alerts for at most this many seconds.")
+    ] = 5.0,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Post events to a webhook until SIGTERM. Exit code 1 when some ended in the dead-letter file.
+    """Post events to a webhook until SIGTERM.
+
+    The exit code is 1 if some alerts ended in the dead-letter file.
 
     Example: ftd bridge --webhook https://alerts.example.com/ftd --filter 'severity>=warning'
     """
@@ -51,7 +66,7 @@ def bridge(
         usable = False
     if not usable:
         raise ConfigurationError(
-            f"{webhook!r} is no address of a webhook", field="--webhook", remedy="write http(s)://host/path"
+            f"{webhook!r} is not a valid URL", field="--webhook", remedy="write http(s)://host/path"
         )
     filters = [parse_filter(text) for text in only or []]
     address = resolve_cluster(broker, cluster, config)

@@ -1,4 +1,4 @@
-"""``ftd chaos``: faults on demand, over MQTT, where the nodes' configuration allows it."""
+"""``ftd chaos``: injects faults over MQTT into nodes whose configuration allows it."""
 
 import inspect
 from collections.abc import Callable
@@ -23,28 +23,37 @@ from ftd.transport.address import ClusterAddress
 if TYPE_CHECKING:
     from ftd.faults.chaos.values import NodeFault
 
-NodeArgument = Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")]
+NodeArgument = Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")]
 TargetOption = Annotated[
-    Literal["node", "trainer"], typer.Option(help="node: daemon and trainers; trainer: trainers alone.")
+    Literal["node", "trainer"],
+    typer.Option(help="node: the daemon and its trainers; trainer: only trainers."),
 ]
 DeviceOption = Annotated[
-    int | None, typer.Option(min=0, help="Strike the trainer of this device alone; default: all.")
+    int | None,
+    typer.Option(min=0, help="Inject only into the trainer of this device.", show_default="all trainers"),
 ]
-UnlimitedDurationOption = Annotated[float | None, typer.Option("--for", help="Seconds; default: for ever.")]
-ShortDurationOption = Annotated[float | None, typer.Option("--for", help="Seconds; default: 10.")]
+UnlimitedDurationOption = Annotated[
+    float | None, typer.Option("--for", help="Duration in seconds.", show_default="unlimited")
+]
+ShortDurationOption = Annotated[
+    float | None, typer.Option("--for", help="Duration in seconds.", show_default="10")
+]
 SizeOption = Annotated[
-    int | None, typer.Option("--size-mib", min=1, help="Refuse if more is free; default: 1024.")
+    int | None,
+    typer.Option(
+        "--size-mib", min=1, help="Largest size to fill, in MiB; fails if more is free.", show_default="1024"
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(help="What is drawn from.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the random choice of messages.")]
 FaultFields = dict[str, Any]
-"""What a command says of its fault beyond kind and node: fields of ``ftd.faults.chaos.values.Fault``, and a seed."""
+"""Fields of ``ftd.faults.chaos.values.Fault`` that a command sets besides kind and node, and a seed."""
 
 
 def register(app: typer.Typer) -> None:
     chaos = typer.Typer(
         name="chaos",
-        help="Inject faults, on nodes that allow it.\n\n"
-        "They have chaos = true under [node] in their ftd.toml.\n\n"
+        help="Inject faults into nodes that allow it.\n\n"
+        "Such nodes have chaos = true under [node] in their ftd.toml.\n\n"
         "Example: ftd chaos kill node-2",
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -61,7 +70,9 @@ def kill(
     target: TargetOption = "node",
     device: DeviceOption = None,
 ) -> FaultFields:
-    """SIGKILL a node, its trainers included, or trainers alone.
+    """Kill a node or only its trainers with SIGKILL.
+
+    With --target trainer, the daemon survives.
 
     Example: ftd chaos kill node-2 --target trainer
     """
@@ -71,7 +82,7 @@ def kill(
 def term(
     node: NodeArgument,
 ) -> FaultFields:
-    """Make a node leave gracefully, as a spot notice does.
+    """Make a node leave gracefully, as after a spot notice.
 
     Example: ftd chaos term node-2
     """
@@ -84,7 +95,9 @@ def stop(
     device: DeviceOption = None,
     for_s: UnlimitedDurationOption = None,
 ) -> FaultFields:
-    """SIGSTOP trainers, with --target node the daemon, too.
+    """Pause trainers with SIGSTOP.
+
+    With --target node, the daemon is paused as well.
 
     Example: ftd chaos stop node-2 --for 5
     """
@@ -94,11 +107,13 @@ def stop(
 def hang(
     node: NodeArgument,
     device: DeviceOption = None,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: an hour.")] = None,
+    for_s: Annotated[
+        float | None, typer.Option("--for", help="Duration in seconds.", show_default="3600")
+    ] = None,
 ) -> FaultFields:
-    """Put trainers' main threads to sleep.
+    """Put the main threads of trainers to sleep.
 
-    Their other threads live on: no sign of life is missing, but no step comes.
+    Their other threads stay alive: heartbeats continue, but no step completes.
 
     Example: ftd chaos hang node-2
     """
@@ -111,7 +126,7 @@ def raise_(
 ) -> FaultFields:
     """Raise an exception in the training loop.
 
-    As a bug of the user's code would.
+    The effect is that of a bug in the user's code.
 
     Example: ftd chaos raise node-2
     """
@@ -121,12 +136,14 @@ def raise_(
 def slow(
     node: NodeArgument,
     factor: Annotated[
-        float, typer.Option(min=1.0, help="Computing takes so many times as long; 1 ends it.")
+        float, typer.Option(min=1.0, help="Multiply computing times by this factor; 1 ends the fault.")
     ] = 3.0,
     device: DeviceOption = None,
     for_s: UnlimitedDurationOption = None,
 ) -> FaultFields:
-    """Make a node's trainers slow, as a hot machine's are.
+    """Slow down the trainers of a node.
+
+    The effect is that of a machine that runs too hot.
 
     Example: ftd chaos slow node-2 --factor 3 --for 60
     """
@@ -137,9 +154,9 @@ def flip(
     node: NodeArgument,
     device: DeviceOption = None,
 ) -> FaultFields:
-    """Change one bit of the snapshot in a node's memory.
+    """Flip one bit of a snapshot in a node's memory.
 
-    Of the newest one that it keeps.
+    The newest snapshot that the node holds is changed.
 
     Example: ftd chaos flip node-2
     """
@@ -148,11 +165,13 @@ def flip(
 
 def disconnect(
     node: NodeArgument,
-    for_s: Annotated[float | None, typer.Option("--for", help="Seconds; default: 5.")] = None,
+    for_s: Annotated[
+        float | None, typer.Option("--for", help="Duration in seconds.", show_default="5")
+    ] = None,
 ) -> FaultFields:
     """Cut a node's connection to the broker.
 
-    Without a goodbye; it comes back by itself.
+    The connection ends without a DISCONNECT packet; the node reconnects by itself.
 
     Example: ftd chaos disconnect node-2 --for 3
     """
@@ -163,17 +182,17 @@ def lossy(
     node: NodeArgument,
     drop: Annotated[float, typer.Option(min=0.0, max=1.0, help="Probability that a message is lost.")] = 0.0,
     duplicate: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Probability that a message comes twice.")
+        float, typer.Option(min=0.0, max=1.0, help="Probability that a message arrives twice.")
     ] = 0.0,
     late_s: Annotated[
-        float, typer.Option("--late", min=0.0, max=60.0, help="Seconds that a message is late at most.")
+        float, typer.Option("--late", min=0.0, max=60.0, help="Largest delay of a message, in seconds.")
     ] = 0.0,
     for_s: ShortDurationOption = None,
     seed: SeedOption = 0,
 ) -> FaultFields:
-    """Lose, double and delay messages of and to a node.
+    """Lose, duplicate and delay messages of a node.
 
-    In both directions: commands and signals.
+    Both directions are affected: what it sends and what is sent to it.
 
     Example: ftd chaos lossy node-2 --drop 0.05 --duplicate 0.2 --late 0.3 --for 20
     """
@@ -192,7 +211,7 @@ def fill_memory(
     size_mib: SizeOption = None,
     for_s: ShortDurationOption = None,
 ) -> FaultFields:
-    """Leave no room in the memory that a node's snapshots are in.
+    """Fill the memory file system that holds a node's snapshots.
 
     Example: ftd chaos fill-memory node-2 --size-mib 512 --for 5
     """
@@ -204,7 +223,7 @@ def fill_disk(
     size_mib: SizeOption = None,
     for_s: ShortDurationOption = None,
 ) -> FaultFields:
-    """Leave no room on the disk that the job's checkpoints are on.
+    """Fill the disk that holds the job's checkpoints.
 
     Example: ftd chaos fill-disk node-2 --size-mib 512 --for 5
     """
@@ -217,12 +236,12 @@ def _where(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> tuple[ClusterAddress, bool]:
-    """The options that all have."""
+    """Return the values of the options that all commands have."""
     return resolve_cluster(broker, cluster, config), as_json
 
 
 def _striking(wish: Callable[..., FaultFields]) -> Callable[..., None]:
-    """The command of a fault: its own options, then those of ``_where``."""
+    """Return the command of a fault: with its own options, then those of ``_where``."""
     own, common = inspect.signature(wish).parameters, inspect.signature(_where).parameters
 
     def command(**given: Any) -> None:
@@ -238,7 +257,10 @@ def _striking(wish: Callable[..., FaultFields]) -> Callable[..., None]:
 
 
 def _strike(address: ClusterAddress, do: "NodeFault", node: str, wish: FaultFields, *, as_json: bool) -> None:
-    """Send one fault. :raises RequestRejected: chaos is off there. :raises Unreachable: nobody answers."""
+    """Send one fault to a node.
+
+    :raises RequestRejected: chaos is not allowed there. :raises UnreachableError: nobody answers.
+    """
     from ftd.faults.chaos.inject import RemoteInjector
     from ftd.faults.chaos.targets import read_layout
     from ftd.faults.chaos.values import AfterTime, Fault, NamedNodes

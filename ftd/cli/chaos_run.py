@@ -1,4 +1,4 @@
-"""``ftd chaos run``: scenarios, played and judged."""
+"""``ftd chaos run``: plays scenarios of faults and checks the expectations in them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -23,29 +23,33 @@ if TYPE_CHECKING:
 
 
 def run(
-    scenarios: Annotated[list[Path], typer.Argument(help="The scenarios.", metavar="SCENARIO.toml...")],
+    scenarios: Annotated[
+        list[Path], typer.Argument(help="Scenarios to play, in this order.", metavar="SCENARIO.toml...")
+    ],
     local: Annotated[
-        bool, typer.Option("--local", help="On a cluster of its own, on this machine, as [cluster] says.")
+        bool, typer.Option("--local", help="Start a cluster on this machine, as [cluster] describes it.")
     ] = False,
-    junit: Annotated[Path | None, typer.Option(help="Write JUnit XML, for CI.", metavar="FILE.xml")] = None,
+    junit: Annotated[
+        Path | None, typer.Option(help="Write the results as JUnit XML, for CI.", metavar="FILE.xml")
+    ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write everything that was found.", metavar="FILE.json")
+        Path | None, typer.Option("--json", help="Write the results as JSON.", metavar="FILE.json")
     ] = None,
     logs: Annotated[
-        Path | None, typer.Option(help="With --local: keep the logs of all processes here.", metavar="DIR")
+        Path | None, typer.Option(help="With --local: write the logs of all processes here.", metavar="DIR")
     ] = None,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Play scenarios, and check what follows.
+    """Play fault scenarios and check what they expect.
 
-    One after another: it follows the events, strikes when a fault is due, and holds what follows against
-    what is expected.
+    Scenarios run one after another: the command follows the events of the cluster, injects each fault when it
+    is due, and compares what happens with what the scenario expects.
 
-    Against a running cluster, or with --local on one that is started for it; scenarios with the same
-    [cluster] share one. Exit code 0 when everything was as expected, 1 when something was not, 2 when a
-    scenario cannot be played: then nothing was injected.
+    They run against a running cluster, or with --local against one that is started for them; scenarios with
+    the same [cluster] share it. The exit code is 0 if everything was as expected, 1 if something was not, and
+    2 if a scenario cannot be played; in this case nothing was injected.
 
     Example: ftd chaos run --local examples/chaos/node-killed.toml --junit chaos.xml
     """
@@ -55,7 +59,9 @@ def run(
     loaded = [load_scenario(path) for path in scenarios]
     for file, option in ((junit, "--junit"), (json_file, "--json")):
         if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigurationError(f"{file.parent} is no directory", field=option, remedy="make it first")
+            raise ConfigurationError(
+                f"{file.parent} is not a directory", field=option, remedy="create it first"
+            )
 
     def tell(played: "ScenarioResult") -> None:
         typer.echo(render_text(played))
@@ -78,7 +84,10 @@ async def play_locally(
     report_progress: Callable[[str], None],
     report_result: "Callable[[ScenarioResult], None]",
 ) -> "list[ScenarioResult]":
-    """Each on a cluster that was started for it, shared by those that want the same; in their order.
+    """Play scenarios on clusters that are started for them, and return the results in the order of the
+    scenarios.
+
+    Scenarios that need the same cluster share it.
 
     :raises ConfigurationError: one of them cannot be played; nothing was started.
     """
@@ -101,7 +110,7 @@ async def play_locally(
 async def _play_there(
     address: ClusterAddress, scenarios: "list[Scenario]", tell: "Callable[[ScenarioResult], None]"
 ) -> "list[ScenarioResult]":
-    """On a cluster that runs, with what can be done over MQTT."""
+    """Play scenarios on a running cluster, with the faults that can be injected over MQTT."""
     from ftd.faults.chaos.inject import require_remote
     from ftd.faults.chaos.remote import play_remotely
 

@@ -1,4 +1,4 @@
-"""``ftd checkpoint``: persistent checkpoints from the outside: what is there, is it sound, take it along."""
+"""``ftd checkpoint``: lists, verifies and exports persistent checkpoints."""
 
 import contextlib
 import re
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 
 UrlArgument = Annotated[
-    str, typer.Argument(help="Directory of the checkpoints, or a URL such as s3://bucket/gpt.", metavar="URL")
+    str, typer.Argument(help="Directory of the checkpoints or a URL such as s3://bucket/gpt.", metavar="URL")
 ]
 
 
 class Format(StrEnum):
-    """What ``export`` writes."""
+    """Output formats of ``export``."""
 
     HUGGINGFACE = "huggingface"
     TORCH = "torch"
@@ -31,14 +31,14 @@ class Format(StrEnum):
 
 
 class Dtype(StrEnum):
-    """Types that ``export`` converts to."""
+    """Types that ``export`` can convert to."""
 
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
 
 
-StepOption = Annotated[int | None, typer.Option(min=0, help="The checkpoint of this step.")]
+StepOption = Annotated[int | None, typer.Option(min=0, help="Use the checkpoint of this step.")]
 
 group = typer.Typer(no_args_is_help=True, help="List, verify and export persistent checkpoints.")
 
@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
     """List complete checkpoints, the newest first.
 
-    And say what was passed over, and why.
+    Incomplete and corrupt checkpoints are listed with the reason.
 
     Example: ftd checkpoint list /checkpoints/gpt
     """
@@ -75,12 +75,12 @@ def list_checkpoints(url: UrlArgument, as_json: JsonOption = False) -> None:
 
 @group.command()
 def verify(url: UrlArgument, step: StepOption = None, as_json: JsonOption = False) -> None:
-    """Compare all bytes of checkpoints with what was written.
+    """Compare all bytes of checkpoints with their checksums.
 
-    Of all complete checkpoints, or of one.
+    All complete checkpoints are verified, or only that of --step.
 
-    Exit code 1 if a byte is wrong or a checkpoint is damaged. One that is just being written is named and no
-    error.
+    The exit code is 1 if a byte is wrong or a checkpoint is corrupt. A checkpoint that is still being written
+    is listed and is not an error.
 
     Example: ftd checkpoint verify /checkpoints/gpt --step 1000
     """
@@ -117,29 +117,35 @@ def export(
         Format,
         typer.Option(
             "--format",
-            help="huggingface: a directory for from_pretrained. torch: a directory with model, optimizer and "
-            "schedule. safetensors: one file with parameters and buffers.",
+            help="huggingface: a directory for from_pretrained; torch: a directory with model, optimizer and "
+            "schedule; safetensors: one file with parameters and buffers.",
         ),
     ],
     step: StepOption = None,
     dtype: Annotated[
-        Dtype | None, typer.Option(help="Convert floating-point weights; default: as they are.")
+        Dtype | None,
+        typer.Option(help="Convert floating-point weights to this type.", show_default="no conversion"),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option(help="huggingface: largest file of weights, such as 5GB or 500MiB.")
+        str, typer.Option(help="huggingface: largest size of a weights file, such as 5GB or 500MiB.")
     ] = "5GB",
     files_from: Annotated[
         Path | None,
-        typer.Option(help="huggingface: take config.json, tokenizer and the like from this directory."),
+        typer.Option(
+            help="huggingface: copy config.json, the tokenizer and similar files from this directory."
+        ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="huggingface: merge an adapter (LoRA) into its base model.")
+        bool,
+        typer.Option(
+            "--merge", help="huggingface: merge an adapter (LoRA) into its base model; needs torch."
+        ),
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Write the model of a checkpoint for other tools.
 
-    Of the newest checkpoint, or of a step's. Only --merge needs torch.
+    The newest checkpoint is exported, or that of --step. Only --merge needs torch.
 
     Example: ftd checkpoint export /checkpoints/llama my-llama --format huggingface --dtype bfloat16
     """
@@ -190,7 +196,10 @@ def export(
 
 
 def _store(url: str) -> "CheckpointStore":
-    """:raises ConfigurationError: no such place."""
+    """Open the checkpoints at a location.
+
+    :raises ConfigurationError: there is no such location.
+    """
     from storage.checkpoint import CheckpointStore
     from storage.errors import LocationError
 
@@ -224,22 +233,31 @@ def _verified(checkpoint: "Checkpoint") -> dict[str, Any]:
 
 
 def _check_options(kind: Format, *, dtype: Dtype | None, files_from: Path | None, merge: bool) -> None:
-    """:raises ConfigurationError: an option that this format does not have."""
+    """Check that all options apply to the format.
+
+    :raises ConfigurationError: one does not.
+    """
     for option, given in (("--files-from", files_from is not None), ("--merge", merge)):
         if given and kind is not Format.HUGGINGFACE:
-            raise ConfigurationError(f"{kind.value} has no such option", field=option)
+            raise ConfigurationError(
+                f"it does not apply to --format {kind.value}", field=option, remedy=f"leave out {option}"
+            )
     if dtype is not None and kind is Format.TORCH:
         raise ConfigurationError(
-            "torch is to go on from the very numbers of the checkpoint",
+            "--format torch keeps the exact numbers of the checkpoint, to continue training from them",
             field="--dtype",
-            remedy="leave it out",
+            remedy="leave out --dtype",
         )
     if files_from is not None and not files_from.is_dir():
-        raise ConfigurationError(f"{files_from} is not a directory", field="--files-from")
+        raise ConfigurationError(
+            f"{files_from} is not a directory",
+            field="--files-from",
+            remedy="name the directory of the model that was trained",
+        )
 
 
 def _check_output(path: Path, kind: Format) -> None:
-    """Check before anything is read.
+    """Check the output before anything is read.
 
     :raises ConfigurationError: nothing can be written there.
     """
@@ -247,28 +265,33 @@ def _check_output(path: Path, kind: Format) -> None:
         raise ConfigurationError(f"{path} is a directory", field="OUTPUT", remedy="name a file in it")
     if kind is not Format.SAFETENSORS and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigurationError(
-            f"{path} is there already", field="OUTPUT", remedy="name a new or an empty directory"
+            f"{path} already exists", field="OUTPUT", remedy="name a new or an empty directory"
         )
     if not path.parent.is_dir():
         raise ConfigurationError(
             f"the directory {path.parent} does not exist",
             field="OUTPUT",
-            remedy="make it, or name another",
+            remedy="create it, or name another directory",
         )
 
 
 def parse_file_size(text: str, field: str) -> int:
-    """Read ``5GB`` or ``500MiB``. :raises ConfigurationError: it is neither."""
+    """Return a size such as ``5GB`` or ``500MiB`` in bytes.
+
+    :raises ConfigurationError: the text is not a size.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?) *([KMGT]?)(i?)B", text.strip(), re.IGNORECASE)
     if found is None or float(found[1]) <= 0:
-        raise ConfigurationError(f"{text!r} is no size", field=field, remedy="write 5GB or 500MiB, say")
+        raise ConfigurationError(
+            f"{text!r} is not a size", field=field, remedy="write for example 5GB or 500MiB"
+        )
     power = " KMGT".index(found[2].upper() or " ")
     return max(1, int(float(found[1]) * (1024 if found[3] else 1000) ** power))
 
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """What storage says, as a command says it."""
+    """Turn errors of the storage package into errors of the command."""
     from storage.errors import StorageError
 
     try:

@@ -30,19 +30,19 @@ def register(app: typer.Typer) -> None:
 
 
 def submit(
-    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the job is over; exit code 1 unless it finished.")
+        bool, typer.Option("--wait", help="Wait until the job ends; exit code 1 unless it finished.")
     ] = False,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit a job to a cluster.
+    """Submit a job to a cluster and print the job's id.
 
-    Training starts as soon as enough nodes are there. Prints the job's id.
+    Training starts as soon as enough nodes are available.
 
     The training script must be under the same path on every node.
 
@@ -70,7 +70,9 @@ def status(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the cluster: phase, job, nodes, pipelines. Exit code 3 when its coordinator is away.
+    """Show phase, job, nodes and pipelines of the cluster.
+
+    The exit code is 3 if its coordinator is unreachable.
 
     Example: ftd status --json | jq .phase
     """
@@ -91,19 +93,23 @@ def status(
         print_rich(render_status(state))
     if state.get("phase") == "UNREACHABLE":
         raise UnreachableError(
-            f"{state.get('reason', 'the coordinator is away')}; training continues without it"
+            f"{state.get('reason', 'the coordinator does not answer')}; training continues without it"
         )
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what happens now.")] = False,
-    last: Annotated[int, typer.Option(min=0, max=1000, help="Begin this many events back.")] = 50,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Continue with new events as they happen.")
+    ] = False,
+    last: Annotated[int, typer.Option(min=0, max=1000, help="Number of past events to print.")] = 50,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print what happened: joins, failures, plans, recoveries. With --json one object a line.
+    """Print events: joins, failures, plans, recoveries.
+
+    With --json, each line is one object.
 
     Example: ftd events --follow
     """
@@ -113,18 +119,19 @@ def events(
 
 def story(
     of: Annotated[
-        str, typer.Argument(help="A node's name, or a recovery's generation.", metavar="NODE|GENERATION")
+        str,
+        typer.Argument(help="Name of a node, or generation of a recovery.", metavar="NODE|GENERATION"),
     ],
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what happened to a node, or in a recovery, and why.
+    """Explain what happened to a node or in a recovery.
 
-    In sentences, cause by cause; how long each thing took is said, too.
+    Sentences lead from cause to effect and say how long each part took.
 
-    Exit code 1 for an unknown one. ftd status shows the present generation.
+    The exit code is 1 if the node or the generation is unknown. ftd status shows the current generation.
 
     Example: ftd story node-2
     """
@@ -137,7 +144,7 @@ def story(
         return
     if not told:
         known = sorted({str(event["node"]) for event in past if event.get("node")})
-        raise FtdError(f"nothing is known of a node named {of!r} (known: {', '.join(known) or 'none'})")
+        raise FtdError(f"no event names a node {of!r} (known nodes: {', '.join(known) or 'none'})")
     if as_json:
         print_json({"node": of, "chapters": told})
     else:
@@ -164,15 +171,15 @@ def _tell_recovery(past: list[dict[str, Any]], generation: int, *, as_json: bool
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="The node's name.", metavar="NODE")],
+    node: Annotated[str, typer.Argument(help="Name of the node.", metavar="NODE")],
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a node out of training; no step is computed again.
+    """Take a node out of training; no step is lost.
 
-    It leaves behind the step in flight.
+    The node leaves after the step in flight.
 
     Example: ftd drain node-2
     """
@@ -208,9 +215,10 @@ def stop(
 
 
 def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
-    """Send one request that changes the cluster, name the cluster, and return the answer's detail.
+    """Print the cluster, send it one request that changes it, and return the detail of the answer.
 
-    :raises RequestRejected: the cluster says no. :raises Unreachable: it says nothing.
+    :raises RequestRejected: the cluster rejects the request. :raises UnreachableError: the cluster does not
+    answer.
     """
     from ftd.transport.client import ClusterClient
 
@@ -223,10 +231,10 @@ def send_request(address: ClusterAddress, kind: Any, **fields: Any) -> str:
 
 
 async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
-    """How the job ended: ``finished`` (all its steps are done) and ``text``.
+    """Wait for the end of the job; return ``finished`` (all its steps are done) and ``text``.
 
-    The retained state is enough, and needs no connection that holds for days: whoever comes back gets it
-    again. Only another job in the job's place leaves unknown how it ended.
+    The retained state is sufficient and needs no connection that lasts for days: a client that reconnects
+    receives it again. If another job has started meanwhile, the outcome stays unknown.
     """
     from asyncio import Queue
 
@@ -241,9 +249,9 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
             job = state.get("job")
             seen = seen or (job is not None and job["id"] == job_id)
             if job is None or not seen:
-                continue  # Nobody coordinates at the moment, or the state is older than the job.
+                continue  # No coordinator is connected, or the state is older than the job.
             if job["id"] != job_id:
-                return {"finished": False, "text": f"{job_id} is over; {job['id']} has taken its place"}
+                return {"finished": False, "text": f"{job_id} has ended, and {job['id']} is running now"}
             waiting = waiting_words(state) if state["phase"] == "WAITING" else ""
             if waiting not in ("", said):
                 typer.echo(f"ftd: {waiting}", err=True)
@@ -254,7 +262,7 @@ async def _await_end(address: ClusterAddress, job_id: str) -> dict[str, Any]:
 
 
 async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: bool) -> None:
-    """The journal's end, then the live stream; an event that is in both is printed once."""
+    """Print the end of the journal, then live events; an event in both is printed once."""
     from ftd.transport.client import ClusterClient
 
     away = False
@@ -262,7 +270,7 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
     def on_broker(there: bool) -> None:
         nonlocal away
         if away or not there:
-            typer.echo(f"ftd: the broker is {'back' if there else 'away; it is tried again'}", err=True)
+            typer.echo(f"ftd: the broker is {'back' if there else 'unreachable; retrying'}", err=True)
         away = not there
 
     async with ClusterClient(address, listen=follow, on_broker=on_broker) as client:
@@ -272,7 +280,7 @@ async def _events(address: ClusterAddress, *, follow: bool, last: int, as_json: 
         except UnreachableError:
             if not follow:
                 raise
-            typer.echo("ftd: no coordinator answers; showing what comes", err=True)
+            typer.echo("ftd: no coordinator answers; showing only new events", err=True)
         for event in past:
             _print_event(event, as_json)
         if not follow:

@@ -1,4 +1,4 @@
-"""``ftd config``: what ``ftd.toml`` says, whether it would do, and what may stand in it."""
+"""``ftd config``: shows and checks ``ftd.toml``, and prints its reference and schema."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,15 @@ import typer
 from ftd.cli.options import JsonOption, print_json
 
 FileOption = Annotated[
-    Path | None, typer.Option("--config", help="ftd.toml; without it, the defaults and the environment.")
+    Path | None,
+    typer.Option("--config", help="Path of ftd.toml.", show_default="defaults and environment"),
 ]
 
 
 def register(app: typer.Typer) -> None:
     config = typer.Typer(
         name="config",
-        help="Look at the configuration of the daemons.\n\n"
+        help="Show and check the configuration of the daemons.\n\n"
         "Example: ftd config check --config /etc/ftd/ftd.toml",
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -27,11 +28,11 @@ def register(app: typer.Typer) -> None:
 
 
 def show(config: FileOption = None, as_json: JsonOption = False) -> None:
-    """Show every key with its value, and where that comes from.
+    """Show every key with its value and its origin.
 
-    From the file, the environment, or the default.
+    The origin is the file, a variable of the environment, or the default.
 
-    Secrets are not shown. What is wrong is an error, as it is for a daemon.
+    Secrets are hidden. A wrong configuration is an error, as it is for a daemon.
 
     Example: ftd config show --config ftd.toml
     """
@@ -49,10 +50,14 @@ def show(config: FileOption = None, as_json: JsonOption = False) -> None:
 
 
 def check(
-    config: Annotated[Path, typer.Option("--config", help="ftd.toml of this host.")],
-    node: Annotated[bool, typer.Option("--node", help="Also what only a node needs: the secret.")] = False,
+    config: Annotated[Path, typer.Option("--config", help="Path of this host's ftd.toml.")],
+    node: Annotated[
+        bool, typer.Option("--node", help="Also check what only a node needs: the secret.")
+    ] = False,
 ) -> None:
-    """Read the file as a daemon would. Exit code 2, each wrong field and its remedy when something is wrong.
+    """Check the file as a daemon would.
+
+    If something is wrong, the exit code is 2, and each wrong field is printed with its remedy.
 
     Example: ftd config check --config /etc/ftd/ftd.toml --node
     """
@@ -63,13 +68,13 @@ def check(
         with mistakes.collect():
             loaded.require_secret()
     mistakes.raise_any()
-    typer.echo(f"{config} is sound: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
+    typer.echo(f"{config} is valid: cluster {loaded.cluster}, node {loaded.node}, broker {loaded.broker.url}")
 
 
 def reference() -> None:
-    """Print all keys of both files as a page, in Markdown.
+    """Print all keys of both files as a Markdown page.
 
-    With their defaults, variables and meanings.
+    It has their defaults, environment variables and descriptions.
 
     Example: ftd config reference > docs/reference/keys.md
     """

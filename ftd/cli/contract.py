@@ -1,4 +1,4 @@
-"""``ftd contract``: what other tools may rely on."""
+"""``ftd contract``: prints the MQTT contract for other tools, and compares it with earlier ones."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,10 +12,11 @@ def register(app: typer.Typer) -> None:
 
 def contract(
     against: Annotated[
-        Path | None, typer.Option(help="Say what this ftd breaks of an earlier contract; exit code 1 if any.")
+        Path | None,
+        typer.Option(help="List what this version breaks of an earlier contract; exit code 1 if anything."),
     ] = None,
 ) -> None:
-    """Print the contract for other tools, an AsyncAPI 3 document.
+    """Print the contract for other tools (AsyncAPI 3).
 
     It has every topic, message and field (docs/how-to/recipes.md).
 
@@ -35,4 +36,4 @@ def contract(
         typer.echo(problem)
     if problems:
         raise typer.Exit(1)
-    typer.echo(f"nothing of {against} is broken")
+    typer.echo(f"this version is compatible with {against}")

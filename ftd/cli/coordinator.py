@@ -1,4 +1,4 @@
-"""``ftd coordinator``: the daemon."""
+"""``ftd coordinator``: runs the coordinator daemon."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,19 +12,22 @@ def register(app: typer.Typer) -> None:
 
 def coordinator(
     config: Annotated[
-        Path | None, typer.Option(help="ftd.toml; without it, the defaults and a broker on this machine.")
+        Path | None,
+        typer.Option(help="Path of ftd.toml.", show_default="defaults, and a broker on this machine"),
     ] = None,
     reset: Annotated[
-        bool, typer.Option("--reset", help="Forget the job, here and at the broker; its trainers start over.")
+        bool,
+        typer.Option("--reset", help="Remove the job from the journal and the broker; its trainers restart."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log every committed step, too.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also log every committed step.")] = False,
 ) -> None:
-    """Run the coordinator of a cluster, or its standby.
+    """Run a coordinator of a cluster.
 
-    It may run anywhere that reaches the broker; a second one stands by and takes over.
+    It may run on any host that reaches the broker. A second coordinator is a standby and takes over if the
+    leader fails.
 
-    It may be stopped, killed and started again at any time: training continues without it, and its journal
-    (coordinator.state_dir) tells it what it knew.
+    You may stop, kill and restart it at any time: training continues without it, and its journal
+    (coordinator.state_dir) restores its state.
 
     Example: ftd coordinator --config /etc/ftd/ftd.toml
     """
@@ -39,10 +42,10 @@ def coordinator(
 
     loaded = load_daemon_config(config)
     configure_logs(verbose=verbose, daemon="coordinator")
-    # What is loaded stays; and a look through all that is known of a thousand nodes takes 40 ms.
+    # Loaded modules stay alive, and a collection over the state of a thousand nodes takes 40 ms.
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
-    # The planning thread must give way to the event loop sooner than Python's 5 ms.
+    # The planning thread must yield to the event loop sooner than after Python's 5 ms.
     sys.setswitchinterval(0.001)
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""``ftd data``: prepare texts for training: a tokenizer of your own, and flat files of tokens."""
+"""``ftd data``: prepares texts for training: trains tokenizers and writes token files."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +14,11 @@ group = typer.Typer(no_args_is_help=True, help="Prepare texts for training: toke
 FilesArgument = Annotated[
     list[str],
     typer.Argument(
-        help="JSON lines, Parquet, Arrow or plain text files, or patterns in quotes.", metavar="FILES"
+        help="Files of JSON lines, Parquet, Arrow or plain text, or patterns in quotes.", metavar="FILES"
     ),
 ]
-FieldOption = Annotated[str, typer.Option(help="The field with the text, in files with records.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+FieldOption = Annotated[str, typer.Option(help="Field with the text, for files with records.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace existing output.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -28,22 +28,24 @@ def register(app: typer.Typer) -> None:
 @group.command()
 def tokenize(
     files: FilesArgument,
-    tokenizer: Annotated[str, typer.Option(help="Directory with a tokenizer.json, or that file.")],
-    out: Annotated[Path, typer.Option(help="The token file to write, such as tokens.bin.")],
+    tokenizer: Annotated[str, typer.Option(help="Directory with a tokenizer.json, or the file itself.")],
+    out: Annotated[Path, typer.Option(help="Token file to write, such as tokens.bin.")],
     field: FieldOption = "text",
     end_of_text: Annotated[
         str | None,
-        typer.Option(metavar="TOKEN", help="Token after each document.", show_default="the tokenizer's"),
+        typer.Option(
+            metavar="TOKEN", help="Token to write after each document.", show_default="the tokenizer's"
+        ),
     ] = None,
     no_end_of_text: Annotated[
-        bool, typer.Option("--no-end-of-text", help="Put no token after documents.")
+        bool, typer.Option("--no-end-of-text", help="Write no token after documents.")
     ] = False,
     overwrite: OverwriteOption = False,
 ) -> None:
     """Turn texts into a flat file of tokens.
 
-    Documents follow each other, each with a token for the end of a text after it. A JSON file next to the
-    token file says what is in it. A job reads it as a token file, without the time that tokenising takes.
+    Documents follow each other, each with an end-of-text token after it. A JSON file next to the token file
+    describes its content. A job that reads the token file saves the time of tokenising.
 
     Example: ftd data tokenize "corpus/*.jsonl" --tokenizer tokenizer --out tokens.bin
     """
@@ -53,22 +55,22 @@ def tokenize(
 
     if no_end_of_text and end_of_text is not None:
         raise ConfigurationError(
-            "a token after documents is both wanted and not wanted",
+            "--end-of-text and --no-end-of-text exclude each other",
             field="--end-of-text",
-            remedy="leave out --no-end-of-text",
+            remedy="leave out one of them",
         )
     if out.suffix in (".npy", ".json"):
         raise ConfigurationError(
-            f"a token file has nothing but tokens, so {out.name} is a misleading name",
+            f"a token file has no header, so the name {out.name} would be misleading",
             field="--out",
-            remedy="end it in .bin",
+            remedy="use the suffix .bin",
         )
     _check_absent(out, overwrite)
     with _data_errors(out):
         texts = find_files(files, "text file")
         if out.resolve() in (path.resolve() for path in texts):
             raise ConfigurationError(
-                f"{out} is one of the text files", field="--out", remedy="write the tokens to another file"
+                f"{out} is one of the text files", field="--out", remedy="name another file for the tokens"
             )
         info = make_token_file(
             out,
@@ -80,21 +82,21 @@ def tokenize(
         )
     typer.echo(
         f"{out}: {info.tokens} tokens ({info.dtype}) of {info.documents} documents; "
-        f"the largest token id is {info.max_token_id}, the tokenizer's vocabulary has {info.vocabulary_size}"
+        f"the largest token id is {info.max_token_id}, and the vocabulary has {info.vocabulary_size} tokens"
     )
 
 
 @group.command("train-tokenizer")
 def train_tokenizer(
     files: FilesArgument,
-    out: Annotated[Path, typer.Option(help="The directory to write.")],
-    vocabulary: Annotated[int, typer.Option(help="The most tokens it may have.")] = 32768,
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    vocabulary: Annotated[int, typer.Option(help="Largest number of tokens in the vocabulary.")] = 32768,
     field: FieldOption = "text",
     overwrite: OverwriteOption = False,
 ) -> None:
     """Train a byte-level BPE tokenizer on texts.
 
-    It has tokens for the end of a text, for padding and for masks, and transformers reads the directory with
+    It has tokens for the end of a text, for padding and for masks. transformers reads the directory with
     AutoTokenizer.from_pretrained.
 
     Example: ftd data train-tokenizer "corpus/*.txt" --vocabulary 4096 --out tokenizer
@@ -105,7 +107,7 @@ def train_tokenizer(
 
     if vocabulary < SMALLEST_VOCABULARY:
         raise ConfigurationError(
-            f"{vocabulary} tokens are too few for all bytes and the special tokens",
+            f"{vocabulary} tokens are too few for all bytes and special tokens",
             field="--vocabulary",
             remedy=f"give at least {SMALLEST_VOCABULARY}",
         )
@@ -117,12 +119,14 @@ def train_tokenizer(
 
 def _check_absent(path: Path, overwrite: bool) -> None:
     if path.exists() and not overwrite:
-        raise ConfigurationError(f"{path} exists", field="--out", remedy="add --overwrite to replace it")
+        raise ConfigurationError(
+            f"{path} already exists", field="--out", remedy="add --overwrite to replace it"
+        )
 
 
 @contextmanager
 def _data_errors(out: Path) -> Iterator[None]:
-    """Turn the errors of data sources, and those of writing ``out``, into ours."""
+    """Turn errors of data sources, and of writing ``out``, into errors of the command."""
     from runtime.sources.errors import DataError
 
     try:

@@ -1,4 +1,4 @@
-"""``ftd doctor``: before a host joins."""
+"""``ftd doctor``: checks a host before it joins a cluster."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,16 +16,17 @@ def register(app: typer.Typer) -> None:
 
 def doctor(
     config: Annotated[
-        Path | None, typer.Option(help="ftd.toml of this host; without it, the defaults and the environment.")
+        Path | None,
+        typer.Option(help="Path of this host's ftd.toml.", show_default="defaults and environment"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check whether this host is ready to run a node.
 
-    Its configuration, memory, ports, torch, names, broker, credentials, rights.
+    The checks cover its configuration, memory, ports, torch, host names, broker, credentials and rights.
 
-    A line for each check: ok, or what is wrong and the remedy. Exit code 1 when something failed. It does
-    not disturb a node that is running here.
+    Each check prints one line: ok, or the problem and its remedy. The exit code is 1 if a check failed. A
+    node that is running on this host is not disturbed.
 
     Example: ftd doctor --config /etc/ftd/ftd.toml
     """
@@ -57,7 +58,7 @@ def doctor(
         note(check_names(loaded))
         run_async(ask())
     else:
-        note(warning("broker", "not asked: the configuration is wrong about it", "mend that first"))
+        note(warning("broker", "not checked: its configuration is wrong", "correct the configuration first"))
     if as_json:
         fields = ("check", "verdict", "detail", "remedy")
         print_json([{name: getattr(finding, name) for name in fields} for finding in findings])

@@ -1,4 +1,4 @@
-"""``ftd init``: a commented job file, after a few questions or from options."""
+"""``ftd init``: writes a commented job file, from questions or options."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -23,57 +23,64 @@ def register(app: typer.Typer) -> None:
 
 
 def init(
-    path: Annotated[Path, typer.Argument(help="The job file to write.", metavar="PATH")] = Path("job.toml"),
+    path: Annotated[Path, typer.Argument(help="Job file to write.", metavar="PATH")] = Path("job.toml"),
     model: Annotated[
         str | None,
         typer.Option(
-            help="Directory of a Hugging Face model, its name in the local cache, or llama, gpt2, ..."
+            help="Directory of a Hugging Face model, its name in the local cache, or an architecture (llama)."
         ),
     ] = None,
     size: Annotated[
-        Size | None, typer.Option(help="Of a model that is made of an architecture.", show_default="small")
+        Size | None,
+        typer.Option(help="Size of a model that is built from an architecture.", show_default="small"),
     ] = None,
     function: Annotated[
         str | None,
-        typer.Option(help="Your training function, in place of model and data.", metavar="FILE.py:NAME"),
+        typer.Option(help="Your training function, instead of --model and --data.", metavar="FILE.py:NAME"),
     ] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="What to train on: a file, a pattern in quotes, or a directory; may be repeated."),
+        typer.Option(help="Training data: a file, a pattern in quotes, or a directory; may be repeated."),
     ] = None,
     field: Annotated[
-        str | None, typer.Option(help="Field with the text, in files with records.", show_default="text")
+        str | None, typer.Option(help="Field with the text, for files with records.", show_default="text")
     ] = None,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="Directory of a tokenizer, or bytes.", show_default="the model's, or bytes"),
+        typer.Option(
+            help="Directory of a tokenizer, or bytes: one token per byte.",
+            show_default="the model's, or bytes",
+        ),
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of a sample.", show_default="1024, or the model's longest"),
+        typer.Option(min=1, help="Tokens per sample.", show_default="1024, or the model's maximum"),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the job.", show_default="the file's")] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the job.", show_default="that of the file")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Steps to train.", show_default="1000")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="The highest of the schedule.", show_default="0.0003")
+        float | None, typer.Option(help="Highest learning rate of the schedule.", show_default="0.0003")
     ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="What computes.", show_default="float32")
+        Precision | None, typer.Option(help="Floating-point type to compute with.", show_default="float32")
     ] = None,
     evaluate: Annotated[
-        int | None, typer.Option(min=0, help="Evaluate every so many steps; 0: never.", show_default="0")
+        int | None,
+        typer.Option(min=0, help="Number of steps between evaluations; 0: never.", show_default="0"),
     ] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes that will train.", show_default="2")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.", show_default="2")] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Devices of each node.", show_default="1")
+        int | None, typer.Option(min=1, help="Number of devices of each node.", show_default="1")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing; take defaults.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask no questions; use defaults.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
     """Write a commented job file, after a few questions.
 
-    Options answer questions; in a script, or with --yes, nothing is asked. The file has every key with its
-    meaning and default.
+    Options answer the questions. In a script, or with --yes, no questions are asked. The file lists every key
+    with its description and default.
 
     Example: ftd init llama.toml --model llama --data "corpus/*.jsonl" --tokenizer bytes --yes
     """
@@ -86,16 +93,16 @@ def init(
         sources = _model_and_data(ask, model, size, data, field, tokenizer, beside)
     elif model is not None or data is not None:
         raise ConfigurationError(
-            "a training function brings its model and its data",
+            "a training function provides the model and the data",
             field="--function",
-            remedy="leave out the other options",
+            remedy="leave out --model and --data",
         )
     else:
         script, _, called = function.rpartition(":")
         function = f"{path_relative_to(script, beside)}:{called}" if script.endswith(".py") else function
         sources = {}
     if length is None and {"tokens", "text", "instructions", "megatron"} & sources.get("data", {}).keys():
-        length = ask.number("Tokens of a sample; 0: 1024, or the model's longest", None, 0) or None
+        length = ask.number("Tokens per sample (0: 1024, or the model's maximum)", None, 0) or None
     choices = JobChoices(
         name=ask.text("Name of the job", name, path.stem),
         steps=ask.number("Steps to train", steps, DEFAULT_STEPS, least=1),
@@ -106,9 +113,9 @@ def init(
         precision=ask.one_of("Precision", precision, get_args(Precision), "float32"),
         backend="nccl" if Path("/dev/nvidia0").exists() else None,
         learning_rate=learning_rate,
-        evaluate_every_steps=ask.number("Evaluate every so many steps; 0: never", evaluate, 0),
-        nodes=ask.number("Nodes", nodes, 2, least=1),
-        devices_per_node=ask.number("Devices of each node", devices_per_node, 1, least=1),
+        evaluate_every_steps=ask.number("Steps between evaluations (0: never)", evaluate, 0),
+        nodes=ask.number("Number of nodes", nodes, 2, least=1),
+        devices_per_node=ask.number("Devices per node", devices_per_node, 1, least=1),
     )
     _write(path, build_tables(choices))
     devices = f" --devices-per-node {choices.devices_per_node}" if choices.devices_per_node > 1 else ""
@@ -116,7 +123,7 @@ def init(
 
 
 class _Questions:
-    """Questions at the terminal, for what the options leave open; unasked, they have their defaults."""
+    """Questions at the terminal for what the options leave open; without a terminal, the defaults apply."""
 
     def __init__(self, *, wanted: bool) -> None:
         self._wanted = wanted
@@ -131,26 +138,26 @@ class _Questions:
         if given is not None or not self._wanted:
             return default if given is None else given
         while (answer := typer.prompt(question, default=default, type=int)) < least:
-            typer.echo(f"at least {least}, please")
+            typer.echo(f"enter at least {least}")
         return int(answer)
 
     def one_of(self, question: str, given: str | None, words: Sequence[str], default: str) -> str:
         if given is not None or not self._wanted:
             return default if given is None else given
         while (answer := typer.prompt(f"{question} ({', '.join(words)})", default=default)) not in words:
-            typer.echo(f"{answer} is none of them")
+            typer.echo(f"{answer} is not one of these")
         return str(answer)
 
     def until_good(self, question: str, given: str | None, option: str, make: Callable[[str], T]) -> T:
-        """Return what ``make`` makes of the option, or else of the first answer that it does not refuse.
+        """Return the result of ``make`` for the option, or for the first answer that it accepts.
 
-        :raises ConfigurationError: the option is wrong, or is missing where nobody is asked.
+        :raises ConfigurationError: the option is wrong, or is missing and no questions are asked.
         """
         if given is not None:
             return make(given)
         if not self._wanted:
             raise ConfigurationError(
-                "required", field=option, remedy=f"add {option}, or run it in a terminal"
+                "required", field=option, remedy=f"add {option}, or run the command in a terminal"
             )
         while True:
             try:
@@ -213,20 +220,25 @@ def _model_and_data(
 
 
 def _check_place(path: Path, *, force: bool) -> None:
-    """:raises ConfigurationError: the file is there already, or cannot be written."""
+    """Check that the file can be written.
+
+    :raises ConfigurationError: it already exists, or its directory does not.
+    """
     if path.is_dir() or (path.exists() and not force):
-        remedy = "name a file in it" if path.is_dir() else "name another, or add --force to replace it"
-        raise ConfigurationError(f"{path} is there already", field="PATH", remedy=remedy)
+        remedy = "name a file in it" if path.is_dir() else "name another file, or add --force to replace it"
+        raise ConfigurationError(f"{path} already exists", field="PATH", remedy=remedy)
     if not path.absolute().parent.is_dir():
         raise ConfigurationError(
-            f"the directory {path.parent} does not exist", field="PATH", remedy="make it, or name another"
+            f"the directory {path.parent} does not exist",
+            field="PATH",
+            remedy="create it, or name another directory",
         )
 
 
 def _write(path: Path, tables: "Tables") -> None:
-    """Write the file if it is a job; nothing is written otherwise.
+    """Write the file, but only if it is a valid job file.
 
-    :raises ConfigurationError: an answer cannot be used.
+    :raises ConfigurationError: an answer cannot be used; nothing was written.
     """
     from ftd.config.job import load_job_data
     from ftd.config.job_reference import render_job

@@ -1,4 +1,4 @@
-"""``ftd install``: a daemon as a systemd service."""
+"""``ftd install``: installs a daemon as a systemd service."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,27 +11,32 @@ def register(app: typer.Typer) -> None:
 
 
 def install(
-    role: Annotated[Literal["node", "coordinator"], typer.Argument(help="What this host is to run.")],
+    role: Annotated[Literal["node", "coordinator"], typer.Argument(help="Daemon to install on this host.")],
     config: Annotated[
-        Path, typer.Option(help="ftd.toml that the service reads; a sample is written where there is none.")
+        Path, typer.Option(help="ftd.toml that the service reads; a sample is written if it does not exist.")
     ] = Path("/etc/ftd/ftd.toml"),
     executable: Annotated[
-        Path | None, typer.Option(help="The ftd that the service runs; default: this one.")
+        Path | None, typer.Option(help="Program ftd that the service runs.", show_default="this one")
     ] = None,
     writable: Annotated[
         list[Path] | None,
-        typer.Option(help="Where the service may write besides its own: for persistent checkpoints."),
+        typer.Option(
+            help="Directory that the service may write besides its own, for persistent checkpoints; "
+            "may be repeated."
+        ),
     ] = None,
-    root: Annotated[Path, typer.Option(help="Install below this directory instead (images, tests).")] = Path(
+    root: Annotated[Path, typer.Option(help="Install below this directory, for images and tests.")] = Path(
         "/"
     ),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the files; write nothing.")] = False,
 ) -> None:
     """Install a node or a coordinator as a systemd service.
 
-    It writes a hardened unit, its user and directories, and a sample configuration.
+    The command writes a hardened unit, the definitions of its user and directories, and a sample
+    configuration.
 
-    Units are overwritten, a configuration never is. Nothing is started: the commands for that are printed.
+    Existing units are overwritten, but never an existing configuration. Nothing is started: the command
+    prints what to do next.
 
     Example: ftd install node --dry-run
     """
@@ -42,10 +47,16 @@ def install(
 
     for path, field in ((config, "--config"), *((path, "--writable") for path in writable or ())):
         if not path.is_absolute():
-            raise ConfigurationError(f"{path} is relative", field=field, remedy="give the whole path")
+            raise ConfigurationError(
+                f"{path} is a relative path", field=field, remedy="write the absolute path"
+            )
     program = executable or _this()
     if not program.is_absolute() or not program.is_file():
-        raise ConfigurationError(f"{program} is no file", field="--executable", remedy="give the whole path")
+        raise ConfigurationError(
+            f"{program} is not the absolute path of a file",
+            field="--executable",
+            remedy="write the absolute path of the program ftd",
+        )
     files = files_for(role, InstallPaths(executable=program, config=config, writable=tuple(writable or ())))
     if dry_run:
         for file in files:
@@ -54,12 +65,14 @@ def install(
     for path, outcome in write(files, root):
         typer.echo(f"{outcome:<10} {path}")
     if (hidden := hidden_from_others(program)) is not None:
-        typer.echo(f"warning: user ftd cannot reach {program}: {hidden} is closed to others", err=True)
+        typer.echo(
+            f"warning: the user ftd cannot run {program}, because others have no access to {hidden}", err=True
+        )
     typer.echo("\nNext:\n" + "\n".join(f"  {step}" for step in next_steps(role)))
 
 
 def _this() -> Path:
-    """The ftd that runs now, through its virtual environment."""
+    """Return the program ftd that is running, in its virtual environment."""
     import sys
 
     beside = Path(sys.executable).parent / "ftd"

@@ -1,4 +1,4 @@
-"""``ftd local``: a whole cluster on this machine."""
+"""``ftd local``: trains a job on a whole cluster on this machine."""
 
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +8,7 @@ import typer
 from ftd.cli.options import silence_logs
 
 PLAIN_COLUMNS = 110
-"""Width of what is printed into a file or a pipe, where there is no terminal to ask."""
+"""Width of output to a file or a pipe, which has no terminal width."""
 
 
 def register(app: typer.Typer) -> None:
@@ -16,32 +16,40 @@ def register(app: typer.Typer) -> None:
 
 
 def local(
-    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
-    nodes: Annotated[int, typer.Option(min=1, max=64, help="Node daemons to start.")],
+    job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
+    nodes: Annotated[int, typer.Option(min=1, max=64, help="Number of nodes to start.")],
     steps: Annotated[int | None, typer.Option(help="Train this many steps instead of the file's.")] = None,
-    devices_per_node: Annotated[int, typer.Option(min=1, max=64, help="Trainers on each node.")] = 1,
+    devices_per_node: Annotated[
+        int, typer.Option(min=1, max=64, help="Number of trainers on each node.")
+    ] = 1,
     chaos: Annotated[
         Path | None, typer.Option(help="Scenario of faults to inject.", metavar="SCENARIO.toml")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Write the report of the run here.", metavar="FILE.json")
+        Path | None, typer.Option(help="Write a report of the run to this file.", metavar="FILE.json")
     ] = None,
-    broker: Annotated[str, typer.Option(help="embedded, mosquitto, or mqtt://host:port.")] = "embedded",
-    coordinators: Annotated[int, typer.Option(min=1, max=9, help="One leads, others stand by.")] = 1,
-    view: Annotated[bool, typer.Option(help="Show the run while it lasts.")] = True,
+    broker: Annotated[
+        str, typer.Option(help="Broker to use: embedded, mosquitto, or mqtt://host:port.")
+    ] = "embedded",
+    coordinators: Annotated[
+        int, typer.Option(min=1, max=9, help="Number of coordinators: one leader, the others standbys.")
+    ] = 1,
+    view: Annotated[bool, typer.Option(help="Show a live view.")] = True,
     logs: Annotated[
-        Path | None, typer.Option(help="Keep the logs of all processes here.", metavar="DIR")
+        Path | None, typer.Option(help="Write the logs of all processes here.", metavar="DIR")
     ] = None,
     cluster: Annotated[
-        str | None, typer.Option(help="Name of the cluster; default: ftd, or ftd-2, ... beside others.")
+        str | None,
+        typer.Option(help="Name of the cluster.", show_default="ftd; ftd-2 and so on if that is taken"),
     ] = None,
 ) -> None:
     """Train a job on a whole cluster on this machine.
 
-    It starts a broker, a coordinator and nodes node-0, node-1, ... The other commands find it while it runs;
-    where several local clusters run, they ask for --cluster NAME.
-    Ctrl-C ends everything and leaves nothing behind but the summary and the report. Exit code 0 when the job
-    has finished, 1 when it failed or was stopped.
+    The command starts a broker, a coordinator and the nodes node-0, node-1 and so on. Other commands find
+    this cluster while it runs; if several local clusters run, they need --cluster NAME.
+
+    Ctrl-C ends everything and leaves only the summary and the report. The exit code is 0 if the job finished,
+    and 1 if it failed or was stopped.
 
     Example: ftd local examples/gpt.toml --nodes 4 --chaos examples/demo-chaos.toml --report report.json
     """
@@ -76,7 +84,7 @@ def local(
         try:
             return await task
         except asyncio.CancelledError:
-            console.print("stopped: everything is ended and cleaned up")
+            console.print("stopped: all processes have ended, and temporary files are removed")
             return 128 + caught["signal"]
 
     raise typer.Exit(uvloop.run(run()))

@@ -1,6 +1,7 @@
-"""``ftd``: the entry point.
+"""Entry point of the ``ftd`` command.
 
-Exit codes: 0 done; 1 failed or refused; 2 configuration or usage; 3 no broker or no cluster answers.
+Exit codes: 0 success; 1 failure, or a rejected request; 2 wrong configuration or usage; 3 no broker or
+cluster answers.
 """
 
 import sys
@@ -72,14 +73,14 @@ def options(
         typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit."),
     ] = False,
 ) -> None:
-    """Keeps distributed PyTorch training running through failures.
+    """Keep distributed PyTorch training running through failures.
 
     Start a whole cluster on this machine: ftd local examples/gpt.toml --nodes 4
     """
 
 
 def main() -> None:
-    """Run a command; our own errors become a line on stderr, one for each mistake, and an exit code."""
+    """Run a command; print our own errors as single lines on stderr, and return their exit code."""
     try:
         app(prog_name="ftd")
     except FtdError as error:

@@ -1,4 +1,4 @@
-"""``ftd node``: the daemon."""
+"""``ftd node``: runs the node daemon."""
 
 from pathlib import Path
 from typing import Annotated
@@ -11,19 +11,20 @@ def register(app: typer.Typer) -> None:
 
 
 def node(
-    config: Annotated[Path, typer.Option(help="ftd.toml of this host.")],
+    config: Annotated[Path, typer.Option(help="Path of this host's ftd.toml.")],
     snapshots_only: Annotated[
-        bool, typer.Option("--snapshots-only", help="Only keep the snapshots of scripts (Snapshotter).")
+        bool,
+        typer.Option("--snapshots-only", help="Only hold the snapshots of scripts that use Snapshotter."),
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")] = False,
 ) -> None:
-    """Offer this host's devices to a cluster; one runs per host.
+    """Offer this host's devices to a cluster.
 
-    SIGTERM leaves gracefully: the others go on without this node at the next step boundary. A second
-    SIGTERM does not wait for that. Exit code 2 when the configuration is wrong.
+    Run one node per host. SIGTERM makes it leave gracefully: the others continue without it after the next
+    step boundary. A second SIGTERM ends it at once. The exit code is 2 if the configuration is wrong.
 
-    With --snapshots-only it is the keeper of this host's scripts instead, which protects their snapshots
-    among hosts (docs/tutorials/snapshotter.md): it needs neither broker nor coordinator.
+    With --snapshots-only, it is the snapshot agent of this host's scripts: it protects their snapshots across
+    hosts (docs/tutorials/snapshotter.md) and needs neither a broker nor a coordinator.
 
     Example: ftd node --config /etc/ftd/ftd.toml
     """

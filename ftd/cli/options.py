@@ -1,4 +1,4 @@
-"""Options that several commands share: which cluster, and how to print."""
+"""Options that several commands share: which cluster to use, and how to print."""
 
 import functools
 import inspect
@@ -18,25 +18,31 @@ T = TypeVar("T")
 
 BrokerOption = Annotated[
     str | None,
-    typer.Option("--broker", help="mqtt://host:port; default: $FTD_BROKER, or the ftd local that runs here."),
+    typer.Option(
+        "--broker",
+        help="URL of the broker, mqtt://host:port.",
+        show_default="$FTD_BROKER, or the ftd local on this host",
+    ),
 ]
 ClusterOption = Annotated[
     str | None,
     typer.Option(
         "--cluster",
-        help="Name of the cluster; default: $FTD_CLUSTER, the only ftd local that runs here, or 'ftd'.",
+        help="Name of the cluster.",
+        show_default="$FTD_CLUSTER, the only ftd local on this host, or ftd",
     ),
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="Take broker and cluster from this ftd.toml.")
+    Path | None, typer.Option("--config", help="Read broker and cluster from this ftd.toml.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON for scripts instead of text for people.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts instead of text.")]
 
 
 def with_table_options(table: type[msgspec.Struct]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Add an option for each field of a table of the job file, with the field's name, type and meaning, to a command.
+    """Return a decorator that adds an option for each field of a table of the job file to a command.
 
-    The command takes those that were given as its ``**`` parameter.
+    Each option has the name, type and description of its field. The command receives the given options as its
+    ``**`` parameter.
     """
 
     def decorated(command: Callable[..., None]) -> Callable[..., None]:
@@ -65,17 +71,20 @@ def _key_parameter(field: msgspec.structs.FieldInfo, meanings: dict[str, str]) -
 
 
 def resolve_cluster(broker: str | None, cluster: str | None, config: Path | None) -> ClusterAddress:
-    """:raises ConfigurationError: nothing says which cluster is meant."""
+    """Return the cluster that the options name.
+
+    :raises ConfigurationError: nothing says which cluster is meant.
+    """
     return find_cluster(broker, cluster, config)
 
 
 def print_cluster(address: ClusterAddress) -> None:
-    """Name, on stderr, the cluster that a command is about to change."""
+    """Print, on stderr, the cluster that a command is about to change."""
     typer.echo(f"ftd: cluster {address.cluster} at {address.broker.url}", err=True)
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine. Ctrl-C ends it with the shell's code for that, without a traceback."""
+    """Run a command's coroutine. Ctrl-C ends it with exit code 130 and without a traceback."""
     import asyncio
 
     silence_logs()
@@ -86,7 +95,7 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
 
 
 def silence_logs() -> None:
-    """The session logs how it connects; for a command only its result matters."""
+    """Turn off logs of the session: for a command, only its result matters."""
     import logging
 
     import structlog
@@ -100,7 +109,7 @@ def print_json(value: Any) -> None:
 
 
 def print_rich(renderable: Any) -> None:
-    """Render for the terminal, or plainly into a pipe (wide enough not to cut names)."""
+    """Print for the terminal, or as plain text into a pipe (wide enough not to cut names)."""
     from rich.console import Console
 
     console = Console()

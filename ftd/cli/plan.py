@@ -1,4 +1,4 @@
-"""``ftd plan``: what the planner would do with a job or a profile, without a cluster."""
+"""``ftd plan``: shows what the planner would do with a job or a profile, without a cluster."""
 
 import time
 from pathlib import Path
@@ -30,11 +30,12 @@ PLOT_FORMATS = (".svg", ".png", ".html")
 
 
 JobArgument = Annotated[
-    Path | None, typer.Argument(help="A job file; its model is measured here.", metavar="[JOB.toml]")
+    Path | None,
+    typer.Argument(help="Job file; its model is measured on this machine.", metavar="[JOB.toml]"),
 ]
-NodesOption = Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Nodes to plan for.")]
+NodesOption = Annotated[int, typer.Option(min=1, max=MOST_NODES, help="Number of nodes to plan for.")]
 ProfileOption = Annotated[
-    Path | None, typer.Option(help="Plan for this measured profile: no cluster, no model needed.")
+    Path | None, typer.Option(help="Measured profile to plan with; needs neither a cluster nor the model.")
 ]
 DevicesOption = Annotated[
     int,
@@ -43,56 +44,62 @@ DevicesOption = Annotated[
         "--devices-per-node",
         min=1,
         max=MOST_DEVICES_PER_NODE,
-        help="Devices of each node.",
+        help="Number of devices of each node.",
     ),
 ]
 TemplateNodesOption = Annotated[
-    int | None, typer.Option(min=1, help="Only the template of so many nodes.", show_default="all")
+    int | None, typer.Option(min=1, help="Show only the template for this many nodes.", show_default="all")
 ]
 MicrobatchesOption = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=MOST_MICROBATCHES,
-        help="Of one step, over all pipelines.",
-        show_default="the job's, or 4 a device",
+        help="Microbatches per step, over all pipelines.",
+        show_default="the job's, or 4 per device",
     ),
 ]
 TolerateOption = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Nodes that may fail at once with each layer left.", show_default="the job's, or 0"
+        min=0,
+        help="Nodes that may fail at the same time while a copy of each layer remains.",
+        show_default="the job's, or 0",
     ),
 ]
 MemoryOption = Annotated[
-    str | None, typer.Option(help="Of one device: 80GiB, or bytes.", show_default="the profile's")
+    str | None,
+    typer.Option(help="Memory of one device, such as 80GiB, or in bytes.", show_default="the profile's"),
 ]
 CheckpointingOption = Annotated[
     ActivationCheckpointing | None,
     typer.Option(
-        help="What is kept for the backward pass: everything, matrix products, inputs; auto: what fits.",
+        help="What is held for the backward pass: none: everything, selective: matrix products, full: only "
+        "inputs, auto: what fits.",
         show_default="the job's, or none",
     ),
 ]
 CompareOption = Annotated[
     bool | None,
     typer.Option(
-        "--compare/--no-compare", help="Plan with the other objective, too.", show_default="not with --json"
+        "--compare/--no-compare",
+        help="Also plan with the other objective.",
+        show_default="compare, but not with --json",
     ),
 ]
 CheckOption = Annotated[
-    bool, typer.Option("--check", help="Check the shares of the batch against an integer program.")
+    bool, typer.Option("--check", help="Check the batch distribution against an integer program.")
 ]
 ProtectionOption = Annotated[
     str | None,
     typer.Option(
         metavar="SCHEME",
-        help="Of snapshots: none, arc:k, aec, aec2, buddy, joined by +.",
+        help="Protection of snapshots: none, arc:k, aec, aec2, buddy, joined by +, or auto.",
         show_default="the job's, if it takes snapshots",
     ),
 ]
 PlotOption = Annotated[
-    Path | None, typer.Option(help="Draw timelines and memory: FILE.svg, FILE.png or FILE.html.")
+    Path | None, typer.Option(help="Draw timelines and memory to FILE.svg, FILE.png or FILE.html.")
 ]
 
 
@@ -117,18 +124,18 @@ def plan(
     as_json: JsonOption = False,
     **planner: Any,
 ) -> None:
-    """Show which pipelines a number of nodes would make, and why.
+    """Show which pipelines the planner would build, and why.
 
-    With the pipeline templates of the model, which they are made of.
+    It also shows the pipeline templates of the model, from which the pipelines are built.
 
-    Give a profile, or a job file: then the model is built once on this machine to measure its layers.
-    Nothing is trained.
+    Give a profile or a job file. With a job file, the model is built once on this machine to measure its
+    layers. Nothing is trained.
 
     Example: ftd plan examples/gpt.toml --nodes 13
     """
     if plot is not None and plot.suffix.lower() not in PLOT_FORMATS:
         raise ConfigurationError(
-            f"{plot.name} names no format", field="--plot", remedy="end it in .svg, .png or .html"
+            f"{plot.name} has no known suffix", field="--plot", remedy="use .svg, .png or .html"
         )
     request = build_plan_request(
         PlanOptions(
@@ -151,10 +158,10 @@ def plan(
 
 
 def _tell(request: PlanRequest, *, compare: bool, check: bool, plot: Path | None, as_json: bool) -> None:
-    """Plan, and say it in every form that was asked for."""
+    """Plan, and print the result in every form that was asked for."""
     from planner.describe import describe
 
-    # Its packages are no part of the planning, and once loaded they cost nothing again.
+    # Loading its packages is not part of the planning time.
     import planner.preview  # isort: skip  # noqa: F401
 
     started_s = time.perf_counter()
@@ -199,7 +206,7 @@ def _as_json(
     other: "Description | None",
     check: "CrossCheck | SolverError | None",
 ) -> dict[str, Any]:
-    """``docs/how-to/planning.md`` explains every field."""
+    """Return the result as JSON; ``docs/how-to/planning.md`` explains every field."""
     policy = told.policy
     document: dict[str, Any] = {
         "schema": SCHEMA_VERSION,

@@ -1,4 +1,4 @@
-"""What ``ftd plan`` was asked: its options and files as a profile, a policy and a number of nodes."""
+"""Turns the options and files of ``ftd plan`` into a profile, a policy and a number of nodes."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -22,9 +22,9 @@ MOST_NODES = 100_000
 MOST_DEVICES_PER_NODE = 128
 MOST_MICROBATCHES = 10_000_000
 MICROBATCHES_PER_DEVICE = 4
-"""Where nobody says how many: the paper's N_b = 4S (Oobleck §4.1.2), were every device a stage."""
+"""Default of ``--microbatches``: the paper's N_b = 4S (Oobleck §4.1.2) with one stage per device."""
 MOST_TABLE_CELLS = 1 << 28
-"""Of the planner's tables of stage times, (devices + 1)·(layers + 1)² numbers each: 2 GiB for one table."""
+"""Limit of the planner's tables of stage times: (devices + 1)·(layers + 1)² numbers each, 2 GiB for one table."""
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -33,7 +33,7 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The command line as given; ``None`` where an option was not."""
+    """Command line as given; ``None`` for options that were not given."""
 
     job: Path | None = None
     profile: Path | None = None
@@ -46,31 +46,33 @@ class PlanOptions:
     activation_checkpointing: ActivationCheckpointing | None = None
     protection: str | None = None
     planner: dict[str, Any] = field(default_factory=dict)
-    """The keys of ``[planner]`` (``planner.values.PlannerOptions``) that were given."""
+    """Keys of ``[planner]`` (``planner.values.PlannerOptions``) that were given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRequest:
-    """What the planner takes, and the options that its errors are told in."""
+    """Input of the planner, and the options in which its errors are explained."""
 
     options: PlanOptions
     name: str
-    """Of the job or of the profile's file."""
+    """Name of the job or of the profile's file."""
     profile: "ModelProfile"
     policy: Policy
     protection: str | None = None
-    """Scheme of the snapshots (``storage.codes``), or auto; ``None``: there are none, and nobody asked."""
+    """Scheme of the snapshots (``storage.codes``) or auto; ``None`` if there are no snapshots and no option asks
+    for one.
+    """
     zero1: bool = False
 
     def other_objective(self) -> "PlanRequest":
-        """The same question under the objective that was not asked for."""
+        """Return the same request with the other objective."""
         other: Objective = "iteration" if self.policy.objective == "paper" else "paper"
         return replace(self, policy=changed(self.policy, objective=other))
 
     def preview(self) -> "Preview":
-        """Plan it.
+        """Return the planner's result.
 
-        :raises ConfigurationError: it cannot be; names the option and what would work.
+        :raises ConfigurationError: planning is impossible; names the option and what would work.
         """
         from planner.errors import PlanningError
         from planner.preview import preview
@@ -83,14 +85,17 @@ class PlanRequest:
             raise self._explained(error) from None
         if not 0 <= seen.instantiation.iteration_ms < float("inf"):
             raise ConfigurationError(
-                "the times of the layers are too large to add up", field=self.name, remedy="check its units"
+                "the times of the layers are too large to add up",
+                field=self.name,
+                remedy="check the units of the profile: times are in milliseconds",
             )
         return seen
 
     def snapshot_protection(self, seen: "Preview") -> "SnapshotProtection | None":
-        """What protects snapshots on the pipelines that ``preview`` chose; ``None`` where there are none.
+        """Return the protection of snapshots on the pipelines that ``preview`` chose; ``None`` if there are no
+        snapshots.
 
-        :raises ConfigurationError: the scheme is not for so many owners.
+        :raises ConfigurationError: the scheme does not work with this number of owners.
         """
         if self.protection is None:
             return None
@@ -115,23 +120,23 @@ class PlanRequest:
             raise ConfigurationError(
                 str(error),
                 field="snapshot.protection" if self.options.protection is None else "--protection",
-                remedy="give another with --protection; none shows the plan without",
+                remedy="give another scheme with --protection, or --protection none to plan without it",
             ) from None
 
     def _check(self) -> None:
-        """What is wrong in the words of the command line, before the planner says it in its own."""
+        """Report problems in the words of the command line, before the planner reports them in its own."""
         options, policy = self.options, self.policy
         pipelines = policy.tolerate + 1
         if pipelines > options.nodes and options.tolerate is not None:
             raise ConfigurationError(
-                f"tolerating {policy.tolerate} failures takes {pipelines} pipelines of a node or more, and "
-                f"there are {options.nodes} nodes",
+                f"tolerating {policy.tolerate} failures takes {pipelines} pipelines of at least one node, but "
+                f"there are only {options.nodes} nodes",
                 field="--tolerate",
                 remedy=f"write at most {options.nodes - 1}, or --nodes {pipelines}",
             )
         if pipelines > policy.microbatches and (options.job is None or options.microbatches is not None):
             raise ConfigurationError(
-                f"{policy.microbatches} cannot be distributed to the {pipelines} pipelines that tolerating "
+                f"{policy.microbatches} cannot be distributed over {pipelines} pipelines, which tolerating "
                 f"{policy.tolerate} failures takes",
                 field="--microbatches",
                 remedy=f"write {pipelines} or more",
@@ -143,11 +148,11 @@ class PlanRequest:
             raise ConfigurationError(
                 f"{layers} layers are too many for {policy.devices_per_node} devices per node",
                 field=self.name,
-                remedy=f"at most {most}: measure several layers as one",
+                remedy=f"measure several layers as one, so that there are at most {most}",
             )
 
     def _explained(self, error: "PlanningError") -> ConfigurationError:
-        """The planner's error with its settings called as the command line calls them."""
+        """Return the planner's error with the names of the command line in place of the planner's settings."""
         told = str(error)
         for setting, option in _OPTIONS.items():
             told = told.replace(setting, option)
@@ -168,7 +173,7 @@ _OPTIONS = {
 
 
 def build_plan_request(options: PlanOptions) -> PlanRequest:
-    """Read the files and, where a job but no profile is given, measure the model.
+    """Read the files; measure the model if a job but no profile is given.
 
     :raises ConfigurationError: names the option or the field, and what would work.
     """
@@ -176,9 +181,9 @@ def build_plan_request(options: PlanOptions) -> PlanRequest:
 
     if options.job is None and options.profile is None:
         raise ConfigurationError(
-            "nothing says what to plan for",
+            "there is neither a profile nor a job to plan for",
             field="--profile",
-            remedy="give --profile FILE (no cluster needed), or a JOB.toml whose model is then measured",
+            remedy="give --profile FILE (no cluster needed), or a JOB.toml, whose model is then measured",
         )
     memory_bytes = None if options.memory is None else parse_memory_size(options.memory, field="--memory")
     protection = _checked_scheme(options.protection)
@@ -209,19 +214,27 @@ def build_plan_request(options: PlanOptions) -> PlanRequest:
 
 
 def _checked_scheme(scheme: str | None) -> str | None:
-    """:raises ConfigurationError: there is no such protection."""
+    """Return the scheme if it exists.
+
+    :raises ConfigurationError: there is no such protection.
+    """
     if scheme is not None and scheme != "auto":
         from storage.codes import parse_scheme
 
         try:
             parse_scheme(scheme)
         except ValueError as error:
-            raise ConfigurationError(str(error), field="--protection") from None
+            raise ConfigurationError(
+                str(error), field="--protection", remedy="write one of these, or auto"
+            ) from None
     return scheme
 
 
 def _profile(options: PlanOptions, job: "Job | None", known: "ModelProfile | None") -> "ModelProfile":
-    """:param known: what the job file names."""
+    """Return the profile to plan with.
+
+    :param known: the profile that the job file names.
+    """
     if options.profile is not None:
         from ftd.config.profile_file import load_profile
 
@@ -244,7 +257,7 @@ def _policy_of_job(job: "Job", options: PlanOptions) -> Policy:
 
 
 def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> Policy:
-    """No job: microbatches as they were measured, nothing to tolerate."""
+    """Return the policy without a job: microbatches as they were measured, and no failures to tolerate."""
     microbatches = options.microbatches
     if microbatches is None:
         microbatches = MICROBATCHES_PER_DEVICE * options.nodes * options.devices_per_node
@@ -258,15 +271,17 @@ def _policy_alone(profile: "ModelProfile", options: PlanOptions) -> Policy:
 
 
 def parse_memory_size(written: str, *, field: str) -> int:
-    """``80GiB``, ``500 MB``, ``1048576`` as bytes.
+    """Return a size such as ``80GiB``, ``500 MB`` or ``1048576`` in bytes.
 
-    :raises ConfigurationError: it is no size, or none at all.
+    :raises ConfigurationError: it is not a size, or is below one byte.
     """
     match = _SIZE.fullmatch(written.strip())
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(float(match[1]) * unit) if match and unit is not None else 0
     if size < 1:
         raise ConfigurationError(
-            f"{written!r} is no size of a memory", field=field, remedy="write it like 80GiB, or in bytes"
+            f"{written!r} is not a memory size",
+            field=field,
+            remedy="write for example 80GiB, or a number of bytes",
         )
     return size

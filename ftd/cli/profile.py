@@ -1,4 +1,4 @@
-"""``ftd profile``: what each layer of a job's model costs on this machine, as a file for the planner."""
+"""``ftd profile``: measures what each layer of a job's model costs on this machine, for the planner."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,23 +18,23 @@ def register(app: typer.Typer) -> None:
 
 
 def profile(
-    job: Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")],
+    job: Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")],
     output: Annotated[
         Path | None,
-        typer.Option(help="Write the profile here.", metavar="FILE", show_default="NAME.profile.json, here"),
+        typer.Option(help="Write the profile here.", metavar="FILE", show_default="NAME.profile.json"),
     ] = None,
     devices_per_node: Annotated[
-        int, typer.Option(min=1, max=1024, help="Measure the split of a microbatch over up to so many, too.")
+        int,
+        typer.Option(min=1, max=1024, help="Also measure a microbatch split over up to this many devices."),
     ] = 1,
     network: Annotated[
-        bool, typer.Option(help="Measure messages and all-reduces between processes of this machine.")
+        bool, typer.Option(help="Measure messages and all-reduces between processes on this machine.")
     ] = True,
 ) -> None:
     """Measure a job's model layer by layer, for ftd plan.
 
-    On this machine's own device; the profile is saved as JSON.
-
-    Builds the model once; nothing is trained. The file is what ftd plan --profile takes.
+    The command uses this machine's own device and saves the profile as JSON, for ftd plan --profile. It
+    builds the model once; nothing is trained.
 
     Example: ftd profile examples/gpt.toml --output gpt.json
     """
@@ -48,7 +48,7 @@ def profile(
     document = run_async(_measured(loaded, network=network))
     save_profile(path, document)
     print_rich(render_profile(document))
-    typer.echo(f"\nsaved as {path}; next: ftd plan --profile {path} --nodes 4")
+    typer.echo(f"\nwrote {path}; next: ftd plan --profile {path} --nodes 4")
 
 
 async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
@@ -67,7 +67,7 @@ async def _measured(job: "Job", *, network: bool) -> "ProfileDocument":
 
 
 def _check_output(path: Path) -> None:
-    """Before measuring, not behind it.
+    """Check the output before anything is measured.
 
     :raises ConfigurationError: nothing can be written there.
     """
@@ -75,5 +75,7 @@ def _check_output(path: Path) -> None:
         raise ConfigurationError(f"{path} is a directory", field="--output", remedy="name a file in it")
     if not path.parent.is_dir():
         raise ConfigurationError(
-            f"the directory {path.parent} does not exist", field="--output", remedy="make it, or name another"
+            f"the directory {path.parent} does not exist",
+            field="--output",
+            remedy="create it, or name another directory",
         )

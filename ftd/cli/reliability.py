@@ -1,4 +1,4 @@
-"""``ftd reliability``: how long state in memory is safe, how often to persist, which f to buy."""
+"""``ftd reliability``: computes how long state in memory is safe, and how often to write checkpoints."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,18 +17,21 @@ def register(app: typer.Typer) -> None:
 
 
 def reliability(
-    cluster: Annotated[Path, typer.Argument(help="The cluster and its failures.", metavar="CLUSTER.toml")],
+    cluster: Annotated[
+        Path, typer.Argument(help="File that describes the cluster and its failures.", metavar="CLUSTER.toml")
+    ],
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the survival curves: FILE.svg or FILE.png.", metavar="FILE")
+        Path | None, typer.Option(help="Draw the survival curves to FILE.svg or FILE.png.", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell how long snapshots in host memory are safe.
+    """Compute how long snapshots in host memory are safe.
 
-    And how often to persist them, and which f to buy.
+    The command also shows how often to write persistent checkpoints, and the smallest number of failures to
+    tolerate.
 
-    Survival probabilities after REFT §5, with and without protection, and Young's and Daly's intervals.
-    Nothing is measured here: the answers are as good as the failure rates in the file.
+    It computes survival probabilities after REFT §5, with and without protection, and Young's and Daly's
+    intervals. Nothing is measured: the answers are as good as the failure rates in the file.
 
     Example: ftd reliability examples/reliability.toml
     """
@@ -49,7 +52,7 @@ def reliability(
 
 
 def compute_answers(question: "ReliabilityInput") -> dict[str, Any]:
-    """Everything the command says, as JSON has it; ``None`` means for ever, or an f beyond all sense."""
+    """Return the answers as JSON; ``None`` means unlimited, or an f beyond any practical value."""
     import math
 
     from planner.reliability import loss_rate_per_day, smallest_tolerance

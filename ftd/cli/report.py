@@ -1,4 +1,4 @@
-"""``ftd report``: what became of a job, as a summary, a page to send, a picture, or JSON."""
+"""``ftd report``: summarises a job as text, a web page, pictures, or JSON."""
 
 import json
 from pathlib import Path
@@ -21,27 +21,27 @@ def report(
     job: Annotated[
         str,
         typer.Argument(
-            help="Id or name of a job of the cluster, or a report's file.", metavar="JOB|FILE.json"
+            help="Id or name of a job of the cluster, or the file of a report.", metavar="JOB|FILE.json"
         ),
     ],
-    html: Annotated[Path | None, typer.Option(help="Write one page that needs nothing else.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a self-contained web page.")] = None,
     plot: Annotated[
         list[Path] | None,
-        typer.Option(help="Draw loss, throughput, goodput: .png or .svg; may be given several times."),
+        typer.Option(help="Draw loss, throughput and goodput to a .png or .svg file; may be repeated."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--json", help="Write the report itself (docs/reference/report.md).")
+        Path | None, typer.Option("--json", help="Write the report as JSON (docs/reference/report.md).")
     ] = None,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Tell what became of a job, as text, a page or pictures.
+    """Summarise a job as text, a web page or pictures.
 
-    With its steps, each recovery by phase, and what snapshots cost.
+    The report covers its steps, each recovery by phase, and the costs of snapshots.
 
-    It is made from the coordinator's journal, at any time, or from a file that ftd local --report wrote.
-    Without --html, --plot or --json a summary is printed.
+    It is made from the coordinator's journal, during and after the job, or from a file that ftd local
+    --report wrote. Without --html, --plot and --json, a summary is printed.
 
     Example: ftd report gpt --html gpt.html
     """
@@ -69,12 +69,14 @@ def _from_file(path: Path) -> "Report":
     try:
         return Report.from_json(json.loads(path.read_bytes()))
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error.strerror}", field="JOB") from None
+        raise ConfigurationError(
+            f"{path} cannot be read: {error.strerror}", field="JOB", remedy="check the path"
+        ) from None
     except (ValueError, ReportError) as error:
         raise ConfigurationError(
-            f"{path} is no report: {error}",
+            f"{path} is not a report: {error}",
             field="JOB",
-            remedy="ftd local --report and ftd report --json write one",
+            remedy="name a file that ftd local --report or ftd report --json wrote",
         ) from None
 
 

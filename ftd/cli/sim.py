@@ -1,4 +1,4 @@
-"""``ftd sim``: the deterministic simulator of the whole service."""
+"""``ftd sim``: runs the deterministic simulator of the whole service."""
 
 import time
 from dataclasses import replace
@@ -23,26 +23,31 @@ def register(app: typer.Typer) -> None:
 ScenarioOption = Annotated[
     Path | None,
     typer.Option(
-        help="Play this scenario instead of drawn faults; default seed: 0.", metavar="SCENARIO.toml"
+        help="Play this scenario instead of random faults; the default seed is 0.", metavar="SCENARIO.toml"
     ),
 ]
 JobOption = Annotated[
-    Path | None, typer.Option(help="With --scenario: this job, not its own.", metavar="JOB.toml")
+    Path | None,
+    typer.Option(help="With --scenario: use this job instead of the scenario's.", metavar="JOB.toml"),
 ]
 NodesOption = Annotated[
-    int | None, typer.Option(min=1, max=64, help="With --scenario: so many nodes, not its own.")
+    int | None,
+    typer.Option(min=1, max=64, help="With --scenario: number of nodes, instead of the scenario's."),
 ]
 SkipOption = Annotated[
-    bool, typer.Option("--skip-unsupported", help="Leave out faults that the simulator does not have.")
+    bool, typer.Option("--skip-unsupported", help="Skip faults that the simulator does not support.")
 ]
 JunitOption = Annotated[
-    Path | None, typer.Option(help="With --scenario: write JUnit XML, for CI.", metavar="FILE.xml")
+    Path | None,
+    typer.Option(help="With --scenario: write the results as JUnit XML, for CI.", metavar="FILE.xml"),
 ]
 
 
 def sim(
-    seed: Annotated[int | None, typer.Option(min=0, help="Run this one seed.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Run this many seeds, from --first on.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Run only this seed.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Run this many seeds, beginning with --first.")
+    ] = None,
     first: Annotated[int, typer.Option(min=0, help="First seed of --seeds.")] = 0,
     scenario: ScenarioOption = None,
     job: JobOption = None,
@@ -52,15 +57,15 @@ def sim(
     trace: Annotated[bool, typer.Option("--trace", help="Print every event and effect.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate clusters under faults that a seed draws.
+    """Simulate clusters under random faults from a seed.
 
-    The real state machines and planner run, under a virtual clock.
+    The real state machines and planner run under a virtual clock.
 
-    Invariants are checked after every event; then everything heals and the job must finish. A seed always
-    gives the same run. Exit code 1 when an invariant broke.
+    Invariants are checked after every event; at the end all faults are repaired, and the job must finish. A
+    seed always gives the same run. The exit code is 1 if an invariant is violated.
 
-    With --scenario the file's faults strike instead, at their moments of virtual time, and what it expects is
-    held against what follows, as ftd chaos run does it. Exit code 1 when something was not as expected.
+    With --scenario, the faults of the file are injected at their moments of virtual time, and its
+    expectations are checked as ftd chaos run does it. The exit code is 1 if something is not as expected.
 
     Example: ftd sim --seeds 1000, or ftd sim --scenario examples/chaos/node-killed.toml --seeds 20
     """
@@ -91,7 +96,10 @@ def _scenario(
     trace: bool,
     as_json: bool,
 ) -> int:
-    """The exit code. :raises ConfigurationError: the simulator cannot play this."""
+    """Play a scenario with each seed and return the exit code.
+
+    :raises ConfigurationError: the simulator cannot play this scenario.
+    """
     from ftd.faults.chaos.report import build_document, render_junit, render_text, write
     from ftd.faults.chaos.scenario import load_scenario
     from ftd.faults.sim.scenario import play_simulated
@@ -101,7 +109,7 @@ def _scenario(
     setting = make_scenario_setup(whole, job, nodes, path.name)
     scenario, skipped = _playable(whole, setting, path.name, skip)
     found: list[ScenarioResult] = []
-    if skipped and not scenario.faults:  # What it expects is about what is left out.
+    if skipped and not scenario.faults:  # Its expectations are about the skipped faults.
         scenario, seeds = replace(scenario, expect=(), steps_after=0), seeds[:1]
     for seed in seeds:
         played, lines = play_simulated(scenario, setting, seed, skipped=skipped, tracing=trace)
@@ -118,9 +126,9 @@ def _scenario(
 def _playable(
     whole: "Scenario", setting: "ScenarioSetup", origin: str, skip: bool
 ) -> tuple["Scenario", tuple[tuple[str, str], ...]]:
-    """What of a scenario the simulator can play, and what is left out, with the reason.
+    """Return the part of a scenario that the simulator can play, and the skipped faults with the reasons.
 
-    :raises ConfigurationError: something cannot be played, and nobody said to leave it out.
+    :raises ConfigurationError: faults are not supported, and ``skip`` is false.
     """
     from ftd.faults.sim.scenario_setup import unsupported_faults, without_faults
 
@@ -128,12 +136,12 @@ def _playable(
     why = "; ".join(f"{fault.id} ({fault.do}): {reason}" for fault, reason in lacking.items())
     if lacking and not skip:
         raise ConfigurationError(
-            f"the simulator cannot play it: {why}", field=origin, remedy="--skip-unsupported leaves these out"
+            f"the simulator does not support all of it: {why}",
+            field=origin,
+            remedy="add --skip-unsupported to skip these faults",
         )
     scenario = without_faults(whole, lacking)
-    waiting = {
-        f.id: "it waits for a fault that is left out" for f in whole.faults if f not in scenario.faults
-    }
+    waiting = {f.id: "it waits for a fault that is skipped" for f in whole.faults if f not in scenario.faults}
     return scenario, tuple((waiting | {fault.id: reason for fault, reason in lacking.items()}).items())
 
 

@@ -1,4 +1,4 @@
-"""``ftd snapshot``: one now, another interval, another protection, for the job under way."""
+"""``ftd snapshot``: takes snapshots of the running job, and changes their interval and protection."""
 
 from typing import Annotated, Any
 
@@ -9,7 +9,7 @@ from ftd.cli.options import BrokerOption, ClusterOption, ConfigOption, JsonOptio
 from ftd.errors import ConfigurationError
 from ftd.transport.address import ClusterAddress
 
-snapshot = typer.Typer(no_args_is_help=True, help="Snapshots in the nodes' memory, of the job under way.")
+snapshot = typer.Typer(no_args_is_help=True, help="Take and configure the running job's snapshots.")
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def now(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take a snapshot behind the step in flight.
+    """Take a snapshot after the step in flight.
 
     ftd status shows when it is complete.
 
@@ -35,25 +35,28 @@ def now(
 @snapshot.command("every")
 def every(
     interval: Annotated[
-        str, typer.Argument(help="Steps from one to the next; auto: as they cost; 0: none.", metavar="N|auto")
+        str,
+        typer.Argument(
+            help="Steps between snapshots; auto: chosen by their cost; 0: no snapshots.", metavar="N|auto"
+        ),
     ],
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Take snapshots so often from now on.
+    """Change the interval of snapshots.
 
-    A coordinator that restarts keeps to it.
+    The new interval also survives a restart of the coordinator.
 
     Example: ftd snapshot every auto
     """
     written = interval.strip().lower()
     if written != "auto" and not (written.isascii() and written.isdecimal()):
         raise ConfigurationError(
-            f"{interval!r} is no interval",
+            f"{interval!r} is not an interval",
             field="every",
-            remedy="write a number of steps, auto, or 0 for none",
+            remedy="write a number of steps, auto, or 0 for no snapshots",
         )
     steps = "auto" if written == "auto" else int(written)
     _request(resolve_cluster(broker, cluster, config), as_json, every_steps=steps)
@@ -63,16 +66,16 @@ def every(
 def protect(
     scheme: Annotated[
         str,
-        typer.Argument(help="none, arc:k, aec, aec2, joined by +; auto.", metavar="SCHEME|auto"),
+        typer.Argument(help="Scheme: none, arc:k, aec, aec2, joined by +, or auto.", metavar="SCHEME|auto"),
     ],
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Protect snapshots so from now on.
+    """Change the protection of snapshots.
 
-    It begins at the next step boundary; nothing is computed again and nothing moves.
+    It changes at the next step boundary; no step is computed again and no state moves.
 
     Example: ftd snapshot protect aec2
     """

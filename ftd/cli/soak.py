@@ -1,4 +1,4 @@
-"""``ftd chaos soak``: random faults on a cluster of its own, watched for some minutes."""
+"""``ftd chaos soak``: injects random faults into a local cluster and checks invariants for some minutes."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,61 +11,69 @@ if TYPE_CHECKING:
     from ftd.local.soak.options import SoakOptions
     from ftd.local.soak.report import SoakReport
 
-JobArgument = Annotated[Path, typer.Argument(help="The job file.", metavar="JOB.toml")]
-StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps of each round, not the job file's.")]
+JobArgument = Annotated[Path, typer.Argument(help="Job file.", metavar="JOB.toml")]
+StepsOption = Annotated[int | None, typer.Option(min=2, help="Steps per round, instead of the job file's.")]
 LimitOption = Annotated[
-    float, typer.Option(min=5, help="Training must go on so many seconds after a fault is over.")
+    float, typer.Option(min=5, help="Training must resume within this many seconds after a fault ends.")
 ]
 ToleranceOption = Annotated[
     float | None,
     typer.Option(
         min=0,
-        help="How much of itself a step's loss may differ from the undisturbed run's; default: 1e-9 in "
-        "float64, otherwise 1e-2.",
+        help="Largest relative difference between a step's loss and that of the run without faults.",
+        show_default="1e-9 in float64, otherwise 1e-2",
     ),
 ]
 BeyondOption = Annotated[
-    bool, typer.Option("--beyond", help="Strike more nodes at once than the job tolerates.")
+    bool, typer.Option("--beyond", help="Let more nodes fail at once than the job tolerates.")
 ]
 MemoryOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Give snapshots a memory of this size and fill it, too (needs root)."),
+    typer.Option(min=1, help="Put snapshots into a memory of this many MiB and also fill it (needs root)."),
 ]
-ReportOption = Annotated[Path | None, typer.Option(help="Write what was found here.", metavar="FILE.json")]
+ReportOption = Annotated[
+    Path | None, typer.Option(help="Write the report to this file.", metavar="FILE.json")
+]
 PlotOption = Annotated[
-    Path | None, typer.Option(help="Goodput over time as a picture.", metavar="FILE.png|FILE.svg")
+    Path | None, typer.Option(help="Draw goodput over time to this file.", metavar="FILE.png|FILE.svg")
 ]
 LogsOption = Annotated[
     Path | None,
-    typer.Option(help="Keep all logs here; they are kept anyway when a rule is broken.", metavar="DIR"),
+    typer.Option(
+        help="Write all logs here; without it, logs are kept only if a rule is broken.", metavar="DIR"
+    ),
 ]
 
 
 def soak(
     job: JobArgument,
-    minutes: Annotated[float, typer.Option(min=0.1, max=10_000, help="How long faults strike.")] = 5.0,
-    seed: Annotated[int, typer.Option(min=0, help="Draws the faults.")] = 0,
-    rate: Annotated[float, typer.Option(min=0.1, max=120, help="Faults a minute, on average.")] = 8.0,
-    nodes: Annotated[int, typer.Option(min=2, max=64, help="Node daemons to start.")] = 4,
-    coordinators: Annotated[int, typer.Option(min=1, max=9, help="One leads, others stand by.")] = 1,
+    minutes: Annotated[
+        float, typer.Option(min=0.1, max=10_000, help="Minutes during which faults are injected.")
+    ] = 5.0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random faults.")] = 0,
+    rate: Annotated[float, typer.Option(min=0.1, max=120, help="Average number of faults per minute.")] = 8.0,
+    nodes: Annotated[int, typer.Option(min=2, max=64, help="Number of nodes to start.")] = 4,
+    coordinators: Annotated[
+        int, typer.Option(min=1, max=9, help="Number of coordinators: one leader, the others standbys.")
+    ] = 1,
     steps: StepsOption = None,
     limit: LimitOption = 60.0,
     tolerance: ToleranceOption = None,
     beyond: BeyondOption = False,
     memory_mib: MemoryOption = None,
-    broker: Annotated[str, typer.Option(help="embedded or mosquitto.")] = "mosquitto",
+    broker: Annotated[str, typer.Option(help="Broker to use: embedded or mosquitto.")] = "mosquitto",
     report: ReportOption = None,
     plot: PlotOption = None,
     logs: LogsOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Let random faults strike a cluster on this machine.
+    """Inject random faults into a cluster on this machine.
 
-    For some minutes, watching for what must not happen.
+    For some minutes, processes are killed, stopped, hung, slowed down and disconnected, including the
+    coordinator and the broker. Meanwhile rules about committed steps, losses, generations, recoveries and
+    processes are checked, and goodput is measured against a run without faults.
 
-    Processes are killed, stopped, hung, slowed down and cut off, coordinator and broker included. Committed
-    steps, losses, generations, recoveries and processes are watched; goodput is measured against an
-    undisturbed run. Exit code 1 when a rule was broken, with what is needed to repeat it.
+    The exit code is 1 if a rule was broken; the output then shows how to repeat the run.
 
     Example: ftd chaos soak --minutes 5 --seed 1 examples/mlp.toml --plot soak.png
     """
@@ -102,7 +110,7 @@ def soak(
 
 
 def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":
-    """Progress goes to stderr where stdout is for JSON. Ctrl-C and SIGTERM end everything."""
+    """Run the soak; progress goes to stderr if stdout is for JSON. Ctrl-C and SIGTERM end everything."""
     import asyncio
 
     import uvloop
@@ -120,6 +128,6 @@ def _run(options: "SoakOptions", as_json: bool) -> "SoakReport":
 
     found = uvloop.run(run())
     if isinstance(found, int):
-        typer.echo("stopped: everything is ended and cleaned up", err=True)
+        typer.echo("stopped: all processes have ended, and temporary files are removed", err=True)
         raise typer.Exit(found)
     return found

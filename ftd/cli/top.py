@@ -1,4 +1,4 @@
-"""``ftd top``: a running cluster in a terminal, as ``ftd local`` shows its own."""
+"""``ftd top``: shows a running cluster in a terminal, with the live view of ``ftd local``."""
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,14 +20,14 @@ def register(app: typer.Typer) -> None:
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the view once and exit.")] = False,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Watch the cluster live: nodes, pipelines, loss, events.
+    """Show the cluster live: nodes, pipelines, loss, events.
 
-    It ends with Ctrl-C. Into a pipe, lines, no pictures.
+    Press Ctrl-C to exit. If the output is a pipe, events are printed as lines.
 
     Example: ftd top --broker mqtt://10.0.0.1:1883
     """
@@ -46,7 +46,7 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
         address, listen=True, on_state=view.on_state, on_broker=view.on_broker
     ) as client:
         state = await client.state()
-        # Drawn before somebody has answered what was: who may only read waits for an answer in vain.
+        # Draw before the history arrives: a user with read access only never receives an answer.
         with nullcontext() if once else view:
             if state.get("phase") != "UNREACHABLE":
                 await _recall(client, view, state.get("job"))
@@ -58,14 +58,14 @@ async def _watch(address: "ClusterAddress", *, once: bool) -> None:
 
 
 async def _recall(client: Any, view: "LiveView", job: dict[str, Any] | None) -> None:
-    """What happened before we came, as far as it is drawn."""
+    """Show what happened before the command started, as far as it is drawn."""
     from ftd.errors import UnreachableError
 
     try:
         past = await client.history(newest=PAST_EVENTS)
         steps = await client.history(what="steps", newest=PAST_STEPS)
     except UnreachableError:
-        return  # The coordinator is away: the retained state has to do.
+        return  # The coordinator does not answer: show only the retained state.
     for event in past:
         view.replay_event(event)
     for step in steps:

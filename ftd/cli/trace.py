@@ -1,4 +1,4 @@
-"""``ftd trace``: what every rank did in a few steps, and where the copies of snapshots fell."""
+"""``ftd trace``: records what every rank does in a few steps, and when snapshots are copied."""
 
 import asyncio
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 FORMATS = (".json", ".png", ".svg")
 _MOST_STEPS = 1000
 _LEAD_S = 0.5
-"""Asked for in time, all ranks begin with the same step."""
+"""Time between the request and the first step, so that all ranks begin with the same step."""
 
 
 def register(app: typer.Typer) -> None:
@@ -25,17 +25,18 @@ def register(app: typer.Typer) -> None:
 
 
 def trace(
-    steps: Annotated[int, typer.Option(min=1, max=_MOST_STEPS, help="Record so many steps.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, max=_MOST_STEPS, help="Number of steps to record.")] = 5,
     out: Annotated[
         list[Path] | None,
         typer.Option(
             "--out",
-            help="Where to: .json (Chrome's trace events, for ui.perfetto.dev), .png or .svg; may be given "
-            "several times. Default: trace.json",
+            help="File to write: .json (Chrome's trace events, for ui.perfetto.dev), .png or .svg; may be "
+            "repeated.",
+            show_default="trace.json",
         ),
     ] = None,
     within: Annotated[
-        float, typer.Option(min=1.0, max=3600.0, help="Give up when the steps take longer, in seconds.")
+        float, typer.Option(min=1.0, max=3600.0, help="Fail if the steps take more than this many seconds.")
     ] = 60.0,
     broker: BrokerOption = None,
     cluster: ClusterOption = None,
@@ -43,9 +44,9 @@ def trace(
 ) -> None:
     """Record what every rank does in the next steps.
 
-    When it computes, when it waits, and when snapshots are copied.
+    The trace shows when a rank computes, when it waits, and when snapshots are copied.
 
-    Training goes on meanwhile. Exit code 1 when nothing is training, or a rank did not answer.
+    Training continues meanwhile. The exit code is 1 if no job is training or a rank does not answer.
 
     Example: ftd trace --steps 5 --out trace.json --out trace.png
     """
@@ -64,36 +65,40 @@ def trace(
             try:
                 path.write_text(chrome_trace(rows, name=name), encoding="utf-8")
             except OSError as error:
-                raise ConfigurationError(f"cannot write {path}: {error.strerror}", field="--out") from None
+                raise ConfigurationError(
+                    f"{path} cannot be written: {error.strerror}", field="--out", remedy="name another file"
+                ) from None
         else:
             plot_trace(rows, path, name=name)
     spans, dropped = sum(len(row.spans) for row in rows), sum(row.dropped for row in rows)
     typer.echo(f"{spans} spans of {len(rows)} ranks, {copied_line(rows)}")
     if dropped:
-        typer.echo(f"ftd: {dropped} spans did not fit and are left out; trace fewer --steps", err=True)
-    typer.echo(f"written to {', '.join(map(str, places))}")
+        typer.echo(f"ftd: {dropped} spans did not fit and were dropped; record fewer --steps", err=True)
+    typer.echo(f"wrote {', '.join(map(str, places))}")
 
 
 def _check(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise ConfigurationError(
-            f"{path} has none of the suffixes {', '.join(FORMATS)}",
+            f"{path.name} has no known suffix",
             field="--out",
-            remedy="give trace.json, trace.png or trace.svg",
+            remedy="use .json, .png or .svg",
         )
     if not path.parent.is_dir():
         raise ConfigurationError(
-            f"{path.parent} is no directory", field="--out", remedy="make it, or choose another place"
+            f"the directory {path.parent} does not exist",
+            field="--out",
+            remedy="create it, or name another directory",
         )
 
 
 async def request_traces(
     address: ClusterAddress, steps: int, within_s: float
 ) -> tuple[dict[str, Any], list["TraceData"]]:
-    """The cluster's state and every rank's answer.
+    """Return the state of the cluster and every rank's trace.
 
-    :raises FtdError: nothing is training. :raises RequestRejected: a node says no. :raises Unreachable: one
-        says nothing.
+    :raises FtdError: no job is training. :raises RequestRejected: a node rejects the request. :raises
+    UnreachableError: a node does not answer.
     """
     import msgspec
 
@@ -104,7 +109,7 @@ async def request_traces(
         state = await client.state()
         devices = _devices(state)
         if state.get("phase") != "RUNNING" or not devices:
-            raise FtdError(f"nothing is training (the cluster is {state.get('phase', 'unknown')})")
+            raise FtdError(f"no job is training (the cluster is {state.get('phase', 'unknown')})")
         ahead = 1 + int(_LEAD_S / step_s) if (step_s := float(state.get("step_s") or 0.0)) > 0 else 1
         first_step = int(state.get("step") or 0) + 1 + ahead
 
@@ -124,13 +129,13 @@ async def request_traces(
             try:
                 return msgspec.convert(answer.data, TraceData)
             except msgspec.ValidationError as error:
-                raise FtdError(f"{node} answered something that is no trace: {error}") from None
+                raise FtdError(f"the answer of {node} is not a trace: {error}") from None
 
         return state, list(await asyncio.gather(*(one(node, device) for node, device in devices)))
 
 
 def _places(state: dict[str, Any]) -> dict[str, str]:
-    """``node/device`` → where it is in the plan."""
+    """Return the position in the plan of each ``node/device``."""
     return {
         str(device): f"pipeline {pipeline_name(number)}, stage {index + 1}"
         for number, pipeline in enumerate(state.get("pipelines") or ())

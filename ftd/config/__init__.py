@@ -1,1 +1,1 @@
-"""What people write by hand: ``ftd.toml`` for the daemons, job files for the training."""
+"""Configuration that people write by hand: ``ftd.toml`` for the daemons, and job files for the training."""

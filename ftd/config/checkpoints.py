@@ -1,4 +1,4 @@
-"""``[checkpoint]`` of a job file and of a submitted job: checked, and as the machines take it."""
+"""Checks ``[checkpoint]`` of job files and submitted jobs, and converts it for the state machines."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ from statemachine.messages.values import CheckpointPolicy, SnapshotPolicy
 
 
 def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointData:
-    """Return the table with paths that mean the same to everybody, wherever they were started.
+    """Return the table with absolute paths, which are valid wherever a process was started.
 
-    :param directory: of the job file.
+    :param directory: that of the job file.
     """
     written = {key: getattr(table, key) for key in ("url", "huggingface_directory")}
     local = {key: path for key, path in written.items() if path and "://" not in path}
@@ -22,21 +22,25 @@ def with_absolute_paths(table: CheckpointData, directory: Path) -> CheckpointDat
 
 
 def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
-    """:param snapshots: the job takes some. :raises ConfigurationError: names the field and the remedy."""
+    """Check the table.
+
+    :param snapshots: whether the job takes snapshots. :raises ConfigurationError: names the field and the
+    remedy.
+    """
     if not table.url:
         if table.every_steps:
             raise ConfigurationError(
-                "checkpoints need a place",
+                "checkpoints need a location",
                 field="checkpoint.url",
-                remedy="write a directory or a URL that the coordinator and all nodes reach",
+                remedy="write a directory or a URL that the coordinator and all nodes can reach",
             )
         _check_no_exports(table)
         return
     if table.every_steps == 0:
         raise ConfigurationError(
-            "checkpoints want a number of steps between them",
+            "the checkpoint interval is missing",
             field="checkpoint.every_steps",
-            remedy="write every_steps = 1000, say, under [checkpoint]; without checkpoints, leave url out",
+            remedy="write for example every_steps = 1000 under [checkpoint], or remove url to write no checkpoints",
         )
     if table.every_steps < 1:
         raise ConfigurationError(
@@ -45,9 +49,9 @@ def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
     require_positive(table.keep, "checkpoint.keep")
     if not snapshots:
         raise ConfigurationError(
-            "checkpoints are written from snapshots, and this job takes none",
+            "checkpoints are written from snapshots, but this job takes no snapshots",
             field="snapshot.every_steps",
-            remedy="write a number of steps, or auto, under [snapshot]",
+            remedy='write every_steps = "auto" or a number of steps under [snapshot]',
         )
     _check_exports(table)
 
@@ -55,9 +59,9 @@ def check_checkpoint(table: CheckpointData, *, snapshots: bool) -> None:
 def _check_no_exports(told: CheckpointData) -> None:
     if told.huggingface_every_steps or told.huggingface_directory:
         raise ConfigurationError(
-            "exports are made from checkpoints, and this job writes none",
+            "exports are made from checkpoints, but this job writes no checkpoints",
             field="checkpoint.url",
-            remedy="write a directory or a URL, and every_steps",
+            remedy="write url (a directory or a URL) and every_steps under [checkpoint]",
         )
 
 
@@ -67,26 +71,26 @@ def _check_exports(told: CheckpointData) -> None:
         return
     if every_steps < 1:
         raise ConfigurationError(
-            f"{every_steps} is not allowed" if every_steps else "exports want a number of steps between them",
+            f"{every_steps} is not allowed" if every_steps else "the export interval is missing",
             field="checkpoint.huggingface_every_steps",
-            remedy="write 1 or more; without exports, leave huggingface_directory out",
+            remedy="write 1 or more, or remove huggingface_directory to write no exports",
         )
     if not directory:
         raise ConfigurationError(
             "exports need a directory",
             field="checkpoint.huggingface_directory",
-            remedy="write one that every coordinator reaches",
+            remedy="write a directory that every coordinator can reach",
         )
     if "://" in directory or directory == told.url:
         raise ConfigurationError(
-            f"{directory} cannot hold exports",
+            f"exports cannot be written to {directory}",
             field="checkpoint.huggingface_directory",
-            remedy="write a directory of their own on a disk or NFS, as from_pretrained reads no URLs",
+            remedy="write a separate directory on a disk or NFS, because from_pretrained reads no URLs",
         )
 
 
 def checkpoint_policy(data: CheckpointData, snapshot: SnapshotPolicy) -> CheckpointPolicy:
-    """What a submitted job says of its checkpoints, checked.
+    """Return the checked checkpoint policy of a submitted job.
 
     :raises ConfigurationError: names the field and the remedy.
     """

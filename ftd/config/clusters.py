@@ -1,11 +1,12 @@
-"""The cluster that a command is meant for.
+"""Finds the cluster that a command is meant for, and registers the clusters of ``ftd local``.
 
-A command looks, in this order: its options, the environment (``FTD_BROKER``, ``FTD_CLUSTER``), its ``--config``, and
-the clusters that ``ftd local`` runs under the same user. Where several of these run, ``--cluster`` must say which.
+A command looks, in this order, at its options, the environment (``FTD_BROKER``, ``FTD_CLUSTER``), its
+``--config``, and the clusters that ``ftd local`` runs under the same user. If several of these run,
+``--cluster`` must say which one.
 
-Each local cluster has a name, and a file by which commands find it: ``local-NAME.json`` in the user's runtime
-directory. The file counts while the process that wrote it runs; the next ``ftd local`` removes the files of processes
-that have ended.
+Each local cluster has a name and a file by which commands find it: ``local-NAME.json`` in the user's runtime
+directory. The file is valid while the process that wrote it runs; the next ``ftd local`` removes the files of
+processes that have ended.
 """
 
 import contextlib
@@ -34,13 +35,18 @@ class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     """Process of ``ftd local``."""
     started: int
-    """Start time of that process in clock ticks since boot: a later process of the same pid has another one."""
+    """Start time of that process in clock ticks since boot; it tells the process from a later one with the same
+    pid.
+    """
     broker: str | None = None
-    """URL of the broker; ``None`` while the cluster starts or ends."""
+    """URL of the broker; ``None`` while the cluster starts or stops."""
 
     @property
     def address(self) -> ClusterAddress:
-        """:raises ConfigurationError: the file has no broker, or one that makes no sense."""
+        """Address of the cluster.
+
+        :raises ConfigurationError: the file names no broker, or an invalid one.
+        """
         return ClusterAddress(
             broker=parse_broker(self.broker or "", str(_file(self.cluster))), cluster=self.cluster
         )
@@ -50,7 +56,7 @@ class LocalClusterRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ClusterRegistration:
-    """The name of a local cluster, and its file while a ``register_cluster`` block runs."""
+    """Name and file of a local cluster during a ``register_cluster`` block."""
 
     def __init__(self, content: LocalClusterRecord) -> None:
         self._content = content
@@ -72,10 +78,10 @@ class ClusterRegistration:
 
 @contextlib.contextmanager
 def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistration]:
-    """Reserve a name for a cluster of this process; the name is free again after the block.
+    """Reserve a cluster name for this process until the block ends.
 
-    :param name: the wanted name; ``None``: ``ftd``, or ``ftd-2`` and so on where clusters of these names are running.
-    :raises ConfigurationError: a running cluster has the wanted name, or it is not a valid name.
+    :param name: wanted name; ``None`` chooses ``ftd``, or ``ftd-2`` and so on if those names are taken.
+    :raises ConfigurationError: a running cluster has this name, or the name is invalid.
     """
     if name is not None:
         require_name(name, "--cluster")
@@ -83,9 +89,9 @@ def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistratio
         running = {cluster.cluster: cluster for cluster in _running(remove=True)}
         if name in running:
             raise ConfigurationError(
-                f"a local cluster of this name is running: {running[name]}",
+                f"a local cluster with this name is already running: {running[name]}",
                 field="--cluster",
-                remedy="choose another name, or leave --cluster out",
+                remedy="choose another name, or leave out --cluster",
             )
         number = 1
         while name is None or name in running:
@@ -102,12 +108,15 @@ def register_cluster(name: str | None, job: Path) -> Iterator[ClusterRegistratio
 
 
 def reachable_clusters() -> list[LocalClusterRecord]:
-    """Return the local clusters that are running and have a broker, sorted by name."""
+    """Return the running local clusters that have a broker, sorted by name."""
     return [cluster for cluster in _running() if cluster.broker is not None]
 
 
 def _running(*, remove: bool = False) -> list[LocalClusterRecord]:
-    """Return the clusters whose processes run. :param remove: remove the files of the others."""
+    """Return the clusters whose processes run.
+
+    :param remove: remove the files of the others.
+    """
     found = []
     for path in user_runtime_dir().glob(f"{_PREFIX}*.json"):
         try:
@@ -122,7 +131,7 @@ def _running(*, remove: bool = False) -> list[LocalClusterRecord]:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process in clock ticks since boot; ``None`` when it has ended (proc(5), ``stat``)."""
+    """Return the start time of a process in clock ticks since boot, or None if it has ended (proc(5), ``stat``)."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -135,7 +144,7 @@ def _file(name: str) -> Path:
 
 
 def _write(content: LocalClusterRecord) -> None:
-    """Replace the file of the cluster; a reader sees the old or the new content."""
+    """Replace the file of the cluster atomically."""
     path = _file(content.cluster)
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_bytes(msgspec.json.encode(content))
@@ -144,7 +153,7 @@ def _write(content: LocalClusterRecord) -> None:
 
 @contextlib.contextmanager
 def _exclusive() -> Iterator[None]:
-    """Let no other process of this user claim a name meanwhile."""
+    """Keep other processes of this user from reserving a name during the block."""
     descriptor = os.open(user_runtime_dir(), os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -156,10 +165,10 @@ def _exclusive() -> Iterator[None]:
 def find_cluster(
     broker: str | None = None, cluster: str | None = None, config: Path | None = None
 ) -> ClusterAddress:
-    """Return the cluster that a command is meant for (see the module's order).
+    """Return the cluster that a command is meant for (the module's docstring gives the order).
 
-    :raises ConfigurationError: nothing says where the broker is, or what does is wrong; or several local clusters run
-        and nothing says which one is meant.
+    :raises ConfigurationError: nothing says where the broker is, or it is wrong; or several local clusters
+    run and nothing says which one is meant.
     """
     wanted = cluster or os.environ.get("FTD_CLUSTER")
     if wanted:
@@ -178,11 +187,11 @@ def find_cluster(
 
 
 def _local_cluster(wanted: str | None, field: str) -> ClusterAddress:
-    """Return the local cluster of the wanted name, or the only one that is running."""
+    """Return the local cluster with the wanted name, or the only one that is running."""
     running = reachable_clusters()
     if not running:
         raise ConfigurationError(
-            "no cluster to talk to: no ftd local is running here",
+            "no cluster was given, and no ftd local is running on this host",
             remedy="give --broker mqtt://host:port or --config ftd.toml, or set FTD_BROKER",
         )
     chosen = [found for found in running if wanted in (None, found.cluster)]
@@ -191,12 +200,12 @@ def _local_cluster(wanted: str | None, field: str) -> ClusterAddress:
     known = ", ".join(map(str, running))
     if not chosen:
         raise ConfigurationError(
-            f"no local cluster is named {wanted!r}",
+            f"no local cluster has the name {wanted!r}",
             field=field,
-            remedy=f"running here: {known}; or give --broker mqtt://host:port",
+            remedy=f"running on this host: {known}; for other clusters give --broker mqtt://host:port",
         )
     raise ConfigurationError(
         f"several local clusters are running: {known}",
         field="--cluster",
-        remedy="say which one is meant: --cluster NAME",
+        remedy="choose one with --cluster NAME",
     )

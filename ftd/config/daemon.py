@@ -1,9 +1,11 @@
-"""``ftd.toml`` and the environment: one configuration for the coordinator and the nodes of a cluster.
+"""Reads and checks ``ftd.toml`` and the environment: one configuration for the coordinator and the nodes of a
+cluster.
 
-Each of them reads what concerns it. ``FTD_NODE_DEVICES=8`` is ``devices = 8`` under ``[node]``. ``FTD_CLUSTER``,
-``FTD_SECRET`` and ``FTD_SECRET_FILE`` are the keys without a table, and ``FTD_BROKER`` is ``broker.url``, which
-commands read, too. A variable that begins like one of a table and names no key of it is an error: a misspelt setting
-that is silently ignored is worse than a daemon that does not start.
+Each daemon uses the part that concerns it. ``FTD_NODE_DEVICES=8`` stands for ``devices = 8`` under
+``[node]``. ``FTD_CLUSTER``, ``FTD_SECRET`` and ``FTD_SECRET_FILE`` are the keys without a table, and
+``FTD_BROKER`` is ``broker.url``, which commands read as well. A variable that begins with the prefix of a
+table but names no key is an error: a misspelled setting that is silently ignored is worse than a daemon that
+does not start.
 """
 
 import copy
@@ -39,17 +41,19 @@ from ftd.transport.tls import tls_context
 from statemachine.timing import Timing
 
 _HIDDEN = "(hidden)"
-"""Shown in place of a secret."""
+"""Text shown instead of a secret."""
 
 
 def _require_host(host: str, field: str) -> None:
     if host and not is_host(host):
-        raise ConfigurationError(f"{host!r} is no host", field=field, remedy="a name or an address")
+        raise ConfigurationError(
+            f"{host!r} is not a valid host", field=field, remedy="write a host name or an IP address"
+        )
 
 
 def _require_port(port: int, field: str) -> None:
     if not 0 <= port <= 65535:
-        raise ConfigurationError(f"{port} is no port", field=field, remedy="0 to 65535")
+        raise ConfigurationError(f"{port} is not a valid port", field=field, remedy="write 0 to 65535")
 
 
 def _require_peers(peers: tuple[str, ...], field: str) -> None:
@@ -57,9 +61,9 @@ def _require_peers(peers: tuple[str, ...], field: str) -> None:
         host, _, port = peer.rpartition(":")
         if not is_host(host.strip("[]")) or not port.isdecimal() or not 0 < int(port) <= 65535:
             raise ConfigurationError(
-                f"{peer!r} is no host:port",
+                f"{peer!r} is not of the form host:port",
                 field=field,
-                remedy='for example ["host-b:7130"], its node.host and node.snapshot_port',
+                remedy='write node.host and node.snapshot_port of the other host, for example ["host-b:7130"]',
             )
 
 
@@ -76,12 +80,12 @@ _REQUIRED: dict[Callable[[Any, str], None], tuple[str, ...]] = {
     ),
     _require_peers: ("node.snapshot_peers",),
 }
-"""What must hold of which keys, each by itself."""
+"""Checks of single values, with the keys that they apply to."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonConfig:
-    """``ftd.toml``, checked, defaults filled in, paths absolute."""
+    """Checked content of ``ftd.toml``, with defaults filled in and absolute paths."""
 
     cluster: str
     broker: BrokerAddress
@@ -94,7 +98,7 @@ class DaemonConfig:
     preload: tuple[str, ...]
     compile_cache_dir: Path
     snapshot_dir: Path
-    """This node's own, below what ``node.snapshot_dir`` says."""
+    """This node's own directory below the configured ``node.snapshot_dir``."""
     snapshot_limit_bytes: int | None
     snapshot_port: int
     snapshot_rate_bytes_s: float | None
@@ -104,7 +108,7 @@ class DaemonConfig:
     snapshot_peers: tuple[str, ...]
     node_metrics: MetricsAddress | None
     coordinator: str
-    """Its name among the coordinators of the cluster."""
+    """Name of this coordinator among those of the cluster."""
     priority: int
     state_dir: Path
     coordinator_metrics: MetricsAddress | None
@@ -116,18 +120,21 @@ class DaemonConfig:
         return self.broker
 
     def require_secret(self) -> str:
-        """:raises ConfigurationError: there is none; a node must not let strangers into its rendezvous."""
+        """Return the cluster's secret.
+
+        :raises ConfigurationError: there is none; a node must not admit strangers to its rendezvous.
+        """
         if not self.secret:
             raise IncompleteError(
                 "a node needs the cluster's shared secret",
                 field="secret",
-                remedy='add secret_file = "secret" to ftd.toml, the same content on every node',
+                remedy='add secret_file = "secret" to ftd.toml; the file has the same content on every node',
             )
         return self.secret
 
 
 def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os.environ) -> DaemonConfig:
-    """Read and check ``ftd.toml``, and what the environment says instead; without a file, the defaults.
+    """Read and check ``ftd.toml`` and the environment, which takes precedence. Without a file, defaults apply.
 
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
@@ -137,7 +144,7 @@ def load_daemon_config(path: Path | None, *, environment: Mapping[str, str] = os
 def load_with_origins(
     path: Path | None, environment: Mapping[str, str]
 ) -> tuple[DaemonConfig, dict[str, Any], dict[str, str]]:
-    """The configuration, the keys that were given for it, and for those of the environment the variable.
+    """Return the configuration, the keys that were given, and the variable of each key set by the environment.
 
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
@@ -152,7 +159,7 @@ def load_with_origins(
 def examine_daemon_config(
     path: Path | None, *, environment: Mapping[str, str] = os.environ
 ) -> tuple[DaemonConfig, ErrorCollector]:
-    """What is wrong, and the configuration without it: defaults are in its place."""
+    """Return the configuration together with its errors; wrong values are replaced by defaults."""
     origins: dict[str, str] = {}
     mistakes = _mistakes_of(path, origins)
     written: dict[str, Any] = mistakes.value_or(lambda: read_toml(path) if path else {}, {})
@@ -179,7 +186,10 @@ def _read(
 
 
 def _require_kept(written: dict[str, Any], path: Path) -> None:
-    """:raises ConfigurationError: a secret stands in the file itself, and everybody here can read it."""
+    """Check that others cannot read a file that contains a secret.
+
+    :raises ConfigurationError: the file contains a secret, and everybody on this host can read it.
+    """
     for name in SECRETS:
         table, _, key = name.rpartition(".")
         inner = written.get(table) if table else written
@@ -188,7 +198,7 @@ def _require_kept(written: dict[str, Any], path: Path) -> None:
 
 
 def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "ftd.toml") -> DaemonConfig:
-    """``ftd.toml``'s content, checked; relative paths start at ``directory``.
+    """Return the checked configuration of ``ftd.toml``'s content; relative paths start at ``directory``.
 
     :raises ConfigurationError: names each field that is wrong, and the remedy.
     """
@@ -199,7 +209,7 @@ def parse_daemon_config(data: dict[str, Any], *, directory: Path, where: str = "
 
 
 def _checked(data: dict[str, Any], directory: Path, mistakes: ErrorCollector) -> DaemonConfig:
-    """As ``data`` says, where that is not wrong."""
+    """Return the configuration of ``data``; wrong values become errors and are replaced by defaults."""
     file = msgspec.convert(keep_valid_fields(data, DaemonFile, mistakes), DaemonFile)
     file = _with_sound_values(file, mistakes)
     broker = _broker(file.broker, directory, mistakes)
@@ -245,7 +255,7 @@ def _checked(data: dict[str, Any], directory: Path, mistakes: ErrorCollector) ->
 
 
 def _with_sound_values(file: DaemonFile, mistakes: ErrorCollector) -> DaemonFile:
-    """Of those that are right or wrong by themselves, the defaults instead of the wrong ones."""
+    """Return the file with defaults in place of values that are wrong by themselves."""
     for require, fields in _REQUIRED.items():
         for field in fields:
             table, _, key = field.rpartition(".")
@@ -287,12 +297,12 @@ def _password(table: BrokerTable, directory: Path) -> str | None:
     if table.password_file is not None:
         if password is not None:
             raise ConfigurationError(
-                "both password and password_file", field=field, remedy="keep one of them"
+                "both password and password_file are given", field=field, remedy="keep one of them"
             )
         field = "broker.password_file"
         password = read_secret(directory / table.password_file, field)
     if table.username is None and password is not None:
-        raise IncompleteError("a password without a username", field=field, remedy="add both")
+        raise IncompleteError("the password has no username", field=field, remedy="add broker.username")
     return password
 
 
@@ -301,21 +311,24 @@ def _tls(broker: BrokerAddress, table: BrokerTable, directory: Path) -> Tls | No
     given = {name: directory / path for name, path in paths.items() if path is not None}
     if broker.tls is None and given:
         field, remedy = f"broker.{min(given)}", 'write url = "mqtts://host:8883"'
-        raise IncompleteError("of no use without TLS", field=field, remedy=remedy)
+        raise IncompleteError("it has no effect without TLS", field=field, remedy=remedy)
     if broker.tls is None:
         return None
     if (table.cert_file is None) != (table.key_file is None):
-        raise IncompleteError("a certificate and its key go together", field="broker.cert_file")
+        raise IncompleteError(
+            "a certificate and its key go together",
+            field="broker.cert_file",
+            remedy="write both cert_file and key_file",
+        )
     tls = Tls(**given)
-    tls_context(tls)  # Now, and not at the first attempt to connect.
+    tls_context(tls)  # Reports unusable files now instead of at the first connection.
     return tls
 
 
 def local_address_toward(broker: BrokerAddress) -> str:
-    """The local address of the route to the broker: what others most likely reach this host at.
+    """Return the local address of the route to the broker: the address where others most likely reach this host.
 
-    Connecting a datagram socket sends nothing. Without a route (offline, unknown name) loopback is the
-    only address that works at all.
+    Connecting a datagram socket sends nothing. Without a route (offline, unknown name), only loopback works.
     """
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
@@ -329,13 +342,13 @@ def local_address_toward(broker: BrokerAddress) -> str:
 
 
 def _default_snapshot_dir() -> Path:
-    """In shared memory, where there is some; it stays when the session ends."""
+    """Return a directory in shared memory if there is any; it survives the end of the login session."""
     shared = Path("/dev/shm")
     return (shared if shared.is_dir() else Path("/tmp")) / f"ftd-{os.getuid()}"
 
 
 def _default_compile_cache_dir() -> Path:
-    """Of this user on this host: all nodes here share it, as torch allows."""
+    """Return the user's cache directory; all nodes of this host share it, which torch allows."""
     base = os.environ.get("STATE_DIRECTORY") or os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ftd" / "compiled"
 
@@ -347,7 +360,9 @@ def _default_state_dir(cluster: str) -> Path:
 
 def _secret(file: DaemonFile, directory: Path) -> str | None:
     if file.secret is not None and file.secret_file is not None:
-        raise ConfigurationError("both secret and secret_file", field="secret", remedy="keep one of them")
+        raise ConfigurationError(
+            "both secret and secret_file are given", field="secret", remedy="keep one of them"
+        )
     if file.secret_file is None:
         return file.secret
     return read_secret(directory / file.secret_file, "secret_file")
@@ -365,7 +380,9 @@ def _timing(overrides: dict[str, int | float], mistakes: ErrorCollector) -> Timi
             require_positive(value, field)
             whole = isinstance(known[name].default, int)
             if whole and not float(value).is_integer():
-                raise ConfigurationError(f"{value} is no whole number", field=field)
+                raise ConfigurationError(
+                    f"{value} is not a whole number", field=field, remedy="write a number without a fraction"
+                )
             values[name] = int(value) if whole else float(value)
     try:
         return Timing(**values)
@@ -380,8 +397,8 @@ def _overridden(
 ) -> dict[str, Any]:
     """Return the content of ``ftd.toml`` with the values of the environment in place of its own.
 
-    :param origins: filled: for each key that the environment says, which variable.
-    :param mistakes: notes a variable that names no key, or whose value does not fit.
+    :param origins: receives the variable of each key that the environment sets. :param mistakes: receives
+    variables that name no key, and values of the wrong type.
     """
     result: dict[str, Any] = copy.deepcopy(dict(data))
     for variable, key in _named(environment, mistakes):
@@ -392,14 +409,14 @@ def _overridden(
         except ConfigurationError as error:
             mistakes.add_invalid_key(error, key)
             continue
-        if isinstance(place, dict):  # Else what stands in its place is a mistake of the file.
+        if isinstance(place, dict):  # Otherwise the file has an error there, which is reported anyway.
             place[name] = value
             origins[key] = variable
     return result
 
 
 def _named(environment: Mapping[str, str], mistakes: ErrorCollector) -> Iterator[tuple[str, str]]:
-    """Yield each variable of the environment that replaces a key, and the key."""
+    """Yield each variable of the environment that sets a key, together with the key."""
     variables = {environment_variable(key): key for key in daemon_keys()}
     tables = {key.partition(".")[0] for key in daemon_keys() if "." in key}
     for variable in sorted(environment):
@@ -414,7 +431,7 @@ def _named(environment: Mapping[str, str], mistakes: ErrorCollector) -> Iterator
 
 
 def _value(text: str, kind: Any, variable: str) -> Any:
-    """The text as the key's type, by the rules that TOML's own values go through afterwards."""
+    """Return the text as a value of the key's type; TOML's rules for values apply afterwards."""
     try:
         return msgspec.convert(text, kind, strict=False)
     except msgspec.ValidationError as error:
@@ -423,19 +440,19 @@ def _value(text: str, kind: Any, variable: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class EffectiveSetting:
-    """Value of a key as a daemon would take it, and its origin."""
+    """Value of a key as a daemon would use it, and where the value comes from."""
 
     key: DaemonKey
     shown: Any
-    """Its value, or that it is hidden; ``None`` where it is left out."""
+    """The value, or a placeholder for a secret; ``None`` if it is not set."""
     origin: str
-    """The file's name, a variable (``$FTD_…``), or ``default``."""
+    """Name of the file, a variable (``$FTD_…``), or ``default``."""
 
 
 def list_effective_settings(
     path: Path | None, environment: Mapping[str, str] = os.environ
 ) -> list[EffectiveSetting]:
-    """All keys, in the order of the file.
+    """Return the settings of all keys, in the order of the file.
 
     :raises ConfigurationError: the configuration is wrong.
     """

@@ -1,7 +1,8 @@
-"""``ftd.toml`` as it is written: tables, keys, types, defaults and meanings, and the pages and the schema made of them.
+"""Declares ``ftd.toml``: tables, keys, types, defaults and descriptions; generates the reference page and the
+schema.
 
-Every field has a default but ``secret`` (nodes need it); ``examples/ftd.toml`` is a commented sample. The meanings are
-the docstrings after the fields, taken from the source: what is shown, checked and written into the schema cannot
+Every field has a default except ``secret``, which nodes need; ``examples/ftd.toml`` is a commented sample.
+The descriptions are the docstrings after the fields, taken from the source, so that the documentation cannot
 differ from what is read.
 """
 
@@ -19,129 +20,143 @@ from ftd.transport.address import DEFAULT_CLUSTER
 from statemachine.timing import Timing
 
 VARIABLE_PREFIX = "FTD_"
-"""Prefix of the variables of the environment that replace keys."""
+"""Prefix of the environment variables that set keys."""
 _BROKER_URL = "FTD_BROKER"
-"""Variable that replaces ``broker.url``."""
+"""Environment variable that sets ``broker.url``."""
 SECRETS = frozenset({"secret", "broker.password", "dashboard.token"})
 """Keys whose values are never shown."""
 
 
 class BrokerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[broker]``: the MQTT broker that everybody of the cluster meets at."""
+    """``[broker]``: the MQTT broker that all daemons of the cluster connect to."""
 
     url: str = "mqtt://127.0.0.1:1883"
-    """``mqtts://host:8883`` for TLS."""
+    """Address of the broker, for example ``mqtts://host:8883`` for TLS."""
     username: str | None = None
-    """Left out: anonymous."""
+    """User name at the broker. Default: anonymous."""
     password: str | None = None
-    """Better in a file, or in the environment."""
+    """Password at the broker. Prefer ``password_file`` or the environment."""
     password_file: str | None = None
-    """The password in a file that others cannot read; relative to ftd.toml."""
+    """File with the password, which others must not be able to read; relative to ftd.toml."""
     ca_file: str | None = None
-    """``mqtts``: certificates (PEM) of the authorities to believe; left out: those of the system."""
+    """For ``mqtts``: certificates (PEM) of the trusted authorities. Default: those of the system."""
     cert_file: str | None = None
-    """``mqtts``: this client's own certificate (PEM), where the broker asks for one."""
+    """For ``mqtts``: certificate (PEM) of this client, if the broker requires one."""
     key_file: str | None = None
-    """The private key of ``cert_file``, in a file that others cannot read."""
+    """Private key of ``cert_file``, in a file that others must not be able to read."""
 
 
 class NodeTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[node]``: this host."""
+    """``[node]``: the node of this host."""
 
     name: str | None = None
-    """Unique in the cluster, and the same after a restart; by default the host's name."""
+    """Name of the node, unique in the cluster and the same after a restart. Default: the name of the host."""
     devices: int = 1
-    """Trainers to run: one for each GPU, or simulated devices on a CPU."""
+    """Number of trainers to run: one per GPU, or per simulated device on a CPU."""
     host: str | None = None
-    """Address under which the other nodes reach this one; by default that of the way to the broker."""
+    """Address where the other nodes reach this one. Default: this host's address on the route to the broker."""
     rendezvous_port: int = 0
-    """Where this node's trainers and those of others meet; 0 takes a free one, a firewall wants it fixed."""
+    """Port where trainers of this and other nodes meet; 0 takes a free one. Set it if a firewall needs a fixed
+    port.
+    """
     chaos: bool = False
-    """Obey ``ftd chaos``: faults on demand. Off unless this is a test."""
+    """Accept the faults that ``ftd chaos`` injects. Set it only for tests."""
     runtime_dir: str | None = None
-    """Sockets and logs of the trainers."""
+    """Directory for sockets and logs of the trainers. Default: the user's runtime directory."""
     preload: tuple[str, ...] = ("transformers",)
-    """Modules that jobs import, loaded once for all trainers, before jobs come; left out where not installed."""
+    """Modules that jobs import, loaded once for all trainers before jobs arrive. Modules that are not installed
+    are skipped.
+    """
     compile_cache_dir: str | None = None
-    """What torch.compile made is kept here for restarts, joins and later jobs; trainers execute it."""
+    """Directory where torch.compile's output is kept for restarts, joins and later jobs; trainers execute it.
+    Default: ``~/.cache/ftd/compiled``.
+    """
     snapshot_dir: str | None = None
-    """Where snapshots are kept: in a memory file system. They outlive trainers and this daemon."""
+    """Directory for snapshots in a memory file system; they outlive trainers and this daemon. Default: a
+    directory in ``/dev/shm``.
+    """
     snapshot_limit_mib: int | None = None
-    """Memory that they may take, of all devices together; left out: what the file system has."""
+    """Memory for the snapshots of all devices together, in MiB. Default: all that the file system has."""
     snapshot_port: int = 0
-    """Where other nodes read this one's snapshots; 0 takes a free one, a firewall wants it fixed."""
+    """Port where other nodes read this node's snapshots; 0 takes a free one. Set it if a firewall needs a fixed
+    port.
+    """
     snapshot_rate_mib_s: int | None = None
-    """At most so much is sent to them in a second, copies too; left out: what the network gives."""
+    """Largest rate at which snapshots and their copies are sent to other nodes, in MiB/s. Default: no limit."""
     snapshot_tls_cert: str | None = None
-    """PEM: shown to other nodes that read or send snapshots; then they speak TLS, all of them."""
+    """Certificate (PEM) presented to nodes that read or send snapshots. If it is set, it must be set on every
+    node: all of them then use TLS.
+    """
     snapshot_tls_key: str | None = None
-    """Of that certificate, in a file that others cannot read."""
+    """Private key of that certificate, in a file that others must not be able to read."""
     snapshot_tls_ca: str | None = None
-    """PEM: the authorities that other nodes' certificates are to be of."""
+    """Authorities (PEM) that must have signed the certificates of the other nodes."""
     checkpoint_rate_mib_s: int | None = None
-    """At most so much is written to persistent checkpoints in a second; left out: what the place gives."""
+    """Largest rate at which persistent checkpoints are written, in MiB/s. Default: no limit."""
     scrub_rate_mib_s: int = 256
-    """At most so much of the kept snapshot is read in a second to find bits that changed in memory."""
+    """Largest rate at which held snapshots are read to find bits that changed in memory, in MiB/s."""
     snapshot_peers: tuple[str, ...] = ()
-    """host:port of keepers that scripts' snapshots are copied to where their ranks' hosts are too few."""
+    """Other snapshot agents (host:port) to copy scripts' snapshots to if their ranks run on too few hosts."""
     metrics_port: int = 0
-    """Prometheus reads /metrics here; 0: nothing is served."""
+    """Port where Prometheus reads /metrics; 0 serves no metrics."""
     metrics_host: str = LOOPBACK
-    """Address to serve them on; beyond loopback only with a token."""
+    """Address that metrics are served on; addresses beyond loopback need a token."""
     metrics_token_file: str | None = None
-    """A bearer token that Prometheus must show, in a file that others cannot read."""
+    """File with the bearer token that Prometheus must present, which others must not be able to read."""
 
 
 class CoordinatorTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[coordinator]``."""
+    """``[coordinator]``: a coordinator on this host."""
 
     name: str | None = None
-    """Who leads is told by this name; by default the host's."""
+    """Name of this coordinator, unique among those of the cluster. Default: the name of the host."""
     priority: int = 0
-    """Of several coordinators that could take over, the one with the greatest does."""
+    """Of several coordinators that could take over, the one with the highest priority does."""
     state_dir: str | None = None
-    """Holds the journal; without it a restarted coordinator knows no job."""
+    """Directory of the journal; without the journal, a restarted coordinator knows no job. Default:
+    ``~/.local/state/ftd`` and the cluster's name.
+    """
     metrics_port: int = 0
-    """Prometheus reads /metrics here; 0: nothing is served."""
+    """Port where Prometheus reads /metrics; 0 serves no metrics."""
     metrics_host: str = LOOPBACK
-    """Address to serve them on; beyond loopback only with a token."""
+    """Address that metrics are served on; addresses beyond loopback need a token."""
     metrics_token_file: str | None = None
-    """A bearer token that Prometheus must show, in a file that others cannot read."""
+    """File with the bearer token that Prometheus must present, which others must not be able to read."""
 
 
 class DaemonFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file as written."""
+    """Content of the file as written."""
 
     cluster: str = DEFAULT_CLUSTER
-    """Clusters may share a broker; the name is the third level of every topic."""
+    """Name of the cluster, and third level of every topic; several clusters can share a broker."""
     secret: str | None = None
-    """Shared by all nodes: trainers show it when they meet (the rendezvous server asks)."""
+    """Secret shared by all nodes; trainers must present it at the rendezvous."""
     secret_file: str | None = None
-    """The same in a file that others cannot read; relative to ftd.toml."""
+    """File with the secret, which others must not be able to read; relative to ftd.toml."""
     broker: BrokerTable = BrokerTable()
     node: NodeTable = NodeTable()
     coordinator: CoordinatorTable = CoordinatorTable()
     dashboard: DashboardTable = DashboardTable()
     timing: dict[str, int | float] = {}
-    """Overrides of ``statemachine.timing.Timing``, field by field."""
+    """Overrides of fields of ``statemachine.timing.Timing``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonKey:
-    """One key. ``name`` is dotted: ``node.devices``."""
+    """One key of the file; ``name`` is dotted, for example ``node.devices``."""
 
     name: str
     kind: Any
-    """Its type, as written in the class."""
+    """Type as declared in the class."""
     default: Any
     meaning: str
     secret: bool
-    """Its value is never shown."""
+    """Whether the value is never shown."""
 
 
 @cache
 def daemon_keys() -> dict[str, DaemonKey]:
-    """All of them, in the order of the file."""
+    """Return all keys by name, in the order of the file."""
     found: dict[str, DaemonKey] = {}
     for field in msgspec.structs.fields(DaemonFile):
         if isinstance(field.type, type) and issubclass(field.type, msgspec.Struct):
@@ -157,14 +172,14 @@ def daemon_keys() -> dict[str, DaemonKey]:
 
 
 def daemon_schema() -> dict[str, Any]:
-    """JSON Schema (2020-12) of the file, for editors."""
+    """Return the JSON Schema (2020-12) of the file, for editors."""
     made: dict[str, Any] = msgspec.json.schema(DaemonFile)
     definitions = made["$defs"]
     tables = {field.name: field.type.__name__ for field in _tables()}
     definitions["Timing"] = {
         "type": "object",
         "title": "Timing",
-        "description": "Periods and limits; seconds unless a field counts something.",
+        "description": "Periods and limits, in seconds unless a field counts something.",
         "properties": {},
         "additionalProperties": False,
     }
@@ -184,20 +199,22 @@ def daemon_schema() -> dict[str, Any]:
 
 
 def render_daemon_reference() -> str:
-    """docs/reference/keys.md: every key, its default, its variable, what it means."""
+    """Return the part of docs/reference/keys.md about ``ftd.toml``: every key with its default, variable and
+    description.
+    """
     lines = [
         "# All keys of ftd.toml",
         "",
-        "Made of the schema by `ftd config reference`; [configuration](configuration.md) shows them at work.",
-        "A key stands under its table's name (`[node]`); a variable of the environment wins over it.",
+        "`ftd config reference` generates this page from the code; [configuration](configuration.md) has examples.",
+        "Write a key under the heading of its table (`[node]`). A variable of the environment takes precedence.",
     ]
     table: str | None = None
     for key in daemon_keys().values():
         owner, _, name = key.name.rpartition(".")
         if owner != table:
             table = owner
-            title = f"## `[{owner}]`" if owner else "## At the top"
-            lines += ["", title, "", "| key | default | variable | meaning |", "|---|---|---|---|"]
+            title = f"## `[{owner}]`" if owner else "## Top level"
+            lines += ["", title, "", "| key | default | variable | description |", "|---|---|---|---|"]
         default = "–" if key.default is None else f"`{json.dumps(key.default)}`"
         meaning = key.meaning.replace("``", "`").replace("|", "\\|")
         lines.append(f"| `{name}` | {default} | `{environment_variable(key.name)}` | {meaning} |")
@@ -228,5 +245,5 @@ def _add(found: dict[str, DaemonKey], name: str, kind: Any, default: Any, meanin
 
 
 def environment_variable(key: str) -> str:
-    """``node.devices`` → ``FTD_NODE_DEVICES``."""
+    """Return the variable of a key: ``node.devices`` → ``FTD_NODE_DEVICES``."""
     return _BROKER_URL if key == "broker.url" else VARIABLE_PREFIX + key.replace(".", "_").upper()

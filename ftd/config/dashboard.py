@@ -1,4 +1,4 @@
-"""Where the coordinator serves its dashboard, and to whom."""
+"""Checks ``[dashboard]``: where the coordinator serves its dashboard, and who may see it."""
 
 import ipaddress
 import re
@@ -13,37 +13,41 @@ from ftd.transport.address import is_host
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 9650
 MIN_TOKEN_LENGTH = 16
-"""Characters: nobody is to find it by trying."""
+"""Characters of a token that cannot be guessed."""
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]+", re.ASCII)
 _LISTEN = re.compile(r"(?:\[(?P<v6>[0-9a-fA-F:.]+)\]|(?P<name>[^:\[\]\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 
 
 class DashboardTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[dashboard]``: the coordinator's page to watch."""
+    """``[dashboard]``: the coordinator's web page."""
 
     listen: str | None = None
-    """host:port; beyond loopback only with a token. Left out: 127.0.0.1:9650, if it is free; "": no page."""
+    """Address host:port; addresses beyond loopback need a token; "" serves no page. Default: 127.0.0.1:9650, if
+    it is free.
+    """
     token: str | None = None
-    """What a browser is asked for; at least 16 characters. Better in a file."""
+    """Token that a browser is asked for, at least 16 characters. Prefer ``token_file``."""
     token_file: str | None = None
-    """The token in a file that others cannot read; relative to ftd.toml."""
+    """File with the token, which others must not be able to read; relative to ftd.toml."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardAddress:
-    """``token`` is ``None`` on loopback alone, where everybody of this host may look."""
+    """Address and access of the dashboard; ``token`` is ``None`` only on loopback, where every user of this host
+    may look.
+    """
 
     host: str
     port: int
     token: str | None
     configured: bool
-    """The configuration names the address: then not to have it is an error."""
+    """Whether the configuration names the address; if so, failing to bind it is an error."""
 
 
 def dashboard_address(table: DashboardTable, directory: Path) -> DashboardAddress | None:
-    """``None``: there is no page.
+    """Return where to serve the dashboard; ``None`` if it is turned off.
 
-    :raises ConfigurationError: no address, a token that cannot be used, or strangers could look.
+    :raises ConfigurationError: the address or the token is invalid, or strangers could see the page.
     """
     if table.listen == "":
         return None
@@ -51,15 +55,15 @@ def dashboard_address(table: DashboardTable, directory: Path) -> DashboardAddres
     token, field = _token(table, directory)
     if token is None and not is_loopback(host):
         raise IncompleteError(
-            f"a dashboard on {host} could be watched by everybody on the network",
+            f"everybody on the network could see a dashboard on {host}",
             field=field,
-            remedy=f'token_file = "dashboard-token" asks for a token; or listen = "{DEFAULT_HOST}:{port}"',
+            remedy=f'write token_file = "dashboard-token" to require a token, or listen = "{DEFAULT_HOST}:{port}"',
         )
     return DashboardAddress(host=host, port=port, token=token, configured=table.listen is not None)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of this host reach an address."""
+    """Return whether only processes of this host can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -70,18 +74,18 @@ def _address(listen: str) -> tuple[str, int]:
     found = _LISTEN.fullmatch(listen)
     if found is None or int(found["port"]) > 65535 or not is_host(found["v6"] or found["name"]):
         raise ConfigurationError(
-            f"{listen!r} is no host:port",
+            f"{listen!r} is not of the form host:port",
             field="dashboard.listen",
-            remedy=f'for example "{DEFAULT_HOST}:{DEFAULT_PORT}" or "[::1]:{DEFAULT_PORT}"; "" for no page',
+            remedy=f'write for example "{DEFAULT_HOST}:{DEFAULT_PORT}" or "[::1]:{DEFAULT_PORT}", or "" for no page',
         )
     return found["v6"] or found["name"], int(found["port"])
 
 
 def _token(table: DashboardTable, directory: Path) -> tuple[str | None, str]:
-    """The token, and the field that it is (or would be) from."""
+    """Return the token, and the field that it is (or would be) from."""
     if table.token is not None and table.token_file is not None:
         raise ConfigurationError(
-            "both token and token_file", field="dashboard.token", remedy="keep one of them"
+            "both token and token_file are given", field="dashboard.token", remedy="keep one of them"
         )
     if table.token is not None:
         token, field = table.token, "dashboard.token"
@@ -92,8 +96,8 @@ def _token(table: DashboardTable, directory: Path) -> tuple[str | None, str]:
         return None, "dashboard.token_file"
     if len(token) < MIN_TOKEN_LENGTH or not _TOKEN.fullmatch(token):
         raise ConfigurationError(
-            f"the token is to have at least {MIN_TOKEN_LENGTH} characters, of A-Z a-z 0-9 . _ ~ + / = -",
+            f"the token must have at least {MIN_TOKEN_LENGTH} characters, all of A-Z a-z 0-9 . _ ~ + / = -",
             field=field,
-            remedy="head -c 24 /dev/urandom | base64 makes one",
+            remedy="generate one with: head -c 24 /dev/urandom | base64",
         )
     return token, field

@@ -1,4 +1,4 @@
-"""``[data]`` and ``[evaluation]`` of a job file: checked without torch, and every path made absolute."""
+"""Checks ``[data]`` and ``[evaluation]`` of a job file without torch, and makes every path absolute."""
 
 import re
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _KEY_OF = {
     "cache": ("text", "instructions"),
     "length": ("tokens", "text", "instructions", "megatron"),
 }
-"""Keys that say something about some sources only."""
+"""Keys that apply to some sources only, and those sources."""
 _LANGUAGE: tuple[Task, ...] = ("causal-lm", "masked-lm")
 _TASKS_OF: dict[str, tuple[Task, ...]] = {
     "tokens": _LANGUAGE,
@@ -41,11 +41,10 @@ DEFAULT_FRACTION = 0.01
 def resolve_data(
     table: DataTable, model: ModelTable, directory: Path, mistakes: ErrorCollector, where: str = "data"
 ) -> DataTable:
-    """Return the table with absolute paths and the tokenizer that is meant.
+    """Return the table with absolute paths and the tokenizer to use.
 
-    :param model: resolved already.
-    :param directory: of the job file.
-    :param where: the table's name in the file.
+    :param model: with paths resolved. :param directory: that of the job file. :param where: name of the table
+    in the file.
     """
     chosen = [name for name in _SOURCES if getattr(table, name) is not None]
     if len(chosen) != 1:
@@ -63,9 +62,9 @@ def resolve_data(
             source in ("text", "instructions") or _collate_of(table, model.task) != "auto"
         ):
             raise IncompleteError(
-                "there is no tokenizer for this data",
+                "this data needs a tokenizer, and the model's directory has none",
                 field=f"{where}.tokenizer",
-                remedy='write tokenizer = "directory", or "bytes" for one token per byte',
+                remedy='write tokenizer = "DIRECTORY", or tokenizer = "bytes" for one token per byte',
             )
         if tokenizer is not None:
             changes["tokenizer"] = tokenizer
@@ -78,7 +77,7 @@ def resolve_data(
 def resolve_evaluation(
     table: EvaluationTable, model: ModelTable, directory: Path, mistakes: ErrorCollector
 ) -> EvaluationTable:
-    """Return the table with what is held out: a share of the data, or data of its own."""
+    """Return the table with its held-out data resolved: a share of the training data, or separate data."""
     if table.every_steps == 0:
         return table
     if table.data is None:
@@ -86,9 +85,9 @@ def resolve_evaluation(
     if table.fraction is not None:
         mistakes.add(
             ConfigurationError(
-                "there is data of its own for the evaluation",
+                "fraction and [evaluation.data] exclude each other",
                 field="evaluation.fraction",
-                remedy="leave out fraction or [evaluation.data]",
+                remedy="keep one of them",
             )
         )
     data = resolve_data(table.data, model, directory, mistakes, "evaluation.data")
@@ -96,19 +95,24 @@ def resolve_evaluation(
 
 
 def check_evaluation(table: EvaluationTable) -> None:
-    """:raises ConfigurationError: the table does not say when to evaluate."""
+    """Check that the table says when to evaluate.
+
+    :raises ConfigurationError: it does not.
+    """
     if table != EvaluationTable() and table.every_steps == 0:
         raise IncompleteError(
-            "the table does not say when to evaluate",
+            "the table [evaluation] does not say when to evaluate",
             field="evaluation.every_steps",
-            remedy="write every_steps = 100, say, or leave [evaluation] out",
+            remedy="write for example every_steps = 100, or remove [evaluation]",
         )
 
 
 def _no_single_source(chosen: Sequence[str], where: str) -> ConfigurationError:
     if chosen:
         return ConfigurationError(
-            f"{' and '.join(chosen)} exclude each other", field=f"{where}.{chosen[1]}", remedy="leave one out"
+            f"{' and '.join(chosen)} exclude each other",
+            field=f"{where}.{chosen[1]}",
+            remedy="keep one of them",
         )
     return IncompleteError(
         "the table names no data",
@@ -121,8 +125,8 @@ def _note_useless_keys(table: DataTable, source: str, where: str, mistakes: Erro
     defaults = DataTable()
     for key, sources in _KEY_OF.items():
         if source not in sources and getattr(table, key) != getattr(defaults, key):
-            problem = f"it says nothing about {source}, only about {' and '.join(sources)}"
-            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"leave {key} out"))
+            problem = f"it does not apply to {source}, only to {' and '.join(sources)}"
+            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))
 
 
 def _resolved_source(table: DataTable, source: str, directory: Path, field: str) -> str | list[str]:
@@ -166,7 +170,10 @@ def _resolved_source(table: DataTable, source: str, directory: Path, field: str)
 
 
 def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> None:
-    """:raises ConfigurationError: a file's size is no multiple of an id's."""
+    """Check that the sizes of token files fit the type of the ids.
+
+    :raises ConfigurationError: a file's size is not a multiple of the size of an id.
+    """
     if table.dtype is None:
         return
     item = int(_BITS.sub(r"\1", table.dtype)) // 8
@@ -174,14 +181,17 @@ def _check_token_files(files: Sequence[Path], table: DataTable, field: str) -> N
         size = path.stat().st_size
         if path.suffix != ".npy" and size % item:
             raise ConfigurationError(
-                f"{path} has {size} bytes, no multiple of the {item} of {table.dtype}",
+                f"{path} has {size} bytes, which is not a multiple of {item}, the size of {table.dtype}",
                 field=field,
-                remedy="write the type of the ids as dtype",
+                remedy="set dtype to the type of the ids in the file",
             )
 
 
 def _saved_dataset(place: Path, field: str) -> Path:
-    """:raises ConfigurationError: ``save_to_disk`` did not write this directory, or it has several splits."""
+    """Check that a directory is a saved data set.
+
+    :raises ConfigurationError: ``save_to_disk`` did not write this directory, or it has several splits.
+    """
     if (place / "dataset_dict.json").is_file():
         splits = sorted(path.name for path in place.iterdir() if path.is_dir())
         raise ConfigurationError(
@@ -191,7 +201,7 @@ def _saved_dataset(place: Path, field: str) -> Path:
         )
     if not (place / "state.json").is_file():
         raise ConfigurationError(
-            f"{place} is no saved data set",
+            f"{place} is not a saved data set",
             field=field,
             remedy="name the directory that datasets.Dataset.save_to_disk wrote, relative to the job file",
         )
@@ -199,9 +209,9 @@ def _saved_dataset(place: Path, field: str) -> Path:
 
 
 def _resolved_tokenizer(table: DataTable, model: ModelTable, directory: Path, field: str) -> str | None:
-    """Return the directory of the tokenizer, ``bytes``, or None where nothing has one.
+    """Return the tokenizer's directory or file, ``bytes``, or None if there is no tokenizer.
 
-    :raises ConfigurationError: the directory has none.
+    :raises ConfigurationError: the named directory has none.
     """
     if table.tokenizer == BYTES:
         return BYTES
@@ -226,28 +236,31 @@ def _has_tokenizer(place: Path) -> bool:
 
 
 def _collate_of(table: DataTable, task: Task | None) -> str:
-    """Return how samples become a batch as far as the file says; ``auto`` also where no padding is needed."""
+    """Return how samples become a batch, as far as the file says it; ``auto`` also if no padding is needed."""
     return "masked-lm" if table.collate == "auto" and task == "masked-lm" else table.collate
 
 
 def _check_task(table: DataTable, source: str, task: Task | None, where: str) -> None:
-    """:raises ConfigurationError: the data is not what the task trains on."""
+    """Check that the data suits the task of the model.
+
+    :raises ConfigurationError: it does not.
+    """
     if task is not None and task != "masked-lm" and table.collate == "masked-lm":
         raise ConfigurationError(
-            f"masking is for the task masked-lm, and this model's is {task}",
+            f"masking is for the task masked-lm, but the task of this model is {task}",
             field=f"{where}.collate",
-            remedy="leave it out",
+            remedy="remove collate",
         )
     if task == "masked-lm" and table.collate == "pad" and source != "huggingface":
         raise ConfigurationError(
-            "without masks a masked language model has nothing to predict",
+            "a masked language model has nothing to predict without masks",
             field=f"{where}.collate",
-            remedy="leave it out",
+            remedy="remove collate",
         )
     if task is not None and task not in _TASKS_OF[source]:
         fitting = [name for name in _SOURCES if task in _TASKS_OF[name]]
         raise ConfigurationError(
-            f"the task {task} does not learn from {source}",
+            f"{source} cannot be used for the task {task}",
             field=f"{where}.{source}",
-            remedy=f"the sources for it are {', '.join(fitting)}",
+            remedy=f"use one of {', '.join(fitting)}",
         )

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, gathered: all of it is told at once."""
+"""Collects the errors of a configuration, so that all of them are reported together."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class ErrorCollector:
-    """Of one file and what goes with it.
+    """Errors of one file and of what goes with it.
 
-    :param where: the file's name, for keys that stand in it.
-    :param variables: the keys that the environment says instead, each with its variable.
+    :param where: name of the file, for keys that are in it. :param variables: keys that the environment sets,
+    each with its variable.
     """
 
     def __init__(self, where: str = "", variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -24,7 +24,10 @@ class ErrorCollector:
         self.errors: list[ConfigurationError] = []
 
     def add(self, error: ConfigurationError) -> None:
-        """What seems to be missing from a table may be the very key that is misspelt there."""
+        """Add an error, unless it may follow from a misspelled key.
+
+        A key that seems to be missing from a table may be the very key that is misspelled there.
+        """
         for mistake in error.errors:
             key = mistake.field or ""
             if not (isinstance(mistake, IncompleteError) and _table(key) in self._misfits):
@@ -32,21 +35,25 @@ class ErrorCollector:
                 self.errors.append(self._placed(mistake, key))
 
     def add_invalid_key(self, error: ConfigurationError, key: str) -> None:
-        """``key`` is unknown, or its value of another type: its table is not what was meant."""
+        """Add the error of a key that is unknown or has a value of the wrong type.
+
+        Its table is therefore not what the user meant, and keys that seem to be missing from it are not
+        reported.
+        """
         self._misfits.add(_table(key))
         self._keys.add(key)
         self.errors.append(self._placed(error, error.field or ""))
 
     @contextmanager
     def collect(self) -> Iterator[None]:
-        """Go on behind the block when it finds a mistake."""
+        """Add a ``ConfigurationError`` of the block and continue after the block."""
         try:
             yield
         except ConfigurationError as error:
             self.add(error)
 
     def value_or(self, make: Callable[[], T], otherwise: T) -> T:
-        """What ``make`` gives, or, when it finds a mistake, ``otherwise``."""
+        """Return the result of ``make``, or ``otherwise`` if it raises a ``ConfigurationError``, which is added."""
         try:
             return make()
         except ConfigurationError as error:
@@ -54,12 +61,17 @@ class ErrorCollector:
             return otherwise
 
     def affect(self, *places: str) -> bool:
-        """Whether one is of these keys or tables (``""``: of the file as a whole, or of its top's keys)."""
+        """Return whether an error is about one of these keys or tables (``""``: the whole file, or a key at its
+        top level).
+        """
         at_top = "" in places and "" in self._misfits
         return at_top or any(key in places or (_table(key) or key) in places for key in self._keys)
 
     def raise_any(self) -> None:
-        """:raises ConfigurationError: what was found."""
+        """Raise the errors that were found, if any.
+
+        :raises ConfigurationError: the only error, or all of them.
+        """
         match self.errors:
             case []:
                 return
@@ -79,5 +91,5 @@ class ErrorCollector:
 
 
 def _table(key: str) -> str:
-    """``node`` of ``node.devices``; of a key at the top, nothing."""
+    """Return the table of a key: ``node`` for ``node.devices``, and nothing for a key at the top level."""
     return key.rpartition(".")[0].partition(".")[0]

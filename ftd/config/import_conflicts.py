@@ -1,7 +1,8 @@
-"""Our import packages have everyday names; a training script's neighbours may have the same.
+"""Detects user modules that would be imported instead of ftd's own packages.
 
-The script's directory goes to the front of the import path, so ``planner.py`` beside it would be imported in
-place of ours, and fail far from the cause. So it is refused at start, by name.
+Our packages have everyday names, and the directory of the training script comes first on the import path. A
+``planner.py`` next to the script would be imported instead of ours and fail far from the cause. Such a job is
+rejected at start with the name of the file.
 """
 
 from pathlib import Path
@@ -12,7 +13,10 @@ OUR_PACKAGES = ("planner", "statemachine", "storage", "runtime", "ftd")
 
 
 def check_import_conflicts(directory: Path, field: str = "training.function") -> None:
-    """:raises ConfigurationError: ``directory`` holds a module that would hide one of ours."""
+    """Check that a directory on the import path hides none of ftd's packages.
+
+    :raises ConfigurationError: ``directory`` holds a module with the name of one of our packages.
+    """
     ours = Path(__file__).resolve().parents[2]
     directory = directory.resolve()
     if directory == ours:
@@ -26,7 +30,7 @@ def check_import_conflicts(directory: Path, field: str = "training.function") ->
         else:
             continue
         raise ConfigurationError(
-            f"{clash} would be imported in place of ftd's own package {name!r}",
+            f"{clash} would be imported instead of ftd's own package {name!r}",
             field=field,
-            remedy=f"rename {clash.name}, or move the script to a directory of its own",
+            remedy=f"rename {clash.name}, or move the training script to a separate directory",
         )

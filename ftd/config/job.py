@@ -1,7 +1,7 @@
-"""Job files: what to train, on how much at a time, and how many failures to survive.
+"""Reads and checks job files: what to train, with which batches, and how many failures to survive.
 
-Read and checked here, on the user's machine, before anything is sent. What only the cluster can know (does
-the model fit, are there enough nodes) is answered by the coordinator. Every trainer reads the training
+This happens on the user's machine before anything is sent. The coordinator answers what only the cluster can
+know, for example whether the model fits and whether there are enough nodes. Every trainer reads the training
 script under the same absolute path, so it must be there on every host.
 """
 
@@ -55,58 +55,66 @@ from statemachine.messages.trainer import TrainingData, TrainingOptions
 from statemachine.messages.values import Job
 
 DEFAULT_CLIP = 1.0
-"""With ``[model]``."""
+"""Gradient clipping of jobs with ``[model]``."""
 _MIB = 1024 * 1024
 _MAX_PROFILE_BYTES = 900_000
-"""A submitted job is one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
+"""Limit that keeps a submitted job within one MQTT message; see ``codec.MAX_PAYLOAD_BYTES``."""
 
 
 class TrainingTable(TrainingOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[training]``: how much at a time, and how it is computed."""
+    """``[training]``: batches, and how they are computed."""
 
     function: Annotated[str | None, msgspec.Meta(examples=["train.py:build"])] = None
-    """``file.py:name``, relative to the job file, or ``package.module:name``; left out with ``[model]``."""
+    """Training function: ``file.py:name``, relative to the job file, or ``package.module:name``. Leave it out
+    with ``[model]``.
+    """
     global_batch: int = 32
-    """Samples of one step, over all nodes; never changes while the job runs."""
+    """Samples per step over all nodes; it never changes while the job runs."""
     microbatch: int = 4
-    """Samples that pass through a pipeline together; divides ``global_batch``."""
+    """Samples that pass through a pipeline together; must divide ``global_batch``."""
     device_peak_tflops: Annotated[Positive | None, msgspec.Meta(examples=[989.0])] = None
-    """Peak of one device in this precision, for MFU; left out: that of the CUDA device, where it is known."""
+    """Peak of one device in this precision in TFLOP/s, for MFU. Default: the known value of the CUDA device, if
+    any.
+    """
     clip_gradient_norm: Annotated[NotNegative | None, msgspec.Meta(examples=[1.0])] = None
-    """Largest norm of all gradients together; 0: any. Left out: 1.0 with ``[model]``, any with a function."""
+    """Largest norm of all gradients together; 0: no limit. Default: 1.0 with ``[model]``, no limit with a
+    function.
+    """
     device: Annotated[Literal["cpu", "cuda"] | None, msgspec.Meta(examples=["cuda"])] = None
-    """What computes; left out: ``cuda`` with nccl, else ``cpu``."""
+    """Kind of device to compute on. Default: ``cuda`` with nccl, otherwise ``cpu``."""
     arguments: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Handed to the function as keywords: any values and tables."""
+    """Keyword arguments of the function: any values and tables."""
 
 
 class ToleranceTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[tolerance]``: how many failures the job survives without going back."""
+    """``[tolerance]``: how many failures the job survives without rolling back."""
 
     failures: int = 1
-    """Nodes that may fail at once with a copy of every layer left."""
+    """Nodes that may fail at the same time while one copy of every layer remains."""
     minimum: Minimum = "one_replica"
-    """Go on while one copy of every layer is left; ``oobleck``: with at least ``failures`` + 1 copies."""
+    """When to pause: ``one_replica`` continues while one copy of every layer is left; ``oobleck`` needs
+    ``failures`` + 1 copies.
+    """
 
 
 class PlannerTable(PlannerOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[planner]``: how layers are laid out over the nodes."""
+    """``[planner]``: how layers are distributed over the nodes."""
 
     device_memory_mib: Annotated[float | None, msgspec.Meta(examples=[16384.0])] = None
-    """Plan for devices of this many MiB, whatever they report."""
+    """Memory of one device to plan with, in MiB. Default: what the devices report."""
     horizon_s: Annotated[float | None, msgspec.Meta(examples=[3600.0])] = None
-    """Expected seconds to the next failure; left out: learned from the job's failures."""
+    """Expected time to the next failure in seconds. Default: learned from the job's failures."""
     profile: Annotated[str | None, msgspec.Meta(examples=["llama.profile.json"])] = None
-    """A saved profile, relative to the job file; left out: a node measures the layers."""
+    """Saved profile to plan with, relative to the job file. Default: a node measures the layers."""
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A job: what to train, and for how long."""
+    """A job: what to train, and for how many steps."""
 
     name: str
     """Name of the job: letters, digits, ``.``, ``_`` and ``-``."""
     steps: int
-    """Optimizer steps to train."""
+    """Number of optimizer steps to train."""
     model: ModelTable | None = None
     data: DataTable = DataTable()
     training: TrainingTable = TrainingTable()
@@ -127,10 +135,11 @@ def load_job_data(
     override: dict[str, Any] | None = None,
     shown_as: str | None = None,
 ) -> JobData:
-    """Read and check a job file; ``steps`` overrides the file's, and so does what ``override`` has.
+    """Read and check a job file.
 
-    :param shown_as: the file's name in messages; left out: its own.
-    :raises ConfigurationError: names the field and the remedy.
+    :param steps: replaces the number of steps in the file. :param override: tables and keys that replace
+    those of the file. :param shown_as: name of the file in messages; by default its own name. :raises
+    ConfigurationError: names the field and the remedy.
     """
     if steps is not None:
         require_positive(steps, "--steps")
@@ -138,7 +147,7 @@ def load_job_data(
     fits = keep_valid_fields(_laid_over(read_toml(path), override or {}), JobFile, mistakes)
     try:
         file = msgspec.convert(fits, JobFile)
-    except msgspec.ValidationError:  # What is required is among the mistakes.
+    except msgspec.ValidationError:  # Missing required keys have been collected.
         mistakes.raise_any()
         raise
     _check_values(file, mistakes)
@@ -196,12 +205,12 @@ def load_job_data(
 
 
 def _values(table: msgspec.Struct, shared: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the values of the keys that a table has of its base class ``shared``."""
+    """Return the values of the keys that a table inherits from ``shared``."""
     return {key: getattr(table, key) for key in shared.__struct_fields__}
 
 
 def _what_to_train(file: JobFile, directory: Path, mistakes: ErrorCollector) -> tuple[str, dict[str, Any]]:
-    """Return the training function and its arguments: the user's, or ours that makes a Hugging Face model."""
+    """Return the training function and its arguments: the user's, or ours that builds a Hugging Face model."""
     if file.model is None:
         _note_tables_of_model(file, mistakes)
         return mistakes.value_or(
@@ -211,9 +220,9 @@ def _what_to_train(file: JobFile, directory: Path, mistakes: ErrorCollector) -> 
         if value is not None:
             mistakes.add(
                 ConfigurationError(
-                    "[model] says already what to train",
+                    "[model] already says what to train",
                     field=f"training.{key}",
-                    remedy=f"leave out {key} or the table [model]",
+                    remedy=f"remove {key} or the table [model]",
                 )
             )
     model = resolve_model(file.model, directory, mistakes)
@@ -233,7 +242,10 @@ def _what_to_train(file: JobFile, directory: Path, mistakes: ErrorCollector) -> 
 
 
 def _facts_of(recipe: Recipe) -> dict[str, FileTotals]:
-    """:raises ConfigurationError: a file vanished."""
+    """Return sizes and counts of the recipe's files, so that every node can check its own.
+
+    :raises ConfigurationError: a file has disappeared.
+    """
     try:
         return count_files(recipe)
     except DataError as error:
@@ -241,7 +253,7 @@ def _facts_of(recipe: Recipe) -> dict[str, FileTotals]:
 
 
 def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
-    """Without ``[model]`` the training function has the say over data, optimizer and schedule."""
+    """Collect errors for tables that only apply with ``[model]``; otherwise the training function decides."""
     workers = DataTable(workers=file.data.workers)
     when = EvaluationTable(every_steps=file.evaluation.every_steps, batches=file.evaluation.batches)
     for name, table, allowed, keys in (
@@ -251,18 +263,18 @@ def _note_tables_of_model(file: JobFile, mistakes: ErrorCollector) -> None:
         ("evaluation", file.evaluation, when, "every_steps and batches"),
     ):
         if table != allowed:
-            instead = f"only {keys} go with training.function" if keys else "leave the table out"
+            instead = f"with training.function, only {keys} may be set" if keys else "remove the table"
             mistakes.add(
                 ConfigurationError(
                     "the training function decides this",
                     field=name,
-                    remedy=f"{instead}; or write [model] in place of training.function",
+                    remedy=f"{instead}; or write [model] instead of training.function",
                 )
             )
 
 
 def _laid_over(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]:
-    """Table by table; what is no table is replaced."""
+    """Return ``data`` with the values of ``override``; tables are merged, other values replaced."""
     laid = dict(data)
     for key, value in override.items():
         known = laid.get(key)
@@ -274,9 +286,11 @@ def _laid_over(data: dict[str, Any], override: dict[str, Any]) -> dict[str, Any]
 
 
 def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
-    """A submitted job as the machines take it, checked again: anybody may publish a request.
+    """Return a submitted job in the form that the machines use, checked again because anybody may publish a
+    request.
 
-    :raises ConfigurationError: as ``load_job_data``, for what can be checked without the user's files.
+    :raises ConfigurationError: as ``load_job_data``, for everything that can be checked without the user's
+    files.
     """
     training = convert(data.training, TrainingData, where="training")
     require_name(data.name, "name")
@@ -285,17 +299,21 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
     _check_tolerance(data.policy.tolerate)
     agreed = (training.steps, training.global_batch, training.microbatch_rows)
     if agreed != (data.steps, data.policy.global_batch, data.policy.microbatch_rows):
-        raise ConfigurationError("training and policy name different steps or batches", field="training")
+        raise ConfigurationError(
+            "training and policy have different steps or batches", field="training", remedy="make them equal"
+        )
     if training.activation_checkpointing != data.policy.activation_checkpointing:
         raise ConfigurationError(
-            f"training says {training.activation_checkpointing}, and policy "
+            f"training has {training.activation_checkpointing}, but policy has "
             f"{data.policy.activation_checkpointing}",
             field="training.activation_checkpointing",
+            remedy="make them equal",
         )
     if training.within_node != data.policy.within_node:
         raise ConfigurationError(
-            f"training says {training.within_node}, and policy {data.policy.within_node}",
+            f"training has {training.within_node}, but policy has {data.policy.within_node}",
             field="training.within_node",
+            remedy="make them equal",
         )
     require_positive(devices_per_node, "policy.devices_per_node")
     if data.horizon_s is not None:
@@ -312,7 +330,7 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
         training={
             **data.training,
             "profile_given": data.profile is not None,
-            # With one device there is nothing to choose: trainers hold whole layers.
+            # A node with one device has no choice: its trainer holds whole layers.
             "within_node": training.within_node if devices_per_node > 1 else "replicate",
         },
         horizon_s=data.horizon_s,
@@ -323,15 +341,17 @@ def job_from_data(data: JobData, *, job_id: str, devices_per_node: int) -> Job:
 
 
 def profile_from_data(data: JobData) -> ModelProfile | None:
-    """The profile that came with a job; ``None``: the layers are to be measured.
+    """Return the profile that was submitted with a job, or ``None`` if the layers must be measured.
 
-    :raises ConfigurationError: it is none. Whether its numbers make sense, the planner says.
+    The planner checks whether its numbers make sense.
+
+    :raises ConfigurationError: it is not a profile.
     """
     return None if data.profile is None else convert(data.profile, ModelProfile, where="planner.profile")
 
 
 def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None) -> Job:
-    """A job file as a ``Job``, without a coordinator (``ftd plan``, tests).
+    """Return a job file as a ``Job``, without a coordinator (for ``ftd plan`` and tests).
 
     :raises ConfigurationError: names the field and the remedy.
     """
@@ -341,7 +361,7 @@ def load_job(path: Path, *, devices_per_node: int = 1, steps: int | None = None)
 
 
 def nearest_batches(global_batch: int, microbatch: int) -> tuple[int, ...]:
-    """The multiples of ``microbatch`` around ``global_batch``, nearest first."""
+    """Return the multiples of ``microbatch`` around ``global_batch``, nearest first."""
     below = global_batch // microbatch * microbatch
     around = [batch for batch in (below, below + microbatch) if batch > 0]
     return tuple(sorted(around, key=lambda batch: abs(batch - global_batch)))
@@ -353,10 +373,13 @@ def _check_values(file: JobFile, mistakes: ErrorCollector) -> None:
     with mistakes.collect():
         _check_tolerance(file.tolerance.failures)
     if not 0 <= file.training.seed < 2**63:
-        problem, remedy = f"{file.training.seed} is not allowed", "write 0 to 2^63 - 1"
+        problem, remedy = f"{file.training.seed} is not allowed", "write a number from 0 to 2^63 - 1"
         mistakes.add(ConfigurationError(problem, field="training.seed", remedy=remedy))
     if file.training.backend == "nccl" and file.training.device == "cpu":
-        problem, remedy = '"cpu" does not go with backend = "nccl"', 'leave it out, or write backend = "gloo"'
+        problem, remedy = (
+            '"cpu" does not work with backend = "nccl"',
+            'remove device, or write backend = "gloo"',
+        )
         mistakes.add(ConfigurationError(problem, field="training.device", remedy=remedy))
     for field, number in (
         ("steps", file.steps),
@@ -384,15 +407,19 @@ def _check_values(file: JobFile, mistakes: ErrorCollector) -> None:
 
 
 def _submitted_profile(path: Path) -> dict[str, Any]:
-    """:raises ConfigurationError: it cannot be read, or is too large to be submitted."""
+    """Return the profile in a file as it is sent with a job.
+
+    :raises ConfigurationError: it cannot be read, or is too large to be submitted.
+    """
     profile = load_profile(path)
     plain: dict[str, Any] = msgspec.to_builtins(profile)
     size = len(encode_json(plain))
     if size > _MAX_PROFILE_BYTES:
         raise ConfigurationError(
-            f"the profile of {len(profile.layers)} layers takes {size} bytes to submit",
+            f"the profile of {len(profile.layers)} layers takes {size} bytes, more than the {_MAX_PROFILE_BYTES} "
+            "that can be submitted",
             field="planner.profile",
-            remedy=f"at most {_MAX_PROFILE_BYTES}; leave the field out, and a node measures the layers",
+            remedy="remove the key, so that a node measures the layers",
         )
     return plain
 
@@ -403,9 +430,9 @@ def _check_batch(global_batch: int, microbatch: int) -> None:
     if global_batch % microbatch:
         near = " or ".join(str(batch) for batch in nearest_batches(global_batch, microbatch))
         raise ConfigurationError(
-            f"{global_batch} samples cannot be cut into microbatches of {microbatch}",
+            f"{global_batch} samples cannot be divided into microbatches of {microbatch}",
             field="training.global_batch",
-            remedy=f"the nearest that can: {near}",
+            remedy=f"write {near}",
         )
 
 
@@ -417,18 +444,18 @@ def _check_tolerance(failures: int) -> None:
 
 
 def _function(written: str | None, directory: Path) -> str:
-    """The function with an absolute path when it is in a file."""
+    """Return the function, with an absolute path if it is in a file."""
     field = "training.function"
     if written is None:
         raise IncompleteError(
-            "the file does not say what to train",
+            "the job file does not say what to train",
             field=field,
-            remedy='write function = "file.py:function" under [training], or a table [model]',
+            remedy='write function = "file.py:function" under [training], or add a table [model]',
         )
     place, colon, name = written.rpartition(":")
     if not colon or not place or not name.isidentifier():
         raise ConfigurationError(
-            f"{written!r} names no function",
+            f"{written!r} does not name a function",
             field=field,
             remedy='write "file.py:function" or "package.module:function"',
         )

@@ -1,4 +1,4 @@
-"""What a person says about a job in a few words, made into the tables of a job file (``ftd init``)."""
+"""Turns the choices of a user of ``ftd init`` into the tables of a job file."""
 
 import os
 import re
@@ -19,12 +19,12 @@ Tables = dict[str, Any]
 DEFAULT_STEPS = 1000
 DEFAULT_SIZE = "small"
 _SHAPES = {"tiny": (128, 4, 4), "small": (384, 8, 6), "medium": (768, 12, 12), "large": (1024, 24, 16)}
-"""Hidden size, layers and attention heads."""
+"""Hidden size, layers and attention heads of each size."""
 SIZES = tuple(_SHAPES)
 _GATED = ("gemma", "granite", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3")
-"""Architectures whose feed-forward networks have three matrices, and key-value heads of their own."""
+"""Architectures with three matrices per feed-forward network and separate key-value heads."""
 _PLAIN = ("bert", "electra", "gpt_neox", "roberta", "vit")
-"""Architectures whose ``intermediate_size`` is usually four times the hidden size."""
+"""Architectures with an ``intermediate_size`` of usually four times the hidden size."""
 _ARCHITECTURE = re.compile(r"[a-z][a-z0-9_-]*")
 _MICROBATCH = 4
 _USUAL_MICROBATCHES = 8
@@ -32,7 +32,7 @@ _USUAL_MICROBATCHES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobChoices:
-    """The answers; what is ``None`` is left at its default."""
+    """Choices of the user; ``None`` keeps the default."""
 
     name: str
     steps: int = DEFAULT_STEPS
@@ -49,7 +49,7 @@ class JobChoices:
 
 
 def build_tables(choices: JobChoices) -> Tables:
-    """Return the tables of a job file, without what is at its default."""
+    """Return the tables of a job file without values that equal their defaults."""
     devices = choices.nodes * choices.devices_per_node
     batch = _MICROBATCH * devices if devices > _USUAL_MICROBATCHES else None
     data = dict(choices.data or {})
@@ -75,9 +75,8 @@ def build_tables(choices: JobChoices) -> Tables:
 def model_table(written: str, size: str, beside: Path) -> Tables:
     """Return ``[model]`` for a directory, a name in the local Hugging Face cache, or an architecture.
 
-    :param size: of a model of an architecture alone.
-    :param beside: the directory of the job file.
-    :raises ConfigurationError: it is neither.
+    :param size: size of a model that is built from an architecture alone. :param beside: directory of the job
+    file. :raises ConfigurationError: ``written`` is none of these.
     """
     try:
         place = model_directory(written, Path.cwd(), "--model")
@@ -90,9 +89,9 @@ def model_table(written: str, size: str, beside: Path) -> Tables:
 
 
 def data_table(written: Sequence[str], field: str | None, beside: Path) -> Tables:
-    """Return ``[data]`` for files or a directory, whose kind is recognised by name and content.
+    """Return ``[data]`` for files or a directory, with the kind recognised by names and content.
 
-    :raises ConfigurationError: there are none, or their kind is not clear.
+    :raises ConfigurationError: there are no files, or their kind is not clear.
     """
     [first, *others] = written
     paths: str | list[str] = (
@@ -117,7 +116,9 @@ def data_table(written: Sequence[str], field: str | None, beside: Path) -> Table
 
 
 def image_overrides(images: Path, model: Tables) -> Tables:
-    """Return the values of the model's configuration that its images decide; none if the file is damaged."""
+    """Return the values of the model's configuration that follow from its images; nothing if the file is
+    corrupt.
+    """
     try:
         with np.load(images, allow_pickle=False) as arrays:
             shape, classes = arrays["images"].shape, int(arrays["labels"].max()) + 1
@@ -128,14 +129,18 @@ def image_overrides(images: Path, model: Tables) -> Tables:
 
 
 def path_relative_to(written: str, beside: Path) -> str:
-    """Return a path that begins at this process's directory as one that begins at ``beside``."""
+    """Return a path that is relative to this process's directory as one that is relative to ``beside``."""
     if Path(written).is_absolute() or written.startswith(("~", "$")):
         return written
     return os.path.relpath(Path.cwd() / written, beside.resolve())
 
 
 def _text_table(first: Path, paths: str | list[str], field: str | None) -> Tables:
-    """:raises ConfigurationError: it is not clear which field has the text. :raises DataError: no records."""
+    """Return ``[data]`` for files of text or records.
+
+    :raises ConfigurationError: it is not clear which field has the text. :raises DataError: a file has no
+    records.
+    """
     if not is_table(first):
         return {"text": paths}
     _, record = next(iter(read_records(first)), ("", {}))
@@ -144,9 +149,9 @@ def _text_table(first: Path, paths: str | list[str], field: str | None) -> Table
     texts = [name for name, value in record.items() if isinstance(value, str)]
     if field is None and "text" not in texts and len(texts) != 1:
         raise ConfigurationError(
-            f"it is not clear which field of {first} has the text: {', '.join(record) or 'there are none'}",
+            f"it is not clear which field of {first} has the text: {', '.join(record) or 'it has no fields'}",
             field="--field",
-            remedy="name it",
+            remedy="name the field with --field",
         )
     chosen = field or ("text" if "text" in texts else texts[0])
     return {"text": paths} if chosen == "text" else {"text": paths, "field": chosen}

@@ -1,7 +1,7 @@
-"""Every key of a job file with its type, default and meaning, out of the classes that read it.
+"""Lists every key of a job file with its type, default and description, taken from the classes that read it.
 
-The reference page is made of it, and so is the commented job file that ``ftd init`` writes: every key is there, chosen
-values as they are and all others as comments with their defaults.
+The reference page is made from this list, and so is the commented job file of ``ftd init``: it contains every
+key, with chosen values as they are and all others as comments with their defaults.
 """
 
 import json
@@ -19,8 +19,9 @@ from ftd.config.validation import field_descriptions, member_types
 _KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _WIDTH = 100
 _HOW_TO_READ = """\
-Every key of a job file. A key that begins with # and no space has the value shown, its default, unless its
-comment calls it an example; remove the # and change the value. A table that begins with # is not there."""
+This file lists every key of a job file. A key that begins with # (and no space) is not set: the value shown is its
+default, or an example if its comment says so. To set it, remove the # and change the value. To add a table whose
+heading begins with #, remove that # as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +30,12 @@ class JobKey:
 
     name: str
     kind: str
-    """Type of its values in words, or all values that are allowed."""
+    """Type of the values in words, or all values that are allowed."""
     default: Any
-    """``None`` where a key that is left out has no fixed value."""
+    """Default value; ``None`` for a key without a fixed default."""
     required: bool
     example: Any
-    """A value of a key without a default; ``None`` for others."""
+    """Example value of a key without a default; ``None`` for others."""
     meaning: str
 
 
@@ -43,29 +44,29 @@ class JobTable:
     """One table of a job file."""
 
     name: str
-    """Dotted; empty for the keys at the top."""
+    """Dotted name; empty for the top level."""
     meaning: str
     optional: bool
-    """Whether its mere presence changes the job."""
+    """Whether the presence of the table, even an empty one, changes the job."""
     keys: tuple[JobKey, ...]
 
 
 @cache
 def job_tables() -> tuple[JobTable, ...]:
-    """Return all tables in the order of the file, each before those in it."""
+    """Return all tables in the order of the file, each before its inner tables."""
     return tuple(_tables("", JobFile, set(), optional=False))
 
 
 def render_job_reference() -> str:
     """Return the part of docs/reference/keys.md about job files."""
-    shown = "[configuration](configuration.md#a-job-file) shows them at work."
-    lines = ["# All keys of a job file", "", f"Made of the classes that read them; {shown}"]
+    intro = "This part is generated from the code; [configuration](configuration.md#a-job-file) has examples."
+    lines = ["# All keys of a job file", "", intro]
     for table in job_tables():
-        lines += ["", f"## `[{table.name}]`" if table.name else "## At the top of a job file", ""]
+        lines += ["", f"## `[{table.name}]`" if table.name else "## Top level of a job file", ""]
         lines += [
             table.meaning.replace("``", "`"),
             "",
-            "| key | values | default | meaning |",
+            "| key | values | default | description |",
             "|---|---|---|---|",
         ]
         for key in table.keys:
@@ -77,7 +78,7 @@ def render_job_reference() -> str:
 
 
 def to_toml(value: Any) -> str:
-    """Return a value as it is written in TOML."""
+    """Return a value in TOML notation."""
     match value:
         case dict():
             return "{" + ", ".join(f"{name} = {to_toml(inner)}" for name, inner in value.items()) + "}"
@@ -90,9 +91,10 @@ def to_toml(value: Any) -> str:
 
 
 def _tables(name: str, kind: type[Any], seen: set[type[Any]], *, optional: bool) -> Iterator[JobTable]:
-    """Yield a table and those in it; its own keys come before those that it shares with a message.
+    """Yield a table and its inner tables; its own keys come before those shared with a message.
 
-    :param seen: tables that were shown; a second use of one is a key, whose meaning names the first.
+    :param seen: tables that were listed already; a second use of one is listed as a key that refers to the
+    first.
     """
     meanings = field_descriptions(kind)
     own = vars(kind).get("__annotations__", {})
@@ -156,7 +158,7 @@ def _in_words(kind: Any) -> str:
 def render_job(chosen: Mapping[str, Any]) -> str:
     """Return the text of a job file.
 
-    :param chosen: the tables with the values that are not left at their defaults.
+    :param chosen: tables with the values that differ from their defaults.
     """
     lines = [*_comment(_HOW_TO_READ)]
     for table in job_tables():
@@ -183,7 +185,7 @@ def _table(table: JobTable, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _explained(key: JobKey) -> str:
-    """Return the meaning, the values that are allowed, and the default."""
+    """Return the description, the allowed values, and the default."""
     if key.required:
         default = "required"
     elif key.default is None:

@@ -1,7 +1,7 @@
-"""``[model]`` of a job file: checked without torch and transformers, and its directory found.
+"""Checks ``[model]`` of a job file without torch and transformers, and finds the model's directory.
 
-Names of files and ``config.json`` are read here; whether the weights fit the model is checked by the
-trainers, which have transformers.
+File names and ``config.json`` are checked here. The trainers, which have transformers, check whether the
+weights fit the model.
 """
 
 import json
@@ -24,34 +24,37 @@ _TASKS: dict[str, Task] = {
     "ForImageClassification": "image-classification",
     "ForSequenceClassification": "sequence-classification",
 }
-"""Endings of the class names in a configuration's ``architectures``."""
+"""Tasks by the ending of the class names in a configuration's ``architectures``."""
 
 _ELSEWHERE = {
-    "dtype": 'write precision = "bfloat16", say, under [training]',
-    "torch_dtype": 'write precision = "bfloat16", say, under [training]',
-    "device_map": "leave it out: ftd places the layers on the nodes' devices",
-    "quantization_config": "train the model in its full precision: leave it out",
+    "dtype": 'write for example precision = "bfloat16" under [training]',
+    "torch_dtype": 'write for example precision = "bfloat16" under [training]',
+    "device_map": "remove it: ftd places the layers on the devices of the nodes",
+    "quantization_config": "remove it: models are trained in full precision",
     "attn_implementation": 'write attention = "sdpa" or "eager" under [model]',
 }
-"""Overrides that are no values of a configuration, or that ftd decides."""
+"""Overrides that are not values of a configuration or that ftd decides, with the remedy."""
 
 _LARGEST_CONFIG_BYTES = 16 * 1024 * 1024
 
 
 def resolve_model(table: ModelTable, directory: Path, mistakes: ErrorCollector) -> ModelTable:
-    """Return the table with the model's absolute directory, and its task where the configuration names it.
+    """Return the table with the absolute directory of the model, and the task if the configuration names it.
 
-    :param directory: of the job file.
+    :param directory: that of the job file.
     """
     for name, remedy in _ELSEWHERE.items():
         if name in table.overrides:
-            problem = f"{name} cannot be replaced here"
+            problem = f"{name} cannot be set here"
             mistakes.add(ConfigurationError(problem, field="model.overrides", remedy=remedy))
     return mistakes.value_or(lambda: _resolved(table, directory), table)
 
 
 def _resolved(table: ModelTable, directory: Path) -> ModelTable:
-    """:raises ConfigurationError: it is not clear which model is meant, or it cannot be trained."""
+    """Return the table as ``resolve_model`` does.
+
+    :raises ConfigurationError: it is not clear which model is meant, or it cannot be trained.
+    """
     _check_one_origin(table)
     if table.huggingface is None:
         return _without_directory(table)
@@ -64,7 +67,7 @@ def _resolved(table: ModelTable, directory: Path) -> ModelTable:
 
 
 def task_of(architectures: Any) -> Task | None:
-    """Return the task of the first class that a configuration names; None for one that is not known."""
+    """Return the task of the first class that a configuration names, or None if the class is not known."""
     named = architectures[0] if isinstance(architectures, list) and architectures else None
     if not isinstance(named, str):
         return None
@@ -72,9 +75,9 @@ def task_of(architectures: Any) -> Task | None:
 
 
 def model_directory(written: str, directory: Path, field: str = "model.huggingface") -> Path:
-    """Return the directory that is meant: relative to the job file, or in the local Hugging Face cache.
+    """Return the directory of a model: relative to the job file, or in the local Hugging Face cache.
 
-    :raises ConfigurationError: neither has it.
+    :raises ConfigurationError: the model is in neither.
     """
     place = expand_path(written, directory, field)
     if place.is_dir():
@@ -85,14 +88,14 @@ def model_directory(written: str, directory: Path, field: str = "model.huggingfa
         return (entry / "snapshots" / (entry / "refs" / "main").read_text().strip()).resolve(strict=True)
     except (OSError, ValueError):
         raise ConfigurationError(
-            f"{place} is no directory, and {cache} has no model {written!r}",
+            f"{place} is not a directory, and {cache} has no model {written!r}",
             field=field,
-            remedy=f"the path is relative to the job file; to download a model: hf download {written}",
+            remedy=f"write a path relative to the job file, or download the model: hf download {written}",
         ) from None
 
 
 def _hub_cache() -> Path:
-    """Return the directory in which huggingface_hub keeps models on this machine."""
+    """Return the directory where huggingface_hub keeps models on this machine."""
     variables = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
     if named := next((value for name in variables if (value := os.environ.get(name))), None):
         return Path(named).expanduser()
@@ -102,55 +105,70 @@ def _hub_cache() -> Path:
 
 
 def _check_one_origin(table: ModelTable) -> None:
-    """:raises ConfigurationError: there is not exactly one of ``huggingface`` and ``architecture``."""
+    """Check that the table has exactly one of ``huggingface`` and ``architecture``.
+
+    :raises ConfigurationError: it has none or both.
+    """
     if table.huggingface is None and table.architecture is None:
         raise IncompleteError(
-            "the table does not say which model",
+            "the table [model] does not say which model to train",
             field="model.huggingface",
-            remedy='write huggingface = "directory", or architecture = "llama" and [model.overrides]',
+            remedy='write huggingface = "DIRECTORY", or architecture = "llama" with sizes in [model.overrides]',
         )
     if table.huggingface is not None and table.architecture is not None:
         raise ConfigurationError(
-            "the directory's configuration has the architecture already",
+            "the configuration in the model's directory already names the architecture",
             field="model.architecture",
-            remedy="leave out architecture or huggingface",
+            remedy="remove architecture or huggingface",
         )
 
 
 def _without_directory(table: ModelTable) -> ModelTable:
-    """:raises ConfigurationError: a model that is made of sizes alone has no weights."""
+    """Return the table of a model that is built from sizes alone.
+
+    :raises ConfigurationError: the table needs weights, which such a model does not have.
+    """
     if table.weights == "required":
         raise ConfigurationError(
-            "a model of an architecture alone has no weights to start from",
+            "a model that is built from an architecture alone has no weights to start from",
             field="model.weights",
-            remedy='write huggingface = "directory" in place of architecture, or leave weights out',
+            remedy='write huggingface = "DIRECTORY" instead of architecture, or remove weights',
         )
     if table.lora is not None and table.weights != "random":
         raise ConfigurationError(
-            "LoRA adapts a trained model, and this one has no weights",
+            "LoRA adapts a trained model, but this model has no weights",
             field="model.lora",
-            remedy='write huggingface = "directory", or weights = "random" to do it anyway',
+            remedy='write huggingface = "DIRECTORY", or weights = "random" to do it anyway',
         )
     return table
 
 
 def _read_config(place: Path) -> dict[str, Any]:
-    """:raises ConfigurationError: there is none, it is damaged, or of a model that cannot be trained."""
+    """Return the configuration of the model in a directory.
+
+    :raises ConfigurationError: it is missing or corrupt, or belongs to a model that cannot be trained.
+    """
     path = place / "config.json"
     field = "model.huggingface"
     try:
         if path.stat().st_size > _LARGEST_CONFIG_BYTES:
-            raise ConfigurationError(f"{path} is too large for a configuration", field=field)
+            raise ConfigurationError(
+                f"{path} is too large for a configuration", field=field, remedy="is it the right file?"
+            )
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigurationError(
-            f"{place} has no config.json", field=field, remedy="name the directory that save_pretrained wrote"
+            f"{place} has no config.json",
+            field=field,
+            remedy="name a directory that save_pretrained wrote",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}", field=field) from None
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}", field=field, remedy="copy the file again"
+        ) from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigurationError(
-            f"{path} names no model_type", field=field, remedy="name the directory that save_pretrained wrote"
+            f"{path} has no model_type", field=field, remedy="name a directory that save_pretrained wrote"
         )
     if config.get("quantization_config") is not None:
         raise ConfigurationError(
@@ -162,15 +180,18 @@ def _read_config(place: Path) -> dict[str, Any]:
 
 
 def _check_weights(table: ModelTable, place: Path) -> None:
-    """:raises ConfigurationError: the weights that are asked for are not there, or are not safetensors."""
+    """Check that the wanted weights are in the directory.
+
+    :raises ConfigurationError: they are not there, or are not safetensors.
+    """
     if table.weights == "random":
         return
     missing = [name for name in _indexed(place) if not (place / name).is_file()]
     if missing:
         raise ConfigurationError(
-            f"{place} lacks files of its weights: {', '.join(missing)}",
+            f"files of the weights are missing in {place}: {', '.join(missing)}",
             field="model.huggingface",
-            remedy='copy them there, or write weights = "random"',
+            remedy='copy the files there, or write weights = "random"',
         )
     if any(place.glob("*.safetensors")):
         return
@@ -183,22 +204,22 @@ def _check_weights(table: ModelTable, place: Path) -> None:
         )
     if table.weights == "required":
         raise ConfigurationError(
-            f"{place} has no *.safetensors",
+            f"{place} has no *.safetensors files",
             field="model.weights",
-            remedy='copy them there, or write weights = "random"',
+            remedy='copy the files there, or write weights = "random"',
         )
     if table.lora is not None:
         raise ConfigurationError(
-            f"LoRA adapts a trained model, and {place} has no *.safetensors",
+            f"LoRA adapts a trained model, but {place} has no *.safetensors files",
             field="model.lora",
-            remedy='copy them there, or write weights = "random" under [model] to do it anyway',
+            remedy='copy the files there, or write weights = "random" under [model] to do it anyway',
         )
 
 
 def _indexed(place: Path) -> list[str]:
-    """Return the files that the index of sharded weights names; none where there is no index.
+    """Return the files that the index of sharded weights names; nothing if there is no index.
 
-    :raises ConfigurationError: the index is damaged.
+    :raises ConfigurationError: the index is corrupt.
     """
     path = place / "model.safetensors.index.json"
     if not path.is_file():
@@ -207,5 +228,7 @@ def _indexed(place: Path) -> list[str]:
         return sorted({str(name) for name in json.loads(path.read_text())["weight_map"].values()})
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigurationError(
-            f"{path} is no index of safetensors: {error!r}", field="model.huggingface", remedy="copy it again"
+            f"{path} is not an index of safetensors: {error!r}",
+            field="model.huggingface",
+            remedy="copy the file again",
         ) from None

@@ -1,4 +1,4 @@
-"""``[optimizer]`` and ``[schedule]`` of a job file: checked on the user's machine."""
+"""Checks ``[optimizer]`` and ``[schedule]`` of a job file on the user's machine."""
 
 from typing import Any
 
@@ -11,27 +11,27 @@ _SCHEDULES_OF = {
     "decay_ratio": ("wsd",),
     "final_ratio": ("cosine", "linear", "wsd"),
 }
-"""Keys that some of the names have, and those names."""
+"""Keys that only some optimizers and schedules have, with the names of those."""
 
 
 def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes: ErrorCollector) -> None:
-    """Note what does not go together.
+    """Collect errors for keys and options that do not work together.
 
-    :param shard: the devices of a node must hold shards.
+    :param shard: whether the devices of a node must hold shards.
     """
     _note_useless_keys(table, OptimizerTable(), _OPTIMIZERS_OF, "optimizer", mistakes)
     if zero1 and table.name == "adafactor":
         mistakes.add(
             ConfigurationError(
-                "adafactor keeps sums over rows and columns, and training.zero1 cuts parameters into parts",
+                "adafactor needs sums over rows and columns, but training.zero1 divides parameters into parts",
                 field="optimizer.name",
-                remedy='write name = "adamw", or leave training.zero1 out',
+                remedy='write name = "adamw", or remove training.zero1',
             )
         )
     if shard and table.name == "adafactor":
         mistakes.add(
             ConfigurationError(
-                "adafactor keeps sums over rows and columns, and shards cut parameters into parts",
+                "adafactor needs sums over rows and columns, but shards divide parameters into parts",
                 field="optimizer.name",
                 remedy='write name = "adamw", or planner.within_node = "replicate"',
             )
@@ -39,24 +39,24 @@ def check_optimizer(table: OptimizerTable, *, zero1: bool, shard: bool, mistakes
 
 
 def check_schedule(table: ScheduleTable, *, steps: int, mistakes: ErrorCollector) -> None:
-    """Note what does not go together, and a warm-up that never ends."""
+    """Collect errors for keys that do not work together, and for a warm-up that never ends."""
     _note_useless_keys(table, ScheduleTable(), _SCHEDULES_OF, "schedule", mistakes)
     if table.warmup_steps is None:
         return
     if table.warmup_ratio is not None:
         mistakes.add(
             ConfigurationError(
-                "warmup_steps says already how long it is",
+                "warmup_steps already gives the length of the warm-up",
                 field="schedule.warmup_ratio",
-                remedy="leave out warmup_ratio or warmup_steps",
+                remedy="remove warmup_ratio or warmup_steps",
             )
         )
     if table.warmup_steps >= steps > 0:
         mistakes.add(
             ConfigurationError(
-                f"{table.warmup_steps} steps are not fewer than the job's {steps}",
+                f"a warm-up of {table.warmup_steps} steps is not shorter than the job, which has {steps} steps",
                 field="schedule.warmup_steps",
-                remedy="write fewer, or warmup_ratio = 0.03 for 3% of the steps, whatever their number",
+                remedy="write a smaller number, or warmup_ratio = 0.03 for 3% of the job's steps",
             )
         )
 
@@ -66,5 +66,5 @@ def _note_useless_keys(
 ) -> None:
     for key, names in names_of.items():
         if table.name not in names and getattr(table, key) != getattr(defaults, key):
-            problem = f"{table.name} has no such key, only {' and '.join(names)}"
-            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"leave {key} out"))
+            problem = f"{table.name} does not have this key, only {' and '.join(names)}"
+            mistakes.add(ConfigurationError(problem, field=f"{where}.{key}", remedy=f"remove {key}"))

@@ -1,6 +1,6 @@
-"""What the entries of a profile say together: each is possible by itself, and yet they may contradict.
+"""Finds contradictions between entries of a profile that are valid one by one.
 
-Every complaint is a ``ConfigurationError`` with the field's path; ``ftd.config.profile_file`` adds the file.
+Every error is a ``ConfigurationError`` with the path of the field; ``ftd.config.profile_file`` adds the file.
 """
 
 import json
@@ -23,20 +23,23 @@ from ftd.errors import ConfigurationError
 
 
 def check_schema(tree: dict[str, Any]) -> None:
-    """:raises ConfigurationError: no profile of ours, or one of a version that is not known here."""
+    """Check that the file is a profile of a known version.
+
+    :raises ConfigurationError: it is not.
+    """
     if "schema" not in tree:
         raise ConfigurationError(
             "required, but missing",
             field="schema",
-            remedy=f'this is no profile; one begins with "schema": "{SCHEMA}"',
+            remedy=f'name a profile file; it begins with "schema": "{SCHEMA}"',
         )
     written = tree["schema"]
     match = re.fullmatch(rf"{SCHEMA_NAME}/([0-9]{{1,9}})", written) if isinstance(written, str) else None
     if match and int(match[1]) > SCHEMA_VERSION:
         raise ConfigurationError(
-            f"this profile has version {int(match[1])}, this ftd reads up to {SCHEMA_VERSION}",
+            f"this profile has version {int(match[1])}, but this version of ftd reads up to {SCHEMA_VERSION}",
             field="schema",
-            remedy="use the ftd that wrote it or a newer one, or measure again: ftd profile JOB.toml",
+            remedy="use the version of ftd that wrote it or a newer one, or measure again: ftd profile JOB.toml",
         )
     if written != SCHEMA:
         raise ConfigurationError(
@@ -45,7 +48,10 @@ def check_schema(tree: dict[str, Any]) -> None:
 
 
 def check_document(document: ProfileDocument) -> None:
-    """:raises ConfigurationError: entries that are possible one by one contradict each other."""
+    """Check that the entries of a profile do not contradict each other.
+
+    :raises ConfigurationError: they do.
+    """
     _check_ascending(document.stage_devices or (), "stage_devices")
     _check_some_time([(e.forward_ms, e.backward_ms) for e in document.layers])
     for number, layer in enumerate(document.layers):
@@ -75,9 +81,9 @@ def _check_split(document: ProfileDocument, layer: LayerEntry, field: str) -> No
     missing = [d for d in allowed or () if d > rows and d > 1 and d not in devices]
     if missing:
         raise ConfigurationError(
-            f"nothing says how long {missing[0]} devices take, and {rows} rows cannot be split over them",
+            f"the time on {missing[0]} devices is missing, and {rows} rows cannot be split over so many devices",
             field=f"{field}.split",
-            remedy=f"add an entry for {missing[0]} devices, or take {missing[0]} out of stage_devices",
+            remedy=f"add an entry for {missing[0]} devices, or remove {missing[0]} from stage_devices",
         )
 
 
@@ -90,7 +96,7 @@ def _check_measured(layer: LayerEntry, rows: int, field: str) -> None:
             low, high = spread.minimum_ms, spread.maximum_ms
             if not low <= value <= high:
                 reject_value(
-                    f"{field}.{name}", value, f"between {low} and {high}, which is what was measured"
+                    f"{field}.{name}", value, f"a value between {low} and {high}, the range that was measured"
                 )
 
 
@@ -102,14 +108,17 @@ def _check_spread(spread: SpreadEntry, field: str) -> None:
 
 
 def check_layer_times(timed: LayerTimesFile) -> None:
-    """:raises ConfigurationError: layers that list different numbers of devices, or times that are none."""
+    """Check a file of bare layer times.
+
+    :raises ConfigurationError: layers list different numbers of devices, or a time is invalid.
+    """
     counts = device_counts(timed.layers[0])
     for number, layer in enumerate(timed.layers):
         field = f"layers[{number}].allreduce_in_node_ms"
         for name, value in layer.allreduce_in_node_ms.items():
             if not re.fullmatch(r"[1-9][0-9]{0,3}", name) or int(name) > MAX_DEVICES:
                 raise ConfigurationError(
-                    f"{format_value(name)} is no number of devices",
+                    f"{format_value(name)} is not a number of devices",
                     field=field,
                     remedy=f"write 1 to {MAX_DEVICES}",
                 )
@@ -125,20 +134,22 @@ def check_layer_times(timed: LayerTimesFile) -> None:
             )
     if 1 not in counts:
         raise ConfigurationError(
-            'required, but missing: "1"', field="layers[0].allreduce_in_node_ms", remedy='add "1": 0 to all'
+            'required, but missing: "1"',
+            field="layers[0].allreduce_in_node_ms",
+            remedy='add "1": 0 to all layers',
         )
     _check_some_time([(layer.forward_ms, layer.backward_ms) for layer in timed.layers])
 
 
 def device_counts(layer: TimedLayer) -> tuple[int, ...]:
-    """The numbers of devices that a layer lists, ascending; names that are no numbers are left out."""
+    """Return the numbers of devices that a layer lists, ascending, without keys that are not numbers."""
     return tuple(sorted(int(n) for n in layer.allreduce_in_node_ms if re.fullmatch(r"[1-9][0-9]{0,3}", n)))
 
 
 def _check_some_time(times_ms: list[tuple[float, float]]) -> None:
     if not any(forward + backward > 0 for forward, backward in times_ms):
         raise ConfigurationError(
-            "all layers take 0 ms", field="layers", remedy="nothing can be planned by that: measure them"
+            "all layers take 0 ms", field="layers", remedy="measure the layers: ftd profile JOB.toml"
         )
 
 
@@ -146,14 +157,17 @@ def _check_ascending(counts: tuple[int, ...], field: str, what: str = "") -> Non
     for low, high in pairwise(counts):
         if low >= high:
             raise ConfigurationError(
-                f"{high} stands behind {low}",
+                f"{high} comes after {low}",
                 field=field,
                 remedy=f"list each number{what} once, ascending",
             )
 
 
 def reject_value(field: str, value: Any, wanted: str) -> NoReturn:
-    """:raises ConfigurationError: with the value and what to write instead."""
+    """Raise an error about a value.
+
+    :raises ConfigurationError: always, with the value and what to write instead.
+    """
     raise ConfigurationError(
         f"{format_value(value)} is not allowed", field=field or None, remedy=f"write {wanted}"
     )
@@ -164,7 +178,7 @@ def _listed(counts: tuple[int, ...]) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value in a message: short, and as JSON has it."""
+    """Return a value for a message: short, in JSON notation."""
     if isinstance(value, dict | list):
         return "an object" if isinstance(value, dict) else "a list"
     text = json.dumps(value)
@@ -172,5 +186,5 @@ def format_value(value: Any) -> str:
 
 
 def join_path(field: str, name: str) -> str:
-    """The path of ``name`` in the object at ``field``."""
+    """Return the path of ``name`` in the object at ``field``."""
     return f"{field}.{name}" if field else name

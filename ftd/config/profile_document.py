@@ -1,8 +1,8 @@
-"""What stands in a profile file, field by field, and in a file of bare layer times.
+"""Declares the fields of a profile file, and of a file of bare layer times.
 
-``docs/reference/profiles.md`` explains both for people; ``docs/reference/profile.schema.json`` is generated from
-``ProfileDocument`` (``python -m ftd.observe.view.schema profile``) and a test keeps the two equal. Times are
-milliseconds, sizes bytes. ``ftd.config.profile_file`` reads, checks and writes.
+``docs/reference/profiles.md`` explains both for people. ``docs/reference/profile.schema.json`` is generated
+from ``ProfileDocument`` (``python -m ftd.observe.view.schema profile``), and a test keeps the two equal.
+Times are in milliseconds, sizes in bytes. ``ftd.config.profile_file`` reads, checks and writes the files.
 """
 
 from typing import Annotated, Any
@@ -13,9 +13,9 @@ SCHEMA_NAME = "ftd-profile"
 SCHEMA_VERSION = 1
 SCHEMA = f"{SCHEMA_NAME}/{SCHEMA_VERSION}"
 MAX_LAYERS = 1000
-"""The planner's tables grow with the square of it."""
+"""Limit because the planner's tables grow with the square of the number of layers."""
 MAX_DEVICES = 1024
-"""Of one stage."""
+"""Largest number of devices of one stage."""
 
 # The upper limits keep every sum that the planner makes finite and every size inside 64 bits.
 MOST_MS = 1e9
@@ -32,11 +32,11 @@ Text = Annotated[str, msgspec.Meta(max_length=1000)]
 
 
 class _Entry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all: named fields, and no others."""
+    """Base of all entries: only the declared fields are allowed."""
 
 
 class SpreadEntry(_Entry, frozen=True, kw_only=True):
-    """How far repeated measurements lie apart, in ascending order."""
+    """Spread of repeated measurements, in ascending order."""
 
     repeats: Count
     minimum_ms: TimeMs
@@ -47,7 +47,7 @@ class SpreadEntry(_Entry, frozen=True, kw_only=True):
 
 
 class RowsEntry(_Entry, frozen=True, kw_only=True):
-    """One layer measured on one device on so many rows."""
+    """Measurements of one layer on one device with this number of rows."""
 
     rows: Count
     forward: SpreadEntry
@@ -55,84 +55,90 @@ class RowsEntry(_Entry, frozen=True, kw_only=True):
 
 
 class SplitEntry(_Entry, frozen=True, kw_only=True):
-    """One microbatch of one layer on several devices of a node."""
+    """Time of one microbatch of one layer split over several devices of a node."""
 
     devices: Annotated[int, msgspec.Meta(ge=2, le=MAX_DEVICES)]
     forward_ms: TimeMs
     backward_ms: TimeMs
     activation_bytes: SizeBytes | None = None
-    """What autograd keeps on the fullest of them; null: its share by rows of what one device keeps."""
+    """Bytes that autograd holds on the fullest of the devices; null: the share, by rows, of what one device
+    holds.
+    """
 
 
 class RecomputationEntry(_Entry, frozen=True, kw_only=True):
-    """One microbatch of one layer on one device that recomputes activations."""
+    """Cost of one microbatch of one layer on one device that recomputes activations."""
 
     activation_bytes: SizeBytes
-    """What is kept between the forward and the backward pass."""
+    """Bytes held between the forward and the backward pass."""
     recompute_ms: TimeMs
-    """How much longer the two take together than without recomputation."""
+    """Additional time of both passes together compared with no recomputation."""
 
 
 class TensorSplitEntry(_Entry, frozen=True, kw_only=True):
-    """What of one layer tensor parallelism divides, and what its devices exchange for one microbatch."""
+    """Parts of one layer that tensor parallelism divides, and what its devices exchange for one microbatch."""
 
     parameter_bytes: SizeBytes
     """Parameters that are divided."""
     column_bytes: SizeBytes
-    """Of these, weights of rowwise modules, of which a device also keeps columns and their gradients."""
+    """Part of ``parameter_bytes`` in weights of rowwise modules; a device also holds columns of these, with
+    gradients.
+    """
     activation_bytes: SizeBytes
-    """Of what autograd keeps, what is divided."""
+    """Part of the bytes held by autograd that is divided."""
     forward_bytes: SizeBytes
-    """Activations that are added up over the devices, or put together."""
+    """Activations that are summed or gathered over the devices."""
     forward_exchanges: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
-    """Number of operations in which they are."""
+    """Number of these operations."""
     backward_bytes: SizeBytes
-    """Gradients that are added up."""
+    """Gradients that are summed over the devices."""
     backward_exchanges: Annotated[int, msgspec.Meta(ge=0, le=MAX_LAYERS)]
 
 
 class LayerEntry(_Entry, frozen=True, kw_only=True):
-    """What the planner takes for a layer, and what that was taken from."""
+    """Values of one layer that the planner uses, and the measurements behind them."""
 
     name: Text | None = None
     forward_ms: TimeMs
-    """One microbatch on one device: the median."""
+    """Median time of one microbatch on one device."""
     backward_ms: TimeMs
     parameter_bytes: SizeBytes
     gradient_bytes: SizeBytes
     optimizer_bytes: SizeBytes
     activation_bytes: SizeBytes
-    """What autograd keeps between the forward and the backward pass of one microbatch."""
+    """Bytes that autograd holds between the forward and the backward pass of one microbatch."""
     output_bytes: SizeBytes
-    """What crosses to the next stage in one direction for one microbatch."""
+    """Bytes sent to the next stage, in one direction, for one microbatch."""
     full: RecomputationEntry | None = None
-    """null: the layer keeps its input, and its forward pass is done again."""
+    """Recomputation of the whole layer; null: the layer holds its input and repeats its forward pass."""
     selective: RecomputationEntry | None = None
-    """null: not measured, or the layer cannot be recomputed so."""
+    """Selective recomputation; null: not measured, or not possible for this layer."""
     tensor: TensorSplitEntry | None = None
-    """null: tensor parallelism divides nothing of the layer."""
+    """Tensor parallelism; null: it divides nothing of this layer."""
     split: tuple[SplitEntry, ...] = ()
-    """For a number of devices that is missing the model is ⌈rows / d⌉ / rows of the time of one."""
+    """Times on several devices; a missing number of devices d is modelled as ⌈rows / d⌉ / rows of the time of
+    one.
+    """
     measured: tuple[RowsEntry, ...] = ()
-    """The raw measurements, most rows first."""
+    """Raw measurements, most rows first."""
 
 
 class LinkEntry(_Entry, frozen=True, kw_only=True):
-    """Moving s bytes takes latency_ms + 1000 · s / bytes_per_s."""
+    """Linear model of a link: moving s bytes takes latency_ms + 1000 · s / bytes_per_s."""
 
     latency_ms: TimeMs
     bytes_per_s: Annotated[float, msgspec.Meta(ge=1, le=MOST_BYTES_PER_S)]
 
 
 class PointToPointEntry(_Entry, frozen=True, kw_only=True):
-    """So many bytes from one device to another, one way."""
+    """Measured time of sending this many bytes from one device to another, one way."""
 
     size_bytes: SizeBytes
     time: SpreadEntry
 
 
 class AllReduceEntry(_Entry, frozen=True, kw_only=True):
-    """So many bytes summed over a group of devices."""
+    """Measured time of summing this many bytes over a group of devices."""
 
     members: Annotated[int, msgspec.Meta(ge=2, le=MAX_DEVICES)]
     size_bytes: SizeBytes
@@ -140,19 +146,19 @@ class AllReduceEntry(_Entry, frozen=True, kw_only=True):
 
 
 class NetworkEntry(_Entry, frozen=True, kw_only=True):
-    """What ``link`` and ``ring`` were fitted to, and how well they say it."""
+    """Measurements to which ``link`` and ``ring`` were fitted, and the quality of the fit."""
 
     where: Text
-    """Between what was measured, and over what."""
+    """Endpoints and medium of the measurement."""
     point_to_point: tuple[PointToPointEntry, ...]
     all_reduce: tuple[AllReduceEntry, ...]
     link_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
-    """By which a measurement typically differs from the fit: 0.1 is a tenth more or less."""
+    """Typical deviation of a measurement from the fit: 0.1 is a tenth more or less."""
     ring_error: Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class ProvenanceEntry(_Entry, frozen=True, kw_only=True):
-    """Where a profile comes from."""
+    """Origin of a profile."""
 
     job: Text
     device: Text
@@ -161,9 +167,9 @@ class ProvenanceEntry(_Entry, frozen=True, kw_only=True):
     date: Text
     """ISO 8601, UTC."""
     measured: tuple[Text, ...]
-    """What was measured, in words."""
+    """Descriptions of what was measured."""
     stated: tuple[Text, ...]
-    """What was not measured, and which model stands in for it."""
+    """Descriptions of what was not measured, and of the model used instead."""
 
 
 class ProfileDocument(_Entry, frozen=True, kw_only=True):
@@ -171,44 +177,47 @@ class ProfileDocument(_Entry, frozen=True, kw_only=True):
 
     schema: Annotated[str, msgspec.Meta(pattern=f"^{SCHEMA}$")]
     microbatch_rows: Count
-    """Samples of the microbatch that times, activations and outputs are of."""
+    """Samples of the microbatch that times, activations and outputs refer to."""
     layers: Annotated[tuple[LayerEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
     device_memory_bytes: Annotated[int, msgspec.Meta(ge=1, le=MOST_BYTES)] | None = None
-    """Memory of one device; null applies no memory limit."""
+    """Memory of one device; null: no memory limit."""
     stage_devices: Annotated[tuple[Devices, ...], msgspec.Meta(min_length=1)] | None = None
-    """How many devices a stage can have, ascending; null: any number up to microbatch_rows."""
+    """Numbers of devices that a stage can have, ascending; null: any number up to microbatch_rows."""
     link: LinkEntry | None = None
-    """Activations and their gradients, from stage to stage; null: ftd's default, 0.1 ms and 1 GB/s."""
+    """Link that carries activations and their gradients between stages; null: ftd's default, 0.1 ms and 1 GB/s."""
     ring: LinkEntry | None = None
-    """One hop of an all-reduce of gradients; null: as ``link``."""
+    """One hop of an all-reduce of gradients; null: the same as ``link``."""
     inner: LinkEntry | None = None
-    """One hop of a ring among the devices of one node; null: as ``ring``."""
+    """One hop of a ring among the devices of one node; null: the same as ``ring``."""
     shard_problem: Text | None = None
-    """Why the devices of a stage cannot hold shards of the model, in words; null: they can."""
+    """Reason in words why the devices of a stage cannot hold shards of the model; null: they can."""
     tensor_problem: Text | None = None
-    """Why the devices of a stage cannot compute parts of the model's layers, in words; null: they can, where a layer
-    has ``tensor``."""
+    """Reason in words why the devices of a stage cannot compute parts of the model's layers; null: they can, for
+    layers that have ``tensor``.
+    """
     tensor_counts: tuple[tuple[Text, Count], ...] = ()
-    """Numbers that the devices of a tensor-parallel stage must divide, each with the words that name it."""
+    """Numbers that the devices of a tensor-parallel stage must divide, each with a description."""
     flops: Flops | None = None
     """Floating-point operations of the microbatch, forward and backward, for MFU; null: unknown."""
     device_peak_flops: Flops | None = None
-    """Operations per second that one device can do at most; null: unknown."""
+    """Largest number of operations per second of one device; null: unknown."""
     network: NetworkEntry | None = None
     provenance: ProvenanceEntry | None = None
 
 
 class TimedLayer(_Entry, frozen=True, kw_only=True):
-    """A layer of a file of bare layer times."""
+    """Layer in a file of bare layer times."""
 
     forward_ms: TimeMs
     backward_ms: TimeMs
     allreduce_in_node_ms: dict[str, Any]
-    """Number of devices → what their communication adds to the forward, and again to the backward pass."""
+    """Number of devices → time that their communication adds to the forward pass, and again to the backward
+    pass.
+    """
 
 
 class LayerTimesFile(_Entry, frozen=True, kw_only=True):
-    """A file of bare layer times: no sizes, no network, no memory."""
+    """File of bare layer times, without sizes, network or memory."""
 
     kind: Text
     layers: Annotated[tuple[TimedLayer, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]

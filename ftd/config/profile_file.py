@@ -1,7 +1,7 @@
-"""Profile files: read, checked to the last entry, and written.
+"""Reads, checks and writes profile files.
 
-``load_profile`` knows two formats, both JSON: ftd's own (``ProfileDocument``) and bare layer times
-(``LayerTimesFile``). Whatever is wrong with a file is a ``ConfigurationError`` that names the field.
+``load_profile`` reads two formats, both JSON: ftd's own (``ProfileDocument``) and bare layer times
+(``LayerTimesFile``). Any problem with a file is a ``ConfigurationError`` that names the field.
 """
 
 import json
@@ -44,9 +44,9 @@ _STEP = re.compile(r"(\w+)|\[(\d+)\]")
 
 
 def load_profile(path: Path) -> ModelProfile:
-    """The profile in a file of either format.
+    """Return the profile in a file of either format.
 
-    A file of bare layer times has no sizes and a free network, and its times are those of one row.
+    A file of bare layer times has no sizes and a network that costs nothing; its times are those of one row.
 
     :raises ConfigurationError: names the file, the field and the remedy.
     """
@@ -55,7 +55,7 @@ def load_profile(path: Path) -> ModelProfile:
 
 
 def load_document(path: Path) -> ProfileDocument | LayerTimesFile:
-    """All that a file says, checked.
+    """Return the checked content of a file of either format.
 
     :raises ConfigurationError: names the file, the field and the remedy.
     """
@@ -64,8 +64,8 @@ def load_document(path: Path) -> ProfileDocument | LayerTimesFile:
         _check_tree(tree)
         if not isinstance(tree, dict):
             raise ConfigurationError(
-                f"a profile is a JSON object, this is {format_value(tree)}",
-                remedy="write one: ftd profile JOB.toml",
+                f"a profile is a JSON object, but this is {format_value(tree)}",
+                remedy="measure a profile: ftd profile JOB.toml",
             )
         if "schema" not in tree and _has_bare_times(tree):
             timed = _convert(tree, LayerTimesFile)
@@ -81,9 +81,9 @@ def load_document(path: Path) -> ProfileDocument | LayerTimesFile:
 
 
 def save_profile(path: Path, document: ProfileDocument) -> None:
-    """Write a profile; what was there before is replaced as a whole or not at all.
+    """Write a profile; an existing file is replaced atomically.
 
-    :raises ConfigurationError: the file cannot be written, or the profile could not be read back.
+    :raises ConfigurationError: the file cannot be written, or the profile is invalid.
     """
     check_document(document)
     text = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
@@ -102,7 +102,7 @@ def save_profile(path: Path, document: ProfileDocument) -> None:
 
 
 def model_profile(document: ProfileDocument) -> ModelProfile:
-    """What the planner takes of a profile file."""
+    """Return the part of a profile file that the planner uses."""
     link = _link(document.link) if document.link else Link()
     return ModelProfile(
         layers=tuple(_layer(entry) for entry in document.layers),
@@ -121,7 +121,7 @@ def model_profile(document: ProfileDocument) -> ModelProfile:
 
 
 def profile_document(profile: ModelProfile) -> ProfileDocument:
-    """A profile as a file would have it, without measurements and provenance."""
+    """Return a profile as the content of a file, without measurements and provenance."""
     return ProfileDocument(
         schema=SCHEMA,
         microbatch_rows=profile.microbatch_rows,
@@ -140,7 +140,7 @@ def profile_document(profile: ModelProfile) -> ProfileDocument:
 
 
 def timed_profile(timed: LayerTimesFile) -> ModelProfile:
-    """Layer times as a profile: d devices take forward/d + a[d] and backward/d + a[d]."""
+    """Return layer times as a profile: d devices take forward/d + a[d] and backward/d + a[d]."""
     counts = device_counts(timed.layers[0])
     free = Link(latency_ms=0.0)
     return ModelProfile(
@@ -216,14 +216,17 @@ def _timed_layer(layer: TimedLayer, counts: tuple[int, ...]) -> LayerProfile:
 
 
 class _Twice:
-    """Stands in a tree where an object has the same key twice, which JSON parsers pass over."""
+    """Marker for an object that has the same key twice, which JSON parsers accept silently."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def _read_json(path: Path) -> Any:
-    """:raises ConfigurationError: there is no file, or no JSON in it."""
+    """Return the JSON in a file.
+
+    :raises ConfigurationError: there is no file, or no valid JSON in it.
+    """
     try:
         if path.is_dir():
             raise ConfigurationError(f"{path} is a directory", remedy="name the profile in it")
@@ -254,24 +257,26 @@ def _object(pairs: list[tuple[str, Any]]) -> Any:
 
 
 def _check_tree(tree: Any) -> None:
-    """What msgspec does not look at.
+    """Check what msgspec does not check.
 
-    :raises ConfigurationError: a key that is there twice, a number that is not finite, broken text.
+    :raises ConfigurationError: a duplicate key, a number that is not finite, or invalid text.
     """
     for field, value in _leaves(tree):
         if isinstance(value, _Twice):
             raise ConfigurationError(
-                "is there twice", field=join_path(field, value.name), remedy="keep one of the two"
+                "the key appears twice", field=join_path(field, value.name), remedy="keep one of the two"
             )
         if isinstance(value, float) and not math.isfinite(value):
             reject_value(field, value, "a finite number")
         if isinstance(value, str) and not _is_text(value):
-            raise ConfigurationError(f"{value!a} is no valid text", field=field or None, remedy=_REMEDY)
+            raise ConfigurationError(f"{value!a} is not valid text", field=field or None, remedy=_REMEDY)
 
 
 def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Every key and every value that is no object and no list, with its path. Not recursive: a file may nest
-    as deep as the parser lets it."""
+    """Yield the path of every key and of every value that is neither an object nor a list.
+
+    It is not recursive: a file may nest as deep as the parser allows.
+    """
     stack: list[tuple[str, Any]] = [("", tree)]
     while stack:
         field, value = stack.pop()
@@ -294,11 +299,14 @@ def _is_text(value: str) -> bool:
 
 
 def _convert(tree: dict[str, Any], into: type[T]) -> T:
-    """:raises ConfigurationError: a field is missing, unknown, or not what it must be."""
+    """Return the tree as the Struct ``into``.
+
+    :raises ConfigurationError: a field is missing, unknown, or invalid.
+    """
     try:
         return convert(tree, into)
     except ConfigurationError as several:
-        error = several.errors[0]  # The rest is likely the same, layer by layer.
+        error = several.errors[0]  # The others are probably the same error in the other layers.
         if error.remedy is not None or error.field is None:
             raise error from None
         value = _at(tree, error.field)

@@ -1,4 +1,6 @@
-"""The file of ``ftd reliability``: a cluster's failures, its protection, and what a checkpoint costs."""
+"""Reads the file of ``ftd reliability``: a cluster's failure rates, its protection, and the cost of a
+checkpoint.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,32 +16,32 @@ DAY_S = 86_400.0
 
 
 class FailureLawTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[hardware]``, ``[trainer]``, ``[snapshots]``: survival exp(−rate·t^shape), t in days."""
+    """``[hardware]``, ``[trainer]``, ``[snapshots]``: survival exp(−rate·t^shape), with t in days."""
 
     rate: float | None = None
-    """λ of one node; or ``mean_days``, the mean time to failure that it gives."""
+    """Rate λ of one node; alternatively ``mean_days``, the corresponding mean time to failure."""
     mean_days: float | None = None
     shape: float = 1.0
 
 
 class PersistTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[persist]``."""
+    """``[persist]``: persistent checkpoints."""
 
     cost_s: float = 60.0
-    """Training time that one persistent checkpoint costs."""
+    """Training time that one persistent checkpoint costs, in seconds."""
 
 
 class RepairTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[repair]``."""
+    """``[repair]``: replacement of lost nodes."""
 
     hours: float = 1.0
-    """From a node's loss until another has taken its place and is protected."""
+    """Hours from the loss of a node until another node has replaced it and is protected."""
     horizon_days: float = 30.0
-    """How long the job trains."""
+    """Duration of the job in days."""
 
 
 class ReliabilityFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The file as written."""
+    """Content of the file as written."""
 
     nodes: int
     group: int
@@ -54,7 +56,7 @@ class ReliabilityFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReliabilityInput:
-    """The file, checked."""
+    """Checked content of the file."""
 
     protection: Protection
     threshold: float
@@ -64,7 +66,10 @@ class ReliabilityInput:
 
 
 def load_reliability(path: Path) -> ReliabilityInput:
-    """:raises ConfigurationError: names the field and the remedy."""
+    """Read and check a file.
+
+    :raises ConfigurationError: names the field and the remedy.
+    """
     file = convert(read_toml(path), ReliabilityFile, where=path.name)
     if not 0 < file.threshold < 1:
         raise ConfigurationError(
@@ -99,7 +104,7 @@ def _law(table: FailureLawTable, name: str) -> FailureDistribution:
         raise ConfigurationError(
             "give either rate or mean_days",
             field=name,
-            remedy="rate is λ of exp(−λ·t^shape), t in days; mean_days is a node's mean time to failure",
+            remedy="rate is λ of exp(−λ·t^shape) with t in days, mean_days is the mean time to failure of a node",
         )
     if table.mean_days is None:
         return FailureDistribution(rate=table.rate or 0.0, shape=table.shape)

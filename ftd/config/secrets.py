@@ -1,4 +1,4 @@
-"""Files that hold secrets: read whole, and refused where others on the host could read them, too."""
+"""Reads files that hold secrets, and rejects them if other users of the host could read them."""
 
 import stat
 from pathlib import Path
@@ -9,9 +9,10 @@ MAX_SECRET_BYTES = 64 * 1024
 
 
 def read_secret(path: Path, field: str) -> str:
-    """The file's only line.
+    """Return the only line of the file.
 
-    :raises ConfigurationError: missing, unreadable, empty, of several lines, or open to everybody.
+    :raises ConfigurationError: it is missing, unreadable or empty, has several lines, or everybody can read
+    it.
     """
     try:
         require_private(path, field)
@@ -21,17 +22,22 @@ def read_secret(path: Path, field: str) -> str:
         raise ConfigurationError(
             f"{path} cannot be read: {getattr(error, 'strerror', None) or error}",
             field=field,
-            remedy="check the path, and that this user may read it",
+            remedy="check the path and the permissions of this user",
         ) from None
     if not secret:
-        raise ConfigurationError(f"{path} is empty", field=field, remedy="put a random line in it")
+        raise ConfigurationError(f"{path} is empty", field=field, remedy="write one random line into it")
     if len(secret) > MAX_SECRET_BYTES or "\n" in secret:
-        raise ConfigurationError(f"{path} holds more than one line", field=field, remedy="one line, no more")
+        raise ConfigurationError(
+            f"{path} has more than one line", field=field, remedy="write a single line into it"
+        )
     return secret
 
 
 def require_private(path: Path, field: str) -> None:
-    """:raises ConfigurationError: everybody on this host may read or change the file, or it is not there."""
+    """Check that others cannot access a file.
+
+    :raises ConfigurationError: everybody on this host may read or change the file, or it does not exist.
+    """
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
@@ -40,7 +46,7 @@ def require_private(path: Path, field: str) -> None:
         ) from None
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         raise ConfigurationError(
-            f"{path} can be read or changed by everybody on this host (mode {mode:04o})",
+            f"everybody on this host can read or change {path} (mode {mode:04o})",
             field=field,
-            remedy=f"chmod 600 {path}, and a new secret if strangers have accounts here",
+            remedy=f"run chmod 600 {path}; if strangers have accounts on this host, also change the secret",
         )

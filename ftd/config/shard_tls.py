@@ -1,4 +1,4 @@
-"""TLS between snapshot servers: this node's certificate, and whom it believes."""
+"""TLS between snapshot servers: this node's certificate, and the authorities that it trusts."""
 
 import ssl
 from dataclasses import dataclass
@@ -13,14 +13,16 @@ FIELDS = ("snapshot_tls_cert", "snapshot_tls_key", "snapshot_tls_ca")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTls:
-    """PEM files."""
+    """PEM files of one node."""
 
     cert: Path
     key: Path
     ca: Path
 
     def server_context(self) -> ssl.SSLContext:
-        """Shows each connection the certificate that is in the file by then: a renewed one needs no restart.
+        """Return a context that presents the certificate in the file at the time of each connection.
+
+        A renewed certificate therefore needs no restart.
 
         :raises ConfigurationError: a file cannot be used.
         """
@@ -43,7 +45,7 @@ class ShardTls:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Believes the authorities in ``ca`` alone, and checks the name.
+        """Return a context that trusts only the authorities in ``ca`` and checks host names.
 
         :raises ConfigurationError: the file cannot be used.
         """
@@ -58,7 +60,7 @@ class ShardTls:
 
 @dataclass(slots=True)
 class _Renewed:
-    """The context of the files as they are; the one before, while they cannot be used."""
+    """Context of the files as they are now, or the previous one while they cannot be used."""
 
     tls: ShardTls
     _context: ssl.SSLContext | None = None
@@ -71,14 +73,16 @@ class _Renewed:
         seen = self._look()
         if seen != self._seen:
             self._seen = seen
-            import structlog  # Commands read the configuration, too, and start without it.
+            import structlog  # Commands read the configuration as well, and should start without structlog.
 
             log = structlog.get_logger("ftd.tls")
             try:
                 self._context = self.tls._served()
-                log.info("renewed", cert=str(self.tls.cert))
-            except ConfigurationError as error:  # Half of a pair is written: the next change is looked at.
-                log.warning("kept", cert=str(self.tls.cert), reason=str(error))
+                log.info("certificate_renewed", cert=str(self.tls.cert))
+            except (
+                ConfigurationError
+            ) as error:  # Perhaps only one file is written yet; the next change retries.
+                log.warning("certificate_not_renewed", cert=str(self.tls.cert), reason=str(error))
         return self._context or first
 
     def _look(self) -> tuple[tuple[int, int], ...] | None:
@@ -90,7 +94,10 @@ class _Renewed:
 
 
 def shard_tls(cert: str | None, key: str | None, ca: str | None, directory: Path) -> ShardTls | None:
-    """:raises ConfigurationError: some are there and others are not, or a file cannot be used."""
+    """Return the TLS files of this node, or None if none are configured.
+
+    :raises ConfigurationError: only some are configured, or a file cannot be used.
+    """
     written = dict(zip(FIELDS, (cert, key, ca), strict=True))
     missing = [name for name, path in written.items() if path is None]
     if len(missing) == len(FIELDS):
@@ -99,9 +106,9 @@ def shard_tls(cert: str | None, key: str | None, ca: str | None, directory: Path
         raise IncompleteError(
             "a certificate, its key and the authority go together",
             field=f"node.{missing[0]}",
-            remedy=f"name all of {', '.join(FIELDS)}, on every node, or none",
+            remedy=f"set all of {', '.join(FIELDS)} on every node, or none of them",
         )
     tls = ShardTls(cert=directory / cert, key=directory / key, ca=directory / ca)
-    tls.server_context()  # Now, and not at the first snapshot.
+    tls.server_context()  # Reports unusable files now instead of at the first snapshot.
     tls.client_context()
     return tls

@@ -1,4 +1,4 @@
-"""``[logging]`` of a job file and of a submitted job: checked, and as the machines take it."""
+"""Checks ``[logging]`` of job files and submitted jobs, and converts it for the state machines."""
 
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,14 +15,13 @@ _PACKAGES = {
     "wandb": ("wandb",),
     "mlflow": ("mlflow-skinny", "mlflow"),
 }
-"""Sink → the packages of which one must be installed where a coordinator runs."""
+"""Sink → packages; one of them must be installed on the hosts of the coordinators."""
 
 
 def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingData:
-    """Return the table with absolute paths and what follows for keys that were left out.
+    """Return the table with absolute paths and with defaults for keys that were left out.
 
-    :param directory: of the job file.
-    :param job: the job's name.
+    :param directory: that of the job file. :param job: name of the job.
     """
     mlflow = written.mlflow
     if not (written.directory or written.tensorboard or written.wandb or mlflow):
@@ -35,7 +34,7 @@ def resolve_logging(written: LoggingData, directory: Path, job: str) -> LoggingD
 
 
 def _with_defaults(data: LoggingData, job: str) -> LoggingData:
-    """Return the table with what follows from the job's name and from ``directory`` for keys that were left out."""
+    """Return the table with defaults that follow from the name of the job and from ``directory``."""
     wandb, mlflow = data.wandb, data.mlflow
     if wandb is not None:
         wandb = replace(wandb, project=wandb.project or job)
@@ -46,10 +45,9 @@ def _with_defaults(data: LoggingData, job: str) -> LoggingData:
 
 
 def logging_policy(data: LoggingData, job: str) -> LoggingPolicy:
-    """Return what a submitted job says of its logs, checked.
+    """Return the checked logging policy of a submitted job.
 
-    :param job: the job's name.
-    :raises ConfigurationError: names the field and the remedy.
+    :param job: name of the job. :raises ConfigurationError: names the field and the remedy.
     """
     if not data.directory:
         return LoggingPolicy()
@@ -58,13 +56,13 @@ def logging_policy(data: LoggingData, job: str) -> LoggingPolicy:
             raise ConfigurationError(
                 f"{written!r} is not an absolute path",
                 field=f"logging.{field}",
-                remedy="the coordinators were started elsewhere: write the whole path",
+                remedy="write the absolute path, because coordinators may be started in other directories",
             )
     return msgspec.convert(msgspec.to_builtins(_with_defaults(data, job)), LoggingPolicy)
 
 
 def sinks_of(policy: LoggingPolicy) -> tuple[str, ...]:
-    """Return the names of the sinks that a job wants, besides the record of steps."""
+    """Return the names of the sinks that a job uses besides the record of steps."""
     wanted = {
         "tensorboard": bool(policy.tensorboard),
         "mlflow": policy.mlflow is not None,
@@ -74,7 +72,7 @@ def sinks_of(policy: LoggingPolicy) -> tuple[str, ...]:
 
 
 def check_installed(policy: LoggingPolicy) -> None:
-    """Check, where a coordinator runs, that the packages of the wanted sinks are there.
+    """Check that the packages of the sinks are installed on a coordinator's host.
 
     :raises ConfigurationError: one is missing.
     """
@@ -83,12 +81,14 @@ def check_installed(policy: LoggingPolicy) -> None:
             raise ConfigurationError(
                 f"the package {_PACKAGES[sink][0]} is not installed on the coordinator's host",
                 field=f"logging.{sink}",
-                remedy='install it there (pip install "ftd[logging]"), or leave the field out',
+                remedy='install it there (pip install "ftd[logging]"), or remove the field',
             )
 
 
 def _is_installed(package: str) -> bool:
-    """Look for the distribution: W&B's own files make a directory ``wandb`` importable."""
+    """Return whether the distribution is installed. Importing would not tell: W&B's files make ``wandb``
+    importable.
+    """
     try:
         version(package)
     except PackageNotFoundError:

@@ -1,7 +1,7 @@
-"""TOML to checked values, with errors that name the field and the remedy.
+"""Converts TOML to checked values, with errors that name the field and the remedy.
 
-msgspec checks the types; this module turns its one-line complaints into ours: the path of the field as
-the user wrote it (``training.global_batch``), and for an unknown field the nearest known one.
+msgspec checks the types. This module translates its one-line errors: it adds the path of the field as the
+user wrote it (``training.global_batch``), and for an unknown field the nearest known one.
 """
 
 import ast
@@ -32,7 +32,7 @@ _TYPES = re.compile(r"Expected `(?P<wanted>[^`]*)`, got `(?P<got>[^`]*)`")
 _RANGE = re.compile(
     r"Expected `(?:int|float)` (?P<compared>[<>]=?) (?P<bound>\S+?)(?: - at `\$\[(?P<index>\d+)\]`)?"
 )
-"""A number, or one of a list of numbers, that is out of its range."""
+"""Error about a number, or one of a list of numbers, that is out of range."""
 _RANGES = {">": "above", ">=": "of at least", "<": "below", "<=": "of at most"}
 _LENGTH = re.compile(r"Expected `array` of length (?P<wanted>\d+), got (?P<got>\d+)")
 _WANTED = {
@@ -43,22 +43,24 @@ _WANTED = {
     "array": "a list",
     "object": "a table",
 }
-_GOT = {"float": "a fraction", "str": "text", "null": "nothing"}
+_GOT = {"float": "a fractional number", "str": "text", "null": "nothing"}
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-"""Of a node, a cluster, a job, a client."""
+"""Valid names of nodes, clusters, jobs and clients."""
 MAX_NESTING = 16
 MAX_FILE_BYTES = 1024 * 1024
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Return the tables of a TOML file.
 
-    :raises ConfigurationError: it is missing, unreadable, too large, or no TOML.
+    :raises ConfigurationError: it is missing, unreadable, too large, or not valid TOML.
     """
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigurationError(f"{path} is larger than {MAX_FILE_BYTES} bytes; is it the right file?")
+            raise ConfigurationError(
+                f"{path} is larger than {MAX_FILE_BYTES} bytes", remedy="is it the right file?"
+            )
         found = tomllib.loads(path.read_text(encoding="utf-8"))
         _require_flat(found, path)
         return found
@@ -67,13 +69,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     except IsADirectoryError:
         raise ConfigurationError(f"{path} is a directory", remedy="name the TOML file in it") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}") from None
+        raise ConfigurationError(f"{path} cannot be read: {error}", remedy="check its permissions") from None
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not valid TOML: {error}") from None
+        raise ConfigurationError(f"{path} is not valid TOML: {error}", remedy="correct the file") from None
 
 
 def _require_flat(tables: dict[str, Any], path: Path) -> None:
-    """:raises ConfigurationError: nested deeper than any file of ours, and than what reads it can follow."""
+    """Check the depth of a file.
+
+    :raises ConfigurationError: tables nest deeper than in any file of ours, too deep for the code that
+    follows.
+    """
     level: list[Any] = [tables]
     for _ in range(MAX_NESTING):
         level = [
@@ -89,12 +95,11 @@ def _require_flat(tables: dict[str, Any], path: Path) -> None:
 
 
 def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
-    """``data`` as ``into``: a tree of Structs that forbid unknown fields, or a dataclass.
+    """Return ``data`` as ``into``, a dataclass or a tree of Structs that forbid unknown fields.
 
-    ``where`` prefixes every message: the file's name, usually.
-
-    :raises ConfigurationError: names each field of the Structs that is wrong, dotted from the top, and the
-        remedy; of a dataclass, the first one.
+    :param where: prefix of every message, usually the name of the file. :raises ConfigurationError: names
+    each wrong field of the Structs, dotted from the top, and the remedy; for a dataclass only the first wrong
+    field.
     """
     mistakes = ErrorCollector(where)
     if _struct_of(into) is not None:
@@ -106,7 +111,7 @@ def convert(data: dict[str, Any], into: type[T], *, where: str = "") -> T:
 
 
 def keep_valid_fields(data: dict[str, Any], into: type[Any], mistakes: ErrorCollector) -> dict[str, Any]:
-    """What of ``data`` fits into a tree of Structs; what does not is noted, field by field."""
+    """Return the part of ``data`` that fits a tree of Structs; the rest is collected as errors, field by field."""
     return _fitting(data, into, (), _Sieve(into, mistakes))
 
 
@@ -116,7 +121,7 @@ class _Sieve:
     mistakes: ErrorCollector
 
     def passes(self, value: Any, kind: Any, path: tuple[str, ...]) -> bool:
-        """Whether ``value`` is of the type ``kind``; noted if not."""
+        """Return whether ``value`` has the type ``kind``; otherwise add an error."""
         try:
             msgspec.convert(value, kind)
         except msgspec.ValidationError as error:
@@ -137,7 +142,7 @@ class _Sieve:
         return True
 
     def misfit(self, message: str, path: tuple[str, ...]) -> None:
-        """msgspec's complaint about what is at ``path``."""
+        """Add msgspec's error about the value at ``path``."""
         place = "".join(f".{step}" for step in path)
         if " - at `$" in message:
             message = message.replace(" - at `$", f" - at `${place}", 1)
@@ -168,7 +173,7 @@ def _fitting(data: dict[str, Any], into: type[Any], path: tuple[str, ...], sieve
 
 
 def member_types(kind: Any) -> list[Any]:
-    """Return what a field's type may be: the members of a union, without their annotations."""
+    """Return the types that a field allows: the members of a union, without annotations."""
     if get_origin(kind) is Annotated:
         return member_types(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
@@ -177,9 +182,10 @@ def member_types(kind: Any) -> list[Any]:
 
 
 def field_descriptions(table: type[Any], *, shared: bool = True) -> dict[str, str]:
-    """Return each field's meaning, the string literal after it; inherited fields have those of the base classes.
+    """Return each field's description: the string literal after it. Inherited fields have those of their base
+    classes.
 
-    :param shared: fields with one literal after all of them share it; otherwise only the last one has it.
+    :param shared: fields before a common literal share it; otherwise only the last of them has it.
     """
     found: dict[str, str] = {}
     for owner in reversed(table.__mro__):
@@ -191,9 +197,9 @@ def field_descriptions(table: type[Any], *, shared: bool = True) -> dict[str, st
 
 @cache
 def _own_meanings(owner: type[Any]) -> list[tuple[list[str], str]]:
-    """Return the literals in a class's own body, each with the fields between it and the one before."""
+    """Return the literals in the body of a class, each with the fields since the previous literal."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
-    assert isinstance(tree, ast.ClassDef), "a class's source is a class"
+    assert isinstance(tree, ast.ClassDef), "the source of a class is a class statement"
     found: list[tuple[list[str], str]] = []
     waiting: list[str] = []
     for node in tree.body:
@@ -207,12 +213,12 @@ def _own_meanings(owner: type[Any]) -> list[tuple[list[str], str]]:
 
 
 def _words_of(kind: Any) -> list[str]:
-    """Return what may be written where only some words are allowed."""
+    """Return the allowed words of a field that only allows some words."""
     return [str(word) for one in member_types(kind) if get_origin(one) is Literal for word in get_args(one)]
 
 
 def _struct_of(kind: Any) -> type[Any] | None:
-    """The Struct that a field's type is, or may be."""
+    """Return the Struct among the types of a field, if any."""
     for one in member_types(kind):
         if isinstance(one, type) and issubclass(one, msgspec.Struct):
             return one
@@ -220,7 +226,7 @@ def _struct_of(kind: Any) -> type[Any] | None:
 
 
 def explain_error(message: str, into: type[Any]) -> ConfigurationError:
-    """msgspec's complaint in our words."""
+    """Return msgspec's error in our words."""
     if match := _UNKNOWN.match(message):
         path = _dotted(match["path"])
         known = field_names(into, path)
@@ -235,7 +241,7 @@ def explain_error(message: str, into: type[Any]) -> ConfigurationError:
 
 
 def _in_words(problem: str) -> str:
-    """``Expected `int | null`, got `str` `` for who writes the file."""
+    """Return a message such as ``Expected `int | null`, got `str` `` in words for the author of the file."""
     if match := _LENGTH.fullmatch(problem):
         return f"expected {match['wanted']} values, got {match['got']}"
     if not (match := _TYPES.fullmatch(problem)):
@@ -249,7 +255,7 @@ def _in_words(problem: str) -> str:
 
 
 def suggest_name(name: str, known: Sequence[str]) -> str:
-    """A remedy for an unknown name: the likeliest one, else all of them."""
+    """Return a remedy for an unknown name: the most similar known name, or else all known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if close:
         return f"did you mean {close[0]!r}?"
@@ -257,7 +263,7 @@ def suggest_name(name: str, known: Sequence[str]) -> str:
 
 
 def field_names(into: type[Any], path: Sequence[str]) -> list[str]:
-    """Names of the fields of the Struct that ``path`` leads to, also through tuples (``layers[3]``)."""
+    """Return the field names of the Struct that ``path`` leads to, also through tuples (``layers[3]``)."""
     described: Any = msgspec.inspect.type_info(into)
     for step in path:
         name = step.partition("[")[0]
@@ -270,39 +276,47 @@ def field_names(into: type[Any], path: Sequence[str]) -> list[str]:
 
 
 def expand_path(written: str, directory: Path, field: str) -> Path:
-    """Return a path of a file with ``~`` and ``$VARIABLES`` replaced; relative ones begin at ``directory``.
+    """Return a file path with ``~`` and ``$VARIABLES`` expanded; relative paths begin at ``directory``.
 
     :raises ConfigurationError: a variable is not set.
     """
     expanded = os.path.expandvars(written)
     if "$" in expanded:
         raise ConfigurationError(
-            f"{expanded} names a variable of the environment that is not set", field=field, remedy="set it"
+            f"{expanded} contains an environment variable that is not set",
+            field=field,
+            remedy="set the variable, or write the path without it",
         )
     return directory.resolve() / Path(expanded).expanduser()
 
 
 def require_positive(value: float, field: str) -> None:
-    """:raises ConfigurationError: not above zero, or not finite."""
+    """Check that a number is above zero and finite.
+
+    :raises ConfigurationError: it is not.
+    """
     if not 0 < value < float("inf"):
         raise ConfigurationError(f"{value} is not allowed", field=field, remedy="write a number above 0")
 
 
 def require_name(value: str, field: str) -> None:
-    """Names become MQTT topic levels, file names and device names: no separators, no wildcards.
+    """Check a name that becomes an MQTT topic level, a file name or a device name: no separators, no wildcards.
 
-    :raises ConfigurationError: anything else.
+    :raises ConfigurationError: the name is invalid.
     """
     if not NAME_PATTERN.fullmatch(value):
         raise ConfigurationError(
-            f"{value!r} is not a usable name",
+            f"{value!r} is not a valid name",
             field=field,
-            remedy="up to 64 letters, digits, '.', '_' and '-', a letter or digit first",
+            remedy="write up to 64 letters, digits, '.', '_' and '-', beginning with a letter or digit",
         )
 
 
 def require_one_of(value: str, allowed: Iterable[str], field: str) -> None:
-    """:raises ConfigurationError: with the nearest allowed value."""
+    """Check that a value is one of the allowed ones.
+
+    :raises ConfigurationError: it is not; the error names the nearest allowed value.
+    """
     choices = list(allowed)
     if value not in choices:
         raise ConfigurationError(f"{value!r} is not known", field=field, remedy=suggest_name(value, choices))

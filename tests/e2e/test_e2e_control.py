@@ -195,7 +195,7 @@ def test_garbage_on_every_topic_harms_nobody(
 def test_a_running_job_is_traced(ground: Playground, tmp_path: Path, same_losses: SameLosses) -> None:
     """Every rank's steps come back; what cannot be traced is refused; losses stay."""
     address = ClusterAddress(broker=ground.cluster.broker, cluster=ground.cluster.options.cluster)
-    with pytest.raises(FtdError, match="nothing is training"):
+    with pytest.raises(FtdError, match="no job is training"):
         ground.on_loop(request_traces(address, 2, 60.0))
     ground.submit(tiny_job(tmp_path, two_node_replicas=True))
     ground.until_step(3)

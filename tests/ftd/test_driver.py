@@ -176,7 +176,7 @@ def test_one_event_of_a_kind_passes_per_second() -> None:
         assert limiter.admit(emit("NodeLost"), float(moment) / 100) == 0
     for index in range(5000):
         limiter.admit(ignored(str(index)), 20.0)
-    assert len(gate._kinds) <= EventRateLimiter.MAX_KINDS
+    assert len(limiter._kinds) <= EventRateLimiter.MAX_KINDS
 
 
 def test_queued_events_are_processed_in_one_batch() -> None:

@@ -1,4 +1,4 @@
-"""examples/kubernetes: valid to the schema, and its pods' commands, files and variables make a cluster."""
+"""Tests of examples/kubernetes: the schema is valid, and the pods' commands, files and variables form a cluster."""
 
 import base64
 import importlib
@@ -45,21 +45,23 @@ def test_kubernetes_knows_every_field(document: Json) -> None:
     validator.validate(document, "1.31", strict=True)
 
 
-def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
+def test_the_schema_check_finds_an_unknown_field() -> None:
     validator = importlib.import_module("kubernetes_validate")
-    spoiled = MANIFEST[-1] | {"spec": MANIFEST[-1]["spec"] | {"updateStratgy": {}}}
+    invalid = MANIFEST[-1] | {"spec": MANIFEST[-1]["spec"] | {"updateStratgy": {}}}
     with pytest.raises(validator.ValidationError):
-        validator.validate(spoiled, "1.31", strict=True)
+        validator.validate(invalid, "1.31", strict=True)
 
 
-def test_services_leave_no_variables_that_look_like_ours() -> None:
-    """Kubernetes makes ``FTD_BROKER_PORT`` of a service ``ftd-broker``, which a daemon would refuse."""
+def test_services_set_no_variables_with_our_prefix() -> None:
+    """Kubernetes derives ``FTD_BROKER_PORT`` from a service ``ftd-broker``, and a daemon would reject that
+    variable.
+    """
     specs = [d["spec"]["template"]["spec"] for d in MANIFEST if d["kind"] in ("Deployment", "DaemonSet")]
     assert [spec["enableServiceLinks"] for spec in specs] == [False] * 3
 
 
 class Pod:
-    """A pod's first container as a process: mounts are files below a directory, ports are free ones."""
+    """First container of a pod, run as a process: mounts are files below a directory, ports are free ones."""
 
     def __init__(
         self, root: Path, spec: Json, sources: dict[str, dict[str, bytes]], facts: dict[str, str]
@@ -96,7 +98,7 @@ class Pod:
             path.chmod(volume.get("secret", {}).get("defaultMode", 0o644))
 
     def moved(self, text: str) -> str:
-        """``text`` with the pod's paths below our directory, and its ports replaced by free ones."""
+        """Return ``text`` with the pod's paths moved below our directory, and its ports replaced by free ones."""
         places = "|".join(map(re.escape, self.places))
         text = re.sub(rf"(?<![\w/])(?:{places})\b", lambda found: f"{self.root}{found[0]}", text)
         ports = r"(?:(?<=port = )|(?<=127\.0\.0\.1:)|(?<=listener ))\d+"
@@ -124,13 +126,13 @@ class Pod:
 def processes() -> Iterator[list[subprocess.Popen[bytes]]]:
     started: list[subprocess.Popen[bytes]] = []
     yield started
-    for process in reversed(started):  # the broker, the first, stays until all others have gone
+    for process in reversed(started):  # The broker was started first and ends last.
         process.terminate()
         process.wait(timeout=PATIENCE_S)
 
 
 def sources_of(directory: Path) -> dict[str, dict[str, bytes]]:
-    """What ConfigMaps and the Secrets that ``make-secrets`` writes hold."""
+    """Return the content of the ConfigMaps, and of the Secrets that ``make-secrets`` writes."""
     made = subprocess.run(
         [HERE / "make-secrets", *HOSTS], cwd=directory, env=ENVIRONMENT, capture_output=True, check=False
     )
@@ -149,10 +151,10 @@ def sources_of(directory: Path) -> dict[str, dict[str, bytes]]:
 
 @pytest.mark.processes
 @needs_tools
-def test_the_pods_make_a_cluster(
+def test_the_pods_form_a_cluster(
     tmp_path_factory: pytest.TempPathFactory, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    tmp_path = tmp_path_factory.mktemp("pods")  # Short: unix sockets lie below it.
+    tmp_path = tmp_path_factory.mktemp("pods")  # The path must be short, because it holds unix sockets.
     sources = sources_of(tmp_path)
     specs = {
         d["metadata"]["name"]: d["spec"]["template"]["spec"]
@@ -162,7 +164,7 @@ def test_the_pods_make_a_cluster(
 
     broker = Pod(tmp_path / "broker", specs["mosquitto"], sources, {})
     with (broker.root / "mosquitto/config/mosquitto.conf").open("a") as conf:
-        # Root's mosquitto becomes another user, who cannot read a test's directory.
+        # mosquitto drops the privileges of root, and could then not read the test's directory.
         conf.write("user root\n")
     processes.append(broker.start())
     (port,) = broker.ports.values()

@@ -1,4 +1,4 @@
-"""A daemon's stderr: JSON line by line, whoever speaks."""
+"""Tests of the daemons' stderr: JSON lines, whatever logs them."""
 
 import json
 import subprocess
@@ -32,19 +32,19 @@ def lines(*, verbose: bool) -> list[dict[str, str]]:
     return [json.loads(line) for line in ran.stderr.splitlines()]
 
 
-def test_what_libraries_log_is_a_line_like_any_other() -> None:
+def test_lines_of_libraries_have_our_format() -> None:
     warning, error = lines(verbose=False)
-    assert (warning["level"], warning["logger"], warning["said"], warning["node"]) == (
+    assert (warning["level"], warning["logger"], warning["message"], warning["node"]) == (
         "warning",
         "aiohttp",
         "strange header",
         "host-a",
     )
-    assert (error["level"], error["said"]) == ("error", "Exception in callback")
+    assert (error["level"], error["message"]) == ("error", "Exception in callback")
     assert "disk on fire" in error["exception"]
 
 
-def test_a_line_is_json_whatever_is_in_it() -> None:
+def test_a_line_is_json_for_any_values() -> None:
     script = (
         "from pathlib import Path\nimport structlog\nfrom ftd.logs import configure_logs\n"
         "configure_logs(daemon='node')\nlog = structlog.get_logger()\n"
@@ -59,5 +59,5 @@ def test_a_line_is_json_whatever_is_in_it() -> None:
     assert (json.loads(third)["number"], json.loads(third)["path"]) == (2**70, "/y")
 
 
-def test_a_connection_that_broke_is_told_once_and_not_by_the_libraries() -> None:
+def test_lines_of_libraries_about_a_broken_connection_are_debug_lines() -> None:
     assert [line["level"] for line in lines(verbose=True)] == ["warning", "debug", "error", "debug"]

@@ -1,7 +1,7 @@
-"""examples/slurm/ftd.sbatch with stand-ins for Slurm's three commands on one machine; all else is real.
+"""Tests of examples/slurm/ftd.sbatch with stubs of Slurm's commands on one machine; everything else is real.
 
-Of srun, scontrol and scancel the stand-ins do what the script makes use of: a process on each "host" with its
-name in ``SLURMD_NODENAME``, the list of hosts, a signal to the step.
+The stubs of srun, scontrol and scancel do what the script uses: a process on each "host" with its name in
+``SLURMD_NODENAME``, the list of hosts, and a signal to the step.
 """
 
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "slurm" / "ftd.sbatch"
 PATIENCE_S = 240.0
 
-STANDS_IN = {
+STUBS = {
     "scontrol": 'printf "localhost\\nhost-b\\n"',
     "srun": """
 while [ "${1#--}" != "$1" ]; do shift; done
@@ -42,7 +42,7 @@ needs_tools = pytest.mark.skipif(
 def environment(directory: Path) -> dict[str, str]:
     commands = directory / "bin"
     commands.mkdir()
-    for name, text in STANDS_IN.items():
+    for name, text in STUBS.items():
         (commands / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
         (commands / name).chmod(0o755)
     clean = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")}

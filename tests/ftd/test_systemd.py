@@ -1,4 +1,4 @@
-"""sd_notify, spoken to a socket of our own in systemd's place."""
+"""Tests of sd_notify with a socket of our own in place of systemd's."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ import pytest
 from ftd import systemd
 
 
-def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notify_without_a_service_manager_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not systemd.notify("READY=1")
     monkeypatch.setenv("NOTIFY_SOCKET", "/nonexistent/socket")
@@ -20,7 +20,9 @@ def test_without_a_manager_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("abstract", [False, True])
-def test_a_manager_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool) -> None:
+def test_the_service_manager_receives_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abstract: bool
+) -> None:
     name = f"ftd-test-{os.getpid()}" if abstract else str(tmp_path / "notify")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind("\0" + name if abstract else name)
@@ -29,7 +31,7 @@ def test_a_manager_hears_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, abs
         assert manager.recv(1000) == b"READY=1\nSTATUS=well"
 
 
-def test_the_watchdog_is_fed_when_it_watches_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_messages_are_sent_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(60)
@@ -50,7 +52,9 @@ def test_the_watchdog_is_fed_when_it_watches_us(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("limit", "pid"), [("", None), ("0", None), ("soon", None), ("1000000", "another's")]
 )
-def test_no_watchdog(monkeypatch: pytest.MonkeyPatch, limit: str, pid: str | None) -> None:
+def test_without_a_watchdog_nothing_is_sent(
+    monkeypatch: pytest.MonkeyPatch, limit: str, pid: str | None
+) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", limit)
     if pid is None:
         monkeypatch.delenv("WATCHDOG_PID", raising=False)

@@ -161,7 +161,7 @@ def test_files_and_directories_that_this_user_may_not_use_are_named_with_the_rem
             "node",
             'secret_file = "secret"\n',
             2,
-            "secret_file: .*check the path, and that this user",
+            "secret_file: .*check the path and the permissions of this user",
         ),
         "password": (
             "coordinator",
@@ -391,6 +391,8 @@ def test_wrong_clocks_older_nodes_and_other_secrets(
                 break
             await HelloNode(port, f"late-{number}", facts).says_hello()
         text = (await said)[0].decode()
-        assert re.search(r"\+(3599|36\d\d)\.\d s against the coordinator's", text) and "chrony" in text, text
+        assert (
+            re.search(r"\+(3599|36\d\d)\.\d s relative to the coordinator's clock", text) and "chrony" in text
+        ), text
 
     asyncio.run(scene())

@@ -1,1 +1,1 @@
-"""``ftd doctor``: is this host ready to join a cluster? Each check answers with a fact or a remedy."""
+"""Checks of ``ftd doctor``: whether this host is ready to join a cluster. Each one returns a fact, or a remedy."""

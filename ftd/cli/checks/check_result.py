@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Results of the checks of ``ftd doctor``."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +21,10 @@ def ok(check: str, detail: str) -> CheckResult:
 
 
 def warning(check: str, detail: str, remedy: str) -> CheckResult:
-    """Works, but not well, or not known."""
+    """Return a result for something that works badly, or is not known to work."""
     return CheckResult(check=check, verdict="warning", detail=detail, remedy=remedy)
 
 
 def failed(check: str, detail: str, remedy: str) -> CheckResult:
-    """A daemon would not work here."""
+    """Return a result for something that keeps a daemon from working."""
     return CheckResult(check=check, verdict="failed", detail=detail, remedy=remedy)

@@ -1,4 +1,4 @@
-"""Checks against the cluster: broker, credentials, rights, the coordinator's version and clock."""
+"""Checks against the cluster: broker, credentials, rights, and the coordinator's version and clock."""
 
 import asyncio
 import contextlib
@@ -18,24 +18,24 @@ from ftd.transport.wire.topics import Topics
 BROKER_TIMEOUT_S = 5.0
 ECHO_TIMEOUT_S = 3.0
 STATE_TIMEOUT_S = 3.0
-"""How long the coordinator may take to say something: while it trains it does so twice a second."""
+"""Timeout for a message of the coordinator, which publishes twice a second during training."""
 MAX_SKEW_S = 2.0
-"""Clocks that differ more make logs of several hosts hard to read; nothing else depends on them."""
+"""Clock difference above which logs of several hosts are hard to read; nothing else depends on clocks."""
 
 
 async def check_cluster(config: DaemonConfig) -> AsyncIterator[CheckResult]:
-    """As this node would see it, without disturbing one of its name that is running."""
+    """Check the cluster as this node would see it, without disturbing a running node of the same name."""
     probe = _Probe(config)
     task = asyncio.create_task(probe.session.run())
     try:
         try:
             await probe.session.wait_connected(BROKER_TIMEOUT_S)
         except UnreachableError as error:
-            yield failed("broker", str(error), "start it, or correct [broker] in ftd.toml")
+            yield failed("broker", str(error), "start the broker, or correct [broker] in ftd.toml")
             return
-        encrypted = "by TLS" if config.broker.tls else "not encrypted"
+        encrypted = "encrypted by TLS" if config.broker.tls else "not encrypted"
         user = config.broker.username or "anonymous"
-        yield ok("broker", f"{config.broker.url} lets us in as {user}, {encrypted}")
+        yield ok("broker", f"{config.broker.url} accepts the user {user}; the connection is {encrypted}")
         yield await probe.check_rights()
         async for finding in probe.check_coordinator():
             yield finding
@@ -78,46 +78,51 @@ class _Probe:
                 self._fresh.set()
 
     async def check_rights(self) -> CheckResult:
-        """Say a word to ourselves: what an ACL forbids is dropped silently."""
+        """Publish a token to this node's own echo topic: the broker silently drops what an ACL forbids."""
         self.session.publish(self._topics.node_echo(self._config.node), self._word)
         try:
             await asyncio.wait_for(self._heard.wait(), ECHO_TIMEOUT_S)
         except TimeoutError:
             user = self._config.broker.username or "anonymous"
             detail = f"{user} may not write or read the topics of {self._config.node}"
-            return failed("rights", detail, "the node's own user and password; an ACL made by ftd acl")
-        return ok("rights", f"may write and read the topics of {self._config.node}")
+            remedy = "use the node's own user and password, and an ACL made by ftd acl"
+            return failed("rights", detail, remedy)
+        return ok("rights", f"this user may write and read the topics of {self._config.node}")
 
     async def check_coordinator(self) -> AsyncIterator[CheckResult]:
         try:
             await asyncio.wait_for(self._spoke.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
-            detail = f"nothing is known of one for cluster {self._config.cluster!r}"
-            yield warning("coordinator", detail, "start it, or correct cluster in ftd.toml")
+            detail = f"no coordinator has published a state for the cluster {self._config.cluster!r}"
+            yield warning("coordinator", detail, "start it, or correct the key cluster in ftd.toml")
             return
         phase, theirs = self._state.get("phase"), self._state.get("version")
         if phase == "UNREACHABLE":
-            reason = str(self._state.get("reason") or "it was here and is gone")
+            reason = str(self._state.get("reason") or "it is not connected any more")
             yield warning("coordinator", reason, "start it: ftd coordinator")
             return
-        yield ok("coordinator", f"it is here, the cluster is {phase}")
+        yield ok("coordinator", f"it is connected, and the cluster is {phase}")
         for sentence in ineligible_words(self._state):
-            yield warning("standby", sentence, "the same version of ftd on all coordinators' hosts")
+            yield warning(
+                "standby", sentence, "install the same version of ftd on the hosts of all coordinators"
+            )
         mine = version("ftd")
         if theirs != mine:
             yield warning(
-                "version", f"{mine} here, {theirs or 'an older one'} there", "the same on all hosts"
+                "version",
+                f"{mine} on this host, {theirs or 'an older version'} at the coordinator",
+                "install the same version on all hosts",
             )
         else:
-            yield ok("version", f"{mine} here and there")
+            yield ok("version", f"{mine}, as at the coordinator")
         yield await self._check_clock()
 
     async def _check_clock(self) -> CheckResult:
         try:
             await asyncio.wait_for(self._fresh.wait(), STATE_TIMEOUT_S)
         except TimeoutError:
-            return ok("clock", "not compared: the coordinator has nothing to say while no job runs")
+            return ok("clock", "not compared, because the coordinator publishes nothing while no job runs")
         if abs(self._skew_s) > MAX_SKEW_S:
-            detail = f"{self._skew_s:+.1f} s against the coordinator's"
-            return warning("clock", detail, "run a time service (chrony, systemd-timesyncd) on both")
-        return ok("clock", f"within {MAX_SKEW_S:g} s of the coordinator's")
+            detail = f"{self._skew_s:+.1f} s relative to the coordinator's clock"
+            return warning("clock", detail, "run a time service (chrony, systemd-timesyncd) on both hosts")
+        return ok("clock", f"within {MAX_SKEW_S:g} s of the coordinator's clock")

@@ -1,4 +1,4 @@
-"""Checks of ``ftd.toml`` and of what it names."""
+"""Checks of ``ftd.toml`` and of the files that it names."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,10 @@ from ftd.config.error_collector import ErrorCollector
 
 
 def check_configuration(config: DaemonConfig, mistakes: ErrorCollector) -> Iterator[CheckResult]:
-    """A line for each mistake. :param mistakes: gets that a node needs the secret, if there is none."""
+    """Yield a result for each error.
+
+    :param mistakes: receives the error of a missing secret, which a node needs.
+    """
     if not mistakes.affect("", "secret", "secret_file"):
         with mistakes.collect():
             config.require_secret()
@@ -20,5 +23,5 @@ def check_configuration(config: DaemonConfig, mistakes: ErrorCollector) -> Itera
 
 
 def is_broker_known(mistakes: ErrorCollector) -> bool:
-    """Whether to ask it makes sense: what says where it is, how to get in and which cluster is sound."""
+    """Return whether the broker can be checked: its address, credentials and the name of the cluster are valid."""
     return not mistakes.affect("", "cluster", "broker")

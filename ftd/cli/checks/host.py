@@ -1,4 +1,4 @@
-"""Checks of this host alone: memory, limits, ports, names, Python packages, devices."""
+"""Checks of this host alone: memory, limits, ports, host names, Python packages, devices."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from ftd.cli.checks.check_result import CheckResult, failed, ok, warning
 from ftd.config.daemon import DaemonConfig
 
 SLOW_LOOKUP_S = 0.5
-"""A look-up of a name that takes longer will one day stall something."""
+"""Duration of a name lookup that can stall a daemon."""
 MIN_OPEN_FILES = 4096
 TORCH_PROBE_TIMEOUT_S = 60.0
 _GIB = 1 << 30
@@ -30,7 +30,7 @@ print(json.dumps({"torch": torch.__version__, "devices": names, "gloo": gloo}))
 
 
 def check_host(config: DaemonConfig) -> Iterator[CheckResult]:
-    """In the order in which they would matter; without names, for which the broker's must be known."""
+    """Yield the results in order of importance, without that of host names, which needs a valid broker address."""
     yield check_memory(config)
     yield check_files()
     yield from check_ports(config)
@@ -39,7 +39,7 @@ def check_host(config: DaemonConfig) -> Iterator[CheckResult]:
 
 
 def check_memory(config: DaemonConfig) -> CheckResult:
-    """Room for snapshots in the memory file system."""
+    """Check the space for snapshots in the memory file system."""
     name = "snapshot memory"
     place = next(path for path in (config.snapshot_dir, *config.snapshot_dir.parents) if path.exists())
     usage = shutil.disk_usage(place)
@@ -47,11 +47,12 @@ def check_memory(config: DaemonConfig) -> CheckResult:
     detail = f"{place}: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
     kind = _file_system(place)
     if limit is not None and limit > usage.total:
-        remedy = "lower node.snapshot_limit_mib, or enlarge it: mount -o remount,size=…"
-        return failed(name, f"{detail}, {limit / _GIB:.1f} GiB are to be allowed", remedy)
+        remedy = "lower node.snapshot_limit_mib, or enlarge the file system: mount -o remount,size=…"
+        detail = f"{detail}, but node.snapshot_limit_mib allows {limit / _GIB:.1f} GiB"
+        return failed(name, detail, remedy)
     if kind not in ("tmpfs", "ramfs"):
         return warning(
-            name, f"{detail}, on {kind}", "choose a node.snapshot_dir below /dev/shm: disks are slow"
+            name, f"{detail}, on {kind}", "set node.snapshot_dir to a directory in /dev/shm: disks are slow"
         )
     return ok(name, detail)
 
@@ -60,35 +61,44 @@ def check_files() -> CheckResult:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < MIN_OPEN_FILES:
         return warning(
-            "open files", f"at most {soft}", f"ulimit -n {16 * MIN_OPEN_FILES}, LimitNOFILE= in the unit"
+            "open files",
+            f"at most {soft}",
+            f"run ulimit -n {16 * MIN_OPEN_FILES}, or set LimitNOFILE= in the unit",
         )
     return ok("open files", f"at most {soft}")
 
 
 def check_names(config: DaemonConfig) -> CheckResult:
-    """Look-ups that stall: forwards for the broker, backwards for the address that others use."""
+    """Check lookups that could stall: of the broker's name, and reverse of the address that other nodes use."""
     name = "names"
     began = time.monotonic()
     try:
         found = socket.getaddrinfo(config.broker.host, config.broker.port, type=socket.SOCK_STREAM)
     except socket.gaierror as error:
         remedy = "correct broker.url, or this host's DNS"
-        return failed(name, f"{config.broker.host} is not known: {error.strerror}", remedy)
+        return failed(name, f"{config.broker.host} cannot be resolved: {error.strerror}", remedy)
     forwards_s = time.monotonic() - began
     began = time.monotonic()
     socket.getfqdn(config.host)
     backwards_s = time.monotonic() - began
     if max(forwards_s, backwards_s) > SLOW_LOOKUP_S:
-        detail = f"{config.broker.host} took {forwards_s:.1f} s, {config.host} backwards {backwards_s:.1f} s"
-        return warning(name, detail, "put the cluster's hosts into /etc/hosts, or mend this host's DNS")
-    return ok(name, f"{config.broker.host} is {found[0][4][0]}; others reach this host at {config.host}")
+        detail = (
+            f"looking up {config.broker.host} took {forwards_s:.1f} s, and the reverse lookup of {config.host} "
+            f"{backwards_s:.1f} s"
+        )
+        return warning(name, detail, "put the cluster's hosts into /etc/hosts, or repair this host's DNS")
+    return ok(name, f"{config.broker.host} is {found[0][4][0]}; other nodes use {config.host} for this host")
 
 
 def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
-    """Ports that the file names must be free, or a running daemon's."""
+    """Check that the configured ports are free or used by a running daemon."""
     named = {"rendezvous_port": config.rendezvous_port, "snapshot_port": config.snapshot_port}
     if config.rendezvous_port and config.rendezvous_port == config.snapshot_port:
-        yield failed("ports", f"{config.snapshot_port} is named twice", "choose another node.snapshot_port")
+        yield failed(
+            "ports",
+            f"rendezvous_port and snapshot_port are both {config.snapshot_port}",
+            "choose another node.snapshot_port",
+        )
         return
     for field, port in named.items():
         if not port:
@@ -98,22 +108,24 @@ def check_ports(config: DaemonConfig) -> Iterator[CheckResult]:
             try:
                 probe.bind(("0.0.0.0", port))
             except OSError as error:
-                remedy = f"choose another node.{field}; or is the daemon running already?"
+                remedy = f"choose another node.{field}, unless the node is already running"
                 yield warning("ports", f"{port} ({field}): {error.strerror}", remedy)
             else:
                 yield ok("ports", f"{port} ({field}) is free")
 
 
 def check_directory(name: str, path: Path) -> CheckResult:
-    """It can be written, or made."""
+    """Check that a directory can be written, or created."""
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        return failed(name, f"{there} cannot be written", "let this user write it, or name another one")
+        return failed(
+            name, f"{there} cannot be written", "let this user write there, or name another directory"
+        )
     return ok(name, f"{path}: {shutil.disk_usage(there).free / _GIB:.1f} GiB free")
 
 
 def check_torch(config: DaemonConfig) -> CheckResult:
-    """In a process of its own: the daemons never load torch."""
+    """Check torch in a separate process, because daemons never load it."""
     name = "torch"
     try:
         done = subprocess.run(
@@ -126,19 +138,20 @@ def check_torch(config: DaemonConfig) -> CheckResult:
         found = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError) as error:
         last = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1:]
-        return failed(name, f"it cannot be imported: {' '.join(last)}", f"{sys.executable} -c 'import torch'")
+        remedy = f"install it; to see the error, run {sys.executable} -c 'import torch'"
+        return failed(name, f"it cannot be imported: {' '.join(last)}", remedy)
     devices = found["devices"]
     detail = f"{found['torch']}, " + (f"{len(devices)} × {devices[0]}" if devices else "no GPU")
     if devices and config.devices > len(devices):
-        remedy = f"node.devices = {len(devices)}"
-        return failed(name, f"{detail}, and node.devices is {config.devices}", remedy)
+        remedy = f"set node.devices = {len(devices)}"
+        return failed(name, f"{detail}, but node.devices is {config.devices}", remedy)
     if not found["gloo"]:
         return warning(name, f"{detail}, without gloo", 'set backend = "nccl" in job files')
     return ok(name, detail)
 
 
 def _file_system(path: Path) -> str:
-    """Of the mount that ``path`` is on."""
+    """Return the type of the file system that holds ``path``."""
     best, kind = "", "unknown"
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, found, *_ = line.split()

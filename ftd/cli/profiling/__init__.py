@@ -1,1 +1,1 @@
-"""Measuring a job's model and the network between devices, each in a process of its own that has torch."""
+"""Measures a job's model and the network between devices, each in a separate process that loads torch."""

@@ -1,4 +1,4 @@
-"""What was measured, as a profile file: the planner's part, the raw part, and where it comes from."""
+"""Turns measurements into a profile file: the values for the planner, the raw data, and their origin."""
 
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +20,10 @@ from runtime.wire.measurement import LayerMeasurements, LinkMeasurements
 def build_profile_document(
     job: str, layers: LayerMeasurements, links: LinkMeasurements | None, devices_per_node: int
 ) -> ProfileDocument:
-    """:param links: ``None`` where the network was not measured."""
+    """Return the content of the profile file.
+
+    :param links: ``None`` if the network was not measured.
+    """
     profile = layers.profile
     entries = [
         msgspec.convert(
@@ -68,17 +71,20 @@ def _entry(fit: LinkFit) -> LinkEntry:
 def _measured(layers: LayerMeasurements, network: NetworkEntry | None) -> tuple[str, ...]:
     counts = sorted({entry.rows for rows in layers.rows for entry in rows}, reverse=True)
     said = [
-        f"the passes of each layer on one device, on {_listed(counts)} rows: medians behind a warm-up",
-        "bytes of parameters, gradients, optimizer state, what autograd keeps, what goes to the next layer",
+        f"forward and backward pass of each layer on one device, with {_listed(counts)} rows: medians after a "
+        "warm-up",
+        "bytes of parameters, gradients, optimizer state, of what autograd holds, and of each layer's output",
     ]
     ways = {
         "fully": all(layer.full is not None for layer in layers.profile.layers),
         "selectively": all(layer.selective is not None for layer in layers.profile.layers),
     }
     if known := " and ".join(way for way, there in ways.items() if there):
-        said.append(f"what each layer keeps and how much longer it takes where it recomputes {known}")
+        said.append(f"bytes that each layer holds, and its additional time, if it recomputes {known}")
     if network is not None:
-        said.append(f"point to point and all-reduce between {network.where}; link and ring are fitted to it")
+        said.append(
+            f"point-to-point transfers and all-reduces between {network.where}; link and ring are fitted to them"
+        )
     return tuple(said)
 
 
@@ -89,27 +95,29 @@ def _stated(
     said = []
     if devices_per_node > 1:
         said.append(
-            "a stage of several devices takes what one device was measured to take for the fullest's rows"
+            "a stage of several devices takes the measured time of one device for the rows of the fullest device"
         )
         if layers.profile.shard_problem is None:
             said.append(
-                "a stage of shards takes that and what its devices gather and reduce, computed from bytes and "
+                "a stage of shards also takes the time to gather and reduce, computed from bytes and "
                 + ("inner" if network is not None else "ftd's default network")
             )
         if any(layer.tensor is not None for layer in layers.profile.layers):
             said.append(
-                "a tensor-parallel stage takes its part of one device's time, and what its devices exchange, computed "
-                "from bytes"
+                "a tensor-parallel stage takes its share of the time of one device, and the time of its exchanges, "
+                "computed from bytes"
             )
     if devices_per_node < rows:
         behind = f"more than {devices_per_node}" if devices_per_node > 1 else "several"
         said.append(f"a stage of {behind} devices, d, takes ⌈{rows} / d⌉ / {rows} of the time of one")
-    said += [f"not measured, so the model ⌈rows / d⌉ / rows stands: {why[:500]}" for why in layers.unmeasured]
+    said += [
+        f"not measured, so the model ⌈rows / d⌉ / rows is used: {why[:500]}" for why in layers.unmeasured
+    ]
     said += [f"no layer is recomputed selectively: {why[:500]}" for why in layers.unselectable]
     if network is None:
-        said.append("nothing was measured of the network: ftd's default, 0.1 ms and 1e9 bytes a second")
+        said.append("the network was not measured: ftd's default is used, 0.1 ms and 1e9 bytes per second")
     else:
-        said.append("link and ring are as those between the devices of this one host")
+        said.append("link and ring between hosts are assumed to equal those between devices of this host")
     return tuple(said)
 
 

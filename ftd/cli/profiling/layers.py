@@ -1,4 +1,4 @@
-"""A job's model, measured layer by layer on this machine's own device."""
+"""Measures a job's model layer by layer on this machine's own device."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def measure_profile(
     job: "Job", told: ProgressCallback = lambda done, total: None, *, activation_checkpointing: str
 ) -> "ModelProfile":
-    """The profile that the planner takes; of the network nothing is known.
+    """Return the profile for the planner, without a measured network.
 
-    :param activation_checkpointing: what is planned with, whatever the job says.
-    :param told: called with how many layers are measured, and of how many.
-    :raises ConfigurationError: the training function, or what it returns, cannot be used.
+    :param activation_checkpointing: kind to plan with, whatever the job says. :param told: called with the
+    number of measured layers and of all layers. :raises ConfigurationError: the training function, or what it
+    returns, cannot be used.
     """
     from planner.values import ModelProfile
 
@@ -31,9 +31,9 @@ def measure_profile(
 async def measure_layers(
     job: "Job", told: ProgressCallback, *, activation_checkpointing: str = "auto"
 ) -> "LayerMeasurements":
-    """All that was measured, by default with every way to recompute.
+    """Return all measurements, by default with every kind of recomputation.
 
-    :raises ConfigurationError: as above.
+    :raises ConfigurationError: as for ``measure_profile``.
     """
     from runtime.wire.measurement import LayerMeasurements
 

@@ -1,4 +1,4 @@
-"""What it takes to move bytes between the devices of this machine, measured, and as a straight line."""
+"""Measures transfers between the devices of this machine, and fits a linear model to them."""
 
 import secrets
 from collections.abc import Sequence
@@ -17,25 +17,28 @@ from runtime.wire.measurement import LinkMeasurementRequest, LinkMeasurements
 MOST_MEMBERS = 4
 _BUDGET_S = 3.0
 _TIMEOUT_S = 60.0
-"""Of all, with the start of torch in it: much later than ever, if nothing is broken."""
+"""Timeout of the whole measurement, including the start of torch; far above the time of a working one."""
 _MOST_BYTES_PER_S = 1e15
 _LEAST_SHARE = 0.01
-"""Of the largest message's time, taken by its bytes where no slope is seen: no bandwidth is infinite."""
+"""Smallest share of the largest message's time that its bytes take, so that a flat measurement gives no infinite
+bandwidth.
+"""
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFit:
-    """A link that explains measurements, and how well it does."""
+    """Link fitted to measurements, and the quality of the fit."""
 
     link: Link
     error: float
-    """By which a measurement typically differs: 0.1 is a tenth more or less. Exactly, e to the root of the
-    mean squared logarithm of the ratio, less 1."""
+    """Typical relative deviation of a measurement: 0.1 is a tenth more or less. Exactly: e to the power of the
+    root mean square of the logarithm of the ratio, minus 1.
+    """
 
 
 async def measure_links(backend: str, told: ProgressCallback) -> LinkMeasurements:
-    """Point to point and all-reduce between processes of this machine.
+    """Measure point-to-point transfers and all-reduces between processes of this machine.
 
     :raises InternalError: the processes failed, or took too long.
     """
@@ -54,13 +57,16 @@ async def measure_links(backend: str, told: ProgressCallback) -> LinkMeasurement
 
 
 def fit_link(links: LinkMeasurements) -> LinkFit:
-    """One way from stage to stage: latency + bytes / bandwidth."""
+    """Fit a transfer from stage to stage, one way: latency + bytes / bandwidth."""
     return _fit([(1.0, float(sent.size_bytes), sent.time.median_ms) for sent in links.sent])
 
 
 def fit_ring(links: LinkMeasurements) -> LinkFit:
-    """One hop of a ring: an all-reduce of s bytes among g is 2·(g − 1) hops of s / g bytes each, which is how
-    the planner counts it (``planner.values.ModelProfile.ring``)."""
+    """Fit one hop of a ring.
+
+    An all-reduce of s bytes among g devices is 2·(g − 1) hops of s / g bytes each, as the planner counts it
+    (``planner.values.ModelProfile.ring``).
+    """
     points = []
     for reduced in links.reduced:
         hops = 2.0 * (reduced.members - 1)
@@ -69,13 +75,13 @@ def fit_ring(links: LinkMeasurements) -> LinkFit:
 
 
 def _fit(points: Sequence[tuple[float, float, float]]) -> LinkFit:
-    """Least squares of the logarithms: twice too long is as far off as twice too short, at any size.
+    """Fit by least squares of logarithms: twice too long is as wrong as twice too short, at any size.
 
-    :param points: at least two of (latencies, bytes, milliseconds) with different shares of the two.
+    :param points: at least two of (latencies, bytes, milliseconds) with different ratios of the first two.
     """
     table = np.array(points)
     factors, times_ms = table[:, :2], np.maximum(table[:, 2], 1e-9)
-    # Unknowns as shares of the least latency and of the largest message's time: both are about 1.
+    # Scale the unknowns by the smallest latency and the time per byte of the largest message: both are about 1.
     largest = int(np.argmax(factors[:, 1]))
     scale = np.array([np.min(times_ms / factors[:, 0]), times_ms[largest] / factors[largest, 1]])
 

@@ -1,7 +1,7 @@
-"""A measuring process: started, listened to line by line, and always ended.
+"""Starts a measuring process, reads its answers line by line, and always ends it.
 
-This process never loads torch, so all measuring is done by ``python -m runtime.…``, which answers as
-``runtime.wire.measurement`` says.
+This process never loads torch, so ``python -m runtime.…`` does all measuring and answers in the format of
+``runtime.wire.measurement``.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from ftd.errors import ConfigurationError, InternalError
 from runtime.wire.measurement import INVALID_EXIT, LayerMeasurements, LinkMeasurements, Progress
 
 ProgressCallback = Callable[[int, int], None]
-"""Called with how much of the measuring is done, and of how much."""
+"""Called with the number of completed measurements and of all measurements."""
 Answer = TypeVar("Answer", LayerMeasurements, LinkMeasurements)
 
 _MAX_LINE_BYTES = 64 * 1024 * 1024
 _KEPT_LINES = 200
-"""Of what the process says on stderr: enough for a traceback, whatever the user's code prints before."""
+"""Lines of stderr to hold: enough for a traceback, whatever the user's code prints before."""
 
 
 async def run_measurement(
@@ -34,17 +34,17 @@ async def run_measurement(
     told: ProgressCallback,
     timeout_s: float | None = None,
 ) -> Answer:
-    """Run ``python -m module`` on an order and wait for its answer.
+    """Run ``python -m module`` with an order on its standard input, and return its answer.
 
-    It has as many threads as a trainer has, unless the environment says otherwise.
+    The process has as many threads as a trainer, unless the environment says otherwise.
 
-    :param timeout_s: of all; ``None`` where only the user's code knows how long it takes.
-    :raises ConfigurationError: the user has to change something.
-    :raises InternalError: the process failed, or took too long.
+    :param timeout_s: for the whole process; ``None`` if its duration depends on the user's code. :raises
+    ConfigurationError: the user has to change something. :raises InternalError: the process failed, or took
+    too long.
     """
     threads = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
     process = await asyncio.create_subprocess_exec(
-        # Safe path: a planner.py in the current directory must not be imported for ours.
+        # -P: a planner.py in the current directory must not be imported instead of ours.
         *(sys.executable, "-P", "-m", module, "--parent", str(os.getpid()), *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
@@ -66,7 +66,7 @@ async def run_measurement(
             process.kill()
             await process.wait()
     if code == INVALID_EXIT:
-        raise ConfigurationError(said[-1] if said else "it failed", field="training")
+        raise ConfigurationError(said[-1] if said else "measuring failed", field="training")
     if code != 0 or found is None:
         raise InternalError(f"measuring failed ({module}, exit code {code}):\n" + "\n".join(said))
     return found

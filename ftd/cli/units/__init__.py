@@ -1,1 +1,1 @@
-"""What ``ftd install`` puts on a host: systemd units, a user, directories, a sample configuration."""
+"""Files that ``ftd install`` puts on a host: systemd units, a user, directories, and a sample configuration."""

@@ -1,4 +1,4 @@
-"""Writing what ``ftd install`` makes, and saying what was done and what to do next."""
+"""Writes the files of ``ftd install``, and lists what to do next."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ class InstalledFile:
     text: str
     mode: int = 0o644
     keep: bool = False
-    """What is there already stays: it is the user's."""
+    """Whether an existing file stays unchanged, because it belongs to the user."""
 
 
 def files_for(role: Role, layout: InstallPaths) -> tuple[InstalledFile, ...]:
-    """All of them, with their final paths."""
+    """Return all files with their final paths."""
     return (
         InstalledFile(path=Path("/etc/systemd/system") / unit_name(role), text=unit_text(role, layout)),
         InstalledFile(path=Path("/etc/sysusers.d/ftd.conf"), text=sysusers_text()),
@@ -35,14 +35,14 @@ def files_for(role: Role, layout: InstallPaths) -> tuple[InstalledFile, ...]:
 
 
 def sample_config() -> str:
-    """A commented ftd.toml for a host."""
+    """Return a commented ftd.toml for a host."""
     return resources.files("ftd.cli.units").joinpath("ftd.toml").read_text(encoding="utf-8")
 
 
 def write_files(files: tuple[InstalledFile, ...], root: Path) -> Iterator[tuple[Path, Outcome]]:
-    """Write the files below ``root``, one by one, each whole or not at all.
+    """Write the files below ``root`` one by one, each atomically.
 
-    :raises ConfigurationError: one cannot be written; those before it are.
+    :raises ConfigurationError: a file cannot be written; those before it have been.
     """
     for file in files:
         path = root / file.path.relative_to("/")
@@ -67,13 +67,13 @@ def _write(file: InstalledFile, path: Path) -> Outcome:
                 draft.unlink()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        remedy = "run it as root, or see with --dry-run what would be written"
+        remedy = "run the command as root, or add --dry-run to see what would be written"
         raise ConfigurationError(f"{path} cannot be written: {reason}", remedy=remedy) from None
     return "written"
 
 
 def hidden_from_others(executable: Path) -> Path | None:
-    """The first directory on the way to ``executable`` that another user cannot enter, or the file itself."""
+    """Return the first directory on the way to ``executable`` that other users cannot enter, or the file itself."""
     for path in (*reversed(executable.parents), executable):
         if not path.stat().st_mode & stat.S_IXOTH:
             return path
@@ -81,12 +81,12 @@ def hidden_from_others(executable: Path) -> Path | None:
 
 
 def next_steps(role: Role) -> tuple[str, ...]:
-    """Commands, in order."""
+    """Return the commands to run next, in order."""
     return (
         "systemd-sysusers",
         "systemd-tmpfiles --create",
         "head -c 24 /dev/urandom | base64 | install -m 640 -g ftd /dev/stdin /etc/ftd/secret  "
-        "# once: the other hosts get a copy",
+        "# on one host; copy it to the others",
         "${EDITOR:-vi} /etc/ftd/ftd.toml",
         f"ftd config check --config /etc/ftd/ftd.toml{' --node' if role == 'node' else ''}",
         "systemctl daemon-reload",

@@ -1,6 +1,7 @@
-"""The texts of the files: units that keep the daemons running, and away from what is not theirs.
+"""Texts of the installed files: units that keep the daemons running and restrict their access.
 
-Settings are those of systemd.exec(5), systemd.service(5); the comments say why where it is not plain.
+Settings are those of systemd.exec(5) and systemd.service(5); comments give the reason where it is not
+obvious.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ NoNewPrivileges=yes
 CapabilityBoundingSet=
 AmbientCapabilities=
 ProtectSystem=strict
-# Training scripts may lie in a home; nothing there is changed.
+# Training scripts may be in a home directory; nothing there is changed.
 ProtectHome=read-only
 PrivateTmp=yes
 ProtectProc=invisible
@@ -40,7 +41,7 @@ UMask=0077
 """
 
 _GPUS = """\
-# GPUs and fast networks, where there are any; no other devices.
+# GPUs and fast networks, if there are any; no other devices.
 DevicePolicy=closed
 DeviceAllow=char-nvidia* rw
 DeviceAllow=char-drm rw
@@ -51,13 +52,13 @@ DeviceAllow=char-infiniband* rw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstallPaths:
-    """Where things are on the host."""
+    """Paths on the host."""
 
     executable: Path
-    """Of ``ftd``; its virtual environment comes with it."""
+    """Program ``ftd``; it uses its own virtual environment."""
     config: Path = Path("/etc/ftd/ftd.toml")
     writable: Sequence[Path] = ()
-    """Beside the state directory and shared memory: where persistent checkpoints go."""
+    """Directories for persistent checkpoints, besides the state directory and shared memory."""
 
 
 def unit_name(role: Role) -> str:
@@ -65,19 +66,19 @@ def unit_name(role: Role) -> str:
 
 
 def unit_text(role: Role, layout: InstallPaths) -> str:
-    """A hardened ``Type=notify`` unit."""
-    what = "this host's part in an ftd cluster" if role == "node" else "coordinates an ftd cluster"
+    """Return a hardened ``Type=notify`` unit."""
+    what = "this host's node of an ftd cluster" if role == "node" else "coordinator of an ftd cluster"
     paths = "".join(f"ReadWritePaths={path}\n" for path in layout.writable)
     return (
         f"[Unit]\nDescription=ftd {role}: {what}\n"
         "Wants=network-online.target\nAfter=network-online.target\n"
-        "# It is started again for as long as it takes.\n"
+        "# Restart it without a limit.\n"
         "StartLimitIntervalSec=0\n\n"
         f"[Service]\nType=notify\nNotifyAccess=main\nUser={USER}\nGroup={USER}\n"
         f"ExecStart={layout.executable} {role} --config {layout.config}\n"
         f"{_NODE if role == 'node' else _COORDINATOR}"
         "Restart=always\nRestartSec=2\n"
-        "# 2: the configuration is wrong; starting again would not help.\n"
+        "# Exit code 2: the configuration is wrong, and a restart would not help.\n"
         "RestartPreventExitStatus=2\n"
         "WatchdogSec=30\nTimeoutStartSec=120\n"
         "Environment=PYTHONUNBUFFERED=1\n"
@@ -90,15 +91,15 @@ def unit_text(role: Role, layout: InstallPaths) -> str:
 
 
 def _streaming() -> str:
-    """Large copies (snapshots made, decoded, written) pass the caches by; trainers inherit it."""
+    """Return variables that let large copies of snapshots bypass the caches; trainers inherit them."""
     return "".join(f"Environment={name}={value}\n" for name, value in streaming_environment({}).items())
 
 
 _NODE = """\
-# SIGTERM to the daemon alone: it leaves in good order, its trainers with it; what is left then is killed.
+# SIGTERM goes only to the daemon, which leaves gracefully and ends its trainers; remaining processes are killed.
 KillMode=mixed
 TimeoutStopSec=45
-# A trainer that takes too much memory must not take the daemon along.
+# If a trainer takes too much memory, the daemon must survive.
 OOMPolicy=continue
 LimitNOFILE=65536
 # Pinned and shared memory for snapshots.
@@ -115,10 +116,10 @@ LimitCORE=0
 
 
 def sysusers_text() -> str:
-    """sysusers.d(5): a system user, whose shared memory logind does not remove (RemoveIPC)."""
+    """Return the sysusers.d(5) file: a system user, because logind keeps the shared memory of those (RemoveIPC)."""
     return f'u {USER} - "ftd training daemons" /var/lib/ftd\n'
 
 
 def tmpfiles_text() -> str:
-    """tmpfiles.d(5): the configuration's directory, and the one in shared memory that snapshots live in."""
+    """Return the tmpfiles.d(5) file: the directories of the configuration and of snapshots in shared memory."""
     return f"d /etc/ftd 0750 root {USER} -\nd /dev/shm/ftd 0700 {USER} {USER} -\n"

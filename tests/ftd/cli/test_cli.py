@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, messages, JSON; and that torch stays out of our processes."""
+"""Tests of the command line: help, exit codes, messages and JSON, and that our own processes never load torch."""
 
 import asyncio
 import dataclasses
@@ -53,7 +53,7 @@ COMMANDS = [
 
 
 def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    surroundings = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("FTD_")}
     return subprocess.run(
         [sys.executable, "-m", "ftd.cli.main", *arguments],
         check=False,
@@ -61,7 +61,7 @@ def ftd(*arguments: str, directory: Path, **environment: str) -> "subprocess.Com
         text=True,
         timeout=240,
         cwd=ROOT,
-        env={**surroundings, "XDG_RUNTIME_DIR": str(directory / "run"), "COLUMNS": "200", **environment},
+        env={**inherited, "XDG_RUNTIME_DIR": str(directory / "run"), "COLUMNS": "200", **environment},
     )
 
 
@@ -75,7 +75,7 @@ def test_every_command_has_help_with_an_example(
 
 
 @pytest.mark.parametrize("group", ["", "snapshot", "chaos", "checkpoint", "config", "data"])
-def test_summaries_of_commands_read_whole_at_80_columns(
+def test_command_summaries_fit_into_80_columns(
     group: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, out, _ = ftd_here(*group.split(), "--help", patch=monkeypatch, said=capsys, columns=80)
@@ -112,7 +112,7 @@ def test_usage_and_configuration_errors(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # No cluster is found there.
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # Hides local clusters.
     found, _, err = ftd_here(*arguments, patch=monkeypatch, said=capsys)
     assert found == code
     assert says in err
@@ -137,10 +137,10 @@ def test_a_broker_without_a_coordinator_is_exit_code_3(tmp_path: Path, mosquitto
     assert "no coordinator answers" in done.stderr and "'lab'" in done.stderr
 
 
-def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
-    """Three things look alike from here: nobody is there, nobody leads, the broker hands nothing on."""
+def test_a_missing_answer_names_the_possible_causes() -> None:
+    """Three causes look the same to a client: no coordinator, no leader, and a broker that does not deliver."""
 
-    async def said(state: dict[str, Any], topic: str | None = None) -> str:
+    async def message_for(state: dict[str, Any], topic: str | None = None) -> str:
         broker = BrokerAddress(host="h", port=1, username="grafana", password="x")
         client = ClusterClient(ClusterAddress(broker=broker, cluster="lab"))
         if state:
@@ -149,16 +149,16 @@ def test_who_gets_no_answer_is_told_what_may_be_wrong() -> None:
             await client.request(StatusRequest(**client.envelope()), topic=topic, timeout_s=0.01)
         return str(caught.value)
 
-    assert "is it running" in asyncio.run(said({}))
-    assert "host-a leads" in asyncio.run(said({"leader": "host-a"}))
-    assert "may grafana write there (ftd acl)" in asyncio.run(said({"leader": "host-a"}))
-    assert "it was stopped" in asyncio.run(said({"phase": "UNREACHABLE", "reason": "it was stopped"}))
-    assert "is the node up, and may grafana" in asyncio.run(said({}, "ftd/v2/lab/chaos/host-a"))
+    assert "is it running" in asyncio.run(message_for({}))
+    assert "host-a leads" in asyncio.run(message_for({"leader": "host-a"}))
+    assert "may grafana write there (ftd acl)" in asyncio.run(message_for({"leader": "host-a"}))
+    assert "it was stopped" in asyncio.run(message_for({"phase": "UNREACHABLE", "reason": "it was stopped"}))
+    assert "is the node up, and may grafana" in asyncio.run(message_for({}, "ftd/v2/lab/chaos/host-a"))
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, mosquitto: RunningBroker) -> Iterator[dict[str, str]]:
-    """A coordinator; the environment that leads to it."""
+    """Start a coordinator and yield the environment by which commands find it."""
     config = tmp_path / "ftd.toml"
     config.write_text(f'[broker]\nurl = "{mosquitto.address.url}"\n[coordinator]\nstate_dir = "state"\n')
     process = subprocess.Popen(
@@ -185,7 +185,7 @@ def test_a_session_with_a_cluster(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def run(*arguments: str, code: int = 0) -> str:
-        """What the command says: on standard output where it ends well."""
+        """Return standard output if the command succeeds, otherwise standard error."""
         found, out, err = ftd_here(*arguments, patch=monkeypatch, said=capsys, **cluster)
         assert found == code, err
         return out if code == 0 else err
@@ -204,7 +204,7 @@ def test_a_session_with_a_cluster(
     assert "JobSubmitted" in run("events", "--last", "1")
 
     once = run("top", "--once")
-    assert "WAITING" in once and once.startswith("╭"), "a picture alone"
+    assert "WAITING" in once and once.startswith("╭"), "the view alone"
     page = tmp_path / "mlp.html"
     run("report", "mlp", "--html", str(page))
     assert "under way, begun" in page.read_text()
@@ -239,8 +239,8 @@ def test_waiting_for_a_job_ends_with_it(tmp_path: Path, cluster: dict[str, str])
     assert waiting.wait(100) == 1
 
 
-def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str]) -> None:
-    # A shell that runs the tests in the background has Ctrl-C ignored, and children inherit that.
+def test_events_follow_prints_new_events(tmp_path: Path, cluster: dict[str, str]) -> None:
+    # A shell that runs the tests in the background ignores Ctrl-C, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     follower = subprocess.Popen(
         [sys.executable, "-m", "ftd.cli.main", "events", "--follow", "--json"],
@@ -261,12 +261,12 @@ def test_following_shows_what_happens_now(tmp_path: Path, cluster: dict[str, str
     ("content", "says"),
     [
         (None, "cannot be read"),
-        ("{", "is no report"),
+        ("{", "is not a report"),
         ('{"schema": 7}', "schema is 7"),
-        ("[]", "is no report"),
+        ("[]", "is not a report"),
     ],
 )
-def test_a_file_that_is_no_report_is_said_to_be_none(tmp_path: Path, content: str | None, says: str) -> None:
+def test_a_file_that_is_not_a_report_is_rejected(tmp_path: Path, content: str | None, says: str) -> None:
     file = tmp_path / "run.json"
     if content is not None:
         file.write_text(content)
@@ -315,7 +315,7 @@ def measured_job(directory: Path) -> Path:
         ("pyomo", "raise ImportError('not here')", "Pyomo cannot be imported (not here)"),
     ],
 )
-def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
+def test_a_broken_solver_does_not_prevent_planning(
     tmp_path: Path, module: str, content: str, says: str
 ) -> None:
     (tmp_path / f"{module}.py").write_text(content)
@@ -340,7 +340,7 @@ def test_a_plan_is_made_where_the_solver_that_checks_it_is_broken(
 def test_a_training_function_that_fails_is_a_configuration_error(
     tmp_path: Path, script: str, says: str
 ) -> None:
-    """What is wrong with what it returns is in ``test_training``."""
+    """``test_training`` covers wrong return values of the function."""
     (tmp_path / "train.py").write_text(script)
     job = tmp_path / "job.toml"
     job.write_text(
@@ -371,7 +371,7 @@ def test_our_processes_do_not_load_torch(module: str) -> None:
     assert done.stdout.strip() == ""
 
 
-def test_the_command_line_starts_without_what_only_daemons_need() -> None:
+def test_the_command_line_does_not_load_modules_that_only_daemons_need() -> None:
     heavy = {"pyomo", "numpy", "scipy", "aiomqtt", "rich", "uvloop", "torch", "amqtt"}
     script = "import sys, ftd.cli.main; print(*sys.modules)"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""``ftd checkpoint``: what a user sees of persistent checkpoints."""
+"""Tests of ``ftd checkpoint``."""
 
 import json
 import subprocess
@@ -35,11 +35,11 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def told(*arguments: str, code: int = 0) -> dict[str, Any]:
+def json_of(*arguments: str, code: int = 0) -> dict[str, Any]:
     return json.loads(run(*arguments, "--json", code=code))
 
 
-def refusal(*arguments: str) -> CheckpointError | ConfigurationError:
+def error_of(*arguments: str) -> CheckpointError | ConfigurationError:
     error = CliRunner().invoke(app, ["checkpoint", *arguments]).exception
     assert isinstance(error, CheckpointError | ConfigurationError), error
     return error
@@ -51,10 +51,10 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_list_has_the_newest_first_and_what_was_passed_over(kept: Path) -> None:
+def test_list_shows_the_newest_first_and_the_skipped_ones(kept: Path) -> None:
     CheckpointStore.at(str(kept)).begin(9)
     (kept / "step-000000000005" / "layer-0001.bin").unlink()
-    answer = told("list", str(kept))
+    answer = json_of("list", str(kept))
     assert [one["step"] for one in answer["checkpoints"]] == [7]
     assert answer["checkpoints"][0]["vote"] == {"loss": 2.5, "gradient_norm": 1.0}
     assert len(answer["problems"]) == 1 and len(answer["unfinished"]) == 1
@@ -62,33 +62,33 @@ def test_list_has_the_newest_first_and_what_was_passed_over(kept: Path) -> None:
     assert "gpt" in page and "2.5000" in page and "layer-0001.bin is missing" in page
 
 
-def test_list_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_list(tmp_path: Path) -> None:
     assert "no complete checkpoint" in run("list", str(tmp_path))
-    assert told("list", f"memory://{tmp_path}")["checkpoints"] == []
+    assert json_of("list", f"memory://{tmp_path}")["checkpoints"] == []
 
 
-def test_verify_says_sound_and_damaged_and_ends_with_one(kept: Path) -> None:
+def test_verify_reports_corrupt_checkpoints_with_exit_code_1(kept: Path) -> None:
     assert run("verify", str(kept)).count("sound") == 2
     flip(kept / "step-000000000007" / "layer-0002.bin")
-    answer = told("verify", str(kept), code=1)
+    answer = json_of("verify", str(kept), code=1)
     assert [bool(one["problems"]) for one in answer["checkpoints"]] == [True, False]
     page = run("verify", str(kept), code=1)
     assert "DAMAGED" in page and "layer-0002.bin" in page
     assert "sound" in run("verify", str(kept), "--step", "5")
     (kept / "step-000000000007" / "manifest.json").unlink()
-    assert len(told("verify", str(kept), code=1)["problems"]) == 1
+    assert len(json_of("verify", str(kept), code=1)["problems"]) == 1
 
 
-def test_verify_has_nothing_against_one_that_is_being_written(kept: Path) -> None:
+def test_verify_accepts_a_checkpoint_that_is_being_written(kept: Path) -> None:
     CheckpointStore.at(str(kept)).begin(9)
-    answer = told("verify", str(kept))
+    answer = json_of("verify", str(kept))
     assert answer["problems"] == [] and "step-000000000009" in answer["unfinished"][0]
     assert "it is being written, or its writer was stopped" in " ".join(run("verify", str(kept)).split())
 
 
-def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_an_export(kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
-    answer = told("export", str(kept), str(file), "--format", "safetensors", "--step", "5")
+    answer = json_of("export", str(kept), str(file), "--format", "safetensors", "--step", "5")
     assert answer["tensors"] == 2 * LAYERS and answer["size_bytes"] == file.stat().st_size
     read = dict(safetensors.deserialize(file.read_bytes()))
     assert set(read) == {f"{layer}.{name}" for layer in range(LAYERS) for name in ("weight", "seen")}
@@ -105,24 +105,23 @@ def test_export_is_what_the_package_reads(kept: Path, tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
-def test_every_type_is_exported_or_refused() -> None:
-
+def test_every_type_is_exported_or_rejected() -> None:
     assert set(DTYPE_BYTES) - set(DTYPE_NAMES) == {"complex128"}
 
 
-def test_a_damaged_layer_is_not_exported_and_the_old_file_stays(kept: Path, tmp_path: Path) -> None:
+def test_a_corrupt_layer_is_not_exported_and_the_old_file_stays(kept: Path, tmp_path: Path) -> None:
     file = tmp_path / "out.safetensors"
     file.write_text("old")
     flip(kept / "step-000000000007" / "layer-0002.bin")
-    assert "layer-0002.bin" in str(refusal("export", str(kept), str(file), "--format", "safetensors"))
+    assert "layer-0002.bin" in str(error_of("export", str(kept), str(file), "--format", "safetensors"))
     assert file.read_text() == "old"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kept", "out.safetensors"]
 
 
-def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
+def test_errors_name_the_wrong_input(kept: Path, tmp_path: Path) -> None:
     out = str(tmp_path / "x.safetensors")
     for arguments, words in (
-        (("list", str(tmp_path / "nowhere")), "not there"),
+        (("list", str(tmp_path / "nowhere")), "does not exist"),
         (("verify", str(tmp_path)), "has no checkpoint"),
         (("verify", str(kept), "--step", "6"), "no checkpoint of step 6; complete ones: 7, 5"),
         (("export", str(kept), out, "--format", "safetensors", "--step", "6"), "no checkpoint of step 6"),
@@ -130,10 +129,10 @@ def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
         (("list", "nosuch://x"), "nosuch"),
         (("export", str(kept), str(tmp_path), "--format", "safetensors"), "OUTPUT: "),
         (("export", str(kept), "/proc/x", "--format", "huggingface"), "cannot be written"),
-        (("export", str(kept), str(kept), "--format", "torch"), "is there already"),
-        (("export", str(kept), out, "--format", "torch", "--merge"), "torch has no such option"),
-        (("export", str(kept), out, "--format", "torch", "--dtype", "float16"), "the very numbers"),
-        (("export", str(kept), out, "--format", "huggingface", "--max-shard-size", "5"), "is no size"),
+        (("export", str(kept), str(kept), "--format", "torch"), "already exists"),
+        (("export", str(kept), out, "--format", "torch", "--merge"), "it does not apply to --format torch"),
+        (("export", str(kept), out, "--format", "torch", "--dtype", "float16"), "the exact numbers"),
+        (("export", str(kept), out, "--format", "huggingface", "--max-shard-size", "5"), "is not a size"),
         (
             ("export", str(kept), out, "--format", "huggingface", "--files-from", "no"),
             "no is not a directory",
@@ -141,13 +140,13 @@ def test_bad_input_is_named(kept: Path, tmp_path: Path) -> None:
         (("export", str(kept), str(tmp_path / "no" / "x"), "--format", "torch"), "does not exist"),
         (("export", str(kept), "/proc/x", "--format", "safetensors"), "cannot be written"),
     ):
-        assert words in str(refusal(*arguments))
+        assert words in str(error_of(*arguments))
     run("verify", str(kept), "--step", "-1", code=2)
     run("export", str(kept), out, code=2)
     run("export", str(kept), out, "--format", "pickle", code=2)
 
 
-def test_sizes_are_read() -> None:
+def test_sizes_are_parsed() -> None:
     sizes = {"5GB": 5 * 10**9, "1.5 MiB": 1.5 * 2**20, "10b": 10, "2TB": 2 * 10**12}
     assert {text: parse_file_size(text, "x") for text in sizes} == sizes
 

@@ -1,4 +1,4 @@
-"""``ftd data``: a tokenizer and a token file of the standard library's sources, without torch."""
+"""Tests of ``ftd data``: a tokenizer and a token file of the standard library's sources, without torch."""
 
 import json
 import os
@@ -38,7 +38,9 @@ def ftd_without_torch(*arguments: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
-def test_a_tokenizer_and_a_token_file_of_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_becomes_a_tokenizer_and_a_token_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     tokenizer, out = str(tmp_path / "tokenizer"), tmp_path / "tokens.bin"
     trained = ftd_without_torch(
@@ -72,7 +74,7 @@ def corpus(tmp_path: Path) -> str:
     return str(write_lines(tmp_path / "corpus.jsonl", [{"content": sentence(i)} for i in range(40)]))
 
 
-def test_documents_with_another_ending_or_none(
+def test_documents_may_end_with_another_token_or_none(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer, out = str(make_tokenizer(tmp_path / "tokenizer")), str(tmp_path / "tokens.bin")
@@ -87,7 +89,7 @@ def test_documents_with_another_ending_or_none(
     assert (count(2, "--end-of-text", "<|mask|>"), count(0, "--end-of-text", "<|mask|>")) == (40, 0)
 
 
-def test_facts_that_are_not_the_token_file_s_are_an_error(tmp_path: Path, corpus: str) -> None:
+def test_facts_that_contradict_the_token_file_are_an_error(tmp_path: Path, corpus: str) -> None:
     from runtime.sources.errors import DataError
 
     tokenizer, out = str(make_tokenizer(tmp_path / "tokenizer")), tmp_path / "tokens.bin"
@@ -109,26 +111,29 @@ def test_facts_that_are_not_the_token_file_s_are_an_error(tmp_path: Path, corpus
     [
         (["tokenize", "{corpus}", "--out", "{tmp}/a.bin"], 'corpus.jsonl, line 1: there is no field "text"'),
         (["tokenize", "{tmp}/*.txt", "--out", "{tmp}/a.bin"], "no text file matches"),
-        (["tokenize", "{corpus}", "--out", "{tmp}/a.npy"], "--out: a token file has nothing but tokens"),
+        (["tokenize", "{corpus}", "--out", "{tmp}/a.npy"], "--out: a token file has no header"),
         (
             ["tokenize", "{corpus}", "--out", "{corpus}", "--overwrite"],
             "--out: {corpus} is one of the text files",
         ),
-        (["tokenize", "{corpus}", "--out", "{tmp}/old.bin"], "--out: {tmp}/old.bin exists (add --overwrite"),
+        (
+            ["tokenize", "{corpus}", "--out", "{tmp}/old.bin"],
+            "--out: {tmp}/old.bin already exists (add --overwrite",
+        ),
         (["tokenize", "{corpus}", "--out", "{tmp}/no/a.bin"], "--out: {tmp}/no/a.bin cannot be written"),
         (
             ["tokenize", "{corpus}", "--out", "{tmp}/a.bin", "--end-of-text", "a", "--no-end-of-text"],
-            "--end-of-text: a token after documents is both wanted and not wanted",
+            "--end-of-text: --end-of-text and --no-end-of-text exclude each other",
         ),
         (["train-tokenizer", "{corpus}", "--out", "{tmp}/t"], "corpus.jsonl, line 1: there is no field"),
         (["train-tokenizer", "{tmp}/empty.txt", "--out", "{tmp}/t"], "the files have no text"),
         (
             ["train-tokenizer", "{corpus}", "--out", "{tmp}/t", "--vocabulary", "100"],
-            "--vocabulary: 100 tokens are too few for all bytes and the special tokens (give at least 259)",
+            "--vocabulary: 100 tokens are too few for all bytes and special tokens (give at least 259)",
         ),
     ],
 )
-def test_what_cannot_be_prepared(
+def test_errors_name_the_problem_and_nothing_is_written(
     tmp_path: Path,
     corpus: str,
     options: list[str],

@@ -1,4 +1,4 @@
-"""``ftd plan``: the contract of its JSON, the known optima, what it draws, and every kind of bad input."""
+"""Tests of ``ftd plan``: its JSON, known optima, plots, and every kind of bad input."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def profile(tmp_path: Path) -> Path:
 
 
 def ftd(*arguments: object) -> str:
-    """What it prints; whatever it raises comes through."""
+    """Return standard output; exceptions are not caught."""
     done = RUNNER.invoke(app, ["plan", *map(str, arguments)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
@@ -53,31 +53,31 @@ def planned(*arguments: object) -> Any:
     return json.loads(ftd(*arguments, "--json"))
 
 
-def refused(*arguments: object) -> str:
-    """The line of an error that says what to change."""
+def error_of(*arguments: object) -> str:
+    """Return the message of the error."""
     with pytest.raises(ConfigurationError) as caught:
         ftd(*arguments)
     return str(caught.value)
 
 
 def test_the_contract_of_the_json(profile: Path) -> None:
-    told = planned("--profile", profile, "--nodes", 5, "--gpus-per-node", 2, "--microbatches", 20)
-    assert told["schema"] == 2 and 0 < told["planning_s"] < 60
-    assert [row["nodes"] for row in told["templates"]] == [1, 2, 3, 4, 5]
-    for row in told["templates"]:
+    result = planned("--profile", profile, "--nodes", 5, "--gpus-per-node", 2, "--microbatches", 20)
+    assert result["schema"] == 2 and 0 < result["planning_s"] < 60
+    assert [row["nodes"] for row in result["templates"]] == [1, 2, 3, 4, 5]
+    for row in result["templates"]:
         stages = row["stages"]
         assert [stage[0] for stage in stages] == [0, *(stage[1] for stage in stages[:-1])]
         assert stages[-1][1] == 8 and sum(stage[2] for stage in stages) == 2 * row["nodes"]
         assert 0 < row["lower_bound_ms"] <= row["objective_ms"]
         assert row["proved_optimal"] == (row["lower_bound_ms"] == row["objective_ms"])
         assert len(row["stage_costs"]) == len(stages)
-    chosen = told["instantiation"]
+    chosen = result["instantiation"]
     assert sum(one["nodes"] for one in chosen["pipelines"]) == 5 and chosen["idle_nodes"] == 0
-    assert sum(one["microbatches"] for one in chosen["pipelines"]) == 20 == told["microbatches"]
+    assert sum(one["microbatches"] for one in chosen["pipelines"]) == 20 == result["microbatches"]
     assert max(one["step_ms"] for one in chosen["pipelines"]) == chosen["iteration_ms"]
-    assert (told["objective"], told["split"], told["tolerate"]) == ("iteration", "any", 0)
-    assert told["memory_limit_bytes"] is None
-    assert "comparison" not in told and "batch_check" not in told
+    assert (result["objective"], result["split"], result["tolerate"]) == ("iteration", "any", 0)
+    assert result["memory_limit_bytes"] is None
+    assert "comparison" not in result and "batch_check" not in result
 
 
 def test_every_field_of_the_json_is_documented(profile: Path) -> None:
@@ -99,7 +99,7 @@ def test_every_option_is_documented() -> None:
     assert {option for option in options if f"`{option}" not in PAGE} == set()
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_in_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (example,) = re.findall(r"^```json\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
     Path("layers.json").write_text(example)
@@ -114,7 +114,7 @@ KNOWN = [
     ([30.0, 23, 6, 51, 1], 3, 1, 646.0),
     ([1.0] * 8, 8, 1, (8 + 31 + 1) * 1.0),
 ]
-"""The counterexample of the design; equal stages, by the formula: 8·t + (3·8 + 7 − 1)·t + t, k* = 7."""
+"""A counterexample; and equal stages, with the formula 8·t + (3·8 + 7 − 1)·t + t, k* = 7."""
 
 
 @pytest.mark.parametrize(("times", "nodes", "gpus", "optimum_ms"), KNOWN[:1])
@@ -125,12 +125,12 @@ def test_known_optima(
     path = tmp_path / "times.json"
     path.write_text(json.dumps(bare(*times)))
     options = ("--nodes", nodes, "--gpus-per-node", gpus, "--template-nodes", nodes)
-    told = planned("--profile", path, *options, "--objective", "paper", "--split", split)
-    (row,) = told["templates"]
+    result = planned("--profile", path, *options, "--objective", "paper", "--split", split)
+    (row,) = result["templates"]
     assert row["objective_ms"] == row["lower_bound_ms"] == optimum_ms and row["proved_optimal"] is True
 
 
-def test_one_template_is_the_one_of_all(profile: Path) -> None:
+def test_a_single_template_equals_that_among_all(profile: Path) -> None:
     options = ("--profile", profile, "--nodes", 4, "--gpus-per-node", 4, "--objective", "paper")
     every, alone = planned(*options), planned(*options, "--template-nodes", 3)
     assert [row["nodes"] for row in alone["templates"]] == [3]
@@ -140,7 +140,7 @@ def test_one_template_is_the_one_of_all(profile: Path) -> None:
     assert [one["nodes"] for one in alone["instantiation"]["pipelines"]] == [3]
 
 
-def test_alignment_costs_something(tmp_path: Path) -> None:
+def test_alignment_does_not_improve_the_objective(tmp_path: Path) -> None:
     path = tmp_path / "times.json"
     path.write_text(json.dumps(bare(1, 8, 1)))
     options = ("--profile", path, "--nodes", 1, "--gpus-per-node", 4, "--objective", "paper")
@@ -151,18 +151,18 @@ def test_alignment_costs_something(tmp_path: Path) -> None:
     assert aligned["split"] == "aligned"
 
 
-def test_the_paper_plan_is_compared_under_true_time(profile: Path) -> None:
+def test_the_paper_plan_is_compared_by_iteration_time(profile: Path) -> None:
     options = ("--profile", profile, "--nodes", 4, "--gpus-per-node", 2, "--tolerate", 1)
-    told = planned(*options, "--compare")
+    result = planned(*options, "--compare")
     paper = planned(*options, "--objective", "paper")
-    assert told["comparison"]["objective"] == "paper"
-    assert told["comparison"]["iteration_ms"] == paper["instantiation"]["iteration_ms"]
-    assert len(told["instantiation"]["pipelines"]) >= 2
+    assert result["comparison"]["objective"] == "paper"
+    assert result["comparison"]["iteration_ms"] == paper["instantiation"]["iteration_ms"]
+    assert len(result["instantiation"]["pipelines"]) >= 2
     page = ftd(*options)
     assert "the paper's plan would take" in page and "Objectives" not in ftd(*options, "--no-compare")
 
 
-def test_the_shares_are_checked_on_demand(profile: Path) -> None:
+def test_the_batch_distribution_is_checked_on_demand(profile: Path) -> None:
     options = ("--profile", profile, "--nodes", 5, "--tolerate", 1, "--microbatches", 9)
     assert planned(*options, "--check")["batch_check"]["agrees"] is True
     assert "checked against the integer program" in ftd(*options, "--check")
@@ -181,11 +181,11 @@ def test_memory_and_checkpointing(tmp_path: Path) -> None:
     kept = planned(*options, "--memory", "3000", "--activation-checkpointing", "full")
     assert kept["templates"][0]["nodes"] < limited["templates"][0]["nodes"]
     assert {cost["recompute"] for cost in kept["templates"][0]["stage_costs"]} == {"full"}
-    said = refused(*options, "--memory", "1000B")
-    assert "needs 800.0" not in said and "1000 bytes" in said
-    assert "or --activation-checkpointing auto, which fits on 4 nodes" in said
-    said = refused(*options, "--memory", "1000B", "--activation-checkpointing", "selective")
-    assert "--activation-checkpointing selective, and layers[0].selective is missing" in said
+    message = error_of(*options, "--memory", "1000B")
+    assert "needs 800.0" not in message and "1000 bytes" in message
+    assert "or --activation-checkpointing auto, which fits on 4 nodes" in message
+    message = error_of(*options, "--memory", "1000B", "--activation-checkpointing", "selective")
+    assert "--activation-checkpointing selective, and layers[0].selective is missing" in message
 
 
 def test_stages_that_recompute_are_shown(tmp_path: Path) -> None:
@@ -196,9 +196,9 @@ def test_stages_that_recompute_are_shown(tmp_path: Path) -> None:
     path.write_text(json.dumps({"schema": "ftd-profile/1", "microbatch_rows": 2, "layers": [one] * 4}))
     options = ("--profile", path, "--nodes", 4, "--microbatches", 8, "--template-nodes", 4)
     plot = tmp_path / "plan.html"
-    told = planned(*options, "--memory", "1500", "--activation-checkpointing", "auto", "--plot", plot)
-    assert told["activation_checkpointing"] == "auto"
-    ways = [cost["recompute"] for cost in told["templates"][0]["stage_costs"]]
+    result = planned(*options, "--memory", "1500", "--activation-checkpointing", "auto", "--plot", plot)
+    assert result["activation_checkpointing"] == "auto"
+    ways = [cost["recompute"] for cost in result["templates"][0]["stage_costs"]]
     assert ways == ["selective", "selective", "none", "none"]
     shown = ftd(*options, "--memory", "1500", "--activation-checkpointing", "auto")
     assert "recompute" in shown and "selective" in shown
@@ -218,11 +218,11 @@ def test_stages_that_are_sharded_are_shown(tmp_path: Path) -> None:
     path.write_text(json.dumps(tree))
     options = ("--profile", path, "--nodes", 1, "--gpus-per-node", 2, "--microbatches", 8)
     plot = tmp_path / "plan.html"
-    told = planned(*options, "--memory", "2600B", "--plot", plot)
-    assert told["within_node"] == "auto"
-    (cost,) = told["templates"][0]["stage_costs"]
+    result = planned(*options, "--memory", "2600B", "--plot", plot)
+    assert result["within_node"] == "auto"
+    (cost,) = result["templates"][0]["stage_costs"]
     assert (cost["within"], cost["memory_bytes"]) == ("shard", 4 * 500 + 300 + 4 * 20)
-    # Four layers gather 50 bytes from the other device, 0.15 ms each: once forwards, and backwards with gradients.
+    # Four layers gather 50 bytes from the other device, 0.15 ms each: once forward, and backward with gradients.
     assert cost["forward_ms"] == pytest.approx(4 * (0.5 + 0.15))
     assert cost["backward_ms"] == pytest.approx(4 * (1.0 + 0.3))
     shown = ftd(*options, "--memory", "2600B")
@@ -233,11 +233,11 @@ def test_stages_that_are_sharded_are_shown(tmp_path: Path) -> None:
     )
     assert "sharded" not in ftd(*options, "--memory", "5000B")
     assert "sharded" in ftd(*options, "--memory", "5000B", "--within-node", "shard")
-    said = refused(*options, "--memory", "2600B", "--within-node", "replicate")
-    assert said.endswith("start 2 nodes, or use --within-node auto")
+    message = error_of(*options, "--memory", "2600B", "--within-node", "replicate")
+    assert message.endswith("start 2 nodes, or use --within-node auto")
     path.write_text(json.dumps(tree | {"shard_problem": "its optimizer Muon looks across elements"}))
-    said = refused(*options, "--within-node", "shard")
-    assert "--within-node shard, and this job cannot have shards: its optimizer Muon looks" in said
+    message = error_of(*options, "--within-node", "shard")
+    assert "--within-node shard, and this job cannot have shards: its optimizer Muon looks" in message
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
@@ -249,18 +249,21 @@ def test_pictures(profile: Path, tmp_path: Path, kind: str) -> None:
 
 
 def test_a_thousand_nodes(profile: Path) -> None:
-    told = planned("--profile", profile, "--nodes", 1000, "--microbatches", 500)
-    chosen = told["instantiation"]
+    result = planned("--profile", profile, "--nodes", 1000, "--microbatches", 500)
+    chosen = result["instantiation"]
     assert sum(one["microbatches"] for one in chosen["pipelines"]) == 500
     assert sum(one["nodes"] for one in chosen["pipelines"]) + chosen["idle_nodes"] == 1000
 
 
 BAD = [
-    ((), "--profile: nothing says what to plan for (give --profile FILE"),
+    ((), "--profile: there is neither a profile nor a job to plan for (give --profile FILE"),
     (("--profile", "gone.json"), "gone.json does not exist"),
-    (("--profile", "P", "--plot", "plan.pdf"), "--plot: plan.pdf names no format (end it in .svg, .png or"),
-    (("--profile", "P", "--memory", "lots"), "--memory: 'lots' is no size of a memory (write it like 80GiB"),
-    (("--profile", "P", "--memory", "0"), "--memory: '0' is no size"),
+    (("--profile", "P", "--plot", "plan.pdf"), "--plot: plan.pdf has no known suffix (use .svg, .png or"),
+    (
+        ("--profile", "P", "--memory", "lots"),
+        "--memory: 'lots' is not a memory size (write for example 80GiB",
+    ),
+    (("--profile", "P", "--memory", "0"), "--memory: '0' is not a memory size"),
     (("--profile", "P", "--tolerate", 3), "--tolerate: tolerating 3 failures takes 4 pipelines"),
     (("--profile", "P", "--tolerate", 1, "--microbatches", 1), "--microbatches: 1 cannot be distributed"),
     (("--profile", "P", "--gpus-per-node", 3), "--gpus-per-node is 3"),
@@ -276,7 +279,7 @@ def test_bad_input_names_the_option_and_what_works(
     profile: Path, arguments: tuple[object, ...], says: str
 ) -> None:
     given = [profile if argument == "P" else argument for argument in arguments]
-    assert says in refused("--nodes", 3, *given)
+    assert says in error_of("--nodes", 3, *given)
 
 
 @pytest.mark.parametrize(
@@ -316,20 +319,20 @@ def test_bad_entries_of_a_profile_are_named(tmp_path: Path, change: dict[str, An
     document["layers"][1] |= change
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(document))
-    said = refused("--profile", path, "--nodes", 2)
-    assert "bad.json" in said and says in said
+    message = error_of("--profile", path, "--nodes", 2)
+    assert "bad.json" in message and says in message
 
 
-def test_profiles_that_hold_no_plan(tmp_path: Path) -> None:
+def test_profiles_without_a_possible_plan_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(json.dumps({"kind": "empty", "layers": []}))
-    assert "bad.json" in refused("--profile", path, "--nodes", 2)
+    assert "bad.json" in error_of("--profile", path, "--nodes", 2)
     path.write_text(json.dumps(bare(1e308, 1e308, 1e308)))
-    assert "bad.json" in refused("--profile", path, "--nodes", 2)
+    assert "bad.json" in error_of("--profile", path, "--nodes", 2)
     one_layer = {"kind": "x", "layers": [layer(1, 1, allreduce_in_node_ms={"1": 0.0})]}
     path.write_text(json.dumps(one_layer))
-    said = refused("--profile", path, "--nodes", 2, "--gpus-per-node", 4)
-    assert "fewer devices per node" in said or "cannot" in said
+    message = error_of("--profile", path, "--nodes", 2, "--gpus-per-node", 4)
+    assert "fewer devices per node" in message or "cannot" in message
 
 
 number = st.one_of(
@@ -360,7 +363,7 @@ option = st.one_of(
     max_examples=120,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_no_input_makes_it_fall_over(
+def test_any_input_gives_a_plan_or_a_usage_error(
     tmp_path: Path,
     layers: list[tuple[Any, Any]],
     nodes: object,
@@ -374,8 +377,8 @@ def test_no_input_makes_it_fall_over(
     if done.exception is None:
         assert done.exit_code == 0 and done.stdout
         if form == "--json":
-            told = json.loads(done.stdout, parse_constant=pytest.fail)
-            assert all(row["objective_ms"] >= 0 for row in told["templates"])
+            result = json.loads(done.stdout, parse_constant=pytest.fail)
+            assert all(row["objective_ms"] >= 0 for row in result["templates"])
         return
     assert isinstance(done.exception, ConfigurationError | SystemExit), repr(done.exception)
     assert (getattr(done.exception, "code", None) or getattr(done.exception, "exit_code", None)) == 2
@@ -401,7 +404,7 @@ def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> N
     job = tmp_path / "job.toml"
     job.write_text(JOB)
     options = ("--nodes", 6, "--gpus-per-node", 2)
-    told = planned(job, "--profile", profile, *options)
+    result = planned(job, "--profile", profile, *options)
     asked = (
         "microbatches",
         "microbatch_rows",
@@ -411,23 +414,23 @@ def test_a_job_with_a_profile_needs_no_model(profile: Path, tmp_path: Path) -> N
         "batch_objective",
         "batch_solver",
     )
-    assert [told[name] for name in asked] == [12, 2, 2, "paper", "aligned", "minmax", "exact"]
-    assert len(told["instantiation"]["pipelines"]) >= 3
+    assert [result[name] for name in asked] == [12, 2, 2, "paper", "aligned", "minmax", "exact"]
+    assert len(result["instantiation"]["pipelines"]) >= 3
     job.write_text(f'{JOB}profile = "bare.json"\nbatch_objective = "variance"\n')
     named = planned(job, *options)
-    assert named["templates"] == told["templates"] and named["batch_objective"] == "variance"
+    assert named["templates"] == result["templates"] and named["batch_objective"] == "variance"
     changed = ("--tolerate", 0, "--objective", "iteration", "--split", "any", "--microbatches", 7)
-    told = planned(
+    result = planned(
         job, *options, *changed, "--batch-objective", "minmax", "--batch-solver", "pyomo", "--check"
     )
-    assert [told[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax", "pyomo"]
-    assert told["batch_check"]["agrees"]
-    assert "tolerance.failures = 2" in refused(job, "--nodes", 2)
-    assert refused(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")
+    assert [result[name] for name in asked] == [7, 2, 0, "iteration", "any", "minmax", "pyomo"]
+    assert result["batch_check"]["agrees"]
+    assert "tolerance.failures = 2" in error_of(job, "--nodes", 2)
+    assert error_of(job, "--nodes", 2, "--tolerate", 2).startswith("--tolerate")
 
 
 @pytest.mark.processes
-def test_json_loads_nothing_that_it_does_not_need(profile: Path) -> None:
+def test_json_output_loads_no_unneeded_modules(profile: Path) -> None:
     script = "import sys; from ftd.cli.main import app\napp(sys.argv[1:], standalone_mode=False)\n"
     script += "print(*(name.split('.')[0] for name in sys.modules), file=sys.stderr)"
     arguments = ["plan", "--profile", str(profile), "--nodes", "3", "--json"]
@@ -454,12 +457,12 @@ def test_stages_that_are_tensor_parallel_are_shown(tmp_path: Path) -> None:
     path.write_text(json.dumps(tree))
     options = ("--profile", path, "--nodes", 1, "--microbatches", 8, "--within-node", "tensor")
     plot = tmp_path / "plan.html"
-    told = planned(*options, "--gpus-per-node", 2, "--plot", plot)
-    (cost,) = told["templates"][0]["stage_costs"]
-    assert (told["within_node"], cost["within"]) == ("tensor", "tensor")
+    result = planned(*options, "--gpus-per-node", 2, "--plot", plot)
+    (cost,) = result["templates"][0]["stage_costs"]
+    assert (result["within_node"], cost["within"]) == ("tensor", "tensor")
     shown = ftd(*options, "--gpus-per-node", 2)
     assert "1×2 tensor-parallel" in shown and "2, tensor-parallel" in shown
     assert "layers 0–3 · 2 GPUs, tensor-parallel" in plot.read_text()
     path.write_text(json.dumps(tree | {"stage_devices": [4]}))
-    said = refused(*options, "--gpus-per-node", 4)
-    assert "the number of attention heads of blocks.* is 6, which 4 devices do not divide" in said
+    message = error_of(*options, "--gpus-per-node", 4)
+    assert "the number of attention heads of blocks.* is 6, which 4 devices do not divide" in message

@@ -1,4 +1,4 @@
-"""``ftd doctor`` against real daemons on a broker with TLS and an ACL, and against what is wrong."""
+"""Tests of ``ftd doctor`` with real daemons on a broker with TLS and an ACL, and with wrong configurations."""
 
 import json
 import os
@@ -60,16 +60,16 @@ def daemons() -> Iterator[list[subprocess.Popen[bytes]]]:
 
 @needs_mosquitto
 @pytest.mark.timeout(300)
-def test_daemons_in_their_rights(
+def test_a_correct_host_passes_all_checks(
     secure: SecureBroker, port: int, short_path: Path, daemons: list[subprocess.Popen[bytes]]
 ) -> None:
     def configured(name: str, user: str) -> Path:
         return write_config(short_path / f"{name}-{user}", secure, port, name=name, user=user)
 
-    chief, node = configured("chief", "coordinator"), configured("host-a", "host-a")
-    for role, config in (("coordinator", chief), ("node", node)):
+    coordinator, node = configured("leader", "coordinator"), configured("host-a", "host-a")
+    for role, config in (("coordinator", coordinator), ("node", node)):
         daemons.append(subprocess.Popen([FTD, role, "--config", str(config)], stdout=subprocess.DEVNULL))
-    operator = configured("desk", "alice")
+    operator = configured("laptop", "alice")
     deadline = time.monotonic() + PATIENCE_S * 2
     while True:
         command = [FTD, "status", "--config", str(operator), "--json"]
@@ -85,14 +85,16 @@ def test_daemons_in_their_rights(
 
 
 @needs_mosquitto
-def test_the_doctor_sees_another_nodes_password(secure: SecureBroker, port: int, tmp_path: Path) -> None:
+def test_the_password_of_another_node_fails_the_check_of_rights(
+    secure: SecureBroker, port: int, tmp_path: Path
+) -> None:
     rc, found = examine(write_config(tmp_path / "node", secure, port, name="host-a", user="host-b"))
     assert (rc, found["rights"]["verdict"]) == (1, "failed"), found
     assert found["coordinator"]["verdict"] == "warning"
 
 
 @pytest.mark.processes
-def test_nobody_there(tmp_path: Path) -> None:
+def test_a_missing_broker_fails_with_a_remedy(tmp_path: Path) -> None:
     (tmp_path / "ftd.toml").write_text('[broker]\nurl = "mqtt://127.0.0.1:1"\n')
     rc, found = examine(tmp_path / "ftd.toml")
     assert rc == 1
@@ -102,7 +104,7 @@ def test_nobody_there(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.parametrize("content", ['secret_file = "gone"\n', 'secret_file = "empty"\n'])
-def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path, content: str) -> None:
+def test_an_unreadable_secret_does_not_stop_the_other_checks(tmp_path: Path, content: str) -> None:
     (tmp_path / "empty").touch(mode=0o600)
     (tmp_path / "ftd.toml").write_text(content + '[broker]\nurl = "mqtt://127.0.0.1:1"\n')
     rc, found = examine(tmp_path / "ftd.toml")
@@ -112,7 +114,7 @@ def test_a_secret_that_cannot_be_read_is_a_line_among_the_others(tmp_path: Path,
     assert "secret_file" in found["configuration"]["detail"]
 
 
-def test_the_doctor_goes_on_with_what_is_sound(tmp_path: Path) -> None:
+def test_the_doctor_continues_with_the_valid_part(tmp_path: Path) -> None:
     (tmp_path / "ftd.toml").write_text('[broker]\nuri = "mqtt://127.0.0.1:1"\n[node]\ndevices = 0\n')
     config, mistakes = examine_daemon_config(tmp_path / "ftd.toml", environment={})
     details = [finding.detail for finding in check_configuration(config, mistakes)]
@@ -123,7 +125,7 @@ def test_the_doctor_goes_on_with_what_is_sound(tmp_path: Path) -> None:
     assert not is_broker_known(mistakes)
 
 
-def test_what_a_host_may_lack(tmp_path: Path) -> None:
+def test_checks_of_the_host_find_problems(tmp_path: Path) -> None:
     config = parse_daemon_config(
         {
             "broker": {"url": "mqtt://no-such-host.invalid"},

@@ -1,4 +1,4 @@
-"""``ftd install``: files that systemd itself accepts, nothing of the user's overwritten."""
+"""Tests of ``ftd install``: systemd accepts the files, and nothing of the user's is overwritten."""
 
 import configparser
 import platform
@@ -18,8 +18,8 @@ from ftd.cli.units.units import InstallPaths, Role, unit_name, unit_text
 from ftd.config.daemon import parse_daemon_config
 
 FTD = Path(sys.executable).parent / "ftd"
-MOST_EXPOSED = 25
-"""Of 100, by ``systemd-analyze security``: below it a service counts as well protected."""
+MAX_EXPOSURE = 25
+"""Largest exposure of 100 by ``systemd-analyze security`` of a well-protected service."""
 
 analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
 
@@ -38,14 +38,14 @@ def test_systemd_accepts_the_unit_and_finds_it_well_protected(tmp_path: Path, ro
     unit.write_text(unit_text(role, InstallPaths(executable=FTD, writable=[Path("/srv/checkpoints")])))
     verified = systemd_analyze("verify", "--recursive-errors=no", str(unit))
     assert (verified.returncode, verified.stderr.count(unit.name)) == (0, 0), verified.stderr
-    security = systemd_analyze("security", "--offline=true", f"--threshold={MOST_EXPOSED}", str(unit))
+    security = systemd_analyze("security", "--offline=true", f"--threshold={MAX_EXPOSURE}", str(unit))
     assert security.returncode == 0, security.stdout
-    # The check can fail: systemd complains of a key that it does not know.
+    # Show that the check can fail: systemd reports an unknown key.
     unit.write_text(unit.read_text().replace("WatchdogSec", "WatchDogSec"))
     assert systemd_analyze("verify", "--recursive-errors=no", str(unit)).returncode != 0
 
 
-def test_the_unit_says_what_the_daemons_rely_on() -> None:
+def test_the_unit_has_the_settings_that_the_daemons_rely_on() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment,method-assign]
     unit.read_string(unit_text("node", InstallPaths(executable=Path("/opt/ftd/bin/ftd"))))
@@ -63,7 +63,7 @@ def test_the_unit_says_what_the_daemons_rely_on() -> None:
     assert int(service["TimeoutStopSec"]) > parse_daemon_config({}, directory=Path("/")).timing.leave_s
 
 
-def test_the_sample_is_sound(tmp_path: Path) -> None:
+def test_the_sample_configuration_is_valid(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("sesame\n")
     (tmp_path / "secret").chmod(0o640)
     config = parse_daemon_config(tomllib.loads(sample_config()), directory=tmp_path)
@@ -101,7 +101,7 @@ def test_a_dry_run_prints_and_writes_nothing(tmp_path: Path) -> None:
         (["--root", "/proc/nowhere"], "cannot be written"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: list[str], field: str) -> None:
+def test_wrong_options_are_rejected(arguments: list[str], field: str) -> None:
     base = ["install", "node", *([] if "--executable" in arguments else ["--executable", str(FTD)])]
     result = subprocess.run(
         [str(FTD), *base, *arguments], capture_output=True, text=True, timeout=240, check=False
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(arguments: list[str], field: str) -> None:
     assert result.returncode == 2 and field in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_program_that_the_service_cannot_reach_is_noticed(tmp_path: Path) -> None:
+def test_a_program_that_the_service_cannot_run_is_detected(tmp_path: Path) -> None:
     program = tmp_path / "closed" / "ftd"
     program.parent.mkdir(mode=0o700)
     program.touch(0o755)

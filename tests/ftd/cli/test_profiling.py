@@ -1,4 +1,4 @@
-"""From measurements to a profile: fits, the document, the tables; and the command, on a real model."""
+"""Tests of profiling: fits, the document, the tables, and the command on a real model."""
 
 import asyncio
 import os
@@ -38,10 +38,10 @@ def always(time_ms: float) -> TimingSpread:
 
 
 def links_of(link: Link, ring: Link, factor: float = 1.0) -> LinkMeasurements:
-    """Measurements of a network that is exactly so; every other one ``factor`` slower."""
+    """Return measurements of a network with exactly these links; every other one is ``factor`` slower."""
     reduced = [(members, size) for members in (2, 3, 4) for size in SIZES]
     return LinkMeasurements(
-        where="a network made up",
+        where="an invented network",
         sent=tuple(
             PointToPointTiming(size_bytes=size, time=always(link.time_ms(size) * factor ** (n % 2)))
             for n, size in enumerate(SIZES)
@@ -90,7 +90,7 @@ def layers_of(rows: int = 4) -> LayerMeasurements:
 @pytest.mark.parametrize(
     "ring", [Link(latency_ms=0.4, bytes_per_s=1.2e9), Link(latency_ms=0.0, bytes_per_s=1e8)]
 )
-def test_a_straight_line_is_found_again(link: Link, ring: Link) -> None:
+def test_the_fit_recovers_a_linear_model(link: Link, ring: Link) -> None:
     measured = links_of(link, ring)
     for fit, true in ((fit_link(measured), link), (fit_ring(measured), ring)):
         assert fit.link.latency_ms == pytest.approx(true.latency_ms, rel=1e-4, abs=1e-6)
@@ -98,14 +98,14 @@ def test_a_straight_line_is_found_again(link: Link, ring: Link) -> None:
         assert fit.error == pytest.approx(0.0, abs=1e-4)
 
 
-def test_the_error_of_a_fit_tells_how_far_off_it_is() -> None:
+def test_the_error_of_a_fit_is_its_typical_deviation() -> None:
     true = Link(latency_ms=0.05, bytes_per_s=3e9)
     fit = fit_ring(links_of(true, true, factor=1.5))
     assert 0.15 < fit.error < 0.25
     assert true.bytes_per_s / 1.5 < fit.link.bytes_per_s < true.bytes_per_s
 
 
-def test_one_measurement_that_was_disturbed_does_not_decide_in_either_direction() -> None:
+def test_one_outlier_does_not_dominate_the_fit() -> None:
     true = Link(latency_ms=0.05, bytes_per_s=3e9)
     for factor in (0.5, 2.0):
         sent = list(links_of(true, true).sent)
@@ -115,7 +115,7 @@ def test_one_measurement_that_was_disturbed_does_not_decide_in_either_direction(
             assert 0.6 < fit.link.time_ms(size) / true.time_ms(size) < 1.7
 
 
-def test_a_network_whose_bandwidth_cannot_be_seen_has_a_finite_one() -> None:
+def test_the_fit_of_a_flat_measurement_has_a_finite_bandwidth() -> None:
     flat = LinkMeasurements(
         where="",
         sent=tuple(PointToPointTiming(size_bytes=size, time=always(2.0)) for size in SIZES),
@@ -127,7 +127,7 @@ def test_a_network_whose_bandwidth_cannot_be_seen_has_a_finite_one() -> None:
     assert fit.error < 0.01
 
 
-def test_times_that_fall_with_the_size_give_no_negative_latency_or_bandwidth() -> None:
+def test_falling_times_give_no_negative_latency_or_bandwidth() -> None:
     odd = LinkMeasurements(
         where="",
         sent=tuple(
@@ -142,7 +142,7 @@ def test_times_that_fall_with_the_size_give_no_negative_latency_or_bandwidth() -
 # --- the document and its tables -----------------------------------------------------------------
 
 
-def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
+def test_measurements_become_a_file_that_loads(tmp_path: Path) -> None:
     link, ring = Link(latency_ms=0.05, bytes_per_s=3e9), Link(latency_ms=0.4, bytes_per_s=1.2e9)
     document = build_profile_document("gpt", layers_of(), links_of(link, ring), 3)
     save_profile(tmp_path / "p.json", document)
@@ -156,21 +156,21 @@ def test_what_was_measured_becomes_a_file_that_loads(tmp_path: Path) -> None:
     assert [entry.rows for entry in document.layers[0].measured] == [4, 2]
     origin = document.provenance
     assert origin is not None and origin.job == "gpt" and origin.torch_version == "2.13.0"
-    said = "\n".join(origin.measured)
-    assert "on 4 and 2 rows" in said and "a network made up" in said
+    measured = "\n".join(origin.measured)
+    assert "with 4 and 2 rows" in measured and "an invented network" in measured
     stated = "\n".join(origin.stated)
     assert "more than 3 devices, d, takes ⌈4 / d⌉ / 4" in stated
     assert "layer 1 raised ValueError on 1 rows" in stated
-    assert "a stage of shards takes that and what its devices gather and reduce, computed from" in stated
+    assert "a stage of shards also takes the time to gather and reduce, computed from" in stated
 
 
 @pytest.mark.parametrize("links", [None, LinkMeasurements(where="nowhere", sent=(), reduced=())])
-def test_a_network_that_was_not_measured_is_said_to_be_the_default(links: LinkMeasurements | None) -> None:
+def test_a_network_that_was_not_measured_has_the_default(links: LinkMeasurements | None) -> None:
     document = build_profile_document("gpt", layers_of(), links, 1)
     assert document.link is document.ring is document.network is None
     assert model_profile(document).link == Link() == Link(latency_ms=0.1, bytes_per_s=1e9)
     assert document.provenance is not None
-    assert "0.1 ms and 1e9 bytes a second" in document.provenance.stated[-1]
+    assert "0.1 ms and 1e9 bytes per second" in document.provenance.stated[-1]
     assert any("several devices, d, takes ⌈4 / d⌉ / 4" in line for line in document.provenance.stated)
 
 
@@ -189,10 +189,10 @@ def test_the_tables_show_times_with_their_spread_and_bytes() -> None:
     assert " ".join(stages) == "1 Head 3.750 2.250" and "1 device 2 devices" in page
     assert "all-reduce of 4" in page and "link 0.050 ms + 3 GB/s, off by 0%" in page
     without = shown(build_profile_document("gpt", layers_of(), None, 1))
-    assert "Network" not in without and "nothing was measured of the network" in without
+    assert "Network" not in without and "the network was not measured" in without
 
 
-def test_a_spread_is_shown_as_its_median_and_half_of_its_middle_half() -> None:
+def test_a_spread_is_shown_as_median_and_half_of_the_interquartile_range() -> None:
     document = build_profile_document("gpt", layers_of(), None, 1)
     entry = document.layers[0].measured[0].forward
     wide = msgspec.structs.replace(entry, lower_quartile_ms=0.75, median_ms=1.0, upper_quartile_ms=1.75)
@@ -243,13 +243,13 @@ def ftd(*arguments: str, directory: Path) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.processes
-def test_a_job_is_profiled_and_the_file_can_be_planned_by(tmp_path: Path) -> None:
+def test_a_job_is_profiled_and_the_planner_accepts_the_file(tmp_path: Path) -> None:
     job = str(ROOT / "examples" / "mlp.toml")
     done = ftd("profile", job, "--devices-per-node", "2", directory=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 Linear" in done.stdout and "all-reduce of 3" in done.stdout
-    assert "saved as mlp.profile.json" in done.stdout
-    assert "⌈4 / d⌉ / 4" in done.stdout, "what was not measured is said"
+    assert "wrote mlp.profile.json" in done.stdout
+    assert "⌈4 / d⌉ / 4" in done.stdout, "the model for numbers that were not measured"
     document = load_document(tmp_path / "mlp.profile.json")
     assert isinstance(document, ProfileDocument)
     assert [layer.name for layer in document.layers] == ["Sequential"] * 4 + ["Linear"]
@@ -272,7 +272,7 @@ def test_the_network_may_be_left_out(tmp_path: Path) -> None:
     job = str(ROOT / "examples" / "mlp.toml")
     done = ftd("profile", job, "--no-network", "--output", "here.json", directory=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "all-reduce" not in done.stdout and "nothing was measured of the network" in done.stdout
+    assert "all-reduce" not in done.stdout and "the network was not measured" in done.stdout
     assert load_profile(tmp_path / "here.json").link == Link()
     assert [path.name for path in tmp_path.iterdir()] == ["here.json"]
 
@@ -290,7 +290,7 @@ def test_the_network_may_be_left_out(tmp_path: Path) -> None:
         ((str(ROOT / "examples" / "mlp.toml"), "--devices-per-node", "0"), "--devices-per-node"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_is_measured(
+def test_errors_are_reported_before_anything_is_measured(
     tmp_path: Path, arguments: tuple[str, ...], says: str
 ) -> None:
     done = ftd("profile", *arguments, directory=tmp_path)
@@ -299,7 +299,7 @@ def test_what_cannot_work_is_said_before_anything_is_measured(
 
 
 @pytest.mark.processes
-def test_a_training_function_that_fails_is_told(tmp_path: Path) -> None:
+def test_an_error_of_the_training_function_is_reported(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def build(): raise RuntimeError('no data')\n")
     (tmp_path / "job.toml").write_text(
         'name = "x"\nsteps = 1\n[training]\nfunction = "train.py:build"\nglobal_batch = 8\nmicrobatch = 4\n'

@@ -1,4 +1,4 @@
-"""ftd.toml and finding the cluster: what is accepted, and that every error names field and remedy."""
+"""Tests of ftd.toml and of finding the cluster: accepted values, and errors that name the field and the remedy."""
 
 import json
 import os
@@ -24,7 +24,7 @@ from statemachine.timing import Timing
 
 
 @pytest.fixture(autouse=True)
-def _private_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     for name in [name for name in os.environ if name.startswith("FTD_") or name == "STATE_DIRECTORY"]:
         monkeypatch.delenv(name)
@@ -60,7 +60,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         '[coordinator]\nstate_dir = "journal"\n'
         "[timing]\nsilence_s = 3\nsteps_remembered = 50\n"
     )
-    with pytest.raises(ConfigurationError, match=r"broker\.password: .*ftd\.toml can be read .*chmod 600"):
+    with pytest.raises(ConfigurationError, match=r"broker\.password: everybody .*ftd\.toml .*chmod 600"):
         load_daemon_config(path)
     path.chmod(0o600)
     config = load_daemon_config(path)
@@ -125,7 +125,7 @@ def test_a_full_file_is_read_and_relative_paths_start_at_it(tmp_path: Path) -> N
         ({"timing": {"silence_s": 0.1}}, "timing", "heartbeat_s"),
     ],
 )
-def test_every_mistake_names_its_field_and_the_remedy(
+def test_every_error_names_its_field_and_the_remedy(
     tmp_path: Path, content: dict[str, object], field: str, says: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -135,8 +135,8 @@ def test_every_mistake_names_its_field_and_the_remedy(
     assert caught.value.exit_code == 2
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
-    """What only seems to be missing where a key is misspelt is not told besides."""
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
+    """A key that only seems to be missing, because another key of its table is misspelled, is not reported."""
     path = tmp_path / "ftd.toml"
     path.write_text(
         'clustre = "lab"\nsecret_file = "gone"\n'
@@ -189,14 +189,14 @@ def test_a_node_needs_the_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["a = ", "\x00"])
-def test_a_file_that_is_no_toml(tmp_path: Path, content: str) -> None:
+def test_a_file_that_is_not_toml_is_rejected(tmp_path: Path, content: str) -> None:
     path = tmp_path / "ftd.toml"
     path.write_text(content)
     with pytest.raises(ConfigurationError, match=r"ftd\.toml is not valid TOML"):
         load_daemon_config(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="does not exist"):
         load_daemon_config(tmp_path / "ftd.toml")
     with pytest.raises(ConfigurationError, match="directory"):
@@ -219,11 +219,11 @@ def test_broker_addresses(url: str, address: BrokerAddress) -> None:
     assert "p@" not in address.url
 
 
-def test_the_way_to_an_unknown_broker_is_loopback() -> None:
+def test_the_local_address_toward_an_unknown_broker_is_loopback() -> None:
     assert local_address_toward(BrokerAddress(host="no-such-host.invalid")) == "127.0.0.1"
 
 
-def test_options_win_over_the_environment_and_that_over_the_local_file(
+def test_options_take_precedence_over_the_environment_and_local_clusters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigurationError, match=r"--broker .*--config.*FTD_BROKER"):
@@ -234,7 +234,9 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
         monkeypatch.setenv("FTD_CLUSTER", "local")
         assert find_cluster().cluster == "local"
         monkeypatch.setenv("FTD_CLUSTER", "ours")
-        with pytest.raises(ConfigurationError, match=r"FTD_CLUSTER: no local cluster is named 'ours'.*local"):
+        with pytest.raises(
+            ConfigurationError, match=r"FTD_CLUSTER: no local cluster has the name 'ours'.*local"
+        ):
             find_cluster()
         assert find_cluster("mqtt://h:10").cluster == "ours"
     monkeypatch.delenv("FTD_CLUSTER")
@@ -243,7 +245,7 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
     assert find_cluster(config=config).cluster == "filed"
     monkeypatch.setenv("FTD_BROKER", "mqtt://h:9")
     assert find_cluster().broker.port == 9
-    assert find_cluster(config=config).broker.port == 9  # As for the daemons.
+    assert find_cluster(config=config).broker.port == 9  # The precedence is that of the daemons.
     assert find_cluster(config=config).cluster == "filed"
     assert find_cluster("mqtt://h:10", "named", config).broker.port == 10
     assert find_cluster("mqtt://h:10", "named", config).cluster == "named"
@@ -251,7 +253,7 @@ def test_options_win_over_the_environment_and_that_over_the_local_file(
         find_cluster("mqtt://h:10", "a/b")
 
 
-def test_of_several_local_clusters_a_command_must_name_one() -> None:
+def test_a_command_must_name_one_of_several_local_clusters() -> None:
     with (
         register_cluster(None, Path("gpt.toml")) as first,
         first.publish_broker("mqtt://127.0.0.1:7"),
@@ -267,11 +269,11 @@ def test_of_several_local_clusters_a_command_must_name_one() -> None:
             assert find_cluster(cluster="ftd").broker.port == 7
             assert find_cluster(cluster="ftd-2").broker.port == 8
             with pytest.raises(
-                ConfigurationError, match=r"no local cluster is named 'ftd-3'.*ftd-2 \(mlp.toml"
+                ConfigurationError, match=r"no local cluster has the name 'ftd-3'.*ftd-2 \(mlp.toml"
             ):
                 find_cluster(cluster="ftd-3")
             with pytest.raises(
-                ConfigurationError, match="--cluster: a local cluster of this name is running"
+                ConfigurationError, match="--cluster: a local cluster with this name is already running"
             ):
                 register_cluster("ftd-2", Path("gpt.toml")).__enter__()
         assert find_cluster().broker.port == 7
@@ -280,14 +282,14 @@ def test_of_several_local_clusters_a_command_must_name_one() -> None:
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, os.getpid()], ids=["ended", "pid of a later process"])
-def test_the_file_of_a_killed_local_cluster_does_not_count(tmp_path: Path, pid: int) -> None:
+def test_the_file_of_a_killed_local_cluster_is_ignored(tmp_path: Path, pid: int) -> None:
     stale = user_runtime_dir() / "local-ftd.json"
     content = {"broker": "mqtt://h:7", "cluster": "ftd", "job": "gpt.toml", "pid": pid, "started": 1}
     stale.write_text(json.dumps(content))
     (user_runtime_dir() / "local-torn.json").write_text("{")
     with pytest.raises(ConfigurationError, match="no ftd local is running"):
         find_cluster()
-    assert stale.exists()  # Commands leave it alone.
+    assert stale.exists()  # Commands do not remove it.
     with register_cluster(None, Path("mlp.toml")) as local, local.publish_broker("mqtt://127.0.0.1:8"):
         assert local.cluster == "ftd"
         assert find_cluster().broker.port == 8
@@ -296,18 +298,18 @@ def test_the_file_of_a_killed_local_cluster_does_not_count(tmp_path: Path, pid: 
 
 
 def test_the_commented_sample_names_real_fields(tmp_path: Path) -> None:
-    """As it is, and with everything uncommented."""
+    """Check the file as it is, and with everything uncommented."""
     text = (Path(__file__).resolve().parents[3] / "examples" / "ftd.toml").read_text()
     write_secret(tmp_path / "secret", "sesame")
     for content in (text, re.sub(r"^# (?=\w+ = )", "", text, flags=re.MULTILINE)):
-        write_secret(tmp_path / "ftd.toml", content)  # It has a password, too.
+        write_secret(tmp_path / "ftd.toml", content)  # It also contains a password.
         assert load_daemon_config(tmp_path / "ftd.toml").cluster == "ftd"
 
 
 # --- the environment -----------------------------------------------------------------------------
 
 
-def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
+def test_the_environment_takes_precedence_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "ftd.toml"
     path.write_text('cluster = "lab"\n[node]\ndevices = 2\nchaos = false\n')
     environment = {
@@ -337,12 +339,12 @@ def test_the_environment_wins_over_the_file(tmp_path: Path) -> None:
         ("FTD_BROKER", "http://h", "mqtt://host:port"),
     ],
 )
-def test_a_variable_that_is_wrong_is_named(tmp_path: Path, variable: str, value: str, says: str) -> None:
+def test_errors_name_the_wrong_variable(tmp_path: Path, variable: str, value: str, says: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(says)):
         load_daemon_config(None, environment={variable: value})
 
 
-def test_every_key_has_a_meaning_a_variable_and_a_place_in_the_schema() -> None:
+def test_every_key_has_a_description_a_variable_and_a_schema_entry() -> None:
     made = daemon_schema()
     variables = [environment_variable(key.name) for key in daemon_keys().values()]
     assert len(set(variables)) == len(variables) > 40
@@ -361,7 +363,7 @@ def test_every_key_has_a_meaning_a_variable_and_a_place_in_the_schema() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o602])
-def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_secret_that_everybody_can_read_is_rejected(tmp_path: Path, mode: int) -> None:
     write_secret(tmp_path / "secret", "sesame\n")
     assert parse_daemon_config({"secret_file": "secret"}, directory=tmp_path).secret == "sesame"
     (tmp_path / "secret").chmod(mode)
@@ -370,7 +372,7 @@ def test_a_secret_that_everybody_can_read_is_refused(tmp_path: Path, mode: int) 
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two\nlines\n", b"\xff\xfe", b"x" * 100_000])
-def test_a_file_that_holds_no_secret(tmp_path: Path, content: bytes) -> None:
+def test_a_file_without_a_valid_secret_is_rejected(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "secret").write_bytes(content)
     (tmp_path / "secret").chmod(0o600)
     with pytest.raises(ConfigurationError, match="secret_file"):

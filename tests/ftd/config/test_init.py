@@ -1,4 +1,4 @@
-"""``ftd init``: by options, by questions, and what it refuses. The file that it writes is a job file."""
+"""Tests of ``ftd init`` by options and by questions; the file that it writes is a valid job file."""
 
 import io
 import json
@@ -23,7 +23,7 @@ SMALLEST = {"name": "x", "steps": 5, "model": {"architecture": "llama"}, "data":
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a model and data of all kinds, in which the commands run."""
+    """Directory with a model and data of all kinds, in which the commands run."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     for name in ("model", "tokenizer", "saved", "texts", "jobs"):
@@ -47,14 +47,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Terminal(io.StringIO):
-    """Answers that a person types."""
+    """Standard input with the answers of a user."""
 
     def isatty(self) -> bool:
         return True
 
 
 class Command:
-    """``ftd init`` in this process."""
+    """The command ``ftd init``, run in this process."""
 
     def __init__(self, patch: pytest.MonkeyPatch, said: pytest.CaptureFixture[str]) -> None:
         self.patch, self.said = patch, said
@@ -70,12 +70,12 @@ def init(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def written(path: Path) -> dict[str, Any]:
-    """Return the tables of a file that is a job, without empty ones."""
+    """Return the non-empty tables of a file after checking that it is a valid job."""
     load_job_data(path)
     return {name: value for name, value in tomllib.loads(path.read_text()).items() if value != {}}
 
 
-def test_model_and_data_are_enough(place: Path, init: Command) -> None:
+def test_model_and_data_are_sufficient(place: Path, init: Command) -> None:
     code, out, _ = init("--model", "llama", "--data", "texts/*.txt")
     assert code == 0
     assert out == "wrote job.toml; next: ftd local job.toml --nodes 2\n"
@@ -148,7 +148,7 @@ def test_the_kind_of_data_is_recognised(
     assert written(place / "job.toml")["data"] == data
 
 
-def test_images_decide_about_classes_and_sizes(place: Path, init: Command) -> None:
+def test_images_determine_classes_and_sizes(place: Path, init: Command) -> None:
     assert init("--model", "vit", "--size", "tiny", "--data", "images.npz")[0] == 0
     model = written(place / "job.toml")["model"]
     assert model["task"] == "image-classification"
@@ -157,7 +157,7 @@ def test_images_decide_about_classes_and_sizes(place: Path, init: Command) -> No
     assert image_overrides(place / "tokens.bin", {"huggingface": "x"}) == {}
 
 
-def test_a_model_s_own_tokenizer_is_taken(place: Path, init: Command) -> None:
+def test_the_tokenizer_of_the_model_is_used(place: Path, init: Command) -> None:
     (place / "model" / "tokenizer.json").write_text("{}")
     assert init("--model", "model", "--data", "text.jsonl")[0] == 0
     assert written(place / "job.toml")["data"] == {"text": "text.jsonl"}
@@ -173,7 +173,7 @@ def test_a_name_in_the_local_cache_is_kept(place: Path, init: Command) -> None:
     assert written(place / "job.toml")["model"] == {"huggingface": "meta/llama"}
 
 
-def test_a_function_takes_the_place_of_model_and_data(place: Path, init: Command) -> None:
+def test_a_function_replaces_model_and_data(place: Path, init: Command) -> None:
     (place / "train.py").write_text("def build(): ...\n")
     assert init("jobs/a.toml", "--function", "train.py:build", "--nodes", "1")[0] == 0
     tables = written(place / "jobs" / "a.toml")
@@ -182,12 +182,12 @@ def test_a_function_takes_the_place_of_model_and_data(place: Path, init: Command
     assert "model" not in tables
 
 
-def test_a_terminal_is_asked(place: Path, init: Command) -> None:
+def test_questions_are_asked_at_a_terminal(place: Path, init: Command) -> None:
     answers = ["gone/x", "llama", "huge", "tiny", "gone.txt", "text.jsonl", "tokenizer", "128", "", "20"]
     answers += ["float23", "bfloat16", "5", "0", "3", ""]
     code, out, err = init(answers="\n".join(answers) + "\n")
     assert code == 0, err
-    assert "no model 'gone/x'" in out and "huge is none of them" in out and "at least 1" in out
+    assert "no model 'gone/x'" in out and "huge is not one of these" in out and "at least 1" in out
     tables = written(place / "job.toml")
     assert tables["model"]["overrides"]["num_hidden_layers"] == 4
     assert tables["data"] == {"text": "text.jsonl", "tokenizer": "tokenizer", "length": 128}
@@ -196,7 +196,7 @@ def test_a_terminal_is_asked(place: Path, init: Command) -> None:
     assert "--nodes 3" in out
 
 
-def test_a_terminal_is_not_asked_for_what_options_say(place: Path, init: Command) -> None:
+def test_options_answer_questions(place: Path, init: Command) -> None:
     code, out, _ = init("--model", "llama", "--size", "tiny", "--data", "tokens.bin", "--yes", answers="")
     assert code == 0 and "Model" not in out
     assert init("b.toml", "--function", "train.py:build", answers="\n" * 6)[0] == 2
@@ -206,23 +206,26 @@ def test_a_terminal_is_not_asked_for_what_options_say(place: Path, init: Command
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "--model: required (add --model, or run it in a terminal)"),
+        ([], "--model: required (add --model, or run the command in a terminal)"),
         (["--model", "llama"], "--data: required"),
         (["--model", "gone/x", "--data", "tokens.bin"], "has no model 'gone/x'"),
         (["--model", "llama", "--data", "gone"], "--data: file of data gone does not exist"),
         (["--model", "llama", "--data", "texts"], "is a directory"),
         (["--model", "llama", "--data", "unclear.jsonl"], "--field: it is not clear which field"),
         (["--model", "llama", "--data", "text.jsonl", "--tokenizer", "texts"], "no tokenizer.json"),
-        (["--model", "model", "--data", "images.npz"], "job.toml: data.images: the task causal-lm does"),
-        (["--model", "llama", "--function", "a.py:b"], "--function: a training function brings"),
+        (
+            ["--model", "model", "--data", "images.npz"],
+            "job.toml: data.images: images cannot be used for the task causal-lm",
+        ),
+        (["--model", "llama", "--function", "a.py:b"], "--function: a training function provides"),
         (["--function", "gone.py:build"], "job.toml: training.function:"),
         (["--model", "llama", "--data", "tokens.bin", "--name", "a/b"], "job.toml: name:"),
         (["--model", "llama", "--data", "tokens.bin", "--learning-rate", "0"], "optimizer.learning_rate"),
         (["gone/job.toml", "--model", "llama"], "the directory gone does not exist"),
-        (["jobs", "--model", "llama"], "jobs is there already (name a file in it)"),
+        (["jobs", "--model", "llama"], "jobs already exists (name a file in it)"),
     ],
 )
-def test_what_cannot_be_used_is_refused_and_nothing_is_written(
+def test_wrong_input_is_rejected_and_nothing_is_written(
     place: Path, init: Command, arguments: list[str], says: str
 ) -> None:
     code, _, err = init(*arguments)
@@ -242,7 +245,7 @@ def test_a_file_is_replaced_only_on_demand(place: Path, init: Command) -> None:
     assert written(place / "job.toml")["steps"] == 1000
 
 
-def test_every_key_is_in_the_file_with_its_meaning_and_default() -> None:
+def test_every_key_is_in_the_file_with_its_description_and_default() -> None:
     text = render_job(SMALLEST)
     assert max(map(len, text.splitlines())) <= 100
     for table in job_tables():
@@ -252,7 +255,7 @@ def test_every_key_is_in_the_file_with_its_meaning_and_default() -> None:
     assert "`" not in text
 
 
-def test_every_commented_key_is_one_that_may_be_uncommented() -> None:
+def test_every_commented_key_can_be_uncommented() -> None:
     uncommented = re.sub(r"(?m)^#(?=\S)", "", render_job(SMALLEST))
     file = msgspec.convert(tomllib.loads(uncommented), JobFile)
     assert file.model is not None and file.model.lora is not None
@@ -260,7 +263,7 @@ def test_every_commented_key_is_one_that_may_be_uncommented() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes_fit_together(size: str, tmp_path: Path) -> None:
+def test_sizes_are_consistent(size: str, tmp_path: Path) -> None:
     for architecture in ("llama", "bert", "gpt2"):
         sizes = model_table(architecture, size, tmp_path)["overrides"]
         assert sizes["hidden_size"] % sizes["num_attention_heads"] == 0

@@ -1,4 +1,4 @@
-"""Each key of a job file is declared once, and its value reaches whoever uses it."""
+"""Tests that each key of a job file is declared once, and that its value reaches the code that uses it."""
 
 import ast
 import json
@@ -83,7 +83,7 @@ def test_the_values_of_a_key_are_listed_once_in_the_product() -> None:
         (MlflowData, MlflowPolicy, MlflowPolicy),
     ],
 )
-def test_what_a_table_shares_with_a_message_is_declared_in_one_class(
+def test_keys_shared_with_a_message_are_declared_in_one_class(
     table: type[Any], carried_by: type[Any], shared: type[Any]
 ) -> None:
     for key in shared.__struct_fields__:

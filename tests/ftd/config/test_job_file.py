@@ -1,4 +1,4 @@
-"""Job files: what becomes of them, and that every mistake is named with its remedy."""
+"""Tests of job files: their conversion to jobs, and errors that name the field and the remedy."""
 
 import copy
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_a_job_file_becomes_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "mlp"])
-def test_the_examples_are_good(name: str) -> None:
+def test_the_examples_are_valid(name: str) -> None:
     assert load_job(ROOT / "examples" / f"{name}.toml", steps=3).steps == 3
 
 
@@ -111,8 +111,8 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("steps", None, "steps", "required"),
         ("steps", 0, "steps", "above 0"),
         ("steps", 1.5, "steps", "expected a whole number, got a fraction"),
-        ("training", None, "training.function", "or a table [model]"),
-        ("training.function", None, "training.function", "or a table [model]"),
+        ("training", None, "training.function", "or add a table [model]"),
+        ("training.function", None, "training.function", "or add a table [model]"),
         ("training.function", "train.py", "training.function", "file.py:function"),
         ("training.function", "train.py:not a name", "training.function", "file.py:function"),
         ("training.function", "no-module:build", "training.function", "file.py:function"),
@@ -127,12 +127,17 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("training.precision", "float23", "training.precision", "did you mean 'float32'"),
         ("training.backend", "mpi", "training.backend", "gloo"),
         ("training.clip_gradient_norm", -1.0, "training.clip_gradient_norm", "of at least 0"),
-        ("data.tokens", "x", "data", "the training function decides this (only workers go with"),
+        (
+            "data.tokens",
+            "x",
+            "data",
+            "the training function decides this (with training.function, only workers",
+        ),
         ("data.worker", 1, "data.worker", "did you mean 'workers'"),
-        ("optimizer.name", "sgd", "optimizer", "leave the table out"),
-        ("schedule.warmup_steps", 1, "schedule", "leave the table out"),
+        ("optimizer.name", "sgd", "optimizer", "remove the table"),
+        ("schedule.warmup_steps", 1, "schedule", "remove the table"),
         ("evaluation", {"every_steps": 5, "fraction": 0.1}, "evaluation", "every_steps and batches"),
-        ("evaluation.batches", 3, "evaluation.every_steps", "write every_steps = 100"),
+        ("evaluation.batches", 3, "evaluation.every_steps", "write for example every_steps = 100"),
         ("tolerance.failures", -1, "tolerance.failures", "0 or more"),
         ("tolerance.minimum", "two", "tolerance.minimum", "two"),
         ("tolerance.failure", 1, "tolerance.failure", "did you mean 'failures'"),
@@ -149,7 +154,7 @@ def test_a_submitted_job_survives_the_wire(tmp_path: Path) -> None:
         ("planner.profile", "job.toml", "job.toml", "not valid JSON"),
     ],
 )
-def test_every_mistake_names_its_field_and_the_remedy(
+def test_every_error_names_its_field_and_the_remedy(
     tmp_path: Path, path: str, value: Any, field: str, says: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -158,7 +163,7 @@ def test_every_mistake_names_its_field_and_the_remedy(
     assert says in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_errors_are_reported_together(tmp_path: Path) -> None:
     data = changed("training.microbatch", -1) | {"steps": 0, "snapshots": {}, "name": "a/b"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(tmp_path, data))
@@ -183,20 +188,20 @@ def saved_profile(directory: Path, layers: int = 3) -> ModelProfile:
     return profile
 
 
-def test_a_profile_beside_the_job_file_is_submitted_with_it(tmp_path: Path) -> None:
+def test_a_profile_named_in_the_job_file_is_submitted_with_it(tmp_path: Path) -> None:
     path = write(tmp_path, changed("planner.profile", "saved.json"))
     profile = saved_profile(tmp_path)
     data = decode_json(encode_json(load_job_data(path)), JobData)
     assert profile_from_data(data) == profile, "to the last bit"
     assert job_from_data(data, job_id="j", devices_per_node=1).training["profile_given"], (
-        "trainers verify what nobody measures"
+        "trainers verify layers that nobody measures"
     )
     without = load_job_data(write(tmp_path, GOOD))
     assert profile_from_data(without) is None
     assert not job_from_data(without, job_id="j", devices_per_node=1).training["profile_given"]
 
 
-def test_a_profile_too_large_to_submit_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+def test_a_profile_that_is_too_large_is_rejected_before_it_is_sent(tmp_path: Path) -> None:
     path = write(tmp_path, changed("planner.profile", "saved.json"))
     saved_profile(tmp_path, layers=1000)
     load_job_data(path)
@@ -206,7 +211,7 @@ def test_a_profile_too_large_to_submit_is_refused_before_it_is_sent(tmp_path: Pa
             load_job_data(path)
 
 
-def test_a_submitted_profile_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_submitted_profile_is_rejected(tmp_path: Path) -> None:
     data = load_job_data(write(tmp_path, GOOD))
     with pytest.raises(ConfigurationError, match=r"planner\.profile"):
         profile_from_data(msgspec.structs.replace(data, profile={"layers": [1]}))
@@ -214,7 +219,7 @@ def test_a_submitted_profile_that_is_none_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", OUR_PACKAGES)
 @pytest.mark.parametrize("shape", ["module", "package"])
-def test_a_neighbour_that_would_hide_our_package_is_refused(tmp_path: Path, name: str, shape: str) -> None:
+def test_a_module_that_would_hide_our_package_is_rejected(tmp_path: Path, name: str, shape: str) -> None:
     path = write(tmp_path, GOOD)
     if shape == "module":
         (tmp_path / f"{name}.py").write_text("")
@@ -225,7 +230,7 @@ def test_a_neighbour_that_would_hide_our_package_is_refused(tmp_path: Path, name
         load_job(path)
 
 
-def test_a_neighbour_directory_without_code_is_no_clash(tmp_path: Path) -> None:
+def test_a_directory_without_code_hides_no_package(tmp_path: Path) -> None:
     path = write(tmp_path, GOOD)
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "data.bin").write_text("")
@@ -240,7 +245,7 @@ def test_a_job_from_the_wire_is_checked_again(tmp_path: Path) -> None:
         (msgspec.structs.replace(data, training={"function": "x"}), "training"),
         (
             msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, within_node="shard")),
-            "training says auto, and policy shard",
+            "training has auto, but policy has shard",
         ),
         (
             msgspec.structs.replace(data, policy=msgspec.structs.replace(data.policy, microbatch_rows=5)),
@@ -272,17 +277,17 @@ def test_an_unknown_protection_names_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"snapshot.every_steps.*1 or more"):
         load_job(write(tmp_path, changed("snapshot.every_steps", -1)))
     with pytest.raises(
-        ConfigurationError, match=r"checkpoint.every_steps.*write every_steps = 1000"
+        ConfigurationError, match=r"checkpoint.every_steps.*write for example every_steps = 1000"
     ) as caught:
         load_job(write(tmp_path, changed("checkpoint.url", "kept")))
-    assert "not allowed" not in str(caught.value), "nobody wrote 0"
+    assert "not allowed" not in str(caught.value), "the user did not write 0"
 
 
 CHECKPOINTS = {"snapshot": {"every_steps": 5}, "checkpoint": {"url": "kept", "every_steps": 10}}
 EXPORTS = {"huggingface_every_steps": 20, "huggingface_directory": "exports"}
 
 
-def test_exports_lie_beside_the_job_file(tmp_path: Path) -> None:
+def test_paths_of_exports_are_relative_to_the_job_file(tmp_path: Path) -> None:
     told = CHECKPOINTS["checkpoint"] | EXPORTS
     policy = load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told})).checkpoint
     assert policy.huggingface_directory == str(tmp_path / "exports")
@@ -292,22 +297,25 @@ def test_exports_lie_beside_the_job_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"huggingface_every_steps": 0}, "huggingface_every_steps: exports want a number of steps"),
+        ({"huggingface_every_steps": 0}, "huggingface_every_steps: the export interval is missing"),
         ({"huggingface_every_steps": -1}, "huggingface_every_steps: -1 is not allowed"),
         ({"huggingface_directory": ""}, "huggingface_directory: exports need a directory"),
-        ({"huggingface_directory": "s3://b/x"}, "huggingface_directory: s3://b/x cannot hold exports"),
-        ({"huggingface_directory": "kept"}, "kept cannot hold exports .*a directory of their own"),
+        (
+            {"huggingface_directory": "s3://b/x"},
+            "huggingface_directory: exports cannot be written to s3://b/x",
+        ),
+        ({"huggingface_directory": "kept"}, "exports cannot be written to .*kept .*a separate directory"),
         ({"url": "", "every_steps": 0}, "checkpoint.url: exports are made from checkpoints"),
     ],
 )
-def test_exports_that_cannot_be_are_refused(tmp_path: Path, change: dict[str, object], says: str) -> None:
+def test_impossible_exports_are_rejected(tmp_path: Path, change: dict[str, object], says: str) -> None:
     told = CHECKPOINTS["checkpoint"] | EXPORTS | change
     with pytest.raises(ConfigurationError, match=says):
         load_job(write(tmp_path, GOOD | CHECKPOINTS | {"checkpoint": told}))
 
 
 @pytest.mark.parametrize("protection", [None, "none", "aor", "aor+arc:1", "arc:1+aor"])
-def test_sharded_optimizer_state_and_what_can_protect_it(tmp_path: Path, protection: str | None) -> None:
+def test_protections_of_sharded_optimizer_state(tmp_path: Path, protection: str | None) -> None:
     tables = changed("training.zero1", True)
     if protection is not None:
         tables["snapshot"] = {"protection": protection}
@@ -319,15 +327,15 @@ def test_sharded_optimizer_state_and_what_can_protect_it(tmp_path: Path, protect
 @pytest.mark.parametrize(
     ("zero1", "protection", "says"),
     [
-        (True, "aec", "aec is made of what all owners hold.*write aor"),
-        (True, "aec2+aor", "aec2 is made of what all owners hold.*write aor"),
+        (True, "aec", "aec protects state that all owners hold.*write aor"),
+        (True, "aec2+aor", "aec2 protects state that all owners hold.*write aor"),
         (True, "arc:1", "copies parts that an owner does not have.*write arc:1.aor"),
         (True, "arc:2+aor", "copies parts that an owner does not have.*write arc:1.aor"),
         (False, "aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
         (False, "aec+aor", "replicas of the parts of ZeRO-1.*training.zero1 = true"),
     ],
 )
-def test_protections_that_do_not_go_with_the_sharding_are_refused(
+def test_protections_that_do_not_suit_the_sharding_are_rejected(
     tmp_path: Path, zero1: bool, protection: str, says: str
 ) -> None:
     tables = changed("training.zero1", zero1) | {"snapshot": {"protection": protection}}
@@ -340,11 +348,11 @@ def test_protections_that_do_not_go_with_the_sharding_are_refused(
         job_from_data(other, job_id="j", devices_per_node=1)
 
 
-def test_a_job_that_wants_no_logs_has_none(tmp_path: Path) -> None:
+def test_logging_is_off_by_default(tmp_path: Path) -> None:
     assert load_job(write(tmp_path, GOOD)).logging == LoggingPolicy()
 
 
-def test_what_is_logged_where_is_said_with_whole_paths(tmp_path: Path) -> None:
+def test_logging_paths_become_absolute(tmp_path: Path) -> None:
     tables = GOOD | {"logging": {"tensorboard": "runs", "wandb": {"mode": "offline"}, "mlflow": {}}}
     logging = load_job(write(tmp_path, tables)).logging
     name = GOOD["name"]
@@ -372,19 +380,19 @@ def test_what_is_logged_where_is_said_with_whole_paths(tmp_path: Path) -> None:
         ({"tensorboard": True}, "logging.tensorboard.*text in quotes"),
     ],
 )
-def test_mistakes_in_logging_are_named(tmp_path: Path, table: dict[str, Any], says: str) -> None:
+def test_errors_in_logging_are_named(tmp_path: Path, table: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         load_job(write(tmp_path, GOOD | {"logging": table}))
 
 
-def test_a_submitted_job_with_a_path_of_nowhere_is_refused(tmp_path: Path) -> None:
+def test_a_submitted_job_with_a_relative_path_is_rejected(tmp_path: Path) -> None:
     data = load_job_data(write(tmp_path, GOOD))
     other = msgspec.structs.replace(data, logging=LoggingData(directory="logs"))
     with pytest.raises(ConfigurationError, match="'logs' is not an absolute path"):
         job_from_data(other, job_id="j", devices_per_node=1)
 
 
-def test_a_submitted_job_may_leave_out_what_a_job_file_may(tmp_path: Path) -> None:
+def test_a_submitted_job_may_omit_the_same_keys_as_a_job_file(tmp_path: Path) -> None:
     data = load_job_data(write(tmp_path, GOOD | {"training": GOOD["training"] | {"zero1": True}}))
     sinks = LoggingData(directory="/kept", wandb=WandbData(), mlflow=MlflowData())
     other = msgspec.structs.replace(data, logging=sinks, snapshot=SnapshotData(every_steps=5))
@@ -394,7 +402,7 @@ def test_a_submitted_job_may_leave_out_what_a_job_file_may(tmp_path: Path) -> No
     assert job.snapshot.protection == "aor"
 
 
-def test_a_sink_without_its_package_is_refused_where_a_coordinator_runs(
+def test_a_coordinator_rejects_a_sink_without_its_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     policy = LoggingPolicy(directory="/logs", tensorboard="/logs", wandb=WandbPolicy(project="p"))

@@ -1,4 +1,4 @@
-"""Job files with ``[model]``: defaults, what reaches the trainers, and that every mistake has its remedy."""
+"""Tests of job files with ``[model]``: defaults, what reaches the trainers, and errors with their remedies."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory with a model, data of all kinds and a tokenizer, as far as a job file is concerned."""
+    """Directory with a model, data of all kinds and a tokenizer, sufficient for the checks of a job file."""
     for name in ("model", "tokens", "texts", "tokenizer", "saved", "splits/train", "splits/test"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
@@ -54,7 +54,7 @@ def loaded(place: Path, tables: dict[str, Any]) -> tuple[TrainingData, Recipe]:
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """The smallest file with these values; None removes one."""
+    """Return the smallest file with these values; None removes one."""
     tables = copy.deepcopy(SMALLEST)
     for path, value in changes.items():
         *way, last = path.split(".")
@@ -68,7 +68,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def test_a_model_and_data_are_enough(place: Path) -> None:
+def test_a_model_and_data_are_sufficient(place: Path) -> None:
     training, recipe = loaded(place, SMALLEST)
     assert training.function == RECIPE
     assert training.path == str(place)
@@ -123,7 +123,7 @@ def test_every_table_reaches_the_trainers(place: Path) -> None:
     )
 
 
-def test_an_evaluation_holds_out_a_hundredth_unless_the_file_says_more(place: Path) -> None:
+def test_an_evaluation_holds_out_a_hundredth_by_default(place: Path) -> None:
     _, recipe = loaded(place, changed({"evaluation.every_steps": 5}))
     assert recipe.evaluation.fraction == 0.01
     _, recipe = loaded(place, changed({"evaluation.every_steps": 5, "evaluation.fraction": 0.2}))
@@ -136,7 +136,7 @@ def test_an_architecture_alone_is_a_model(place: Path) -> None:
     assert (recipe.model.architecture, recipe.model.huggingface, recipe.model.task) == ("llama", None, None)
 
 
-def test_text_takes_the_model_s_tokenizer_or_bytes(place: Path) -> None:
+def test_text_uses_the_tokenizer_of_the_model_or_bytes(place: Path) -> None:
     text = {"data.tokens": None, "data.text": "texts/*.jsonl"}
     _, recipe = loaded(place, changed({**text, "data.tokenizer": "bytes"}))
     assert recipe.data.tokenizer == "bytes"
@@ -147,7 +147,7 @@ def test_text_takes_the_model_s_tokenizer_or_bytes(place: Path) -> None:
     assert recipe.data.tokenizer == str(place / "model")
 
 
-def test_steps_on_the_command_line_are_those_of_the_schedule(place: Path) -> None:
+def test_steps_on_the_command_line_reach_the_schedule(place: Path) -> None:
     data = load_job_data(write(place, changed({"schedule.warmup_steps": 50})), steps=20)
     assert data.training["arguments"]["steps"] == 20
 
@@ -203,46 +203,50 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
         ({"model.huggingface": "gone"}, "model.huggingface", "hf download gone"),
         ({"model.huggingface": "tokens"}, "model.huggingface", "has no config.json"),
         ({"model.huggingface": "$NOWHERE/x"}, "model.huggingface", "not set"),
-        ({"model.architecture": "llama"}, "model.architecture", "leave out architecture or huggingface"),
+        ({"model.architecture": "llama"}, "model.architecture", "remove architecture or huggingface"),
         ({"model.task": "causal"}, "model.task", "did you mean 'causal-lm'"),
         ({"model.weights": "some"}, "model.weights", "known: auto, random, required"),
         ({"model.attention": "flash"}, "model.attention", "known: eager, sdpa"),
         ({"model.overrides.device_map": "auto"}, "model.overrides", "ftd places the layers"),
         ({"model.overrides.torch_dtype": "bfloat16"}, "model.overrides", 'precision = "bfloat16"'),
         ({"model.overrides.quantization_config": {}}, "model.overrides", "full precision"),
-        ({**ARCHITECTURE, "model.weights": "required"}, "model.weights", 'huggingface = "directory"'),
+        ({**ARCHITECTURE, "model.weights": "required"}, "model.weights", 'huggingface = "DIRECTORY"'),
         ({**ARCHITECTURE, "model.lora.rank": 8}, "model.lora", 'weights = "random"'),
         ({"model.lora.rank": 0}, "model.lora.rank", "write a number of at least 1"),
         ({"model.lora.dropout": 1.0}, "model.lora.dropout", "write a number below 1"),
         ({"model.lora.alpha": float("inf")}, "model.lora.alpha", "write a number of at most 1e+30"),
         ({"model.lora.rnk": 8}, "model.lora.rnk", "did you mean 'rank'"),
-        ({"training.function": "train.py:build"}, "training.function", "leave out function or the table"),
-        ({"training.arguments": {"a": 1}}, "training.arguments", "leave out arguments or the table"),
+        ({"training.function": "train.py:build"}, "training.function", "remove function or the table"),
+        ({"training.arguments": {"a": 1}}, "training.arguments", "remove arguments or the table"),
         ({"data.tokens": None}, "data.text", "write one of tokens, text, instructions, megatron"),
         ({"data": None}, "data.text", "the table names no data"),
         ({"data.text": "x"}, "data.text", "tokens and text exclude each other"),
         ({"data.tokens": "gone/*.bin"}, "data.tokens", "relative to the job file"),
         ({"data.tokens": "tokens"}, "data.tokens", "is a directory"),
         ({"data.tokens": [1]}, "data.tokens[0]", "expected text in quotes"),
-        ({"data.dtype": "uint16"}, "data.tokens", "b.bin has 2049 bytes, no multiple of the 2 of uint16"),
+        (
+            {"data.dtype": "uint16"},
+            "data.tokens",
+            "b.bin has 2049 bytes, which is not a multiple of 2, the size of uint16",
+        ),
         ({"data.dtype": "float32"}, "data.dtype", "is not known"),
-        ({"data.packing": False}, "data.packing", "it says nothing about tokens, only about text"),
+        ({"data.packing": False}, "data.packing", "it does not apply to tokens, only to text"),
         ({"data.length": 0}, "data.length", "write a number of at least 1"),
         ({"data.collate": "pad"}, "data.tokenizer", '"bytes" for one token per byte'),
         ({"model.task": "masked-lm"}, "data.tokenizer", '"bytes" for one token per byte'),
         ({"model.task": "masked-lm", "data.collate": "pad"}, "data.collate", "nothing to predict"),
-        ({"data.collate": "masked-lm"}, "data.collate", "this model's is causal-lm"),
+        ({"data.collate": "masked-lm"}, "data.collate", "the task of this model is causal-lm"),
         ({"data.mask_probability": 0}, "data.mask_probability", "write a number above 0"),
         ({"data.workers": -1}, "data.workers", "write a number of at least 0"),
-        ({"data.tokens": None, "data.text": "texts/*"}, "data.tokenizer", "there is no tokenizer"),
+        ({"data.tokens": None, "data.text": "texts/*"}, "data.tokenizer", "this data needs a tokenizer"),
         ({**TEXT, "data.tokenizer": "tokens"}, "data.tokenizer", "has no tokenizer.json"),
-        ({**TEXT, "data.dtype": "uint16"}, "data.dtype", "it says nothing about text"),
+        ({**TEXT, "data.dtype": "uint16"}, "data.dtype", "it does not apply to text"),
         (
             {"data.tokens": None, "data.instructions": "texts/*", "model.task": "masked-lm"},
             "data.instructions",
-            "the task masked-lm does not learn from instructions",
+            "instructions cannot be used for the task masked-lm",
         ),
-        ({"data.tokens": None, "data.instructions": "texts/*"}, "data.tokenizer", "no tokenizer"),
+        ({"data.tokens": None, "data.instructions": "texts/*"}, "data.tokenizer", "needs a tokenizer"),
         (
             {"data.tokens": None, "data.images": "gone.npz", "model.task": "image-classification"},
             "data.images",
@@ -251,12 +255,12 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
         ({"data.tokens": None, "data.megatron": "n"}, "data.megatron", "n.idx does not exist"),
         ({"data.tokens": None, "data.huggingface": "texts"}, "data.huggingface", "save_to_disk"),
         ({"data.tokens": None, "data.huggingface": "splits"}, "data.huggingface", "splits/test"),
-        ({"model.task": "image-classification"}, "data.tokens", "sources for it are images, huggingface"),
+        ({"model.task": "image-classification"}, "data.tokens", "use one of images, huggingface"),
         ({"optimizer.name": "admw"}, "optimizer.name", "did you mean 'adamw'"),
         ({"optimizer.learning_rate": 0}, "optimizer.learning_rate", "write a number above 0"),
         ({"optimizer.betas": [0.9]}, "optimizer.betas", "expected 2 values, got 1"),
         ({"optimizer.betas": [0.9, 1.5]}, "optimizer.betas[1]", "write a number below 1"),
-        ({"optimizer.momentum": 0.5}, "optimizer.momentum", "adamw has no such key, only sgd"),
+        ({"optimizer.momentum": 0.5}, "optimizer.momentum", "adamw does not have this key, only sgd"),
         ({"optimizer": {"name": "sgd", "eps": 1e-5}}, "optimizer.eps", "only adamw and adam"),
         (
             {"optimizer.name": "adafactor", "planner.within_node": "shard"},
@@ -266,19 +270,23 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
         (
             {"optimizer.name": "adafactor", "training.zero1": True},
             "optimizer.name",
-            "leave training.zero1 out",
+            "remove training.zero1",
         ),
         ({"schedule.name": "cosin"}, "schedule.name", "did you mean 'cosine'"),
-        ({"schedule.warmup_steps": 100}, "schedule.warmup_steps", "not fewer than the job's 100"),
-        ({"schedule": {"warmup_steps": 9, "warmup_ratio": 0.1}}, "schedule.warmup_ratio", "leave out"),
-        ({"schedule.decay_ratio": 0.5}, "schedule.decay_ratio", "cosine has no such key, only wsd"),
+        (
+            {"schedule.warmup_steps": 100},
+            "schedule.warmup_steps",
+            "a warm-up of 100 steps is not shorter than the job",
+        ),
+        ({"schedule": {"warmup_steps": 9, "warmup_ratio": 0.1}}, "schedule.warmup_ratio", "remove"),
+        ({"schedule.decay_ratio": 0.5}, "schedule.decay_ratio", "cosine does not have this key, only wsd"),
         ({"schedule.final_ratio": 2}, "schedule.final_ratio", "write a number of at most 1"),
-        ({"evaluation.fraction": 0.1}, "evaluation.every_steps", "write every_steps = 100"),
+        ({"evaluation.fraction": 0.1}, "evaluation.every_steps", "write for example every_steps = 100"),
         ({"evaluation": {"every_steps": 5, "fraction": 0.6}}, "evaluation.fraction", "at most 0.5"),
         (
             {"evaluation": {"every_steps": 5, "fraction": 0.1, "data": {"tokens": "tokens/a.bin"}}},
             "evaluation.fraction",
-            "or [evaluation.data]",
+            "fraction and [evaluation.data] exclude each other",
         ),
         (
             {"evaluation": {"every_steps": 5, "data": {"tokens": "tokens/c.bin"}}},
@@ -288,7 +296,7 @@ TEXT = {"data.tokens": None, "data.text": "texts/*.jsonl", "data.tokenizer": "to
         ({"evaluation": {"every_steps": 5, "data": {}}}, "evaluation.data.text", "names no data"),
     ],
 )
-def test_every_mistake_names_its_field_and_the_remedy(
+def test_every_error_names_its_field_and_the_remedy(
     place: Path, changes: dict[str, Any], field: str, says: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -302,20 +310,20 @@ def test_every_mistake_names_its_field_and_the_remedy(
     ("files", "changes", "says"),
     [
         ({"config.json": "{"}, {}, "config.json cannot be read"),
-        ({"config.json": "[]"}, {}, "names no model_type"),
+        ({"config.json": "[]"}, {}, "has no model_type"),
         ({"config.json": '{"model_type": "llama", "quantization_config": {}}'}, {}, "quantised"),
-        ({"model.safetensors.index.json": "{}"}, {}, "is no index of safetensors"),
+        ({"model.safetensors.index.json": "{}"}, {}, "is not an index of safetensors"),
         (
             {"model.safetensors.index.json": '{"weight_map": {"a": "b.safetensors", "c": "d.safetensors"}}'},
             {},
-            "lacks files of its weights: b.safetensors, d.safetensors",
+            "files of the weights are missing in ",
         ),
         ({"model.safetensors": None, "pytorch_model.bin": ""}, {}, "pickled (pytorch_model.bin)"),
         ({"model.safetensors": None}, {"model.weights": "required"}, "has no *.safetensors"),
         ({"model.safetensors": None}, {"model.lora.rank": 2}, "LoRA adapts a trained model"),
     ],
 )
-def test_a_directory_that_is_no_model_is_refused(
+def test_a_directory_without_a_valid_model_is_rejected(
     place: Path, files: dict[str, str | None], changes: dict[str, Any], says: str
 ) -> None:
     for name, content in files.items():
@@ -328,7 +336,7 @@ def test_a_directory_that_is_no_model_is_refused(
     assert says in str(caught.value)
 
 
-def test_all_mistakes_are_reported_at_once(place: Path) -> None:
+def test_all_errors_are_reported_together(place: Path) -> None:
     changes = {"model.huggingface": "gone", "data.tokens": "gone", "optimizer.eps": -1, "schedule.name": "x"}
     with pytest.raises(ConfigurationError) as caught:
         load_job(write(place, changed(changes)))

@@ -1,4 +1,4 @@
-"""Profile files: what is written is read back; what is wrong is named, with the field; no third way."""
+"""Tests of profile files: what is written is read back, and every other file is an error that names the field."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ Tree = dict[str, Any]
 
 
 def timed_tree() -> Tree:
-    """Bare layer times: three layers, powers of two, multiples of 1/1024 ms."""
+    """Return bare layer times of three layers, as multiples of 1/1024 ms."""
     return {
         "kind": "nonuniform",
         "layers": [
@@ -59,7 +59,7 @@ def spread(median: float) -> Tree:
 
 
 def own_tree() -> Tree:
-    """A file with everything in it."""
+    """Return a file that sets every field."""
     return {
         "schema": SCHEMA,
         "microbatch_rows": 4,
@@ -127,7 +127,7 @@ def written(directory: Path, tree: Any) -> Path:
     return path
 
 
-def refusal(path: Path) -> str:
+def message_for(path: Path) -> str:
     with pytest.raises(ConfigurationError) as caught:
         load_profile(path)
     return str(caught.value)
@@ -136,7 +136,7 @@ def refusal(path: Path) -> str:
 # --- what is read ----------------------------------------------------------------------------
 
 
-def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
+def test_a_file_becomes_a_profile(tmp_path: Path) -> None:
     profile = load_profile(written(tmp_path, own_tree()))
     layer = LayerProfile(
         forward_ms=1.5,
@@ -178,7 +178,7 @@ def test_a_file_becomes_the_profile_it_says(tmp_path: Path) -> None:
     )
 
 
-def test_what_may_be_left_out_has_its_default(tmp_path: Path) -> None:
+def test_omitted_fields_have_their_defaults(tmp_path: Path) -> None:
     tree = own_tree()
     optional = (
         "device_memory_bytes",
@@ -202,14 +202,14 @@ def test_what_may_be_left_out_has_its_default(tmp_path: Path) -> None:
     assert all(layer.split == () for layer in profile.layers)
 
 
-def test_a_ring_that_was_not_measured_is_as_the_link(tmp_path: Path) -> None:
+def test_a_ring_that_was_not_measured_equals_the_link(tmp_path: Path) -> None:
     tree = own_tree()
     del tree["ring"]
     profile = load_profile(written(tmp_path, tree))
     assert profile.ring == profile.link == Link(latency_ms=0.05, bytes_per_s=2e9)
 
 
-def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+def test_a_saved_document_is_read_back(tmp_path: Path) -> None:
     document = load_document(written(tmp_path, own_tree()))
     assert isinstance(document, ProfileDocument)
     path = tmp_path / "saved.json"
@@ -242,7 +242,7 @@ def test_the_schema_is_the_one_in_the_documentation() -> None:
 # --- bare layer times --------------------------------------------------------------------------
 
 
-def test_bare_layer_times_cost_what_their_format_says_to_the_last_bit(tmp_path: Path) -> None:
+def test_costs_of_bare_layer_times_are_exact(tmp_path: Path) -> None:
     tree = timed_tree()
     profile = load_profile(written(tmp_path, tree))
     assert profile.stage_devices == (1, 2, 4, 8)
@@ -291,9 +291,9 @@ def put_timed(name: str, value: Any) -> Callable[[Tree], None]:
         (drop_a_count, "layers[1].allreduce_in_node_ms: lists 1, 2, 8 devices, layer 0 lists 1, 2, 4, 8"),
         (drop_one_device, 'layers[0].allreduce_in_node_ms: required, but missing: "1"'),
         (put_timed("16", 0.5), "layers[2].allreduce_in_node_ms: lists 1, 2, 4, 8, 16 devices"),
-        (put_timed("two", 0.5), 'layers[2].allreduce_in_node_ms: "two" is no number of devices'),
-        (put_timed("02", 0.5), 'layers[2].allreduce_in_node_ms: "02" is no number of devices'),
-        (put_timed("9999", 0.5), 'layers[2].allreduce_in_node_ms: "9999" is no number of devices'),
+        (put_timed("two", 0.5), 'layers[2].allreduce_in_node_ms: "two" is not a number of devices'),
+        (put_timed("02", 0.5), 'layers[2].allreduce_in_node_ms: "02" is not a number of devices'),
+        (put_timed("9999", 0.5), 'layers[2].allreduce_in_node_ms: "9999" is not a number of devices'),
         (put_timed("2", -0.5), "layers[2].allreduce_in_node_ms.2: -0.5 is not allowed"),
         (put_timed("2", math.nan), "layers[2].allreduce_in_node_ms.2: NaN is not allowed"),
         (put_timed("2", "0.5"), 'layers[2].allreduce_in_node_ms.2: "0.5" is not allowed'),
@@ -312,15 +312,13 @@ def put_timed(name: str, value: Any) -> Callable[[Tree], None]:
         ),
     ],
 )
-def test_bare_layer_times_that_make_no_sense_are_named(
-    tmp_path: Path, change: Callable[[Tree], Any], says: str
-) -> None:
+def test_errors_name_wrong_bare_layer_times(tmp_path: Path, change: Callable[[Tree], Any], says: str) -> None:
     tree = timed_tree()
     change(tree)
-    assert says in refusal(written(tmp_path, tree))
+    assert says in message_for(written(tmp_path, tree))
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- what is rejected ---------------------------------------------------------------------------
 
 
 def layer(number: int, **fields: Any) -> Callable[[Tree], None]:
@@ -340,13 +338,16 @@ def split(number: int, **fields: Any) -> Callable[[Tree], None]:
         (layer(1, forward_ms="1.5"), 'layers[1].forward_ms: "1.5" is not allowed'),
         (layer(1, forward_ms=None), "layers[1].forward_ms: null is not allowed"),
         (layer(1, forward_ms=1e300), "layers[1].forward_ms: 1e+300 is not allowed"),
-        (layer(1, forward_ms=9.5), "layers[1].forward_ms: 9.5 is not allowed (write between 1.35 and 1.95"),
+        (
+            layer(1, forward_ms=9.5),
+            "layers[1].forward_ms: 9.5 is not allowed (write a value between 1.35 and 1.95",
+        ),
         (layer(1, parameter_bytes=1.5), "layers[1].parameter_bytes: 1.5 is not allowed"),
         (layer(1, parameter_bytes=2**70), "layers[1].parameter_bytes: 1180591620717411303424 is not"),
         (layer(1, output_byte=3), "layers[1].output_byte: unknown field (did you mean 'output_bytes'?)"),
         (lambda t: t["layers"][2].pop("gradient_bytes"), "layers[2].gradient_bytes: required, but missing"),
-        (split(0, devices=8), "layers[1].split: 4 stands behind 8"),
-        (split(1, devices=2), "layers[1].split: 2 stands behind 2"),
+        (split(0, devices=8), "layers[1].split: 4 comes after 8"),
+        (split(1, devices=2), "layers[1].split: 2 comes after 2"),
         (split(1, devices=3), "layers[1].split[1].devices: 3 is not allowed (write one of stage_devices"),
         (split(0, devices=1), "layers[1].split[0].devices: 1 is not allowed"),
         (split(0, device=1), "layers[1].split[0].device: unknown field (did you mean 'devices'?)"),
@@ -356,10 +357,10 @@ def split(number: int, **fields: Any) -> Callable[[Tree], None]:
         ),
         (
             lambda t: t.update(stage_devices=[1, 2, 4, 8]),
-            "layers[0].split: nothing says how long 8 devices take, and 4 rows cannot be split over them",
+            "layers[0].split: the time on 8 devices is missing, and 4 rows cannot be split",
         ),
         (lambda t: t.update(stage_devices=[]), "stage_devices: Expected `array` of length >= 1"),
-        (lambda t: t.update(stage_devices=[2, 1]), "stage_devices: 1 stands behind 2"),
+        (lambda t: t.update(stage_devices=[2, 1]), "stage_devices: 1 comes after 2"),
         (lambda t: t.update(stage_devices=[0, 1]), "stage_devices[0]: 0 is not allowed"),
         (lambda t: t.update(layers=[]), "layers: Expected `array` of length >= 1"),
         (lambda t: t.update(layers=t["layers"] * 400), "layers: Expected `array` of length <= 1000"),
@@ -375,23 +376,24 @@ def split(number: int, **fields: Any) -> Callable[[Tree], None]:
             "network.all_reduce[0].time.upper_quartile_ms:",
         ),
         (lambda t: t["network"]["all_reduce"][0].update(members=1), "network.all_reduce[0].members: 1 is"),
-        (lambda t: t.update(schema="ftd-profile/2"), "schema: this profile has version 2, this ftd reads up"),
+        (
+            lambda t: t.update(schema="ftd-profile/2"),
+            "schema: this profile has version 2, but this version of ftd reads up",
+        ),
         (lambda t: t.update(schema="ftd-profile/0"), 'schema: "ftd-profile/0" is not known'),
         (lambda t: t.update(schema=1), "schema: 1 is not known"),
         (lambda t: t.pop("schema"), "schema: required, but missing"),
-        (lambda t: t["provenance"].update(device="\ud800"), "provenance.device: '\\ud800' is no valid text"),
-        (lambda t: t.update({"\ud800": 1}), "'\\ud800' is no valid text"),
+        (lambda t: t["provenance"].update(device="\ud800"), "provenance.device: '\\ud800' is not valid text"),
+        (lambda t: t.update({"\ud800": 1}), "'\\ud800' is not valid text"),
     ],
 )
-def test_entries_that_make_no_sense_are_named(
-    tmp_path: Path, change: Callable[[Tree], Any], says: str
-) -> None:
+def test_errors_name_wrong_entries(tmp_path: Path, change: Callable[[Tree], Any], says: str) -> None:
     tree = own_tree()
     change(tree)
-    text = refusal(written(tmp_path, tree))
+    text = message_for(written(tmp_path, tree))
     assert text.startswith("profile.json: ")
     assert says in text
-    assert text.endswith(")"), "it says what would work"
+    assert text.endswith(")"), "the message has a remedy"
 
 
 @pytest.mark.parametrize(
@@ -402,32 +404,32 @@ def test_entries_that_make_no_sense_are_named(
         ("{", "is not valid JSON"),
         ("[" * 100_000, "is not valid JSON"),
         ('{"x": ' + "9" * 10_000 + "}", "is not valid JSON"),
-        ("[]", "a profile is a JSON object, this is a list"),
-        ("3", "a profile is a JSON object, this is 3"),
+        ("[]", "a profile is a JSON object, but this is a list"),
+        ("3", "a profile is a JSON object, but this is 3"),
         ("{}", "schema: required, but missing"),
-        ('{"schema": "ftd-profile/1", "schema": "ftd-profile/1"}', "schema: is there twice"),
-        ('{"layers": [{"a": {"b": 1, "c": 2, "b": 1}}]}', "layers[0].a.b: is there twice"),
+        ('{"schema": "ftd-profile/1", "schema": "ftd-profile/1"}', "schema: the key appears twice"),
+        ('{"layers": [{"a": {"b": 1, "c": 2, "b": 1}}]}', "layers[0].a.b: the key appears twice"),
         ('{"schema": "ftd-profile/1", "layers": 1e999}', "layers: Infinity is not allowed"),
     ],
 )
-def test_what_is_no_profile_is_refused(tmp_path: Path, text: str, says: str) -> None:
-    assert says in refusal(written(tmp_path, text))
+def test_content_that_is_not_a_profile_is_rejected(tmp_path: Path, text: str, says: str) -> None:
+    assert says in message_for(written(tmp_path, text))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
-    assert "does not exist" in refusal(tmp_path / "gone.json")
-    assert "is a directory" in refusal(tmp_path)
-    assert "not a regular file" in refusal(Path(os.devnull))
+def test_paths_that_are_not_files_are_rejected(tmp_path: Path) -> None:
+    assert "does not exist" in message_for(tmp_path / "gone.json")
+    assert "is a directory" in message_for(tmp_path)
+    assert "not a regular file" in message_for(Path(os.devnull))
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    assert "not a regular file" in refusal(fifo)
+    assert "not a regular file" in message_for(fifo)
     binary = tmp_path / "binary.json"
     binary.write_bytes(b"\xff\xfe\x00\x01")
-    assert "is not valid JSON" in refusal(binary)
+    assert "is not valid JSON" in message_for(binary)
     large = tmp_path / "large.json"
     with large.open("wb") as file:
         file.truncate(MAX_FILE_BYTES + 1)
-    assert "is larger than" in refusal(large)
+    assert "is larger than" in message_for(large)
 
 
 # --- fuzz --------------------------------------------------------------------------------------
@@ -451,13 +453,13 @@ ODD: list[Any] = [
 ]
 ODD += ["", "1", "ftd-profile/1", "x" * 2000, "\ud800", [], {}, [[]], {"1": 0.0}, [None], {"": None}]
 NAMES = ["schema", "kind", "layers", "split", "devices", "forward_ms", "allreduce_in_node_ms", "1", "3", ""]
-# Copied, as a later change may go into what an earlier one put there.
+# Copies, because a later change may modify what an earlier one inserted.
 odd = st.sampled_from(ODD).map(copy.deepcopy) | st.floats() | st.integers() | st.text(max_size=5)
 
 
 @st.composite
 def mutated(draw: st.DrawFn) -> Any:
-    """A good file with a few of its entries replaced, removed, added or moved."""
+    """Draw a valid file with a few of its entries replaced, removed, added or moved."""
     tree: Any = copy.deepcopy(draw(st.sampled_from([own_tree(), timed_tree()])))
     for _ in range(draw(st.integers(1, 3))):
         place = tree
@@ -485,7 +487,7 @@ def mutated(draw: st.DrawFn) -> Any:
 
 
 def usable(profile: ModelProfile) -> None:
-    """The planner can compute with it: all that it sums is finite."""
+    """Check that the planner can use the profile: everything that it sums is finite."""
     assert profile.layers and profile.microbatch_rows >= 1
     rows = profile.microbatch_rows
     policy = Policy(tolerate=0, global_batch=4 * rows, microbatch_rows=rows)

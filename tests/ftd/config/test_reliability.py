@@ -1,4 +1,4 @@
-"""``ftd reliability`` from file to answer."""
+"""Tests of ``ftd reliability``, from the file to the answer."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def run(*arguments: str) -> str:
     return result.output
 
 
-def test_the_example_is_figure_8() -> None:
+def test_the_example_reproduces_figure_8() -> None:
     told = json.loads(run(str(EXAMPLE), "--json"))
     assert told["with_protection"]["safe_days"] == pytest.approx(16.178, abs=1e-3)
     assert told["without_protection"]["safe_days"] == pytest.approx(0.408, abs=1e-3)
@@ -27,7 +27,7 @@ def test_the_example_is_figure_8() -> None:
     assert told["smallest_f"] == 3
 
 
-def test_for_people() -> None:
+def test_the_printed_answer() -> None:
     page = " ".join(run(str(EXAMPLE)).split())
     assert "16.18 days" in page and "9.79 h" in page and "tolerance.failures = 3" in page
 
@@ -62,13 +62,13 @@ def test_the_plot_is_written(tmp_path: Path, suffix: str) -> None:
         ("nodes = 4\ngroup = 2\n[hardware]\nrate = 1\n[repair]\nhours = 0", "repair.hours"),
     ],
 )
-def test_a_bad_file_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+def test_errors_name_the_wrong_key(tmp_path: Path, text: str, names: str) -> None:
     file = tmp_path / "c.toml"
     file.write_text(text)
     with pytest.raises(ConfigurationError, match=names):
         load_reliability(file)
 
 
-def test_a_plot_of_no_known_format_is_refused() -> None:
+def test_an_unknown_plot_format_is_rejected() -> None:
     result = CliRunner().invoke(app, ["reliability", str(EXAMPLE), "--plot", "curve.gif"])
     assert isinstance(result.exception, ConfigurationError) and ".svg or .png" in str(result.exception)

@@ -280,8 +280,8 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is no address of a webhook"),
-        (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is no address of a webhook"),
+        (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is not a valid URL"),
+        (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is not a valid URL"),
         (["--webhook", "http://x", "--filter", "severity=loud"], "there is no severity 'loud'"),
         (["--webhook", "http://x", "--token-file", "missing"], "--token-file: missing cannot be read"),
         (["--webhook", "http://x", "--dead-letters", "/proc/none/file"], "--dead-letters"),

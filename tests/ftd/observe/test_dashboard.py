@@ -388,9 +388,9 @@ def test_beyond_loopback_only_with_a_token(tmp_path: Path, listen: str) -> None:
 @pytest.mark.parametrize(
     ("table", "words"),
     [
-        ({"listen": "9650"}, "is no host:port"),
-        ({"listen": "127.0.0.1:70000"}, "is no host:port"),
-        ({"listen": "a b:1"}, "is no host:port"),
+        ({"listen": "9650"}, "is not of the form host:port"),
+        ({"listen": "127.0.0.1:70000"}, "is not of the form host:port"),
+        ({"listen": "a b:1"}, "is not of the form host:port"),
         ({"token": "short"}, "at least 16"),
         ({"token": "with spaces in it, and long"}, "at least 16"),
         ({"token": TOKEN, "token_file": "t"}, "both"),

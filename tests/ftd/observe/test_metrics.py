@@ -326,10 +326,10 @@ def test_beyond_loopback_only_with_a_token(tmp_path: Path, host: str) -> None:
 @pytest.mark.parametrize(
     ("table", "content", "mode", "words"),
     [
-        ({"metrics_port": 70000}, "t", 0o600, "is no port"),
-        ({"metrics_port": -1}, "t", 0o600, "is no port"),
+        ({"metrics_port": 70000}, "t", 0o600, "is not a valid port"),
+        ({"metrics_port": -1}, "t", 0o600, "is not a valid port"),
         ({"metrics_port": 9640, "metrics_token_file": "none"}, "t", 0o600, "cannot be read"),
-        ({"metrics_port": 9640, "metrics_token_file": "token"}, "t", 0o644, "by everybody"),
+        ({"metrics_port": 9640, "metrics_token_file": "token"}, "t", 0o644, "everybody on this host"),
         ({"metrics_port": 9640, "metrics_token_file": "token"}, "", 0o600, "is empty"),
         ({"metrics_port": 9640, "metrics_token_file": "token"}, "two words", 0o600, "characters"),
         ({"metrics_port": 9640, "metrics_token_file": "token"}, "schlüssel", 0o600, "characters"),

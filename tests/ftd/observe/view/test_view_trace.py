@@ -94,7 +94,7 @@ def test_a_recorder_records_the_requested_steps_within_its_capacity() -> None:
 
 
 def test_an_unwritable_path_is_rejected_before_the_trace_is_requested(tmp_path: Path) -> None:
-    for place, words in (("trace.pdf", ".svg"), ("nowhere/trace.json", "no directory")):
+    for place, words in (("trace.pdf", ".svg"), ("nowhere/trace.json", "does not exist")):
         with pytest.raises(ConfigurationError, match=words):
             trace(out=[tmp_path / place])
 
