@@ -242,7 +242,8 @@ class Engine:
         return rank_assignment(resume.world, resume.rank, self.data.microbatch_rows, coupled=coupled)
 
     def restore(self, directory: Path, resume: ResumeRank) -> None:
-        """After ``commit_or_discard``, restore the staged layers of this rank's stage and drop all others.
+        """Restore the staged layers of this rank's stage and drop all others; call this after
+        ``commit_or_discard``.
 
         Nothing is held if this raises.
 
@@ -380,8 +381,8 @@ class Engine:
         )
 
     def _make_room(self, resume: ResumeRank, assignment: RankAssignment) -> None:
-        """Before new state arrives, drop layers that are not complete, and park and drop layers as the plan
-        says.
+        """Drop layers that are not complete, and park and drop layers as the plan says, before new state
+        arrives.
 
         Under ZeRO-1 parts are kept, and incomplete parameters may be filled from them.
         """
@@ -464,7 +465,7 @@ class Engine:
             self._hook.call(self.committed_step, self.vote, step_s)
 
     def call_missed_hook(self) -> None:
-        """After ``enter``, call the hook for the committed step if no rank of this group has called it.
+        """Call the hook for the committed step, after ``enter``, if no rank of this group has called it.
 
         :raises TrainingError: the hook raised.
         :raises CommunicationError: aborted, or a peer is lost.
@@ -562,7 +563,7 @@ class Engine:
             raise EngineError("no generation was entered")
         started, began_s = time.monotonic(), time.time()
         self.monitor.begin_step()
-        self._keep_buffers()
+        self._save_buffers()
         if self.sharding is not None:
             self.sharding.begin_step()
         scale = self.optimization.loss_scale
@@ -681,7 +682,7 @@ class Engine:
 
     # --- undoing ---------------------------------------------------------------------------------
 
-    def _keep_buffers(self) -> None:
+    def _save_buffers(self) -> None:
         """Save the running statistics, which COMPUTE changes: a step that is redone must not count its rows
         twice.
         """

@@ -44,7 +44,7 @@ Receive = ReceiveActivation | ReceiveGradient
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _PendingReceive:
     """A receive that was requested."""
 
     operation: Receive
@@ -68,7 +68,7 @@ class StageLinks:
         """Signatures of batches, each with a peer that this rank has sent the shapes of activations to."""
         self._learned: set[tuple[Any, int]] = set()
         """Signatures of batches, each with a peer that has sent the shapes of its activations."""
-        self._arriving: deque[_Arriving] = deque()
+        self._pending_receives: deque[_PendingReceive] = deque()
         self._to_post: Iterator[Receive] = iter(())
         self._sent: dict[int, list[PendingOperation]] = {}
 
@@ -79,7 +79,7 @@ class StageLinks:
         """
         self._microbatches = microbatches
         self._to_post = iter(receives)
-        self._arriving.clear()
+        self._pending_receives.clear()
         self._sent.clear()
         for _ in range(_PREFETCH):
             self._post_next()
@@ -91,12 +91,12 @@ class StageLinks:
             self._microbatches.assignment(microbatch).end_layer - 1,
             self._microbatches.signature(microbatch),
         )
-        unaware = [route.peer for route in routes if not self._is_known(self._announced, key, route.peer)]
-        if unaware:
+        uninformed = [route.peer for route in routes if not self._is_known(self._announced, key, route.peer)]
+        if uninformed:
             shape = self._model.output_shape(layer, key)
             assert shape is not None
             announcement = _announce(shape).to(self._model.device)
-            for peer in unaware:
+            for peer in uninformed:
                 self._announced.add((key, peer))
                 self._communicator.send(announcement, peer, "activation")
         self._sent[microbatch] = self._send(outputs, routes, "activation")
@@ -112,30 +112,30 @@ class StageLinks:
 
     def receive(self) -> tuple[Tensor, ...]:
         """Return the tensors of the oldest receive."""
-        if not self._arriving:
+        if not self._pending_receives:
             self._post_next()
-        arriving = self._arriving[0]
-        if arriving.tensors is None:
-            self._wait(arriving.pendings)
-            if arriving.announcement is not None:
-                microbatch = arriving.operation.microbatch
+        pending_receive = self._pending_receives[0]
+        if pending_receive.tensors is None:
+            self._wait(pending_receive.pendings)
+            if pending_receive.announcement is not None:
+                microbatch = pending_receive.operation.microbatch
                 layer, key = (
                     self._microbatches.assignment(microbatch).first_layer - 1,
                     self._microbatches.signature(microbatch),
                 )
                 self._model.set_output_shape(
-                    layer, key, _announced(self._monitor.read_values(arriving.announcement))
+                    layer, key, _announced(self._monitor.read_values(pending_receive.announcement))
                 )
-            self._post(arriving)
-        self._arriving.popleft()
-        assert arriving.tensors is not None
-        self._wait(arriving.pendings)
-        while len(self._arriving) < _PREFETCH:
-            before = len(self._arriving)
+            self._post(pending_receive)
+        self._pending_receives.popleft()
+        assert pending_receive.tensors is not None
+        self._wait(pending_receive.pendings)
+        while len(self._pending_receives) < _PREFETCH:
+            before = len(self._pending_receives)
             self._post_next()
-            if len(self._arriving) == before:
+            if len(self._pending_receives) == before:
                 break
-        return arriving.tensors
+        return pending_receive.tensors
 
     def _send(
         self, tensors: tuple[Tensor, ...], routes: tuple[Route, ...], channel: Channel
@@ -150,32 +150,35 @@ class StageLinks:
 
     def _post_next(self) -> None:
         """Post the next receive in the list of operations, if its shapes are known."""
-        if self._arriving and self._arriving[-1].tensors is None:
+        if self._pending_receives and self._pending_receives[-1].tensors is None:
             return  # A receive that follows an announcement can be posted only after it.
         operation = next(self._to_post, None)
         if operation is None:
             return
-        arriving = _Arriving(operation)
-        self._arriving.append(arriving)
+        pending_receive = _PendingReceive(operation)
+        self._pending_receives.append(pending_receive)
         assignment = self._microbatches.assignment(operation.microbatch)
         key = self._microbatches.signature(operation.microbatch)
         match operation:
             case ReceiveGradient():
                 if self._model.output_shape(assignment.end_layer - 1, key) is not None:
-                    self._post(arriving)
+                    self._post(pending_receive)
             case ReceiveActivation():
-                silent = [
+                unannounced = [
                     r.peer
                     for r in assignment.activations_from
                     if not self._is_known(self._learned, key, r.peer)
                 ]
-                if not silent:
-                    self._post(arriving)
+                if not unannounced:
+                    self._post(pending_receive)
                     return
-                self._learned |= {(key, peer) for peer in silent}
-                arriving.announcement = torch.zeros(_ANNOUNCED, dtype=torch.int64, device=self._model.device)
-                arriving.pendings = [
-                    self._communicator.receive(arriving.announcement, peer, "activation") for peer in silent
+                self._learned |= {(key, peer) for peer in unannounced}
+                pending_receive.announcement = torch.zeros(
+                    _ANNOUNCED, dtype=torch.int64, device=self._model.device
+                )
+                pending_receive.pendings = [
+                    self._communicator.receive(pending_receive.announcement, peer, "activation")
+                    for peer in unannounced
                 ]
             case _:
                 assert_never(operation)
@@ -183,9 +186,9 @@ class StageLinks:
     def _is_known(self, pairs: set[tuple[Any, int]], key: Any, peer: int) -> bool:
         return key == self._model.first_signature or (key, peer) in pairs
 
-    def _post(self, arriving: _Arriving) -> None:
+    def _post(self, pending_receive: _PendingReceive) -> None:
         """Allocate buffers and post the receives into them."""
-        operation = arriving.operation
+        operation = pending_receive.operation
         assignment = self._microbatches.assignment(operation.microbatch)
         channel: Channel
         if isinstance(operation, ReceiveActivation):
@@ -197,8 +200,8 @@ class StageLinks:
         tensors = shape.allocate(assignment.rows, self._model.device)
         if isinstance(operation, ReceiveGradient):
             tensors = tuple(tensor for tensor in tensors if tensor.is_floating_point())
-        arriving.tensors = tensors
-        arriving.pendings = [
+        pending_receive.tensors = tensors
+        pending_receive.pendings = [
             self._communicator.receive(tensor[route.start : route.end], route.peer, channel)
             for route in routes
             for tensor in tensors

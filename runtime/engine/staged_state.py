@@ -133,7 +133,9 @@ class StagedStateLoader:
             raise StagingCorruptedError(f"layer {layer}: {error}") from error
         places = self._states.allocate(layer, staged.header, staged.size_bytes, self._reused)
         targets, others = self._targets(places)
-        tasks = [self._threads.submit(_copied, some) for some in _batches(_blocks(sources, targets))]
+        tasks = [
+            self._threads.submit(_copy_until_changed, some) for some in _batches(_blocks(sources, targets))
+        ]
         self.finish()
         self._loading = _LoadingLayer(layer, tasks, others)
         self._lenders |= set(staged.borrowed)
@@ -223,7 +225,7 @@ def _blocks(chunks: Iterable[tuple[PayloadChunk, Bytes]], targets: Sequence[_Tar
     found: dict[tuple[str, int], _Block] = {}
     start = 0
     for chunk, file in chunks:
-        for number, block in _cut(chunk):
+        for number, block in _blocks_of(chunk):
             low, high = max(chunk.offset, block.start), min(chunk.offset + chunk.size_bytes, block.stop)
             copies = list(_copies(file, low, high, start + low - chunk.offset, targets, ends))
             if copies:
@@ -248,12 +250,12 @@ def _batches(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         yield batch
 
 
-def _copied(blocks: Iterable[_Block]) -> _Block | None:
+def _copy_until_changed(blocks: Iterable[_Block]) -> _Block | None:
     """Copy blocks until one has changed; return that one."""
     return next((block for block in blocks if not block.copy()), None)
 
 
-def _cut(chunk: PayloadChunk) -> Iterator[tuple[int, range]]:
+def _blocks_of(chunk: PayloadChunk) -> Iterator[tuple[int, range]]:
     """Yield the blocks of its file that contain the range, with their numbers if they are verified."""
     part, end = chunk.part, chunk.offset + chunk.size_bytes
     if part is None:

@@ -105,7 +105,9 @@ class GlooCommunicator(Communicator):
         *,
         timeout_s: float = MIN_GROUP_TIMEOUT_S,
     ) -> None:
-        """:param host: this rank's address, to which the other ranks connect."""
+        """Create a communicator without groups. :param host: this rank's address, to which the other ranks
+        connect.
+        """
         super().__init__(rank, size)
         self._rendezvous = rendezvous
         self._host = host

@@ -109,10 +109,10 @@ class NcclCommunicator(Communicator):
             self._store = store
         self._check_devices(store)
         for channel in CHANNELS:
-            self._groups[channel] = self._make(store, channel, self.world)
+            self._groups[channel] = self._make_group(store, channel, self.world)
         for members in dict.fromkeys((self.world, *groups)):
             if self.rank in members and len(members) > 1:
-                group = self._groups[members] = self._make(store, "-".join(map(str, members)), members)
+                group = self._groups[members] = self._make_group(store, "-".join(map(str, members)), members)
                 self.check()  # An abort ends only the groups that exist by then.
                 group.allreduce([torch.zeros(1, device=self._device)]).wait()
         self._connect_peers(edges)
@@ -151,7 +151,7 @@ class NcclCommunicator(Communicator):
                 first = self.rank == one
                 (group.send([token], other, 0) if first else group.recv([token], one, 0)).wait()
 
-    def _make(self, store: RendezvousStore, name: str, members: Members) -> Group:
+    def _make_group(self, store: RendezvousStore, name: str, members: Members) -> Group:
         self.check()
         backend = dist.ProcessGroupNCCL
         options = backend.Options()
@@ -180,13 +180,13 @@ class NcclCommunicator(Communicator):
         self.check()
         if target.numel() % len(members) == 0:
             return self._issue(self._groups[members]._allgather_base(target, source))
-        return self._issue(self._groups[members].allgather([_runs(target, len(members))], [source]))
+        return self._issue(self._groups[members].allgather([_ranges(target, len(members))], [source]))
 
     def reduce_scatter(self, target: Tensor, source: Tensor, members: Members) -> PendingOperation:
         self.check()
         if source.numel() % len(members) == 0:
             return self._issue(self._groups[members]._reduce_scatter_base(target, source))
-        return self._issue(self._groups[members].reduce_scatter([target], [_runs(source, len(members))]))
+        return self._issue(self._groups[members].reduce_scatter([target], [_ranges(source, len(members))]))
 
     def _issue(self, work: Work) -> PendingOperation:
         return _IssuedOperation(work)
@@ -219,7 +219,9 @@ class NcclCommunicator(Communicator):
         # ncclCommAbort can take long, and wait for another communicator's. The caller must not wait for it,
         # so each group has a thread, which keeps the group alive after the main thread has released it.
         for group in list(self._groups.values()):
-            threading.Thread(target=_end, args=(group,), name="communication-abort", daemon=True).start()
+            threading.Thread(
+                target=_abort_group, args=(group,), name="communication-abort", daemon=True
+            ).start()
 
     def close(self) -> None:
         groups, self._groups = self._groups, {}
@@ -230,13 +232,13 @@ class NcclCommunicator(Communicator):
         threading.Thread(target=groups.clear, name="communication-close", daemon=True).start()
 
 
-def _end(group: Group) -> None:
+def _abort_group(group: Group) -> None:
     with contextlib.suppress(
         RuntimeError
     ):  # It took longer than the group's timeout, and no code waits for it.
         group.abort()
 
 
-def _runs(vector: Tensor, members: int) -> list[Tensor]:
+def _ranges(vector: Tensor, members: int) -> list[Tensor]:
     cuts = [member_range(vector.numel(), index, members) for index in range(members)]
     return [vector[start:end] for start, end in cuts]

@@ -78,7 +78,7 @@ class StagedGlooCommunicator(GlooCommunicator):
         self._close_stores()
         self._requests.put(None)
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------
 
     def _host_memory(self, *tensors: Tensor) -> list[Tensor]:
         return [self._runtime.pinned(t.numel(), t.dtype).view(t.shape) for t in tensors]

@@ -1,4 +1,4 @@
-"""A model given as a list of layers, run one after the other."""
+"""A model that the user gives as a list of layers, which run one after the other."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

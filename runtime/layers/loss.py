@@ -61,7 +61,7 @@ class Loss:
         """
         on_host = batch if on_host is None else on_host
         if self._function is None:
-            return self._own(output, on_host, rows)
+            return self._model_loss(output, on_host, rows)
         value = self._function(_in_float32(output), batch[1] if self._takes_target else batch)
         if isinstance(value, tuple | list):
             return _pair(value, "the loss")
@@ -112,7 +112,7 @@ class Loss:
         :raises TrainingError: the loss fails, or is not a mean over rows.
         """
         if self._function is None:
-            self._shifts = self._found_shift(batch, last)
+            self._shifts = self._ignores_first_label(batch, last)
         try:
             total, weight = self(output, batch, rows)
         except TrainingError:
@@ -156,9 +156,9 @@ class Loss:
     def _close(self, one: float, other: float) -> bool:
         return abs(one - other) <= self._tolerance * max(abs(one), abs(other)) + 1e-6
 
-    # --- the model's own -----------------------------------------------------------------------------
+    # --- the model's own loss -----------------------------------------------------------------------------
 
-    def _own(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
+    def _model_loss(self, output: Any, batch: Batch, rows: int) -> tuple[Tensor, Tensor]:
         value = own_loss(output)
         if value is None:
             labels = (
@@ -170,7 +170,7 @@ class Loss:
                 f"{type(self._root).__name__} returned no loss{labels}. Give the samples labels, or the training "
                 "a loss: Training(loss=lambda output, batch: ...)"
             )
-        weight = self._own_weight(batch, rows)
+        weight = self._model_loss_weight(batch, rows)
         if weight == 0:
             # The mean over no tokens is NaN, and so would be its gradient.
             return value.new_zeros(()), torch.tensor(0.0, dtype=torch.float64)
@@ -178,7 +178,7 @@ class Loss:
         # rounded again.
         return value.squeeze().double() * weight, torch.tensor(float(weight), dtype=torch.float64)
 
-    def _own_weight(self, batch: Batch, rows: int) -> int:
+    def _model_loss_weight(self, batch: Batch, rows: int) -> int:
         """Return how many items the model's own loss is a mean over: labels that are not ignored, or rows."""
         if not isinstance(batch, Mapping):
             return rows
@@ -192,7 +192,7 @@ class Loss:
             return rows
         return int((labels != IGNORED).sum())
 
-    def _found_shift(self, batch: Batch, last: Callable[[Batch], Any]) -> bool:
+    def _ignores_first_label(self, batch: Batch, last: Callable[[Batch], Any]) -> bool:
         """Return whether the model's own loss ignores the first label of each row.
 
         Class names do not tell (a ``T5ForConditionalGeneration`` does not ignore it, a

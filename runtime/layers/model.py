@@ -174,8 +174,8 @@ class Model:
         """Modules that the devices of a stage may compute in parts."""
         self.tensor_problem: str | None = None
         """Reason why there is no tensor plan."""
-        plan = self._planned(data)
-        self._regions = SplitRegionChecker(plan, self._places()) if plan is not None else None
+        plan = self._make_plan(data)
+        self._region_checker = SplitRegionChecker(plan, self._named_modules()) if plan is not None else None
         self._probe(batch, rows, verified=verified)
         self._settle_plan()
         if data.within_node == "tensor" and self.tensor_problem is not None:
@@ -200,7 +200,7 @@ class Model:
 
     # --- tensor parallelism ----------------------------------------------------------------------
 
-    def _planned(self, data: TrainingData) -> TensorPlan | None:
+    def _make_plan(self, data: TrainingData) -> TensorPlan | None:
         """Return the model's tensor-parallel plan before its split regions are checked.
 
         :raises TrainingError: the user's own plan is invalid, and the job may use it.
@@ -213,7 +213,7 @@ class Model:
             for t in self._tensors
         }
         try:
-            return make_tensor_plan(self.training.tensor_plan, self._places(), alone)
+            return make_tensor_plan(self.training.tensor_plan, self._named_modules(), alone)
         except TensorPlanError as error:
             if self.training.tensor_plan is not None and data.within_node in ("auto", "tensor"):
                 raise TrainingError(f"Training.tensor_plan: {error}") from error
@@ -224,17 +224,19 @@ class Model:
         """Return a checker that observes layers under the tensor-parallel plan, or ``None`` if there is no
         plan.
         """
-        return None if self.tensor_plan is None else SplitRegionChecker(self.tensor_plan, self._places())
+        return (
+            None if self.tensor_plan is None else SplitRegionChecker(self.tensor_plan, self._named_modules())
+        )
 
     def _settle_plan(self) -> None:
-        if self._regions is not None:
+        if self._region_checker is not None:
             try:
-                self.tensor_plan = self._regions.validated_plan()
+                self.tensor_plan = self._region_checker.validated_plan()
             except TensorPlanError as error:
                 self.tensor_problem = str(error)
-            self._regions = None
+            self._region_checker = None
 
-    def _places(self) -> list[NamedModule]:
+    def _named_modules(self) -> list[NamedModule]:
         return [
             NamedModule(name=name, module=module, layers=layers, in_block=self._structure.in_block(name))
             for name, module, layers in self._structure.modules()
@@ -399,7 +401,7 @@ class Model:
         for layer in sorted(set(layers) - self._held):
             if self._initial is None:
                 raise RuntimeError(f"layer {layer} was dropped, and nothing can make it again")
-            self._initial.fill(self._materialised(layer))
+            self._initial.fill(self._materialise_new(layer))
 
     @contextmanager
     def temporarily_provided(self, layer: int) -> Iterator[None]:
@@ -413,14 +415,14 @@ class Model:
             yield
             return
         assert self._initial is not None
-        tensors = self._materialised(layer)
+        tensors = self._materialise_new(layer)
         (self._initial.fill if self._exact else self._initial.fill_placeholders)(tensors)
         try:
             yield
         finally:
             self.drop([layer])
 
-    def _materialised(self, layer: int) -> dict[str, Tensor]:
+    def _materialise_new(self, layer: int) -> dict[str, Tensor]:
         """Hold ``layer`` and return the tensors that are to be filled."""
         fresh = [tensor for tensor in self.tensors_of(layer) if tensor.value.is_meta]
         self.materialise(layer)
@@ -556,7 +558,7 @@ class Model:
         for _, parameter in self.named_parameters(range(self.layer_count)):
             parameter.grad = None
 
-    def _faster(self, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _compiled_function(self, layer: int, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the layer's compiled function if the job compiles layers."""
         if not (self._compile and torch.is_grad_enabled()):
             return function
@@ -591,12 +593,14 @@ class Model:
                 probe = DropoutProbe()
                 given = x
                 try:
-                    watching = nullcontext() if self._regions is None else self._regions.observe(index)
+                    watching = (
+                        nullcontext() if self._region_checker is None else self._region_checker.observe(index)
+                    )
                     with self.temporarily_provided(index):
                         with probe, watching:
                             x = self.forward(index, index + 1, given, step=0, row=0, batch=batch)
-                        if self._regions is not None:
-                            self._regions.compare_split(
+                        if self._region_checker is not None:
+                            self._region_checker.compare_split(
                                 index,
                                 partial(self.forward, index, index + 1, given, step=0, row=0, batch=batch),
                                 tolerance=0.05 if self._precision.compute is not None else 1e-3,
@@ -702,7 +706,7 @@ class Model:
                 tensor.value.copy_(value)
 
     @contextmanager
-    def _buffers_aside(self, layer: int) -> Iterator[None]:
+    def _with_buffer_copies(self, layer: int) -> Iterator[None]:
         """Let copies of the layer's persistent buffers change within this context.
 
         A layer that runs again for its backward pass must not count a microbatch twice in its running
@@ -767,7 +771,7 @@ class _RunScopes(LayerScopes):
     @contextmanager
     def _again(self, layer: int) -> Iterator[None]:
         """Surround a layer that runs for the second time."""
-        with self._model._buffers_aside(layer), self._gathered(layer, block=True):
+        with self._model._with_buffer_copies(layer), self._gathered(layer, block=True):
             yield
 
     @contextmanager
@@ -780,7 +784,7 @@ class _RunScopes(LayerScopes):
     def run_block(self, layer: int, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         check = self._model._check
         check()
-        function = self._model._faster(layer, function)
+        function = self._model._compiled_function(layer, function)
 
         def run(*given: Any, **given_by_name: Any) -> Any:
             with self._seeded(layer, layer):

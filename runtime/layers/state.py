@@ -108,8 +108,8 @@ class LayerStates:
 
         :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
-        places, states = self._places(layer, header, payload_bytes, None)
-        return LayerStateWriter(places, lambda: self._take(states))
+        targets, states = self._allocate(layer, header, payload_bytes, None)
+        return LayerStateWriter(targets, lambda: self._take(states))
 
     def unpack(self, layer: int, header: bytes, payload: Tensor) -> None:
         """Hold ``layer`` with the state in ``payload``.
@@ -131,15 +131,15 @@ class LayerStates:
             is slow. Records them, so that no memory serves two tensors.
         :raises StateError: the header does not fit this model or the payload; nothing was changed.
         """
-        places, states = self._places(layer, header, payload_bytes, reused)
+        targets, states = self._allocate(layer, header, payload_bytes, reused)
         self._take(states)
-        return places
+        return targets
 
     def _take(self, states: "_States") -> None:
         for name, state in states.items():
             self._optimization.set_parameter_state(name, state)
 
-    def _places(
+    def _allocate(
         self, layer: int, header: bytes, payload_bytes: int, reused: ReusedMemory | None
     ) -> tuple[list[tuple[LayerEntry, Tensor]], "_States"]:
         """Hold the layer; return the tensor of each entry, and the optimizer's state that is still to be set."""
@@ -159,7 +159,7 @@ class LayerStates:
             for tensor in self._model.tensors_of(layer)
             if tensor.trainable
         }
-        places: list[tuple[LayerEntry, Tensor]] = []
+        targets: list[tuple[LayerEntry, Tensor]] = []
         for entry in decoded.entries:
             tensor = values[entry.name]
             if entry.role == "optimizer":
@@ -169,8 +169,8 @@ class LayerStates:
                     torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=device) if old is None else old
                 )
                 states[entry.name][entry.key] = tensor
-            places.append((entry, tensor))
-        return places, states
+            targets.append((entry, tensor))
+        return targets, states
 
     def _there(self, entry: LayerEntry, device: torch.device, reused: ReusedMemory) -> Tensor | None:
         """Return the optimizer's tensor that this entry replaces, if it owns suitable memory on the host."""
@@ -254,14 +254,14 @@ class LayerStateReader:
     def __init__(self, header: LayerHeader, tensors: list[Tensor]) -> None:
         self.header = msgspec.msgpack.encode(header)
         self.size_bytes = header.size_bytes
-        self._places = list(zip(header.entries, tensors, strict=True))
+        self._tensors = list(zip(header.entries, tensors, strict=True))
 
     def read(self, start: int, end: int) -> Tensor:
         """Return a copy of bytes [start, end) on the device that most of them are on."""
-        devices = [t.device for e, t in self._places if e.offset < end and start < e.offset + e.size_bytes]
+        devices = [t.device for e, t in self._tensors if e.offset < end and start < e.offset + e.size_bytes]
         device = max(devices, key=devices.count, default=torch.device("cpu"))
         chunk = torch.zeros(end - start, dtype=torch.uint8, device=device)
-        for entry, tensor in self._places:
+        for entry, tensor in self._tensors:
             low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
             if low < high:
                 source = flat_bytes(tensor)[low - entry.offset : high - entry.offset]
@@ -270,7 +270,7 @@ class LayerStateReader:
 
     def read_into(self, payload: Tensor) -> None:
         """Copy all bytes to ``payload``."""
-        for entry, tensor in self._places:
+        for entry, tensor in self._tensors:
             _view(payload, entry).copy_(tensor)
 
 
@@ -281,8 +281,8 @@ class LayerStateWriter:
         the optimizer may have for a parameter shared by several layers stays intact.
     """
 
-    def __init__(self, places: list[tuple[LayerEntry, Tensor]], take: Callable[[], None]) -> None:
-        self._places = [(entry, tensor) for entry, tensor in places if entry.size_bytes]
+    def __init__(self, targets: list[tuple[LayerEntry, Tensor]], take: Callable[[], None]) -> None:
+        self._tensors = [(entry, tensor) for entry, tensor in targets if entry.size_bytes]
         self._take = take
         self._staging: dict[int, Tensor] = {}
         """Staging buffers for tensors that are not row-major, by offset in the payload."""
@@ -290,7 +290,7 @@ class LayerStateWriter:
     def write(self, start: int, chunk: Tensor) -> None:
         """Write ``chunk`` to the payload's bytes from ``start`` on."""
         end = start + chunk.numel()
-        for entry, tensor in self._places:
+        for entry, tensor in self._tensors:
             low, high = max(start, entry.offset), min(end, entry.offset + entry.size_bytes)
             if low < high:
                 target = self._bytes(entry, tensor)[low - entry.offset : high - entry.offset]
@@ -315,18 +315,18 @@ class LayerStateWriter:
 
 
 def _check_entry(layer: int, entry: LayerEntry, shared: ModelTensor) -> None:
-    place = f"layer {layer}, {entry.name} {entry.key}".rstrip()
+    where = f"layer {layer}, {entry.name} {entry.key}".rstrip()
     if entry.offset % ALIGNMENT_BYTES:
-        raise StateError(f"{place}: offset {entry.offset} is not a multiple of {ALIGNMENT_BYTES}")
+        raise StateError(f"{where}: offset {entry.offset} is not a multiple of {ALIGNMENT_BYTES}")
     if entry.role == "optimizer":
         if not shared.trainable or not entry.key:
-            raise StateError(f"{place}: optimizer state for a tensor that is not trained")
+            raise StateError(f"{where}: optimizer state for a tensor that is not trained")
         return
     value = shared.value
     here = shared.kind, "", tuple(value.shape), value.dtype
     if (entry.role, entry.key, entry.shape, DTYPES[entry.dtype]) != here:
         raise StateError(
-            f"{place}: received a {entry.role} of {entry.shape} {entry.dtype}, but "
+            f"{where}: received a {entry.role} of {entry.shape} {entry.dtype}, but "
             f"this model has a {shared.kind} of {tuple(value.shape)} {dtype_name(value.dtype)}"
         )
 

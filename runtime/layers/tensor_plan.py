@@ -146,34 +146,34 @@ def make_tensor_plan(
     styles = _styles_of(user_plan, modules)
     linears: list[SplitLinear] = []
     summed: set[str] = set()
-    for place, style in styles:
-        if not place.in_block or len(place.layers) != 1:
+    for entry, style in styles:
+        if not entry.in_block or len(entry.layers) != 1:
             if user_plan is not None:
                 raise TensorPlanError(
-                    f"{place.name} is not inside one of the blocks that the model is cut into"
+                    f"{entry.name} is not inside one of the blocks that the model is cut into"
                 )
             continue
         known = _STYLES.get(style)
         if known is None:
             raise TensorPlanError(
-                f"{place.name} is {style}, which ftd does not know; it knows {', '.join(sorted(set(_STYLES.values())))}"
+                f"{entry.name} is {style}, which ftd does not know; it knows {', '.join(sorted(set(_STYLES.values())))}"
             )
-        own = {key: names[id(value)] for key, value in place.module._parameters.items() if value is not None}
+        own = {key: names[id(value)] for key, value in entry.module._parameters.items() if value is not None}
         for key, (_, alone) in own.items():
             if not alone:
-                raise TensorPlanError(f"{place.name}.{key} is frozen, or shared with another module")
+                raise TensorPlanError(f"{entry.name}.{key} is frozen, or shared with another module")
         if known == "replicated_with_grad_allreduce":
             summed |= {name for name, _ in own.values()}
             continue
-        if type(place.module).forward is not nn.Linear.forward:
-            raise TensorPlanError(f"{place.name} is a {type(place.module).__name__}, not an nn.Linear")
-        assert isinstance(place.module, nn.Linear)
+        if type(entry.module).forward is not nn.Linear.forward:
+            raise TensorPlanError(f"{entry.name} is a {type(entry.module).__name__}, not an nn.Linear")
+        assert isinstance(entry.module, nn.Linear)
         linears.append(
             SplitLinear(
-                name=place.name,
+                name=entry.name,
                 style=known,
-                module=place.module,
-                layer=place.layers[0],
+                module=entry.module,
+                layer=entry.layers[0],
                 weight=own["weight"][0],
                 bias=own["bias"][0] if "bias" in own else None,
             )
@@ -186,24 +186,24 @@ def make_tensor_plan(
 
 
 def _styles_of(
-    given: Mapping[str, str] | None, places: Sequence[NamedModule]
+    given: Mapping[str, str] | None, modules: Sequence[NamedModule]
 ) -> list[tuple[NamedModule, str]]:
     found: dict[str, tuple[NamedModule, str]] = {}
-    for pattern, style in (_hugging_face(places) if given is None else given).items():
+    for pattern, style in (_hugging_face(modules) if given is None else given).items():
         expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
-        matching = [place for place in places if expression.fullmatch(place.name)]
+        matching = [entry for entry in modules if expression.fullmatch(entry.name)]
         if given is not None and not matching:
             raise TensorPlanError(f"Training.tensor_plan names {pattern}, and the model has no such module")
-        found |= {place.name: (place, style) for place in matching}
+        found |= {entry.name: (entry, style) for entry in matching}
     return list(found.values())
 
 
-def _hugging_face(places: Sequence[NamedModule]) -> dict[str, str]:
+def _hugging_face(modules: Sequence[NamedModule]) -> dict[str, str]:
     """Return the plan that ``transformers`` gives to the outermost model that has one."""
-    for place in places:
-        plan = getattr(place.module, "_tp_plan", None)
+    for entry in modules:
+        plan = getattr(entry.module, "_tp_plan", None)
         if isinstance(plan, dict) and plan:
-            prefix = f"{place.name}." if place.name else ""
+            prefix = f"{entry.name}." if entry.name else ""
             return {prefix + str(name): str(style) for name, style in plan.items()}
     raise TensorPlanError("the model has no tensor-parallel plan; give one as Training.tensor_plan")
 
@@ -211,20 +211,20 @@ def _hugging_face(places: Sequence[NamedModule]) -> dict[str, str]:
 def _check_neighbours(
     linears: Iterable[SplitLinear],
     summed: set[str],
-    places: Iterable[NamedModule],
+    modules: Iterable[NamedModule],
     names: Mapping[int, tuple[str, bool]],
 ) -> None:
     """Reject parameters of a module that contains split ones: the module's own code may use them unnoticed."""
     split = {one.name for one in linears}
-    for place in places:
-        if not place.in_block or place.name in split:
+    for entry in modules:
+        if not entry.in_block or entry.name in split:
             continue
-        if not any(name.startswith(place.name + ".") for name in split):
+        if not any(name.startswith(entry.name + ".") for name in split):
             continue
-        for key, value in place.module._parameters.items():
+        for key, value in entry.module._parameters.items():
             if value is not None and names[id(value)][0] not in summed:
                 raise TensorPlanError(
-                    f"{place.name} has a parameter {key} of its own next to modules that are split; if it is used "
+                    f"{entry.name} has a parameter {key} of its own next to modules that are split; if it is used "
                     "where features are split, its gradients would be wrong"
                 )
 
@@ -232,11 +232,11 @@ def _check_neighbours(
 def _features(one: SplitLinear) -> tuple[str, int]:
     """Return the number of features that are split, with a description."""
     if one.is_rowwise:
-        return f"{_of_any(one.name)}.in_features", one.module.in_features
-    return f"{_of_any(one.name)}.out_features", one.module.out_features
+        return f"{_with_wildcards(one.name)}.in_features", one.module.in_features
+    return f"{_with_wildcards(one.name)}.out_features", one.module.out_features
 
 
-def _of_any(name: str) -> str:
+def _with_wildcards(name: str) -> str:
     """Return the name with ``*`` for numbers, so that equal blocks are named once."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
@@ -248,10 +248,10 @@ class SplitRegionChecker(TorchFunctionMode):
     found.
     """
 
-    def __init__(self, plan: TensorPlan, places: Iterable[NamedModule]) -> None:
+    def __init__(self, plan: TensorPlan, modules: Iterable[NamedModule]) -> None:
         super().__init__()
         self._plan = plan
-        self._places = [place for place in places if place.in_block]
+        self._modules = [entry for entry in modules if entry.in_block]
         self._open: str | None = None
         """The module that began the current region, if any."""
         self.problem: str | None = None
@@ -293,14 +293,14 @@ class SplitRegionChecker(TorchFunctionMode):
             yield
             return
         handles = []
-        for place in self._places:
-            if layer not in place.layers:
+        for entry in self._modules:
+            if layer not in entry.layers:
                 continue
-            if (one := mine.get(place.name)) is not None:
-                handles.append(place.module.register_forward_pre_hook(self._on_begin(one)))
-                handles.append(place.module.register_forward_hook(self._on_end(one)))
-            elif self._has_tensors(place.module):
-                handles.append(place.module.register_forward_pre_hook(self._on_other(place.name)))
+            if (one := mine.get(entry.name)) is not None:
+                handles.append(entry.module.register_forward_pre_hook(self._on_begin(one)))
+                handles.append(entry.module.register_forward_hook(self._on_end(one)))
+            elif self._has_tensors(entry.module):
+                handles.append(entry.module.register_forward_pre_hook(self._on_other(entry.name)))
         try:
             with self:
                 yield
@@ -379,7 +379,7 @@ class SplitRegionChecker(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if self._open is not None and _drops_out(func, args, kwargs):
+        if self._open is not None and _is_dropout(func, args, kwargs):
             self._report(
                 f"there is dropout after {self._open}, where each device has other features and would draw other "
                 "masks; set that dropout to 0"
@@ -393,8 +393,8 @@ class SplitRegionChecker(TorchFunctionMode):
         values.
         """
         parent = opener.rpartition(".")[0]
-        owner = next((place.module for place in self._places if place.name == parent), None)
-        where = _of_any(parent)
+        owner = next((entry.module for entry in self._modules if entry.name == parent), None)
+        where = _with_wildcards(parent)
         self._heads[f"the number of attention heads of {where}"] = heads
         for source in (owner, getattr(owner, "config", None)):
             for attribute in _KEY_HEADS:
@@ -451,7 +451,7 @@ class SplitRegionChecker(TorchFunctionMode):
 
 
 class _OtherPartError(Exception):
-    """A part of the features gives a result that differs from that part of the whole result."""
+    """Raised when a part of the features gives a result that differs from that part of the whole result."""
 
 
 def _last_part(x: torch.Tensor, devices: int, dim: int) -> torch.Tensor:
@@ -470,7 +470,7 @@ def _exchanged_bytes(x: torch.Tensor) -> int:
     return x.numel() * max(x.element_size(), 4)
 
 
-def _drops_out(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_dropout(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if func is torch.nn.functional.scaled_dot_product_attention:
         rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
         return bool(rate)

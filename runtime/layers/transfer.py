@@ -172,7 +172,7 @@ class _WholePayload:
 
 
 @dataclass(slots=True)
-class _Sending:
+class _Send:
     size_bytes: int
     pending: PendingOperation
 
@@ -196,7 +196,7 @@ class StateExchange(Generic[Item]):
         rank = communicator.rank
         self._to_send = self._messages([item for item in items if item.source == rank])
         self._next = next(self._to_send, None)
-        self._sending: list[_Sending] = []
+        self._sending: list[_Send] = []
         self._to_receive: dict[int, list[Item]] = {}
         for item in items:
             if item.target == rank:
@@ -215,7 +215,7 @@ class StateExchange(Generic[Item]):
         for source in list(receiving):
             self._advance(source, receiving, awaited)
         while True:
-            self._top_up()
+            self._post_sends()
             outstanding = [
                 *awaited.values(),
                 *(s.pending for s in self._sending if not s.pending.is_complete()),
@@ -242,7 +242,7 @@ class StateExchange(Generic[Item]):
         else:
             awaited[source] = pending
 
-    def _top_up(self) -> None:
+    def _post_sends(self) -> None:
         """Retire completed sends, and start as many new ones as the window allows."""
         for sending in self._sending:
             if sending.pending.is_complete():
@@ -256,7 +256,7 @@ class StateExchange(Generic[Item]):
                 return
             self._monitor.tick()
             pending = self._communicator.send(message, target, "state")
-            self._sending.append(_Sending(size_bytes, pending))
+            self._sending.append(_Send(size_bytes, pending))
             under_way += size_bytes
             self._next = next(self._to_send, None)
 

@@ -10,7 +10,7 @@ masks, rotary tables and the loss come from the module's own code in every windo
   the arguments that depend on earlier layers.
 * Submodules outside of the blocks that hold parameters (embeddings, norms, heads) return zeros of the right
   shape unless they belong to the window.
-* The first block after the window raises ``_Stop`` with the tensors that cross the cut.
+* The first block after the window raises ``_WindowEnd`` with the tensors that cross the cut.
 
 Which arguments depend on earlier layers is *recorded* in one run of the whole module, in which every output
 of a block or other submodule requires a gradient. An argument that is the very tensor that the previous
@@ -47,7 +47,7 @@ DYNAMIC_BLOCKS = (
 )
 
 
-class _Stop(Exception):
+class _WindowEnd(Exception):
     """The exception that carries the tensors which cross the cut at a window's end out of the module's
     ``forward``.
     """
@@ -251,7 +251,7 @@ class WindowedModule:
         try:
             with self._balancing(window):
                 output = self._call(self.root, batch)
-        except _Stop as stop:
+        except _WindowEnd as stop:
             return stop.tensors
         finally:
             self._leave(window)
@@ -300,9 +300,9 @@ class WindowedModule:
             found, wanted, rtol=tolerance, atol=tolerance / 100
         ):
             raise TrainingError(
-                f"{self._uncut}: run layer by layer it gives {_few(found)}, run as a whole {_few(wanted)}, so its "
-                "code around the blocks passes on more than the blocks' arguments, keeps state from one call to "
-                f"the next, or depends on the values of what it computes; {CUT_REMEDIES}"
+                f"{self._uncut}: run layer by layer it returns {_first_values(found)}, run as a whole "
+                f"{_first_values(wanted)}, so its code around the blocks passes on more than the blocks' arguments, "
+                f"keeps state from one call to the next, or depends on the values that it computes; {CUT_REMEDIES}"
             )
 
     def _verified(self, layer: int, batch: Batch, tensors: tuple[Tensor, ...], rows: int) -> Any:
@@ -319,7 +319,7 @@ class WindowedModule:
     def _check_state(self, batch: Batch) -> None:
         """Reject a module that changes buffers around its blocks during training.
 
-        That code runs in every window, and on stand-ins in all but one.
+        That code runs in every window, and in all but one of them it gets stand-ins as input.
         """
         with self._whole():
             self._check_own_buffers(batch)
@@ -543,7 +543,7 @@ class WindowedModule:
                 leaves[leaf] = window.before[earlier]
         if layer >= window.end:
             crossing = _to_rows([leaves[i] for i in cut.needed], cut.per_row, window.rows)
-            raise _Stop((*crossing, *window.balance))
+            raise _WindowEnd((*crossing, *window.balance))
         self._leave(window)
         window.before = leaves
         arguments, named = tree.tree_unflatten(leaves, structure)
@@ -554,7 +554,7 @@ class WindowedModule:
             if window.end <= layer + 1:
                 results, _ = tree.tree_flatten(output)
                 crossing = _to_rows([results[i] for i in self._exit], self._exit_per_row, window.rows)
-                raise _Stop((*crossing, *window.balance))
+                raise _WindowEnd((*crossing, *window.balance))
             window.segment = self.layer_count - 1
         # The code after the last block is its own layer, wherever the window begins.
         self._switch(window, window.segment, 0 if last else 1)
@@ -807,7 +807,7 @@ def _loss_of(output: Any) -> Any:
     return dict(output) if loss is None else loss
 
 
-def _few(tensor: Tensor) -> str:
+def _first_values(tensor: Tensor) -> str:
     values = tensor.detach().flatten()[:3].tolist()
     return ", ".join(f"{value:.6g}" for value in values)
 

@@ -32,7 +32,7 @@ HostWait = Literal["bubble", "gather", "sync", "vote", "device"]
 
 
 class InjectedError(RuntimeError):
-    """An injected error that stands for one in the user's code."""
+    """Injected by a fault in place of an error in the user's code."""
 
 
 class ProgressMonitor:

@@ -98,10 +98,10 @@ class Trainer:
         except _DifferentModelError as error:
             self._link.send(Raised(where="restore", detail=str(error)))
         except Exception as error:
-            self._link.send(Raised(where=where, detail=self._explained(error)))
+            self._link.send(Raised(where=where, detail=self._describe_error(error)))
         return 1
 
-    def _explained(self, error: Exception) -> str:
+    def _describe_error(self, error: Exception) -> str:
         """Return the user's traceback, or the breakdown of memory if memory was exhausted."""
         engine = self._engine
         if engine is None or not is_out_of_memory(error):
@@ -119,7 +119,7 @@ class Trainer:
         engine = Engine(data, device, self._monitor, verified=verified)
         self._monitor.tick()
         engine.warm_up()
-        self._keep_snapshots(engine, prepare)
+        self._set_up_snapshots(engine, prepare)
         profile = self._profile(engine, prepare) if prepare.profile else None
         if self._engine is not None:
             self._engine.close()
@@ -147,7 +147,7 @@ class Trainer:
             return
         self._link.send(ModelDescribed(job_id=job_id, description=description))
 
-    def _keep_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:
+    def _set_up_snapshots(self, engine: Engine, prepare: PrepareJob) -> None:
         """Write snapshots into the node's arena for this device, if there is one."""
         self._mailbox.on_keep_snapshot = self._mailbox.on_repair_write = None
         if self._engine is not None and self._engine.snapshots is not None:

@@ -131,7 +131,7 @@ class _LayerInput:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measurement:
     """Measurements of one layer in one case."""
 
     times: _Times
@@ -156,7 +156,7 @@ def profile_model(
     activation: Activation | None = None
     optimizer_bytes = _optimizer_bytes(training, model)
     sizes: list[LayerProfile] = []
-    cases: list[dict[_Case, _Measured]] = []
+    cases: list[dict[_Case, _Measurement]] = []
     times_by_signature: dict[Hashable, dict[_Case, _Times]] = {}
     unmeasured: list[str] = []
     unselectable: list[str] = []
@@ -186,7 +186,7 @@ def profile_model(
                 if problem and data.activation_checkpointing == "selective":
                     raise TrainingError(f"{problem}; use activation_checkpointing = full, or auto")
                 unselectable += [problem] if problem else []
-                cases.append({(rows, "none"): _Measured(times, kept_bytes), **parts, **recomputed})
+                cases.append({(rows, "none"): _Measurement(times, kept_bytes), **parts, **recomputed})
                 for case, found in cases[-1].items():
                     equal.setdefault(case, found.times)
                 if signature not in splits:
@@ -258,7 +258,7 @@ def _sizes(model: Model, layer: int, optimizer_bytes: dict[str, int], output_byt
 
 
 def _with_measurements(
-    sizes: LayerProfile, found: dict[_Case, _Measured], rows: int, fullest: dict[int, int]
+    sizes: LayerProfile, found: dict[_Case, _Measurement], rows: int, fullest: dict[int, int]
 ) -> LayerProfile:
     """Return the profile of a layer after all layers that share its times have been measured."""
     times = {case: measured.times.measured() for case, measured in found.items()}
@@ -294,17 +294,19 @@ def _with_measurements(
 
 def _measure_parts(
     given: _LayerInput, counts: list[int], equal: dict[_Case, _Times]
-) -> tuple[dict[_Case, _Measured], str | None]:
+) -> tuple[dict[_Case, _Measurement], str | None]:
     """Measure the layer on the first rows of the microbatch, for each count; also return what went wrong.
 
     Some layers cannot compute on a few rows (batch normalisation on one row), which must not prevent a
     profile.
     """
-    parts: dict[_Case, _Measured] = {}
+    parts: dict[_Case, _Measurement] = {}
     for count in reversed(counts):
         part = given.first_rows(count)
         try:
-            parts[count, "none"] = _Measured(_time_layer(part, "none", equal), _kept_bytes(part, "none")[0])
+            parts[count, "none"] = _Measurement(
+                _time_layer(part, "none", equal), _kept_bytes(part, "none")[0]
+            )
         except (RuntimeError, ValueError) as error:
             return parts, f"layer {given.layer} raised {type(error).__name__} on {count} rows: {error}"
     return parts, None
@@ -312,15 +314,15 @@ def _measure_parts(
 
 def _measure_recomputation(
     given: _LayerInput, modes: tuple[Recompute, ...], equal: dict[_Case, _Times]
-) -> tuple[dict[_Case, _Measured], str | None]:
+) -> tuple[dict[_Case, _Measurement], str | None]:
     """Measure the layer with each mode of recomputation; also return what went wrong.
 
     A layer that changes the output of a matrix product in place cannot be recomputed selectively.
     """
-    recomputed: dict[_Case, _Measured] = {}
+    recomputed: dict[_Case, _Measurement] = {}
     for mode in modes:
         try:
-            recomputed[given.rows, mode] = _Measured(
+            recomputed[given.rows, mode] = _Measurement(
                 _time_layer(given, mode, equal), _kept_bytes(given, mode)[0]
             )
         except RuntimeError as error:

@@ -119,19 +119,19 @@ class LinkBenchmark:
         time for.
         """
         affordable = always or time.monotonic() < self._ends_at
-        if not self._agreed(int(affordable), members):
+        if not self._broadcast(int(affordable), members):
             return []
-        warm_s = self._timed(run)
+        warm_s = self._time(run)
         wanted = max(_FEWEST_REPEATS, min(_MOST_REPEATS, int(self._share_s / max(warm_s, 1e-6))))
-        return [self._timed(run) for _ in range(self._agreed(wanted, members))]
+        return [self._time(run) for _ in range(self._broadcast(wanted, members))]
 
-    def _agreed(self, number: int, members: Members) -> int:
+    def _broadcast(self, number: int, members: Members) -> int:
         """Return rank 0's number on all members."""
         value = torch.tensor([float(number) if self.is_first else 0.0], device=self._device)
         self._communicator.confirm(self._communicator.all_reduce(value, members))
         return int(value.item())
 
-    def _timed(self, run: Callable[[], None]) -> float:
+    def _time(self, run: Callable[[], None]) -> float:
         start = device_time_s(self._device)
         run()
         return device_time_s(self._device) - start

@@ -1,5 +1,4 @@
-"""Which ranks own which fractions of a layer that stages share out among their devices. Pure functions; no
-torch.
+"""Ownership of a layer's fractions, which stages divide among their devices. Pure functions; no torch.
 
 A stage of k devices that shards gives device j the fractions [j/k, (j + 1)/k) of its layers; one that
 replicates gives all of them to each device. Pipelines may be cut differently. The unit is therefore a
@@ -107,7 +106,7 @@ def owned_parts(world: WorldData, rank: int, layer: int, *, zero1: bool) -> tupl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaAssignment:
-    """With AOR, ``holder`` repeats the updates that ``owner`` makes to a part of a layer."""
+    """The replica (AOR) of a part of a layer: ``holder`` repeats the updates that ``owner`` makes."""
 
     part: Fractions
     owner: int

@@ -64,9 +64,9 @@ class PartStates:
         self._layers_of = {name: vector.layers for vector in shape.vectors for name in vector.names}
         self.complete: set[int] = set()
         """Layers whose parameters are whole in the model."""
-        self._arrived: dict[str, list[SliceState]] = {}
+        self._received: dict[str, list[SliceState]] = {}
 
-    # --- what is kept ----------------------------------------------------------------------------
+    # --- held parts ----------------------------------------------------------------------------------
 
     def hold_whole(self, layers: Iterable[int]) -> None:
         """Hold all of these layers, which were created or restored whole, with the optimizer's state of all
@@ -114,7 +114,7 @@ class PartStates:
         return PartState(layer=layer, start=start, end=end, of=of, replica=replica, slices=slices)
 
     def discard_received(self) -> None:
-        self._arrived = {}
+        self._received = {}
 
     def hold_part(self, layer: int, start: int, end: int, of: int) -> None:
         """Hold a part of a layer that was just created or restored whole, with the optimizer's state of all of
@@ -258,9 +258,9 @@ class PartStates:
             else:
                 state: ParameterState = dict(views.get(one.name, {}))
                 state |= decoded.scalars.get(one.name, {})
-                self._arrived.setdefault(one.name, []).append(SliceState(slice=one, state=state))
+                self._received.setdefault(one.name, []).append(SliceState(slice=one, state=state))
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------
 
     def _slices_of(self, move: PartTransfer) -> tuple[ParameterSlice, ...]:
         return self._shape.vectors[move.vector].slices(move.start, move.end)
@@ -317,7 +317,7 @@ class PartStates:
 
     def _state_of(self, one: ParameterSlice, *, host: bool) -> ParameterState:
         kept = self._held_slices(one.name)
-        sources: list[SliceState] = [*(source for source, _ in kept), *self._arrived.get(one.name, ())]
+        sources: list[SliceState] = [*(source for source, _ in kept), *self._received.get(one.name, ())]
         own = [source for source, replica in kept if not replica]
         if not host:
             here = self._model.device.type == "cpu"

@@ -60,7 +60,7 @@ class ShardedOptimization(Optimization):
         super().__init__(model)
         self._groups_of = {name: i for i, names in enumerate(self._names) for name in names}
         self._slices: list[tuple[ParameterSlice, nn.Parameter]] = []
-        self._whole_of: dict[str, nn.Parameter] = {}
+        self._whole_parameters: dict[str, nn.Parameter] = {}
         """The optimizer's objects for parameters of which this rank updates all elements."""
         self.shards: StageShards | None = None
         """Shards of the newest generation, if this rank's stage shards."""
@@ -75,7 +75,7 @@ class ShardedOptimization(Optimization):
     def set_slices(self, slices: Iterable[SliceState]) -> None:
         """Run the optimizer over these slices of the current parameters, with these states, from now on."""
         self._objects = dict(self._model.named_parameters(range(self._model.layer_count)))
-        self._slices, self._whole_of = [], {}
+        self._slices, self._whole_parameters = [], {}
         if self._optimizer is None:
             return
         for group in self._optimizer.param_groups:
@@ -85,7 +85,7 @@ class ShardedOptimization(Optimization):
             parameter = nn.Parameter(self.value_of(one.slice))
             self._slices.append((one.slice, parameter))
             if one.slice == self.whole_slice(one.slice.name):
-                self._whole_of[one.slice.name] = parameter
+                self._whole_parameters[one.slice.name] = parameter
             self._place(self._optimizer, one.slice.name, parameter, one.state)
 
     def step(self, owned: Collection[int], *, skipped: bool = False) -> None:
@@ -192,7 +192,7 @@ class ShardedOptimization(Optimization):
         """
         if not self._slices or self._optimizer is None:
             return dict(self.whole_states.get(name, {}))
-        if (parameter := self._whole_of.get(name)) is None:
+        if (parameter := self._whole_parameters.get(name)) is None:
             raise RuntimeError(f"the optimizer's state of {name} is divided among ranks, in parts")
         shape = self._objects[name].shape
         return {

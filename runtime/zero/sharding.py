@@ -240,8 +240,8 @@ class ShardedState:
     ) -> tuple[ParameterVector, ...]:
         """Return the vectors that are kept with a layer.
 
-        These are the layer's own vectors and, unless others keep none of it, the vectors that it shares
-        with earlier layers of which this rank has none.
+        These are the layer's own vectors. With ``tied``, or if there is no ZeRO-1, they also include
+        vectors shared with earlier layers, unless this rank has one of these layers.
         """
         if self._zero1 and not tied:
             return self.shape.vectors_of_layer(layer)
@@ -252,7 +252,7 @@ class ShardedState:
         """End the generation."""
         self._world = self._communicator = self._gather = None
 
-    # --- for snapshots ---------------------------------------------------------------------------
+    # --- snapshots -----------------------------------------------------------------------------------
 
     def snapshot_parts(self, layers: Iterable[int], *, replica: bool) -> list[PartState]:
         """Return this generation's parts of these layers at the committed step, or the replicas, ascending.
@@ -298,17 +298,17 @@ class ShardedState:
         self.states.held = [*self._own, *(self.replica.parts if self.replica and followed else [])]
 
     def gather_parameters(self) -> None:
-        """With ZeRO-1, gather the parameters that other owners updated.
+        """Gather the parameters that other owners updated (ZeRO-1).
 
         :raises CommunicationError: aborted, or a peer is lost; only the own parts are at the new step.
         """
         assert self._gather is not None
         self._gather.run(self._monitor)
 
-    # --- replicas against their owners -------------------------------------------------------------
+    # --- comparing replicas with their owners --------------------------------------------------------
 
     def check_replicas(self, step: int) -> tuple[Divergence, ...]:
-        """Every ``CHECK_STEPS`` steps, compare replicas with their owners' parts and replace those that
+        """Compare replicas with their owners' parts every ``CHECK_STEPS`` steps, and replace those that
         differ.
 
         :raises CommunicationError: aborted, or a peer is lost; replicas that differ are not kept.
@@ -423,7 +423,7 @@ class ShardedState:
                 )
         return moves
 
-    # --- inside ----------------------------------------------------------------------------------
+    # --- helpers -------------------------------------------------------------------------------------
 
     @property
     def _exact(self) -> bool:

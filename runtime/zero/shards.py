@@ -45,7 +45,9 @@ vector's gradient.
 
 @dataclass(frozen=True, slots=True)
 class _Note:
-    """What autograd saves in place of a gathered vector: which elements of it, and their layout."""
+    """Saved by autograd in place of a gathered vector: the vector's number and the layout of the saved
+    elements.
+    """
 
     vector: int
     offset: int
@@ -126,7 +128,9 @@ class StageShards:
         """Sums over the microbatches of the step, and over the devices of the stage as far as they have been
         reduced.
         """
-        self._homes = {name: number for number in self.vectors for name in shape.vectors[number].names}
+        self._vector_numbers = {
+            name: number for number in self.vectors for name in shape.vectors[number].names
+        }
         tensors = {t.name: t for layer in layers for t in model.tensors_of(layer) if t.trainable}
         self._tensors = {
             number: [tensors[name] for name in shape.vectors[number].names] for number in self.vectors
@@ -195,7 +199,7 @@ class StageShards:
 
     def own_slice(self, one: ParameterSlice) -> ParameterSlice | None:
         """Return the intersection of the slice with this rank's elements, or ``None`` if it is empty."""
-        number = self._homes.get(one.name)
+        number = self._vector_numbers.get(one.name)
         if number is None:
             return None
         place = self._shape.vectors[number].parameter_range(one.name)[0]
@@ -205,10 +209,10 @@ class StageShards:
 
     def contains(self, name: str) -> bool:
         """Return whether this rank has a shard of the parameter's vector."""
-        return name in self._homes
+        return name in self._vector_numbers
 
     def _of(self, flats: dict[int, Tensor], one: ParameterSlice) -> Tensor:
-        number = self._homes[one.name]
+        number = self._vector_numbers[one.name]
         begin = self._shape.vectors[number].parameter_range(one.name)[0] - self.ranges[number][0]
         if not 0 <= begin + one.start <= begin + one.end <= flats[number].numel():
             raise RuntimeError(f"elements {one.start}–{one.end} of {one.name} are not in this shard")
@@ -310,7 +314,7 @@ class StageShards:
             self._begin(self._before.get((kept.vector,), ()))
         return self._regathered[kept.vector].as_strided(kept.size, kept.stride, kept.offset)
 
-    # --- among the devices -------------------------------------------------------------------------
+    # --- communication with the stage's other devices ------------------------------------------------
 
     def gather(self, number: int) -> Tensor:
         """Return the whole vector.

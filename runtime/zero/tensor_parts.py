@@ -196,7 +196,7 @@ class StageTensorParts(StageShards):
     def _put_together(self, module: nn.Module, arguments: Any, output: Tensor) -> Tensor:
         return _exchanged(output, self.gather_features, self.slice_features)
 
-    # --- among the devices -------------------------------------------------------------------------
+    # --- communication with the stage's other devices ------------------------------------------------
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum over the devices.

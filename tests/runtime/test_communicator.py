@@ -364,7 +364,7 @@ def lazy_peers(
 ) -> list[NcclCommunicator]:
     pairs = itertools.combinations(range(size), 2)
     met = {pair: threading.Barrier(2) for pair in pairs}
-    monkeypatch.setattr(NcclCommunicator, "_make", lambda self, *_: LazyPeerGroup(met, self.rank, said))
+    monkeypatch.setattr(NcclCommunicator, "_make_group", lambda self, *_: LazyPeerGroup(met, self.rank, said))
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(NcclCommunicator, "_device_identity", lambda self: f"GPU {self.rank % gpus}")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: None))
@@ -427,7 +427,7 @@ def test_an_abort_ends_every_nccl_group_including_one_that_is_forming(
         made.append(WaitingGroup())
         return made[-1]
 
-    monkeypatch.setattr(NcclCommunicator, "_make", make_group)
+    monkeypatch.setattr(NcclCommunicator, "_make_group", make_group)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     watchdog = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_ENABLE_MONITORING")
     for name in watchdog:

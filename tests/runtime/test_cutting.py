@@ -312,7 +312,7 @@ REFUSED = [
     (EarlyExit, {}, rf"EarlyExit cannot be cut .*: blocks.0 did not run; its forward chooses .*{WAYS_OUT}"),
     (Collected, {}, rf"Collected cannot be cut .*passes on more than the blocks' arguments.*{WAYS_OUT}"),
     (FaintShortcut, {}, r"FaintShortcut cannot be cut .*passes on more than"),
-    (Measured, {}, r"Measured cannot be cut .*depends on the values of what it computes"),
+    (Measured, {}, r"Measured cannot be cut .*depends on the values that it computes"),
     (Counting, {}, r"Counting cannot be cut .*keeps state from one call to the next"),
     (Averaging, {}, rf"Averaging cannot be cut .*: its forward changes average around .*{WAYS_OUT}"),
     (
