@@ -1,4 +1,4 @@
-"""Journals to log from, writers as processes, and what is in the logs afterwards."""
+"""Journals to log from, tracking writers as threads and processes, and functions that read their logs."""
 
 import os
 import resource
@@ -75,7 +75,7 @@ def event(name: str, step: int | None = None, generation: int = 1, **details: An
     )
 
 
-class Keeper:
+class JobJournal:
     """A coordinator's journal."""
 
     def __init__(self, directory: Path, job: str = JOB) -> None:
@@ -99,20 +99,20 @@ class Keeper:
         self.journal.flush()
 
 
-def assignment_of(keeper: Keeper, policy: LoggingPolicy, term: int) -> WriterAssignment:
+def assignment_of(job_journal: JobJournal, policy: LoggingPolicy, term: int) -> WriterAssignment:
     return WriterAssignment(
-        journal=str(keeper.journal.path), job=JOB, term=term, policy=policy, parameters={"seed": 3}
+        journal=str(job_journal.journal.path), job=JOB, term=term, policy=policy, parameters={"seed": 3}
     )
 
 
 class WriterThread:
-    """A writer that needs no process: nobody kills or stops it."""
+    """A writer on a thread, for tests that do not kill or suspend it."""
 
-    def __init__(self, keeper: Keeper, policy: LoggingPolicy, *, term: int = 1) -> None:
-        self.said: list[FromWriter] = []
+    def __init__(self, job_journal: JobJournal, policy: LoggingPolicy, *, term: int = 1) -> None:
+        self.reports: list[FromWriter] = []
         self._complete = False
         out, self._input = os.pipe()
-        writer = TrackingWriter(assignment_of(keeper, policy, term), self.said.append, input_fd=out)
+        writer = TrackingWriter(assignment_of(job_journal, policy, term), self.reports.append, input_fd=out)
 
         def run() -> None:
             self._complete = writer.run()
@@ -122,30 +122,30 @@ class WriterThread:
         self._thread.start()
 
     def finish(self, outcome: str | None = None) -> None:
-        """Its coordinator ends, or is gone."""
+        """Close the coordinator's end of the pipe, after the outcome if there is one."""
         if outcome is not None:
             os.write(self._input, msgspec.json.encode(LoggedJobEnded(outcome=outcome)) + b"\n")
         os.close(self._input)
 
     def end(self, outcome: str | None = None) -> int:
-        """Finish it, wait for it and return what its process would exit with."""
+        """Finish the writer and return the exit status that its process would have."""
         self.finish(outcome)
-        return self.ended()
+        return self.await_end()
 
-    def ended(self) -> int:
+    def await_end(self) -> int:
         self._thread.join(LIMIT_S)
         assert not self._thread.is_alive()
         return 0 if self._complete else INCOMPLETE
 
 
 class WriterProcess:
-    """A writer, as a coordinator starts it."""
+    """A writer process, started as a coordinator does it."""
 
     def __init__(
-        self, keeper: Keeper, policy: LoggingPolicy, *, term: int = 1, file_bytes: int | None = None
+        self, job_journal: JobJournal, policy: LoggingPolicy, *, term: int = 1, file_bytes: int | None = None
     ) -> None:
-        """:param file_bytes: no file of it may become larger: as on a full disk."""
-        self.said: list[FromWriter] = []
+        """:param file_bytes: limit of each file that it writes, to simulate a full disk."""
+        self.reports: list[FromWriter] = []
         self._unread = b""
 
         self.process = subprocess.Popen(
@@ -154,45 +154,45 @@ class WriterProcess:
         if file_bytes is not None:
             limits = (file_bytes, resource.RLIM_INFINITY)
             resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
-        self.say(assignment_of(keeper, policy, term))
+        self.send(assignment_of(job_journal, policy, term))
 
-    def say(self, said: WriterAssignment | LoggedJobEnded) -> None:
+    def send(self, message: WriterAssignment | LoggedJobEnded) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(said) + b"\n")
+        self.process.stdin.write(msgspec.json.encode(message) + b"\n")
         self.process.stdin.flush()
 
-    def hear(self) -> list[FromWriter]:
-        """All that it has reported."""
+    def read_reports(self) -> list[FromWriter]:
+        """Return everything that the writer has reported."""
         assert self.process.stdout is not None
         out = self.process.stdout.fileno()
         while select.select([out], [], [], 0)[0] and (data := os.read(out, 65536)):
             *lines, self._unread = (self._unread + data).split(b"\n")
-            self.said += [msgspec.json.decode(line, type=FromWriter) for line in lines]
-        return self.said
+            self.reports += [msgspec.json.decode(line, type=FromWriter) for line in lines]
+        return self.reports
 
     def give_room(self) -> None:
         limits = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, limits)
 
     def kill(self) -> None:
-        """SIGKILL, with all that it started."""
+        """Kill the writer and its children with SIGKILL."""
         os.killpg(self.process.pid, 9)
         self.process.wait()
         self._close()
 
     def end(self, outcome: str | None = None) -> int:
-        """Its coordinator ends, or is gone."""
+        """Close the pipe, after the outcome if there is one; return the exit status."""
         if outcome is not None:
-            self.say(LoggedJobEnded(outcome=outcome))
+            self.send(LoggedJobEnded(outcome=outcome))
         assert self.process.stdin is not None
         self.process.stdin.close()
         code = self.process.wait(LIMIT_S)
-        self.hear()
+        self.read_reports()
         self._close()
         return code
 
-    def left(self) -> int:
-        """It ends by itself."""
+    def await_exit(self) -> int:
+        """Wait until the writer ends by itself; return its exit status."""
         code = self.process.wait(LIMIT_S)
         self._close()
         return code
@@ -211,7 +211,7 @@ def until(holds: Callable[[], Any], what: str) -> None:
 
 
 def record_of(run: Path) -> list[tuple[int, float]]:
-    """Steps and losses of a job's record, as they stand there."""
+    """Return the steps and losses of a job's record in the order of the file."""
     path = run / "steps.jsonl"
     whole, _, _ = path.read_bytes().rpartition(b"\n") if path.exists() else (b"", b"", b"")
     lines = [msgspec.json.decode(line) for line in whole.splitlines()]
@@ -219,19 +219,19 @@ def record_of(run: Path) -> list[tuple[int, float]]:
 
 
 def logged_steps(directory: Path) -> list[int]:
-    """Steps of the record of ``JOB``, as they stand there."""
+    """Return the steps of the record of ``JOB`` in the order of the file."""
     return steps_of(record_of(directory / JOB))
 
 
 def plotted_run(run: Path) -> Mapping[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of a run: tag → steps and values, in the order of the file."""
+    """Return the steps and values that TensorBoard shows of a run, by tag and in the order of the file."""
     shown = EventAccumulator(str(run), size_guidance={"scalars": 0})
     shown.Reload()
     return {tag: [(e.step, e.value) for e in shown.Scalars(tag)] for tag in shown.Tags()["scalars"]}
 
 
 def plotted(directory: Path) -> Mapping[str, list[tuple[int, float]]]:
-    """What TensorBoard shows of ``JOB``."""
+    """Return the steps and values that TensorBoard shows of ``JOB``."""
     return plotted_run(directory / JOB)
 
 

@@ -1,4 +1,4 @@
-"""What W&B's files of an offline run hold, for tests."""
+"""Reads the files of an offline W&B run."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from ftd.observe.tracking.wandb_sink import payloads
 
 
 def offline_history(directory: Path, run: str) -> list[tuple[int, dict[str, float]]]:
-    """Steps and values of all directories of a run, in the order of writing."""
+    """Return the steps and values of all directories of a run, in the order of writing."""
     found = []
     for path in sorted(directory.glob(f"wandb/offline-run-*-{run}/*.wandb")):
         for payload in payloads(path.read_bytes()):

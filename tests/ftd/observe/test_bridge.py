@@ -63,7 +63,7 @@ def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("severity", "'severity' is not a term"),
         ("severity>=warning or x=y", "not a term of a filter"),
@@ -74,8 +74,8 @@ def test_filters(text: str, name: str, node: str | None, passes: bool) -> None:
         ("event=NodeLots", "no event is named 'NodeLots'"),
     ],
 )
-def test_a_malformed_filter_is_rejected(text: str, says: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(says)):
+def test_a_malformed_filter_is_rejected(text: str, expected: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(expected)):
         parse_filter(text)
 
 
@@ -170,12 +170,12 @@ class BridgeProcess:
             )
         until(lambda: '"bridge_started"' in self.log.read_text(), self.log.read_text)
 
-    def tell(self, *events: Json) -> None:
+    def send_events(self, *events: Json) -> None:
         paho.mqtt.publish.multiple(
             [("ftd/v2/ftd/events", json.dumps(one), 1, False) for one in events], "127.0.0.1", self.port
         )
 
-    def buried(self) -> list[tuple[str, str]]:
+    def dead_letters(self) -> list[tuple[str, str]]:
         """Return fingerprint and reason of each dead letter."""
         lines = [json.loads(line) for line in self.letters.read_text().splitlines()]
         return [(line["body"]["alerts"][0]["fingerprint"], line["reason"]) for line in lines]
@@ -219,41 +219,43 @@ def test_matching_events_arrive_once_and_in_order_despite_a_failing_webhook(
     token = ("--token-file", str(tmp_path / "token"))
     bridge = start(*token, "--filter", "severity>=warning", "--timeout-s", "0.5")
     webhook.answer = 503
-    bridge.tell(event("NodeLost", 1), event("StepCommitted", 1), event("NodeLost", 1), event("RolledBack", 1))
+    bridge.send_events(
+        event("NodeLost", 1), event("StepCommitted", 1), event("NodeLost", 1), event("RolledBack", 1)
+    )
     until(lambda: webhook.attempts >= 2, bridge.log.read_text)
     webhook.answer = "stall"
     until(lambda: "no answer within 0.5 s" in bridge.log.read_text(), bridge.log.read_text)
     webhook.answer = 200
-    bridge.tell(event("ClusterPaused", 1))
+    bridge.send_events(event("ClusterPaused", 1))
     wanted = ["e-NodeLost-1", "e-RolledBack-1", "e-ClusterPaused-1"]
     until(lambda: len(webhook.taken) >= 3, bridge.log.read_text)
     assert webhook.taken == wanted
     assert webhook.headers[0]["Authorization"] == "Bearer s3cret"
     assert bridge.end() == 0
-    assert bridge.buried() == []
+    assert bridge.dead_letters() == []
 
 
 def test_rejected_and_overflowing_alerts_are_in_the_dead_letter_file(start: Start, webhook: Webhook) -> None:
     bridge = start("--queue", "1", "--finish-s", "0.2")
     webhook.answer = 400
-    bridge.tell(event("NodeLost", 1))
-    until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)
-    assert bridge.buried()[0] == ("e-NodeLost-1", "the webhook answered 400; attempts: 1")
+    bridge.send_events(event("NodeLost", 1))
+    until(lambda: len(bridge.dead_letters()) == 1, bridge.log.read_text)
+    assert bridge.dead_letters()[0] == ("e-NodeLost-1", "the webhook answered 400; attempts: 1")
     webhook.answer = "stall"
-    bridge.tell(event("NodeLost", 2))
+    bridge.send_events(event("NodeLost", 2))
     until(lambda: webhook.attempts == 2, bridge.log.read_text)
-    bridge.tell(event("NodeLost", 3), event("NodeLost", 4))
-    until(lambda: len(bridge.buried()) == 2, bridge.log.read_text)
-    assert bridge.buried()[1] == ("e-NodeLost-4", "the queue is full: 1 alerts wait for the webhook")
+    bridge.send_events(event("NodeLost", 3), event("NodeLost", 4))
+    until(lambda: len(bridge.dead_letters()) == 2, bridge.log.read_text)
+    assert bridge.dead_letters()[1] == ("e-NodeLost-4", "the queue is full: 1 alerts wait for the webhook")
     assert bridge.end() == 1
     stopped = "the bridge was stopped before the webhook took it"
-    assert bridge.buried()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
+    assert bridge.dead_letters()[2:] == [("e-NodeLost-2", stopped), ("e-NodeLost-3", stopped)]
 
 
 def test_sigterm_delivers_queued_alerts_first(start: Start, webhook: Webhook) -> None:
     bridge = start("--finish-s", "30", "--retry-for-s", "60")
     webhook.answer = 503
-    bridge.tell(event("NodeLost", 1), event("NodeLost", 2))
+    bridge.send_events(event("NodeLost", 1), event("NodeLost", 2))
     until(lambda: webhook.attempts >= 1, bridge.log.read_text)
     bridge.process.send_signal(signal.SIGTERM)
     webhook.answer = 200
@@ -266,19 +268,19 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
 ) -> None:
     bridge = start("--retry-for-s", "0")
     webhook.answer = 503
-    bridge.tell(event("NodeLost", 1))
-    until(lambda: len(bridge.buried()) == 1, bridge.log.read_text)
+    bridge.send_events(event("NodeLost", 1))
+    until(lambda: len(bridge.dead_letters()) == 1, bridge.log.read_text)
     mosquitto.kill()
     mosquitto.start()
     until(lambda: '"events_missed"' in bridge.log.read_text(), bridge.log.read_text)
     webhook.answer = 200
-    bridge.tell(event("NodeLost", 2))
+    bridge.send_events(event("NodeLost", 2))
     until(lambda: webhook.taken == ["e-NodeLost-2"], bridge.log.read_text)
     assert bridge.end() == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "expected"),
     [
         (["--webhook", "ftp://x"], "--webhook: 'ftp://x' is not a valid URL"),
         (["--webhook", "http://x:99999/"], "--webhook: 'http://x:99999/' is not a valid URL"),
@@ -289,14 +291,14 @@ def test_undeliverable_alerts_are_in_the_file_and_a_lost_broker_is_logged(
     ],
 )
 def test_bad_input_is_rejected_in_a_sentence(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("ftd.observe.bridge.daemon.CONNECT_S", 0.5)
     code, _, err = ftd_here(
         "bridge", *arguments, "--broker", "mqtt://127.0.0.1:9", patch=monkeypatch, said=capsys
     )
     assert code in (2, 3)
-    assert err.startswith("ftd: ") and says in err
+    assert err.startswith("ftd: ") and expected in err
 
 
 def test_the_recipe_in_the_documentation_works(start: Start, webhook: Webhook) -> None:
@@ -305,7 +307,7 @@ def test_the_recipe_in_the_documentation_works(start: Start, webhook: Webhook) -
     filters = re.findall(r"--filter '([^']+)'", command)
     assert re.sub(r"--filter '[^']+'", "", command).split() == ["--webhook", "http://127.0.0.1:9095/alerts"]
     bridge = start(*(word for text in filters for word in ("--filter", text)))
-    bridge.tell(event("StepCommitted"), event("RecoveryCompleted"), event("NodeLost"))
+    bridge.send_events(event("StepCommitted"), event("RecoveryCompleted"), event("NodeLost"))
     until(lambda: len(webhook.taken) == 2, bridge.log.read_text)
     assert webhook.taken == ["e-RecoveryCompleted-0", "e-NodeLost-0"]
 

@@ -89,8 +89,8 @@ def test_a_document_plus_all_deltas_equals_the_current_document(
                 model.on_event(event("Evaluated", at_s, step=step, loss=0.5, metrics={}), own=True)
             case "lose":
                 generation += 1
-                for told in recovery(generation, [value], at_s, step):
-                    model.on_event(told, own=True)
+                for messages in recovery(generation, [value], at_s, step):
+                    model.on_event(messages, own=True)
             case "state":
                 model.on_state(state_of(NAMES, lost=tuple(value)))
             case "snapshot":
@@ -114,8 +114,8 @@ def test_evaluations_stay_until_a_rollback_or_another_job() -> None:
     model = DashboardModel()
 
     def evaluate(step: int) -> None:
-        told = event("Evaluated", float(step), step=step, loss=1 / step, metrics={"accuracy": 0.5})
-        model.on_event(told, own=True)
+        messages = event("Evaluated", float(step), step=step, loss=1 / step, metrics={"accuracy": 0.5})
+        model.on_event(messages, own=True)
 
     def steps() -> list[int]:
         return [one["step"] for one in model.document()["evaluations"]]
@@ -146,9 +146,9 @@ def test_a_recovery_is_shown_phase_by_phase_with_its_reasons() -> None:
     model = DashboardModel()
     model.on_state(state_of(NAMES))
     model.on_event(event("ChaosInjected", 9.9, node="node-2", source="node/node-2", fault="kill"), own=False)
-    told = recovery(2, ["node-2"], 10.0)
+    messages = recovery(2, ["node-2"], 10.0)
     shown = []
-    for message in told:
+    for message in messages:
         model.on_event(message, own=True)
         running = model.current_recovery
         shown.append(None if running is None else [name for name, _, _ in running["phases"]])
@@ -185,12 +185,12 @@ def test_a_failure_during_a_recovery_keeps_its_begin_and_counts_attempts() -> No
 
 def test_the_events_of_a_recovery_are_one_chapter() -> None:
     model = DashboardModel()
-    told = recovery(2, ["node-2"], 10.0)
+    messages = recovery(2, ["node-2"], 10.0)
     later = [
         EventMessage(**{f: getattr(m, f) for f in m.__struct_fields__} | {"cause": f"c-other-{i}"})
-        for i, m in enumerate(told[2:])
+        for i, m in enumerate(messages[2:])
     ]
-    for message in [*told[:2], *later]:
+    for message in [*messages[:2], *later]:
         model.on_event(message, own=True)
     assert {e["chapter"] for e in model.document()["events"]} == {"c-2"}
 
@@ -296,9 +296,9 @@ def test_the_owners_of_a_snapshot_stay_known_after_its_plan_ended() -> None:
     model.on_state({**state_of(NAMES), "snapshot": snapshot_of(4)})
     before = model.document()["snapshot_layout"]["buckets"]
     model.on_state({**state_of(NAMES, lost=("node-3",)), "snapshot": snapshot_of(4, ("node-3",))})
-    where = model.document()["snapshot_layout"]
-    assert where["missing"] == ["node-3"] and where["buckets"] == before
-    assert any("node-3" in b["owners"] for b in where["buckets"])
+    layout = model.document()["snapshot_layout"]
+    assert layout["missing"] == ["node-3"] and layout["buckets"] == before
+    assert any("node-3" in b["owners"] for b in layout["buckets"])
 
 
 def test_a_restarted_coordinator_loads_its_journal(tmp_path: Path) -> None:
@@ -335,10 +335,10 @@ def test_all_pages_read_one_ring_and_a_slow_page_must_reload(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeds, "MAX_FRAMES", 4)
-    told: list[int] = []
+    messages: list[int] = []
 
     def take() -> Json | None:
-        return {"n": len(told)} if told else None
+        return {"n": len(messages)} if messages else None
 
     async def scene() -> None:
         feed = DeltaFeed(take, "run", quiet_s=lambda: 0.04, period_s=0.0)
@@ -350,11 +350,11 @@ def test_all_pages_read_one_ring_and_a_slow_page_must_reload(
 
         first = [asyncio.ensure_future(begin(page)) for page in (quick, slow)]
         await asyncio.sleep(0)
-        told.append(1)
+        messages.append(1)
         feed.changed()
         assert await first[0] == await first[1] == b'id: run-1\ndata: {"n":1,"quiet_s":0.0}\n\n'
         for _ in range(6):
-            told.append(1)
+            messages.append(1)
             feed.flush()
             assert b"data:" in await anext(quick)
         with pytest.raises(PositionExpiredError):
@@ -452,8 +452,8 @@ def test_nothing_is_shown_without_the_token() -> None:
                     assert answer.status == 401, path
                     assert answer.headers["X-Content-Type-Options"] == "nosniff"
                     assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
-                    said = await answer.text()
-                    assert "node-0" not in said and ("password" in said) == (path == "/")
+                    body = await answer.text()
+                    assert "node-0" not in body and ("password" in body) == (path == "/")
         right = {"Authorization": f"Bearer {TOKEN}"}
         async with client.get(url + "/now", headers=right) as answer:
             assert answer.status == 200 and "node-0" in await answer.text()

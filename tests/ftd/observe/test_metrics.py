@@ -129,8 +129,8 @@ def test_steps_recoveries_and_rollbacks_are_counted(cluster: ClusterMetrics, clo
     assert value(cluster, "ftd_recovery_seconds_bucket", cause="node_lost", le="0.1") == 0
     assert value(cluster, "ftd_recovery_seconds_bucket", cause="node_lost", le="0.25") == 1
     phases = ("quiesce", "plan", "state", "resume")
-    told = sum(value(cluster, "ftd_recovery_phase_seconds_sum", phase=phase) or 0.0 for phase in phases)
-    assert told == pytest.approx(0.25)
+    counted = sum(value(cluster, "ftd_recovery_phase_seconds_sum", phase=phase) or 0.0 for phase in phases)
+    assert counted == pytest.approx(0.25)
     assert value(cluster, "ftd_recovery_moved_bytes_total") == 300
 
 
@@ -176,7 +176,7 @@ def test_a_finished_job_keeps_its_goodput_and_the_next_starts_over(
     assert value(cluster, "ftd_step_seconds_count") == 2, "a step whose time is not known is not timed"
 
 
-def heard(name: str, **details: Any) -> EventMessage:
+def node_event(name: str, **details: Any) -> EventMessage:
     return EventMessage(
         event=name,
         node="n",
@@ -192,13 +192,13 @@ def heard(name: str, **details: Any) -> EventMessage:
 
 
 def test_events_of_nodes_cannot_exhaust_the_coordinators_memory(cluster: ClusterMetrics) -> None:
-    cluster.on_node_event(heard("TrainerStarted"))
-    cluster.on_node_event(heard("MessageRejected", suppressed=4))
+    cluster.on_node_event(node_event("TrainerStarted"))
+    cluster.on_node_event(node_event("MessageRejected", suppressed=4))
     for nonsense in (10**30, -1, "7", None, [1]):
-        cluster.on_node_event(heard("ChaosInjected", suppressed=nonsense))
-    cluster.on_node_event(heard('Evil"} 1\nftd_step 7'))
+        cluster.on_node_event(node_event("ChaosInjected", suppressed=nonsense))
+    cluster.on_node_event(node_event('Evil"} 1\nftd_step 7'))
     for number in range(3 * MAX_EVENT_NAMES):
-        cluster.on_node_event(heard("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
+        cluster.on_node_event(node_event("Made" + "".join("abcdefghij"[int(digit)] for digit in str(number))))
     assert value(cluster, "ftd_events_total", event="TrainerStarted") == 1
     assert value(cluster, "ftd_events_total", event="MessageRejected") == 5
     assert value(cluster, "ftd_events_total", event="ChaosInjected") == 5
@@ -387,8 +387,8 @@ def test_a_request_needs_the_token_and_must_be_get() -> None:
                 assert answer.headers["Connection"] == "close"
         await asyncio.sleep(0.11)  # An answer is reused for this long.
         async with client.get(url + "/metrics", headers=right) as answer:
-            told = {s.name: s.value for f in parse_text(await answer.text()) for s in f.samples}
-        assert told["ftd_one"] == 1 and told["ftd_metrics_unauthorised_total"] == 12
+            counted = {s.name: s.value for f in parse_text(await answer.text()) for s in f.samples}
+        assert counted["ftd_one"] == 1 and counted["ftd_metrics_unauthorised_total"] == 12
 
     served(work)
 

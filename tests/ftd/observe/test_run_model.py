@@ -36,9 +36,9 @@ def commit(step: int, at: float, *, generation: int = 1, loss: float | None = 1.
 
 
 def test_a_repeated_event_is_folded_once() -> None:
-    run, told = RunModel(), commit(1, 10.0)
-    assert isinstance(run.on_event(told), StepCommittedFact)
-    assert run.on_event(told) is None
+    run, committed = RunModel(), commit(1, 10.0)
+    assert isinstance(run.on_event(committed), StepCommittedFact)
+    assert run.on_event(committed) is None
     without_id = {**commit(2, 11.0), "id": ""}
     assert run.on_event(without_id) is not None
     assert run.on_event(dict(without_id)) is None
@@ -101,9 +101,19 @@ def test_the_timeline_of_a_recovery_with_two_attempts() -> None:
         ("detect", 9.9, 10.0), ("quiesce", 10.0, 10.6), ("plan", 10.6, 10.7), ("state", 10.7, 10.8),
         ("resume", 10.8, None),
     )  # fmt: skip
-    told = {"generation": 3, "cause": "node_lost", "detected_at": 9.95, "total_ms": 1000.0, "a_new_field": 1}
-    done = run.on_event(event("RecoveryCompleted", 10.95, generation=3, recovery=told))
-    assert isinstance(done, RecoveryCompletedFact) and done.timeline == course and done.recovery.failure
+    committed = {
+        "generation": 3,
+        "cause": "node_lost",
+        "detected_at": 9.95,
+        "total_ms": 1000.0,
+        "a_new_field": 1,
+    }
+    completed = run.on_event(event("RecoveryCompleted", 10.95, generation=3, recovery=committed))
+    assert (
+        isinstance(completed, RecoveryCompletedFact)
+        and completed.timeline == course
+        and completed.recovery.failure
+    )
     assert run.current_recovery is None and run.decisions == {2: "redo", 3: "roll_forward"}
     assert run.started_generation == run.completed_generation == 3
 

@@ -40,7 +40,7 @@ def test_tensorboard_is_written_without_torch_and_without_tensorflow(tmp_path: P
         "from ftd.observe.tracking.tensorboard_sink import TensorBoardSink\n"
         "import ftd.observe.tracking.writer\n"
         "sink = TensorBoardSink(Path(sys.argv[1]))\n"
-        "sink.follow(())\n"
+        "sink.reopen(())\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=120)
@@ -182,7 +182,7 @@ def killed_writer(directory: Path, first: int, last: int) -> None:
         "from tests.helpers.tracking_logs import row\n"
         "policy = WandbPolicy(project='p', mode='offline')\n"
         "sink = WandbSink(policy, Path(sys.argv[1]), 'gpt-1', {})\n"
-        "assert sink.follow(()).step + 1 == int(sys.argv[2])\n"
+        "assert sink.reopen(()).step + 1 == int(sys.argv[2])\n"
         "sink.write([row(step) for step in range(int(sys.argv[2]), int(sys.argv[3]) + 1)])\n"
         "os.killpg(0, 9)\n"
     )

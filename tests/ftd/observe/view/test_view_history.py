@@ -129,8 +129,8 @@ def test_steps_that_arrive_at_once_are_spread_over_their_durations() -> None:
             step=number, loss=1.0, gradient_norm=None, skipped=False, step_s=1.0, generation=1, at_s=at_s
         )
 
-    before, behind = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
-    assert committed_at_s([*before, *behind]) == pytest.approx([*range(1, 11)], abs=0.02)
+    before, late = [step(n, float(n)) for n in (1, 2, 3)], [step(n, 10.0 + n / 1000) for n in range(4, 11)]
+    assert committed_at_s([*before, *late]) == pytest.approx([*range(1, 11)], abs=0.02)
     twice = [*before, *(step(n, 7.0) for n in (4, 5)), *(step(n, 10.8) for n in range(6, 12))]
     assert committed_at_s(twice)[:5] == pytest.approx([1, 2, 3, 3.8, 4.8])  # Before those that arrive later.
     crowded = [*before, *(step(n, 5.0) for n in range(4, 11))]  # Their durations exceed the available time.

@@ -15,21 +15,21 @@ Json = dict[str, Any]
 Make = Callable[..., Json]
 
 
-def frame(picture: LiveFrame, width: int = 110, height: int = 40) -> list[str]:
+def frame(live_frame: LiveFrame, width: int = 110, height: int = 40) -> list[str]:
     console = Console(width=width, height=height, force_terminal=True, color_system=None, file=io.StringIO())
     with console.capture() as captured:
-        console.print(picture.draw(width, height))
+        console.print(live_frame.draw(width, height))
     return captured.get().splitlines()
 
 
 def at_step_90(run_events: list[Json], state: Json) -> LiveFrame:
-    picture = LiveFrame(120)
-    picture.on_state(state)
+    live_frame = LiveFrame(120)
+    live_frame.on_state(state)
     for event in run_events:
         if event["event"] == "StepCommitted" and event["step"] > 90:
             break
-        picture.on_event(event)
-    return picture
+        live_frame.on_event(event)
+    return live_frame
 
 
 @pytest.mark.parametrize("width", [80, 110, 140])
@@ -58,24 +58,24 @@ def test_a_frame_shows_tokens_the_learning_rate_and_evaluations(
         details = {"loss": loss, "weight": 512.0, "metrics": {"accuracy": 0.25}, "took_s": 0.1}
         return event("Evaluated", 1000.5 + step / 10, step=step, generation=1, details=details)
 
-    picture = at_step_90(run_events, state)
-    before = "\n".join(frame(picture, width, 40))
+    live_frame = at_step_90(run_events, state)
+    before = "\n".join(frame(live_frame, width, 40))
     assert "held out" not in before and "learning rate" not in before and "tokens" not in before
     newest = {**run_events[3], "event": "StepCommitted", "step": 91}
     newest["details"] = {"loss": 2.6, "tokens_per_s": 40960.0, "samples_per_s": 320.0, "learning_rate": 3e-4}
-    for told in (evaluated(40, 4.3), evaluated(80, 2.9), newest):
-        picture.on_event(told)
-    lines = frame(picture, width, 40)
+    for lines_of in (evaluated(40, 4.3), evaluated(80, 2.9), newest):
+        live_frame.on_event(lines_of)
+    lines = frame(live_frame, width, 40)
     text = "\n".join(lines)
     assert max(map(len, lines)) <= width and len(lines) <= 40
     assert "40,960 tokens/s, 100 ms" in text and "samples/s" not in text
     assert ("lr 0.0003" if width == 80 else "learning rate 0.0003") in text
     assert "held out 2.9000" in text and "step 80, accuracy 0.2500" in text
     assert text.count("◆") == 3, "two in the chart, and one that says what they are"
-    assert "40,960 tokens/s" in picture.progress_line()
-    picture.on_event(event("RolledBack", 1012.0, step=60, generation=4, details={"to_step": 60}))
-    assert "held out 4.3000" in "\n".join(frame(picture, width, 40))
-    small = "\n".join(frame(picture, 80, 24))
+    assert "40,960 tokens/s" in live_frame.progress_line()
+    live_frame.on_event(event("RolledBack", 1012.0, step=60, generation=4, details={"to_step": 60}))
+    assert "held out 4.3000" in "\n".join(frame(live_frame, width, 40))
+    small = "\n".join(frame(live_frame, 80, 24))
     assert "lr 0.0003" in small and "◆ held out 4.30" in small and "accuracy" not in small
 
 
@@ -89,9 +89,9 @@ def test_stages_are_as_wide_as_their_layers(run_events: list[Json], state: Json)
 
 
 def test_a_frame_fits_the_height(run_events: list[Json], state: Json) -> None:
-    picture = at_step_90(run_events, state)
-    assert len(frame(picture, 110, 30)) <= 30
-    newest = frame(picture, 110, 40)
+    live_frame = at_step_90(run_events, state)
+    assert len(frame(live_frame, 110, 30)) <= 30
+    newest = frame(live_frame, 110, 40)
     assert any("node joined" in line for line in newest)
 
 
@@ -101,29 +101,29 @@ def test_a_frame_fits_the_height(run_events: list[Json], state: Json) -> None:
 def test_every_terminal_size_shows_the_newest_event(
     run_events: list[Json], state: Json, width: int, height: int, nodes: int
 ) -> None:
-    picture = at_step_90(run_events, state)
+    live_frame = at_step_90(run_events, state)
     known = dict(list(state["nodes"].items())[:nodes])
     known |= {f"n-{i}": dict(state["nodes"]["node-0"]) for i in range(nodes - len(known))}
-    picture.on_state(state | {"nodes": known, "waiting_for": "a third node"})
-    lines = frame(picture, width, height)
+    live_frame.on_state(state | {"nodes": known, "waiting_for": "a third node"})
+    lines = frame(live_frame, width, height)
     assert len(lines) <= height and max(map(len, lines)) <= width
     assert "waiting for a third node" in lines[3]
     assert lines[-1].startswith("╰") and "recovery completed" in lines[-2]
-    picture.on_state(
+    live_frame.on_state(
         state | {"nodes": known, "phase": "PAUSED", "waiting_for": "no copy of layer 6 is left; " * 6}
     )
-    lines = frame(picture, width, height)
+    lines = frame(live_frame, width, height)
     assert len(lines) <= height and "no copy of layer 6" in lines[3] and "waiting for" not in "".join(lines)
     begin = next(i for i, line in enumerate(lines) if "events ─" in line)
     assert len(lines) - begin - 2 >= (4 if height > 10 else 3)
 
 
 def test_routine_events_do_not_displace_others(run_events: list[Json], state: Json, event: Make) -> None:
-    picture = at_step_90(run_events, state)
+    live_frame = at_step_90(run_events, state)
     for step in range(91, 120):
-        picture.on_event(event("SnapshotCompleted", float(step), step=step, reason=f"step {step}"))
-        picture.on_event(event("CheckpointCompleted", float(step), step=step, reason=f"disk {step}"))
-    text = "\n".join(frame(picture, 80, 24))
+        live_frame.on_event(event("SnapshotCompleted", float(step), step=step, reason=f"step {step}"))
+        live_frame.on_event(event("CheckpointCompleted", float(step), step=step, reason=f"disk {step}"))
+    text = "\n".join(frame(live_frame, 80, 24))
     assert text.count("snapshot completed") == text.count("checkpoint completed") == 1
     assert "step 119" in text and "disk 119" in text and "recovery completed" in text
 
@@ -136,33 +136,33 @@ def test_a_silent_cluster_is_not_shown_as_healthy(run_events: list[Json], state:
 
 
 def test_the_loss_of_the_last_standby_is_shown(state: Json, event: Make) -> None:
-    def shown(picture: LiveFrame) -> str:
-        return "\n".join(frame(picture, 96, 24))
+    def shown(live_frame: LiveFrame) -> str:
+        return "\n".join(frame(live_frame, 96, 24))
 
     alone = state | {"leader": "host-b", "standbys": [], "ineligible": {}}
-    picture, later = LiveFrame(120), LiveFrame(120)
-    picture.on_state(alone)
-    assert "leads" not in shown(picture), "there never was another"
-    picture.on_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
-    assert "host-a leads, standing by: host-b" in shown(picture)
-    picture.on_state(alone)
+    live_frame, later = LiveFrame(120), LiveFrame(120)
+    live_frame.on_state(alone)
+    assert "leads" not in shown(live_frame), "there never was another"
+    live_frame.on_state(alone | {"leader": "host-a", "standbys": ["host-b"]})
+    assert "host-a leads, standing by: host-b" in shown(live_frame)
+    live_frame.on_state(alone)
     later.on_state(alone)
     later.on_event(event("LeaderElected", 3.0, leader="host-b", term=2, took_s=0.1))
-    for each in (picture, later):
+    for each in (live_frame, later):
         assert "host-b leads, no standby" in shown(each)
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_an_ineligible_coordinator_is_shown_with_the_reason(state: Json, width: int) -> None:
-    picture = LiveFrame(120)
+    live_frame = LiveFrame(120)
     why = "ftd 2.0 wrote the newest journal, this is ftd 1.0; install the same version on this host"
     others = {
         "leader": "a-host-with-a-name",
         "standbys": ["another-host"],
         "ineligible": {"an-old-host": why},
     }
-    picture.on_state(state | others)
-    lines = frame(picture, width, 24)
+    live_frame.on_state(state | others)
+    lines = frame(live_frame, width, 24)
     text = " ".join(line.strip("│ ") for line in lines)
     assert f"an-old-host cannot take over: {why}" in re.sub(r"\s+", " ", text)
     assert f"ineligible: {'1' if width == 80 else 'an-old-host'} " in text
@@ -170,32 +170,32 @@ def test_an_ineligible_coordinator_is_shown_with_the_reason(state: Json, width: 
 
 
 def test_a_lost_broker_is_shown_in_every_state(state: Json) -> None:
-    picture = LiveFrame(120)
-    picture.on_state(state)
-    picture.on_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
-    assert "no coordinator: the coordinator vanished" in "".join(frame(picture, 80, 24))
-    picture.on_broker(connected=False)
-    assert "the broker is unreachable: this is the state at " in "".join(frame(picture, 80, 24))
-    picture.on_broker(connected=True)
-    assert "the broker is unreachable" not in "".join(frame(picture, 80, 24))
+    live_frame = LiveFrame(120)
+    live_frame.on_state(state)
+    live_frame.on_state({"phase": "UNREACHABLE", "reason": "the coordinator vanished"})
+    assert "no coordinator: the coordinator vanished" in "".join(frame(live_frame, 80, 24))
+    live_frame.on_broker(connected=False)
+    assert "the broker is unreachable: this is the state at " in "".join(frame(live_frame, 80, 24))
+    live_frame.on_broker(connected=True)
+    assert "the broker is unreachable" not in "".join(frame(live_frame, 80, 24))
 
 
 @pytest.mark.parametrize(("width", "ends"), [(80, "at 56% speed"), (96, "…"), (120, "at 56% speed")])
 def test_long_text_next_to_a_node_ends_in_an_ellipsis(state: Json, width: int, ends: str) -> None:
-    picture = LiveFrame(120)
+    live_frame = LiveFrame(120)
     slow = state["nodes"]["node-0"] | {"speed": 0.56}
-    picture.on_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
-    [line] = [line for line in frame(picture, width, 24) if line.startswith("│ node-0")]
+    live_frame.on_state(state | {"nodes": state["nodes"] | {"node-0": slow}})
+    [line] = [line for line in frame(live_frame, width, 24) if line.startswith("│ node-0")]
     assert line.split("│")[1].rstrip().endswith(ends)
 
 
 def test_the_speed_stays_on_one_line_and_a_node_that_left_is_drained(state: Json) -> None:
-    picture = LiveFrame(120)
+    live_frame = LiveFrame(120)
     left = state["nodes"]["node-0"] | {"draining": True, "in_plan": False}
     leaving = state["nodes"]["node-1"] | {"draining": True}
     nodes = state["nodes"] | {"node-0": left, "node-1": leaving}
-    picture.on_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
-    lines = frame(picture, 80, 24)
+    live_frame.on_state(state | {"nodes": nodes, "samples_per_s": 1182.0, "step_s": 0.041})
+    lines = frame(live_frame, 80, 24)
     assert any("1,182 samples/s, 41 ms" in line for line in lines)
     assert any("node-0" in line and "drained" in line for line in lines)
     assert any("node-1" in line and "draining" in line for line in lines)
@@ -210,18 +210,18 @@ def test_a_long_list_of_nodes_begins_with_those_in_trouble(state: Json) -> None:
     node = state["nodes"]["node-0"]
     nodes = {f"node-{i}": dict(node) for i in range(200)}
     nodes["node-150"] |= {"state": "UNHEALTHY", "in_plan": False}
-    picture = LiveFrame(10)
-    picture.on_state(state | {"nodes": nodes})
-    lines = frame(picture)
+    live_frame = LiveFrame(10)
+    live_frame.on_state(state | {"nodes": nodes})
+    lines = frame(live_frame)
     assert any("node-150" in line and "UNHEALTHY" in line for line in lines)
     assert any("and 189 HEALTHY" in line for line in lines)
 
 
 def test_the_coordinators_last_will_keeps_the_nodes_on_the_screen(state: Json) -> None:
-    picture = LiveFrame(120)
-    picture.on_state(state)
-    picture.on_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
-    text = "\n".join(frame(picture))
+    live_frame = LiveFrame(120)
+    live_frame.on_state(state)
+    live_frame.on_state({"schema": 1, "phase": "UNREACHABLE", "reason": "the broker lost its session"})
+    text = "\n".join(frame(live_frame))
     assert "no coordinator: the broker lost its session" in text
     assert "UNREACHABLE" in text and "node-3" in text and "step 90/120" in text
 
@@ -234,10 +234,10 @@ def test_a_pipe_gets_a_line_for_each_important_event(run_events: list[Json], sta
             view.on_event(event)
     lines = out.getvalue().splitlines()
     assert not any("\x1b" in line for line in lines)
-    told = [line for line in lines if "progress" not in line]
+    lines_of = [line for line in lines if "progress" not in line]
     important = [e for e in run_events if e["event"] != "StepCommitted"]
-    assert len(told) == len(important)
-    lost = next(line for line in told if "NodeLost" in line)
+    assert len(lines_of) == len(important)
+    lost = next(line for line in lines_of if "NodeLost" in line)
     assert lost.endswith("NodeLost node-2: its connection to the broker broke")
     progress = [line for line in lines if "progress" in line]
     assert len(progress) < 20
@@ -267,14 +267,14 @@ def test_a_terminal_keeps_the_last_frame(run_events: list[Json], state: Json) ->
 def test_long_planning_has_a_progress_bar(state: Json) -> None:
     """It replaces the steps before the first step; later it is not shown."""
     waiting = {**state, "phase": "WAITING", "step": 0, "waiting_for": "pipeline templates"}
-    picture = LiveFrame(120)
-    picture.on_state({**waiting, "planning": {"done": 16, "total": 64}})
-    lines = frame(picture)
+    live_frame = LiveFrame(120)
+    live_frame.on_state({**waiting, "planning": {"done": 16, "total": 64}})
+    lines = frame(live_frame)
     line = next(line for line in lines if "planning 16 of 64" in line)
     assert "25%" in line and "━" in line and "step 0" not in "".join(lines)
-    assert picture.progress_line().endswith("waiting for pipeline templates, planning 16 of 64")
-    picture.on_state({**state, "planning": {"done": 17, "total": 64}})
-    assert not any("planning 17" in line for line in frame(picture))
+    assert live_frame.progress_line().endswith("waiting for pipeline templates, planning 16 of 64")
+    live_frame.on_state({**state, "planning": {"done": 17, "total": 64}})
+    assert not any("planning 17" in line for line in frame(live_frame))
 
 
 def test_a_pipe_gets_lines_about_long_planning(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,8 +284,8 @@ def test_a_pipe_gets_lines_about_long_planning(state: Json, monkeypatch: pytest.
     waiting = {**state, "phase": "WAITING", "step": 0}
     for done in (5, 5, 37):
         view.on_state({**waiting, "planning": {"done": done, "total": 64}})
-    told = [line for line in out.getvalue().splitlines() if "planning" in line]
-    assert [line.split("planning ")[1] for line in told] == ["5 of 64", "37 of 64"]
+    lines_of = [line for line in out.getvalue().splitlines() if "planning" in line]
+    assert [line.split("planning ")[1] for line in lines_of] == ["5 of 64", "37 of 64"]
 
 
 def test_a_pipe_gets_lines_about_what_a_start_waits_for(state: Json, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,33 +295,33 @@ def test_a_pipe_gets_lines_about_what_a_start_waits_for(state: Json, monkeypatch
     for layer in (2, 2, 3):
         waiting_for = f"node-0, which is measuring layer {layer} of 10"
         view.on_state({**state, "phase": "WAITING", "step": 0, "waiting_for": waiting_for})
-    told = [line.split("waiting for ")[1] for line in out.getvalue().splitlines()]
-    assert told == [f"node-0, which is measuring layer {layer} of 10" for layer in (2, 3)]
+    lines_of = [line.split("waiting for ")[1] for line in out.getvalue().splitlines()]
+    assert lines_of == [f"node-0, which is measuring layer {layer} of 10" for layer in (2, 3)]
 
 
 def test_a_rollback_shortens_the_chart(event: Callable[..., Json], state: Json) -> None:
-    picture = LiveFrame(120)
+    live_frame = LiveFrame(120)
     for step in range(1, 12):
-        picture.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
-    picture.on_state({**state, "step": 11})
-    picture.on_event(
+        live_frame.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 1.0}))
+    live_frame.on_state({**state, "step": 11})
+    live_frame.on_event(
         event("RolledBack", 22, step=7, details={"from_step": 11, "to_step": 7, "undone_steps": 4})
     )
-    assert picture.step == 7
-    assert picture._losses.values == [1.0] * 7
-    picture.on_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
-    assert picture.step == 8 and picture._losses.values == [1.0] * 7 + [0.5]
+    assert live_frame.step == 7
+    assert live_frame._losses.values == [1.0] * 7
+    live_frame.on_event(event("StepCommitted", 23, step=8, details={"loss": 0.5}))
+    assert live_frame.step == 8 and live_frame._losses.values == [1.0] * 7 + [0.5]
 
 
 def test_another_job_resets_the_chart_even_if_the_state_shows_it_first(
     event: Callable[..., Json], state: Json
 ) -> None:
-    picture = LiveFrame(None)
-    picture.on_state(state)
+    live_frame = LiveFrame(None)
+    live_frame.on_state(state)
     for step in (1, 2, 3):
-        picture.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))
-    picture.on_state({**state, "step": 0, "job": {**state["job"], "id": "another-1"}})
+        live_frame.on_event(event("StepCommitted", 10 + step, step=step, details={"loss": 2.0}))
+    live_frame.on_state({**state, "step": 0, "job": {**state["job"], "id": "another-1"}})
     submitted = {"job": "another-1", "name": "gpt", "steps": 120}
-    picture.on_event(event("JobSubmitted", 20, details=submitted))
-    picture.on_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
-    assert picture.step == 1 and picture._losses.values == [1.0]
+    live_frame.on_event(event("JobSubmitted", 20, details=submitted))
+    live_frame.on_event(event("StepCommitted", 21, step=1, generation=9, details={"loss": 1.0}))
+    assert live_frame.step == 1 and live_frame._losses.values == [1.0]

@@ -103,10 +103,10 @@ def test_the_summary_lists_pauses_and_faults_without_a_recovery(event: Make) -> 
 
 
 def test_the_roll_forward_names_the_step_that_was_saved(event: Make, recovery: Make) -> None:
-    told = recovery("node_lost", 2, 41, nodes=["a"])
+    found = recovery("node_lost", 2, 41, nodes=["a"])
     run = RunModel()
     run.on_event(event("Quiesced", 5.0, generation=2, details={"decision": "roll_forward"}))
-    run.on_event(event("RecoveryCompleted", 5.2, details={"recovery": told}))
+    run.on_event(event("RecoveryCompleted", 5.2, details={"recovery": found}))
     text = printed(render_summary(build_report(run)))
     assert "every rank held complete gradients of step 41: all applied it" in text
 
@@ -129,14 +129,14 @@ def test_the_status_without_a_job_and_while_waiting(state: Json) -> None:
 
 
 def test_the_status_shows_how_a_job_ended_and_why_no_coordinator_leads(state: Json) -> None:
-    def said(**other: object) -> str:
+    def status_of(**other: object) -> str:
         return printed(render_status(state | other))
 
-    assert "FINISHED  stopped by a user" in said(phase="FINISHED", outcome="stopped by a user")
-    assert "FAILED  the job cannot continue: layer 3 is lost" in said(
+    assert "FINISHED  stopped by a user" in status_of(phase="FINISHED", outcome="stopped by a user")
+    assert "FAILED  the job cannot continue: layer 3 is lost" in status_of(
         phase="FAILED", outcome="layer 3 is lost"
     )
-    assert "UNREACHABLE  it vanished; no coordinator" in said(phase="UNREACHABLE", reason="it vanished")
+    assert "UNREACHABLE  it vanished; no coordinator" in status_of(phase="UNREACHABLE", reason="it vanished")
 
 
 def test_the_status_shows_the_progress_of_planning(state: Json) -> None:
@@ -164,8 +164,8 @@ def test_the_status_without_a_coordinator() -> None:
 
 
 def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -> None:
-    told = chapters(run_events, "node-2")
-    names = [[e["event"] for e in chapter] for chapter in told]
+    found = chapters(run_events, "node-2")
+    names = [[e["event"] for e in chapter] for chapter in found]
     assert names == [
         ["NodeJoined"],
         ["ChaosInjected"],
@@ -180,14 +180,14 @@ def test_the_story_follows_the_cause_into_the_recovery(run_events: list[Json]) -
 
 
 def test_the_story_omits_events_of_other_nodes(run_events: list[Json]) -> None:
-    told = chapters(run_events + run_events, "node-4")
-    assert [[e["event"] for e in c] for c in told] == [["NodeJoined"], ["RecoveryCompleted"]]
+    found = chapters(run_events + run_events, "node-4")
+    assert [[e["event"] for e in c] for c in found] == [["NodeJoined"], ["RecoveryCompleted"]]
     assert "Nothing is known of a node named node-9" in printed(render_story(run_events, "node-9"))
 
 
 def test_later_events_of_a_generation_form_their_own_chapter(run_events: list[Json], event: Make) -> None:
     """Every event of the coordinator carries the current generation, even the failure that ends it."""
     later = event("NodeLost", 1012.0, node="node-2", generation=2, cause="will-3", reason="again")
-    told = chapters([*run_events, later], "node-2")
-    assert [e["event"] for e in told[-1]] == ["NodeLost"]
-    assert len(told[-2]) == 6
+    found = chapters([*run_events, later], "node-2")
+    assert [e["event"] for e in found[-1]] == ["NodeLost"]
+    assert len(found[-2]) == 6

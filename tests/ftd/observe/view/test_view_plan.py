@@ -79,9 +79,9 @@ def described() -> Description:
     )
 
 
-def printed(told: Description, width: int = 100, **more: object) -> str:
+def printed(description: Description, width: int = 100, **more: object) -> str:
     out = io.StringIO()
-    Console(file=out, width=width).print(render_plan(told, planning_s=0.0123, **more))  # type: ignore[arg-type]
+    Console(file=out, width=width).print(render_plan(description, planning_s=0.0123, **more))  # type: ignore[arg-type]
     return out.getvalue()
 
 
@@ -119,33 +119,37 @@ def test_the_page() -> None:
 
 
 def test_the_output_names_the_solver_of_the_batch_shares() -> None:
-    told = described()
-    page = printed(replace(told, policy=msgspec.structs.replace(told.policy, batch_solver="pyomo")))
+    description = described()
+    page = printed(
+        replace(description, policy=msgspec.structs.replace(description.policy, batch_solver="pyomo"))
+    )
     assert "shares of the batch by an integer program (Pyomo, HiGHS)" in page
 
 
 @pytest.mark.parametrize(
-    ("iteration_ms", "says"),
+    ("iteration_ms", "sentence"),
     [
         (1091.0 * 1.083, "the paper's plan would take 8.30% longer"),
         (1091.0 * 0.99, "the paper's plan would take 1.00% less"),
         (1091.0, "the paper's plan would take the same time"),
     ],
 )
-def test_objectives_are_compared(iteration_ms: float, says: str) -> None:
-    told = described()
+def test_objectives_are_compared(iteration_ms: float, sentence: str) -> None:
+    description = described()
     other = replace(
-        told, policy=msgspec.structs.replace(told.policy, objective="paper"), iteration_ms=iteration_ms
+        description,
+        policy=msgspec.structs.replace(description.policy, objective="paper"),
+        iteration_ms=iteration_ms,
     )
-    page = printed(told, other=other)
-    assert says in page
+    page = printed(description, other=other)
+    assert sentence in page
     assert cells("iteration 1.091 s 10.7% 1 of 3 nodes (2 stages), 2 of 2 nodes (2 stages) ◂ chosen") in (
         rows_of(page)
     )
 
 
 @pytest.mark.parametrize(
-    ("check", "says"),
+    ("check", "sentence"),
     [
         (checked(640.0), "checked against the integer program (Pyomo): equal"),
         (checked(600.0), "it finds 600 ms instead of 640 ms with 4, 4 microbatches; this is a bug"),
@@ -153,17 +157,17 @@ def test_objectives_are_compared(iteration_ms: float, says: str) -> None:
     ],
 )
 def test_the_output_ends_with_the_check_of_the_batch_shares(
-    check: CrossCheck | SolverError, says: str
+    check: CrossCheck | SolverError, sentence: str
 ) -> None:
     page = " ".join(printed(described(), check=check).split())
-    assert says in page
+    assert sentence in page
     assert page.index("batch distribution") > page.index("expected step")
 
 
 def test_deep_pipelines_and_many_templates_are_abridged() -> None:
-    told = described()
+    description = described()
     many = tuple(template(nodes, stages=3 * nodes) for nodes in range(1, 101))
-    page = printed(replace(told, templates=many, pipelines=(pipeline(100), pipeline(50))))
+    page = printed(replace(description, templates=many, pipelines=(pipeline(100), pipeline(50))))
     assert len(page.splitlines()) < MAX_TEMPLATES + 2 * MAX_STAGES + 30
     assert next(r for r in rows_of(page) if r[:1] == ["100"])[:3] == ["100", "300", "300×1"]
     assert any(row[:2] == ["50", "150"] for row in rows_of(page))
@@ -195,8 +199,8 @@ def test_times_have_four_digits(value_ms: float, shown: str) -> None:
 
 
 def test_every_operation_is_drawn_at_its_time() -> None:
-    told = replace(described(), pipelines=(pipeline(2, count=2),))
-    figure = draw_plan(told, name="x")
+    description = replace(described(), pipelines=(pipeline(2, count=2),))
+    figure = draw_plan(description, name="x")
     axes, memory = figure.axes
     drawn = timeline([40.0, 40.0], [40.0, 80.0], [0.5], 8)
     boxes = [
@@ -221,11 +225,11 @@ def test_every_operation_is_drawn_at_its_time() -> None:
 
 
 def test_too_many_operations_are_drawn_as_mixed_colours() -> None:
-    told = described()
+    description = described()
     row = replace(
         pipeline(2, microbatches=3000), makespan_ms=timeline([40, 40], [40, 80], [0.5], 3000).makespan_ms
     )
-    figure = draw_plan(replace(told, pipelines=(row,)), name="x")
+    figure = draw_plan(replace(description, pipelines=(row,)), name="x")
     axes = figure.axes[0]
     (image,) = axes.get_images()
     pixels = np.asarray(image.get_array())
@@ -233,26 +237,30 @@ def test_too_many_operations_are_drawn_as_mixed_colours() -> None:
     waits = 1 - pixels[:, :, 3].reshape(2, -1, pixels.shape[1])[:, 5, :].mean(axis=1) / 255
     drawn = timeline([40.0, 40.0], [40.0, 80.0], [0.5], 3000)
     assert waits == pytest.approx(drawn.idle_ms / drawn.makespan_ms, abs=0.01)
-    told = replace(told, pipelines=(replace(row, microbatches=2_000_000),))
+    description = replace(description, pipelines=(replace(row, microbatches=2_000_000),))
     with pytest.raises(
         ConfigurationError, match=r"--plot: 2000000 microbatches .* at most 1000000 a pipeline"
     ):
-        draw_plan(told, name="x")
+        draw_plan(description, name="x")
 
 
 def test_a_profile_without_sizes_has_no_memory_panel() -> None:
-    told = described()
-    empty = tuple(replace(p, memory_bytes=0) for p in told.pipelines)
-    assert len(draw_plan(replace(told, pipelines=empty), name="x").axes) == 2
-    assert len(draw_plan(told, name="x").axes) == 4
+    description = described()
+    empty = tuple(replace(p, memory_bytes=0) for p in description.pipelines)
+    assert len(draw_plan(replace(description, pipelines=empty), name="x").axes) == 2
+    assert len(draw_plan(description, name="x").axes) == 4
 
 
 @pytest.mark.parametrize("kind", ["svg", "png", "html"])
 def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"plan.{kind}"
-    told = described()
-    other = replace(told, policy=msgspec.structs.replace(told.policy, objective="paper"), iteration_ms=2182.0)
-    plot_plan(told, path, name="a<b>&c", other=other)
+    description = described()
+    other = replace(
+        description,
+        policy=msgspec.structs.replace(description.policy, objective="paper"),
+        iteration_ms=2182.0,
+    )
+    plot_plan(description, path, name="a<b>&c", other=other)
     raw = path.read_bytes()
     if kind == "png":
         assert raw.startswith(b"\x89PNG")
@@ -261,7 +269,7 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     assert "a&lt;b&gt;&amp;c" in text and "a<b>" not in text
     if kind == "svg":
         assert ElementTree.fromstring(text).tag.endswith("svg")
-        assert text == render_plan_svg(told, name="a<b>&c", other=other)
+        assert text == render_plan_svg(description, name="a<b>&c", other=other)
         return
     assert text.startswith("<!doctype html>") and "prefers-color-scheme: dark" in text
     assert not re.findall(r"(?:src|href)=\"(?!#|data:)[^\"]*\"", text.replace("xlink:", ""))

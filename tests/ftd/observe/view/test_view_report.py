@@ -86,8 +86,8 @@ def test_evaluations_on_held_out_data(run_events: list[Json], event: Make) -> No
         return event("Evaluated", at, step=step, generation=generation, details=details)
 
     # The second evaluation is repeated after a rollback; the newest one counts.
-    told = [evaluated(1001.0, 5, 1, 0.5), evaluated(1002.0, 10, 1, 0.4), evaluated(1003.0, 10, 2, 0.45)]
-    report = built([*run_events, *told, told[1]])
+    data = [evaluated(1001.0, 5, 1, 0.5), evaluated(1002.0, 10, 1, 0.4), evaluated(1003.0, 10, 2, 0.45)]
+    report = built([*run_events, *data, data[1]])
     assert [(e.step, e.loss, e.generation) for e in report.evaluations] == [(5, 0.5, 1), (10, 0.45, 2)]
     last = report.evaluations[-1]
     assert (last.weight, last.metrics, last.took_s) == (37.0, {"accuracy": 0.25}, 1.5)
@@ -98,11 +98,11 @@ def test_undone_steps_that_were_not_repeated_are_left_out(event: Make, recovery:
     events = [
         e for e in rolled_back_run(event, recovery) if (e["generation"], e["event"]) != (2, "StepCommitted")
     ]
-    told = [
+    data = [
         event("Evaluated", 11.0 + step / 100, step=step, generation=1, details={"loss": 1.0})
         for step in (5, 10)
     ]
-    report = built([*events, *told])
+    report = built([*events, *data])
     assert [step.step for step in report.steps] == list(range(1, 8))
     assert [evaluation.step for evaluation in report.evaluations] == [5]
     assert report.final.step == 7
@@ -127,8 +127,8 @@ def test_speed_is_given_in_tokens_if_the_loss_has_tokens(run_events: list[Json],
     fastest = max(value for _, value in throughput_series(report))
     assert fastest == pytest.approx(40960.0, rel=0.5)
     assert [value for _, value in learning_rates(report)][:2] == [1.0, 0.5]
-    for said in ("40,960", "tokens/s", "0.00833", "learning rate"):
-        assert said in render_report_page(report)
+    for text_part in ("40,960", "tokens/s", "0.00833", "learning rate"):
+        assert text_part in render_report_page(report)
 
 
 def test_snapshots_and_checkpoints_are_summarised(run_events: list[Json], event: Make) -> None:
@@ -140,8 +140,8 @@ def test_snapshots_and_checkpoints_are_summarised(run_events: list[Json], event:
         event("CheckpointAbandoned", 1004.2, step=10, reason="n1: the disk is full"),
     ]
     report = built([*run_events, *events, *events])
-    kept = report.snapshots
-    assert (kept.completed, kept.newest_step, kept.protection_or_location, kept.size_bytes) == (
+    saves = report.snapshots
+    assert (saves.completed, saves.newest_step, saves.protection_or_location, saves.size_bytes) == (
         2,
         10,
         "aec",
@@ -173,14 +173,14 @@ def test_the_event_of_a_fault_may_arrive_after_its_recovery(run_events: list[Jso
 
 
 def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
-    told = recovery("node_lost", 2, 7, nodes=["a", "b"], detected_at=10.004, total_ms=200.0)
+    data = recovery("node_lost", 2, 7, nodes=["a", "b"], detected_at=10.004, total_ms=200.0)
     report = built(
         [
             event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
             event("ChaosInjected", 10.1, node="b", details={"fault": "stop", "at": 10.1}),
             event("NodeLost", 10.004, node="a", details={"how": "last_will", "detected_at": 10.004}),
             event("NodeLost", 10.15, node="b", details={"how": "silence", "detected_at": 10.15}),
-            event("RecoveryCompleted", 10.21, details={"recovery": told}),
+            event("RecoveryCompleted", 10.21, details={"recovery": data}),
         ]
     )
     (only,) = report.recoveries
@@ -196,9 +196,9 @@ def test_two_faults_one_recovery(event: Make, recovery: Make) -> None:
 
 
 def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
-    told = {"nodes": ["a"], "detected_how": None}
-    lost = recovery("trainer_lost", 2, 7, detected_at=10.02, total_ms=180.0, **told)
-    back = recovery("node_returned", 3, 12, detected_at=10.9, total_ms=90.0, **told)
+    data = {"nodes": ["a"], "detected_how": None}
+    lost = recovery("trainer_lost", 2, 7, detected_at=10.02, total_ms=180.0, **data)
+    back = recovery("node_returned", 3, 12, detected_at=10.9, total_ms=90.0, **data)
     report = built(
         [
             event("ChaosInjected", 10.0, node="a", details={"fault": "kill", "at": 10.0}),
@@ -218,10 +218,10 @@ def test_one_fault_two_recoveries(event: Make, recovery: Make) -> None:
 def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) -> None:
     events = []
     for number, at in ((2, 10.0), (3, 20.0)):
-        told = recovery("node_lost", number, number, nodes=["a"], detected_at=at + 0.01, total_ms=100.0)
+        data = recovery("node_lost", number, number, nodes=["a"], detected_at=at + 0.01, total_ms=100.0)
         events += [
             event("ChaosInjected", at, node="a", details={"fault": "kill", "at": at}),
-            event("RecoveryCompleted", at + 0.11, details={"recovery": told}),
+            event("RecoveryCompleted", at + 0.11, details={"recovery": data}),
         ]
     report = built(events)
     assert [f.generations for f in report.faults] == [(2,), (3,)]
@@ -230,14 +230,14 @@ def test_each_fault_of_a_node_has_its_own_recovery(event: Make, recovery: Make) 
 
 def test_a_fault_during_a_recovery_does_not_change_its_begin(event: Make, recovery: Make) -> None:
     """The first failure was not injected; the second, injected one must not become the recovery's begin."""
-    told = recovery(
+    data = recovery(
         "node_lost", 3, 7, nodes=["a", "b"], detected_at=10.0, total_ms=400.0, generations_tried=2
     )
     report = built(
         [
             event("NodeLost", 10.0, node="a", details={"how": "last_will", "detected_at": 10.0}),
             event("ChaosInjected", 10.1, node="b", details={"fault": "kill", "at": 10.1}),
-            event("RecoveryCompleted", 10.4, details={"recovery": told}),
+            event("RecoveryCompleted", 10.4, details={"recovery": data}),
         ]
     )
     (only,) = report.recoveries
@@ -246,11 +246,11 @@ def test_a_fault_during_a_recovery_does_not_change_its_begin(event: Make, recove
 
 
 def test_a_fault_of_another_node_or_a_later_one_is_not_matched(event: Make, recovery: Make) -> None:
-    told = recovery("node_lost", 2, 7, nodes=["a"], detected_at=10.0, total_ms=100.0)
+    data = recovery("node_lost", 2, 7, nodes=["a"], detected_at=10.0, total_ms=100.0)
     report = built(
         [
             event("ChaosInjected", 9.9, node="b", details={"fault": "kill", "at": 9.9}),
-            event("RecoveryCompleted", 10.1, details={"recovery": told}),
+            event("RecoveryCompleted", 10.1, details={"recovery": data}),
             event("ChaosInjected", 10.5, node="a", details={"fault": "kill", "at": 10.5}),
         ]
     )
@@ -330,7 +330,7 @@ def test_every_field_is_explained_in_the_documentation() -> None:
 
 def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
     """All trainers of both nodes die at step 11, and training returns to the snapshot of step 7."""
-    told = recovery(
+    data = recovery(
         "resumed", 2, 7, nodes=["a", "b"], detected_how=None, detected_at=14.0, total_ms=300.0
     ) | {"rolled_back_steps": 4, "tier": "memory", "recomputed_steps": 1}
     first = [
@@ -356,7 +356,7 @@ def rolled_back_run(event: Make, recovery: Make) -> list[Json]:
             details={"from_step": 11, "to_step": 7, "undone_steps": 4},
         ),
         *again,
-        event("RecoveryCompleted", 14.9, details={"recovery": told}),
+        event("RecoveryCompleted", 14.9, details={"recovery": data}),
     ]
 
 
