@@ -1,8 +1,8 @@
-"""Models that carry an adapter of ``peft`` (LoRA and the like): which parameter is whose.
+"""Models with an adapter of ``peft`` (LoRA and the like), and the names of their parameters in files.
 
 ``get_peft_model`` wraps a model, renames its parameters (``base_model.model.x.base_layer.weight``) and adds
-its own. Weights of the base model are in the files of the base model, under its own names; what was added is
-in the files of the adapter, under names without the adapter's.
+its own. Files of the base model contain its weights under their original names; the adapter's file contains
+the added parameters, under names without the adapter's.
 """
 
 import copy
@@ -39,14 +39,14 @@ def base_name(model: nn.Module, name: str) -> str | None:
         return None
     kept = [part for part in parts if part not in ("base_layer", "original_module")]
     if "modules_to_save" in kept:
-        # A copy that is trained in place of the original: ``modules_to_save.<adapter>.``
+        # This copy is trained in place of the original: ``modules_to_save.<adapter>.``
         at = kept.index("modules_to_save")
         kept = kept[:at] + kept[at + 2 :]
     return ".".join(kept)
 
 
 def adapter_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, str]:
-    """Return what the file of the active adapter calls each of its tensors, by its name in ``named``.
+    """Return the name of each tensor of the active adapter in the adapter's file, by its name in ``named``.
 
     :param named: parameters and persistent buffers of ``model`` by name.
     """
@@ -55,7 +55,7 @@ def adapter_names(model: nn.Module, named: dict[str, Tensor]) -> dict[str, str]:
     state = get_peft_model_state_dict(
         model, state_dict=named, adapter_name=_active_adapter(model), save_embedding_layers=False
     )
-    # peft's files have the names of a wrapped model, whether this one is wrapped or not.
+    # peft's files use the names of a wrapped model, whether this one is wrapped or not.
     prefix = "" if _is_wrapped(model) else _WRAPPER
     keys = {id(tensor): prefix + key for key, tensor in state.items()}
     return {name: keys[id(tensor)] for name, tensor in named.items() if id(tensor) in keys}

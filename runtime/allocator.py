@@ -1,24 +1,25 @@
-"""The host's memory allocator (glibc's malloc, which torch's CPU tensors come from)."""
+"""Settings of the host's memory allocator (glibc's malloc, from which torch's CPU tensors come)."""
 
 import ctypes
 
 LARGE_BYTES = 2 * 1024 * 1024
-"""Blocks from here on are given back to the system when they are freed. Otherwise malloc raises this limit to 32 MiB
-by itself, and keeps what was freed in pieces: a stage of 27 MiB came to take 54 MiB in 40 steps. Measured on a llama of
-33 million parameters: no more processor time at 4 MiB, 3% at 1 MiB, 25% at 256 KiB."""
+"""Size in bytes from which a freed block is returned to the system. By default malloc raises this limit up to
+32 MiB, and freed memory stays fragmented: a stage of 27 MiB grew to 54 MiB in 40 steps. Measured on a llama
+of 33 million parameters: no more processor time at 4 MiB, 3% at 1 MiB, 25% at 256 KiB.
+"""
 _ARENAS = 2
-"""Of small blocks. Each thread would have its own, with what was freed in it."""
+"""Number of arenas for small blocks. By default each thread has its own, which holds what was freed in it."""
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8
 _LIBC = ctypes.CDLL(None)
 
 
 def bound_memory() -> None:
-    """Have this process keep little memory that it has freed."""
+    """Limit the freed memory that this process holds."""
     _LIBC.mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
     _LIBC.mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 def give_back_memory() -> None:
-    """Return to the system what was freed and what the allocator would keep for later."""
+    """Return to the system the freed memory that the allocator would otherwise hold for later."""
     _LIBC.malloc_trim(0)

@@ -1,11 +1,12 @@
-"""Persistent checkpoints for ``torch.distributed.checkpoint``: read by name, into any sharding.
+"""Reader of persistent checkpoints for ``torch.distributed.checkpoint``: by name, into any sharding.
 
     dcp.load({"model": model.state_dict()}, storage_reader=FtdCheckpointReader("/checkpoints/gpt"))
 
 Names are those that ``torch.distributed.checkpoint.state_dict`` makes: ``model.<name>`` for parameters and
-persistent buffers, ``optim.state.<name>.<key>`` for the optimizer's tensors. A name is the model's own; of a
-job that was given as layers, that of ``nn.Sequential(*layers)``. A tied parameter is offered under all
-of its names. What is not a tensor (learning rates, the schedule) is not offered: torch would pickle it.
+persistent buffers, ``optim.state.<name>.<key>`` for the optimizer's tensors. A name is the model's own; for
+a job that was given as layers, it is that of ``nn.Sequential(*layers)``. A tied parameter is available
+under all of its names. Values that are not tensors (learning rates, the schedule) are not available,
+because torch would pickle them.
 """
 
 import os
@@ -34,12 +35,11 @@ from storage.locations import open_location
 
 
 class FtdCheckpointReader(StorageReader):
-    """Reads what ``storage.checkpoint`` wrote, each needed layer once, checked against its digest.
+    """A ``StorageReader`` of ftd's checkpoints. It reads each needed layer once and verifies it by its digest.
 
-    :param url: a path, ``file://…``, or any URL of fsspec.
-    :param step: ``None`` for the newest complete one. Name it where several ranks load while a job writes:
-        each rank looks for itself.
-    :raises StorageError: there is none, it is damaged, of another format, or cannot be read.
+    :param url: a path, ``file://…``, or any URL of fsspec. :param step: ``None`` for the newest complete
+    checkpoint. Name the step if several ranks load while a job writes, since each rank looks for itself.
+    :raises StorageError: there is no checkpoint, or it is corrupt, of another format, or unreadable.
     """
 
     def __init__(self, url: str | os.PathLike[str], step: int | None = None) -> None:
@@ -48,21 +48,24 @@ class FtdCheckpointReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL with the directory of the step."""
+        """URL of the checkpoint's own directory."""
         return f"{self._checkpoint.location.url}/{self._checkpoint.directory}"
 
     @property
     def step(self) -> int:
-        """Of the checkpoint that is read."""
+        """Step of the checkpoint that is read."""
         return self._checkpoint.manifest.step
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """``checkpoint_id``: another URL, whose newest checkpoint is read from now on."""
+        """Read the newest checkpoint of another URL from now on.
+
+        :param checkpoint_id: the URL; nothing changes if it is ``None`` or the present ``checkpoint_id``.
+        """
         if checkpoint_id is not None and os.fspath(checkpoint_id) != self.checkpoint_id:
             self._open(checkpoint_id, None)
 
     def read_metadata(self) -> Metadata:
-        """Names, types and shapes; each tensor is one chunk."""
+        """Return names, types and shapes; each tensor is one chunk."""
         tensors: dict[str, Any] = {}
         for name, (_, entry) in self._where.items():
             size = torch.Size(entry.shape)
@@ -74,7 +77,7 @@ class FtdCheckpointReader(StorageReader):
         return Metadata(state_dict_metadata=tensors)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to do: the manifest and the headers were read at the beginning."""
+        """Do nothing: the manifest and the headers were read in the constructor."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -83,9 +86,9 @@ class FtdCheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan, one layer in memory at a time.
+        """Fill the tensors of the plan, with one layer in memory at a time.
 
-        :raises StorageError: a layer is damaged or cannot be read.
+        :raises StorageError: a layer is corrupt or cannot be read.
         """
         wanted: dict[int, list[ReadItem]] = {}
         for item in plan.items:
@@ -122,7 +125,9 @@ class FtdCheckpointReader(StorageReader):
 
 
 def _named(checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, LayerEntry]]]:
-    """All names of each tensor. A shared parameter's layers hold the same bytes: the last one's will do."""
+    """Yield each name of each tensor, with its layer and entry. All layers of a shared parameter hold the same
+    bytes, so the last one replaces the others.
+    """
     aliases = checkpoint.description().aliases
     for layer, header in enumerate(checkpoint.headers()):
         for entry in header.entries:

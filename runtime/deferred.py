@@ -1,15 +1,15 @@
-"""Building a model without memory for its large tensors, and making each of them later, bit for bit.
+"""Construction of a model without memory for its large tensors, each of which can be made later, bit for bit.
 
-While a factory runs in a ``ModelRecorder``, a large tensor gets an address but no memory, since memory comes into being
-when it is written to, and what would write to it is *recorded* instead. A random operation is also carried out
-on scratch memory, so that the generator goes on as if the tensor had been filled; the generator's state before
-is recorded. ``Recording.make`` repeats, from these states, what a tensor depends on. So it gives the value that
-the factory's code would have made, whatever that code does: scaled residual projections, orthogonal matrices,
-copies of other parameters.
+While a factory runs in a ``ModelRecorder``, a large tensor gets an address but no memory, since pages get
+memory only when they are written to. Operations that would write to it are *recorded* instead. A random
+operation also runs on scratch memory, so that the generator advances as if the tensor had been filled, and
+the generator's earlier state is recorded. ``Recording.make`` repeats, from these states, the operations on
+which a tensor depends. So it produces the value that the factory's code would have made, whatever that code
+does: scaled residual projections, orthogonal matrices, copies of other parameters.
 
-Small tensors are computed as always. An operation that needs the values of large ones gets them, made for that
-moment; code that gets hold of memory without an operation of torch (``numpy``) gets the real tensor from then
-on.
+Small tensors are computed as usual. An operation that needs the values of large tensors gets them, made for
+that moment. Code that accesses memory without an operation of torch (``numpy``) gets the real tensor from
+then on.
 """
 
 import ctypes
@@ -28,11 +28,11 @@ from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _MAP_NORESERVE = 0x4000
-"""As in <sys/mman.h> of Linux; this version of Python does not name it."""
+"""Value in Linux's <sys/mman.h>; this version of Python does not define it."""
 _NOISE = 65537
-"""Numbers of noise; a prime, so that rows of a matrix differ."""
+"""Number of noise values; a prime, so that the rows of a matrix differ."""
 LARGE_BYTES = 1 << 16
-"""Tensors of this size or more get no memory."""
+"""Size in bytes from which a tensor gets no memory."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _aten = torch.ops.aten
@@ -51,7 +51,7 @@ _FACTORIES = _EMPTY | frozenset(
     )
 )
 _VIEWS = frozenset((_aten._unsafe_view.default,))
-"""Operations that return a view, but do not say so."""
+"""Operations that return a view but are not marked as such."""
 _OVERWRITES = frozenset(
     (
         _aten.normal_.default,
@@ -62,7 +62,7 @@ _OVERWRITES = frozenset(
         _aten.copy_.default,
     )
 )
-"""Operations whose result does not depend on what their first argument held."""
+"""Operations whose result does not depend on the previous content of their first argument."""
 _FIXED_DRAWS = frozenset(
     (
         _aten.normal_.default,
@@ -73,7 +73,7 @@ _FIXED_DRAWS = frozenset(
         _aten.randn.generator,
     )
 )
-"""Random operations that draw as often whatever their arguments hold."""
+"""Random operations that draw the same number of values whatever their arguments hold."""
 _RESHAPING = ("set_", "resize_", "resize_as_")
 _READERS = frozenset(
     (
@@ -90,7 +90,7 @@ _READERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class StorageView:
-    """Where a tensor without memory lies: a view of a recorded storage."""
+    """The position of a tensor without memory: a view of a recorded storage."""
 
     storage: int
     dtype: torch.dtype
@@ -105,35 +105,35 @@ class StorageView:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """A recorded call; there are places in its arguments instead of tensors without memory."""
+    """A recorded call, with a ``StorageView`` in place of each tensor without memory."""
 
     function: Any
     arguments: Any
     """(positional, by keyword)"""
     random_state: Tensor | None
-    """The generator's state before the call."""
+    """State of the generator before the call."""
     results: tuple[StorageView, ...]
-    """Where the tensors go that are returned; empty for an operation in place."""
+    """Views to which the returned tensors are written; empty for an in-place operation."""
     writes: frozenset[int]
     reads: frozenset[int]
     """Storages whose content before the call matters."""
 
 
 class UntrackedWriteError(RuntimeError):
-    """A tensor was written to by the thread that makes the model and by another one."""
+    """A tensor was written to by the thread that makes the model and by another thread."""
 
 
 class Recording:
-    """What happened to tensors without memory, which it can make."""
+    """The operations on tensors without memory, from which their values can be made."""
 
     def __init__(self) -> None:
         self._operations: list[_Operation] = []
         self._storages: dict[int, torch.UntypedStorage] = {}
-        """By address; held, so that no other storage gets the address."""
+        """Storages by address, held so that no other storage gets the address."""
         self._sizes: dict[int, int] = {}
 
     def view_of(self, tensor: Tensor) -> StorageView | None:
-        """Return where a tensor without memory lies; ``None`` for any other."""
+        """Return the view of a tensor without memory; ``None`` for any other tensor."""
         if tensor.layout is not torch.strided or tensor.device.type != "cpu":
             return None
         key = tensor.untyped_storage()._cdata
@@ -144,7 +144,7 @@ class Recording:
         )
 
     def make(self, place: StorageView, target: Tensor) -> None:
-        """Put the value of a tensor into ``target``, which has its shape."""
+        """Write the value of a tensor into ``target``, which has its shape."""
         memory = _Memory(self._sizes)
         alike = (
             target.device.type == "cpu" and target.dtype == place.dtype and target.stride() == place.stride
@@ -158,19 +158,19 @@ class Recording:
             target.copy_(place.within(memory[place.storage]))
 
     def values_of(self, arguments: Any) -> Any:
-        """Return arguments with values in fresh memory instead of places."""
+        """Return the arguments with values in fresh memory in place of views."""
         leaves = tree.tree_leaves(arguments, is_leaf=_is_place)
         memory = _Memory(self._sizes)
         self._contents({leaf.storage for leaf in leaves if _is_place(leaf)}, memory)
         return _filled(arguments, memory)
 
     def scratch(self, arguments: Any) -> Any:
-        """Return arguments with memory of any content instead of places."""
+        """Return the arguments with uninitialised memory in place of views."""
         memory = _Memory(self._sizes)
         return _filled(arguments, memory)
 
     def track(self, tensor: Tensor) -> StorageView:
-        """Take up a tensor whose memory was not written to."""
+        """Begin to record operations on a tensor whose memory has not been written to, and return its view."""
         storage = tensor.untyped_storage()
         self._storages[storage._cdata] = storage
         self._sizes[storage._cdata] = storage.nbytes()
@@ -179,9 +179,9 @@ class Recording:
         return place
 
     def was_written_elsewhere(self, place: StorageView) -> bool:
-        """Return whether something else than a recorded operation, such as another thread, wrote to a tensor.
+        """Return whether anything other than recorded operations, such as another thread, wrote to a tensor.
 
-        :raises UntrackedWriteError: recorded operations did as well, so that nobody knows its value.
+        :raises UntrackedWriteError: recorded operations wrote to it as well, so that its value is unknown.
         """
         storage = self._storages[place.storage]
         pages = (ctypes.c_ubyte * (-(-storage.nbytes() // mmap.PAGESIZE)))()
@@ -206,11 +206,11 @@ class Recording:
         self._operations.append(operation)
 
     def end(self) -> None:
-        """Give back the addresses: nothing more is recorded."""
+        """Stop recording, and release the addresses."""
         self._storages.clear()
 
     def _contents(self, storages: set[int], memory: "_Memory") -> None:
-        """Carry out what the content of storages depends on."""
+        """Execute the operations on which the content of the storages depends."""
         needed, chosen = set(storages), []
         for operation in reversed(self._operations):
             if not needed.isdisjoint(operation.writes):
@@ -229,7 +229,9 @@ class Recording:
 
 @contextmanager
 def _drawing_from(state: Tensor | None, generator: torch.Generator | None) -> Iterator[None]:
-    """Inside, the generator, or torch's own, goes on from ``state``; afterwards it is as it was before."""
+    """Return a context in which the generator, or torch's own, continues from ``state``; its state is restored
+    afterwards.
+    """
     if state is None:
         yield
         return
@@ -243,7 +245,7 @@ def _drawing_from(state: Tensor | None, generator: torch.Generator | None) -> It
 
 
 class _Memory(dict[int, torch.UntypedStorage]):
-    """Fresh memory for storages, when it is asked for."""
+    """Fresh memory for storages, allocated on first use."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         self._sizes = sizes
@@ -254,11 +256,11 @@ class _Memory(dict[int, torch.UntypedStorage]):
 
 
 class ModelRecorder:
-    """``with Recorder(recording):`` around the code that makes a model.
+    """A context for the code that makes a model: ``with ModelRecorder(recording):``.
 
-    :param exact: give large tensors the values that they would have if the model was built at once, which takes
-        the time to draw all of them. Else each is drawn from a stream of its own, when it is made.
-    :param large_bytes: size from which a tensor gets no memory.
+    :param exact: give large tensors the values that they would have if the model was built at once, which
+    takes the time to draw all of them. Otherwise each tensor is drawn from a stream of its own when it is
+    made. :param large_bytes: size from which a tensor gets no memory.
     """
 
     def __init__(self, recording: Recording, *, exact: bool = True, large_bytes: int = LARGE_BYTES) -> None:
@@ -279,35 +281,34 @@ class Weights(Protocol):
     """Values of some of a model's tensors, such as those in files."""
 
     def has(self, name: str) -> bool:
-        """Whether there is a value for the tensor of this name."""
+        """Return whether there is a value for the tensor of this name."""
 
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place; those that there are no values for stay as they are."""
+        """Fill tensors in place; those without a value stay as they are."""
 
 
 @runtime_checkable
 class ModelFactory(Protocol):
-    """Makes a model whose weights are read by name."""
+    """A factory of a model whose weights are read by name."""
 
     @property
     def exact(self) -> bool:
-        """Whether the values that ``build`` gives are to be those of a model that is built at once."""
+        """Whether ``build`` must give the values of a model that is built at once."""
 
     def build(self) -> nn.Module:
         """Make the model with values of its own."""
 
     def weights(self, model: nn.Module) -> Weights | None:
-        """Return the values that training begins with; ``None``: the model's own."""
+        """Return the values with which training begins; ``None`` for the model's own."""
 
 
 class DeferredModule:
-    """A module whose parameters and persistent buffers are on the meta device, and the values they begin with.
+    """A module whose parameters and persistent buffers are on the meta device, and their initial values.
 
     Other tensors, which are few and small, are as the factory made them.
 
-    :param root: was made while ``recording``, whose tensors get no memory any more.
-    :param weights: values to begin with in place of those that the factory made.
-    :raises UntrackedWriteError: several threads wrote to one tensor.
+    :param root: made while ``recording``; its tensors never get memory. :param weights: initial values in
+    place of those that the factory made. :raises UntrackedWriteError: several threads wrote to one tensor.
     """
 
     def __init__(self, root: nn.Module, recording: Recording, weights: Weights | None = None) -> None:
@@ -341,7 +342,7 @@ class DeferredModule:
                     module._buffers[key] = buffer.to(device)
 
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place with the values that training begins with; keys are names in ``state_dict``."""
+        """Fill tensors in place with their initial values; keys are names in ``state_dict``."""
         if self._weights is not None:
             self._weights.load_into(tensors)
         with torch.no_grad():
@@ -354,15 +355,16 @@ class DeferredModule:
                         tensor.copy_(value)
 
     def release(self) -> None:
-        """Give back what the values are made of."""
+        """Release everything from which the initial values are made."""
         self._recording, self._weights = Recording(), None
         self._values.clear()
 
     def fill_placeholders(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill tensors in place with values that are quickly made, for runs whose results are not kept.
+        """Fill tensors in place with values that are quickly made, for measurements whose results are
+        discarded.
 
         Matrices get noise, so that what depends on them differs from row to row; vectors get ones. Buffers,
-        small ones and integers get their values.
+        small tensors and integers get their initial values.
         """
         exact = {}
         for name, tensor in tensors.items():
@@ -376,7 +378,9 @@ class DeferredModule:
         self.fill(exact)
 
     def materialise(self) -> nn.Module:
-        """Return the module with memory and values for all tensors, for a process that has use for them."""
+        """Return the module with memory and initial values for all tensors, for processes that need the whole
+        model.
+        """
         self._swap(self.root.modules(), torch.device("cpu"), self.fill)
         return self.root
 
@@ -384,9 +388,9 @@ class DeferredModule:
     def materialised(
         self, modules: Iterable[nn.Module], device: torch.device, *, exact: bool = False
     ) -> Iterator[None]:
-        """Inside, the modules' own tensors that are on the meta device are real ones.
+        """Return a context in which the modules' own tensors on the meta device are replaced by real ones.
 
-        :param exact: with the values that training begins with, else as ``fill_placeholders`` makes them.
+        :param exact: with their initial values; otherwise as ``fill_placeholders`` fills them.
         """
         away = self._swap(modules, device, self.fill if exact else self.fill_placeholders)
         try:
@@ -401,7 +405,7 @@ class DeferredModule:
         device: torch.device,
         fill: Callable[[Mapping[str, Tensor]], None],
     ) -> list[tuple[dict[str, Any], str, Tensor]]:
-        """Put real tensors in the places of those on the meta device; returns the places and what was there."""
+        """Replace tensors on the meta device by real ones; return where they were, and the old tensors."""
         names = {id(m): name for name, m in self.root.named_modules()}
         away: list[tuple[dict[str, Any], str, Tensor]] = []
         fresh: dict[int, Tensor] = {}
@@ -426,7 +430,7 @@ class DeferredModule:
 
 
 class _Access(TorchFunctionMode):
-    """Settles tensors whose memory is read without an operation."""
+    """A mode that materialises tensors whose memory is read without an operation."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()
@@ -441,7 +445,7 @@ class _Access(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations on large tensors."""
+    """A mode that records operations on large tensors."""
 
     def __init__(self, recording: Recording, streams: random.Random | None, large_bytes: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -469,7 +473,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _in_place(self, function: Any, given: Any, placed: Any, written: list[Tensor]) -> Any:
         places = [self._recording.view_of(tensor) for tensor in written]
         if not all(places):
-            # A small tensor is made of large ones.
+            # A small tensor is computed from large ones.
             args, kwargs = self._recording.values_of(placed)
             function(*args, **kwargs)
             return _returned(function, given, written)
@@ -489,7 +493,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             like = _on_meta(function, given) if away.type == "cpu" else None
         except Exception:
-            like = None  # What it returns depends on values.
+            like = None  # The shape of the result depends on values.
         results = [] if like is None else _tensors(like)
         if not results or sum(t.numel() * t.element_size() for t in results) < self._large_bytes:
             args, kwargs = self._recording.values_of(placed)
@@ -509,7 +513,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         writes: frozenset[int],
         reads: frozenset[int],
     ) -> None:
-        # What is small may change afterwards.
+        # Small tensors may change afterwards, so they are copied.
         kept = tree.tree_map_only(Tensor, lambda t: t.detach().clone(), placed)
         state = None
         if torch.Tag.nondeterministic_seeded in function.tags:
@@ -525,9 +529,10 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _reserved(size_bytes: int) -> Tensor:
-    """Return bytes that have no memory until they are written to, and give it back to the system at once.
+    """Return bytes that have no memory until they are written to, and return it to the system when they are
+    released.
 
-    An allocator would use memory again that was written to before.
+    An allocator would reuse memory that was written to before.
     """
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1), flags=flags), dtype=torch.uint8)
@@ -544,7 +549,7 @@ def _is_place(leaf: Any) -> bool:
 
 
 def _tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return where the module's own parameters and buffers are."""
+    """Return the dicts of the module's own parameters and buffers."""
     return module._parameters, module._buffers
 
 
@@ -568,7 +573,7 @@ def _as_meta(tensor: Tensor) -> Tensor:
     made = torch.empty_like(tensor, device="meta")
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=tensor.requires_grad)
-    made.__dict__.update(tensor.__dict__)  # Marks that an optimizer may group parameters by.
+    made.__dict__.update(tensor.__dict__)  # Attributes by which an optimizer may group parameters.
     return made
 
 
@@ -599,13 +604,13 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _returned(function: Any, given: Any, written: list[Tensor]) -> Any:
-    """Return what an operation in place returns: what it wrote to."""
+    """Return what an in-place operation returns: the tensors that it wrote to."""
     count = len(function._schema.returns)
     return None if not count else written[0] if count == 1 else tuple(written[:count])
 
 
 def _on_meta(function: Callable[..., Any], given: Any) -> Any:
-    """Return what an operation would return, without memory."""
+    """Return the operation's result on the meta device, without memory."""
     args, kwargs = tree.tree_map_only(
         Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="meta"), given
     )

@@ -1,4 +1,6 @@
-"""The description of a model that its checkpoints keep (``storage.description``), made where the model is."""
+"""The description of a model that is stored in its checkpoints (``storage.description``), made by the process
+that has the model.
+"""
 
 import copy
 from collections.abc import Iterable
@@ -31,8 +33,8 @@ _TOKENIZER = (
 def describe(model: nn.Module, files_from: Iterable[str | Path] = ()) -> ModelDescription:
     """Describe ``model``, whose parameters may be on the meta device.
 
-    :param files_from: directories in which files of the tokenizer are looked for, or a file that is one, before
-        the directory that the model itself was loaded from.
+    :param files_from: directories that are searched for files of the tokenizer, or a file that is one,
+    before the directory that the model itself was loaded from.
     """
     named = {
         name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)
@@ -69,9 +71,9 @@ def _is_huggingface(model: nn.Module) -> bool:
 def _names_in_weights(
     model: nn.Module, base: Any, names: list[str], in_adapter: dict[str, str]
 ) -> tuple[str, ...]:
-    """Return the names under which ``from_pretrained`` needs one tensor, which ``model`` calls ``names``.
+    """Return the names under which ``from_pretrained`` needs a tensor that ``model`` knows as ``names``.
 
-    It ties what the architecture ties by itself, and takes the value of any of these names.
+    ``from_pretrained`` ties what the architecture ties, and takes the value from any of these names.
     """
     own = [base_name(model, name) for name in names if name not in in_adapter]
     found = list(dict.fromkeys(name for name in own if name is not None))
@@ -84,7 +86,7 @@ def _names_in_weights(
 
 
 def _files(base: Any, files_from: Iterable[str | Path]) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The files beside the weights, and the names of those that are too large."""
+    """Return the files next to the weights, and the names of those that are too large."""
     config = copy.deepcopy(base.config)
     config.architectures = [type(base).__name__]
     _use_cache_again(config)
@@ -94,7 +96,7 @@ def _files(base: Any, files_from: Iterable[str | Path]) -> tuple[dict[str, bytes
     left_out = []
     room = MAX_FILES_BYTES - sum(map(len, files.values()))
     for place in (*files_from, getattr(base.config, "_name_or_path", "")):
-        # Never files of two tokenizers.
+        # Files of two tokenizers must not be mixed.
         done = {*files, *(_TOKENIZER if files.keys() & set(_TOKENIZER) else ())}
         for name, path in _beside(place, has_code=hasattr(config, "auto_map")).items():
             if name in done:
@@ -108,17 +110,17 @@ def _files(base: Any, files_from: Iterable[str | Path]) -> tuple[dict[str, bytes
 
 
 def _use_cache_again(config: Any) -> None:
-    """Undo that ``runtime.training`` has models keep no keys and values, which generating text needs."""
+    """Enable the cache of keys and values, which ``runtime.training`` disables and generation needs."""
     for part in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if getattr(part, "use_cache", None) is False:
             part.use_cache = True
 
 
 def _beside(place: str | Path, *, has_code: bool) -> dict[str, Path]:
-    """Files of a model's directory that are no weights; none where it is a name on the hub.
+    """Return the files of a model's directory that are not weights; none if ``place`` is a name on the hub.
 
-    :param place: the directory, or a tokenizer in a file of any name.
-    :param has_code: the model's own Python files are taken, too.
+    :param place: the directory, or a tokenizer in a file of any name. :param has_code: include the model's
+    own Python files.
     """
     path = Path(place)
     if path.is_file():

@@ -1,11 +1,12 @@
-"""What differs by device: streams, events, host memory that a device copies from and to, and waiting for it.
+"""The differences between devices: streams, events, pinned host memory, and waiting for results.
 
-On a CPU an operation is done when its call returns. A CUDA device is only *given* work: operations of one stream
-run in their order, those of different streams as they like unless an event orders them, and the host sees a result
-only after it has waited for it. Everything in this package that has to care goes through ``DeviceRuntime``, so the
-tests can put a device in its place whose streams are late at random (``tests/helpers/late_device.py``).
+On a CPU an operation is complete when its call returns. A CUDA device is only *given* work: operations of
+one stream run in order, those of different streams in any order unless an event orders them, and the host
+sees a result only after it has waited for it. All code in this package that depends on this uses
+``DeviceRuntime``, so that tests can substitute a device whose streams are late at random
+(``tests/helpers/late_device.py``).
 
-Of the CUDA implementation nothing has run on a GPU yet.
+The CUDA implementation has not run on a GPU yet.
 """
 
 import contextlib
@@ -22,59 +23,60 @@ CPU = torch.device("cpu")
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, row-major: its own memory where that is contiguous, else a copy."""
+    """Return the bytes of a tensor in row-major order: its own memory if that is contiguous, else a copy."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Event(Protocol):
-    """A place in the work of a stream; ``record`` may be called again for another place."""
+    """A position in the work of a stream; ``record`` may be called again for another position."""
 
     def record(self) -> None:
-        """Mark the end of what the current stream was given so far."""
+        """Mark the end of the work that the current stream was given so far."""
 
     def done(self) -> bool:
-        """Return whether the device has come to the place; does not wait."""
+        """Return whether the device has reached the position, without waiting."""
 
     def synchronize(self) -> None:
-        """Have the host wait until the device has come to the place."""
+        """Make the host wait until the device has reached the position."""
 
     def ms_since(self, earlier: Any) -> float:
-        """Return milliseconds from another event of this device to this one; waits for both."""
+        """Return milliseconds from an earlier event of this device to this one; wait for both."""
 
 
 class Stream(Protocol):
     """A queue of work for a device."""
 
     def wait(self, event: Any) -> None:
-        """Have the work that is given from now on begin after ``event``; the host does not wait."""
+        """Let work that is given from now on begin after ``event``; the host does not wait."""
 
     def synchronize(self) -> None:
-        """Have the host wait until all work that was given so far is done."""
+        """Make the host wait until all work that was given so far is complete."""
 
 
 class DeviceRuntime(ABC):
-    """One device. Any thread may call it; each thread has its own current stream, at first the default one.
+    """The operations of one device. Any thread may use it; each has its own current stream, at first the
+    default one.
 
     :param device: where the tensors are.
     """
 
     is_async = False
-    """Whether the host runs ahead of the device, so that it has to wait for what it reads."""
+    """Whether the host runs ahead of the device, so that it must wait before it reads a result."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     @abstractmethod
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's memory is the device's own, and not the host's."""
+        """Return whether the tensor is in the device's own memory, not the host's."""
 
     @abstractmethod
     def event(self) -> Event:
-        """Return a new event, not recorded yet."""
+        """Return a new event, which is not recorded yet."""
 
     @abstractmethod
     def stream(self) -> Stream:
-        """Return a new stream beside the default one."""
+        """Return a new stream in addition to the default one."""
 
     @abstractmethod
     def current(self) -> Stream:
@@ -82,39 +84,39 @@ class DeviceRuntime(ABC):
 
     @abstractmethod
     def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Make ``stream`` the calling thread's current one inside."""
+        """Return a context in which ``stream`` is the calling thread's current stream."""
 
     @abstractmethod
     def prepare_thread(self) -> None:
-        """Prepare a thread beside the main one to use the device."""
+        """Prepare a thread other than the main thread to use the device."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Have the host wait for all work of all streams."""
+        """Make the host wait for all work of all streams."""
 
     @abstractmethod
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return host memory that the device copies from and to while the host goes on; its values are arbitrary."""
+        """Return uninitialised host memory that the device can copy from and to asynchronously."""
 
     @abstractmethod
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Return the tensor in host memory (itself, where it is there); waits for the current stream."""
+        """Return the tensor in host memory (itself if it is there); wait for the current stream."""
 
     @abstractmethod
     def register(self, address: int, size_bytes: int) -> bool:
-        """Make host memory that exists as quick to copy to as ``pinned``; returns whether that is so now."""
+        """Pin existing host memory, and return whether that succeeded; copies are slower if not."""
 
     @abstractmethod
     def unregister(self, address: int) -> None:
         """Undo ``register``."""
 
     def values(self, tensor: Tensor) -> Any:
-        """Return the tensor's numbers as (nested) lists; waits for the current stream."""
+        """Return the tensor's numbers as (nested) lists; wait for the current stream."""
         return self.to_host(tensor).tolist()
 
 
 class HostEvent:
-    """The time at which it was recorded: the work before it was done by then."""
+    """The time at which it was recorded; all earlier work was complete by then."""
 
     def __init__(self) -> None:
         self._at_s = 0.0
@@ -133,7 +135,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Work that is done when it is given."""
+    """A stream whose work is complete when it is given."""
 
     def wait(self, event: Event) -> None:
         pass
@@ -241,14 +243,15 @@ class CudaRuntime(DeviceRuntime):
             yield
 
     def prepare_thread(self) -> None:
-        # What a thread asks the driver for is not to be done on the first device, where it would take memory.
+        # Otherwise the driver would use the first device for this thread's requests, and allocate memory
+        # there.
         torch.cuda.set_device(self.device)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
     def pinned(self, numel: int, dtype: torch.dtype) -> Tensor:
-        # torch gives this memory away again only after the copies that use it.
+        # torch reuses this memory only after the copies that use it.
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
@@ -258,7 +261,8 @@ class CudaRuntime(DeviceRuntime):
         driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(driver.cudaHostRegister(address, size_bytes, 0)) == 0:
             return True
-        # The driver reports this to the thread's next kernel, which is to be one that nobody needs.
+        # The driver reports the failure to the thread's next kernel, so launch one whose result nobody
+        # needs.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")
         return False

@@ -1,4 +1,4 @@
-"""Loading a checkpoint into a plain PyTorch training loop: model, optimizer and learning-rate schedule."""
+"""Loading of a checkpoint into a plain PyTorch training loop: model, optimizer and learning-rate schedule."""
 
 import os
 from typing import Any
@@ -22,17 +22,29 @@ def load_checkpoint(
     *,
     step: int | None = None,
 ) -> int:
-    """Fill ``model``, and go on with ``optimizer`` and ``scheduler`` where the job was.
+    """Load a job's checkpoint into a model, an optimizer and a schedule of your own training loop.
 
-    The model is the job's: its ``Training.model``, or ``nn.Sequential(*layers)``. The optimizer and the scheduler
-    are made as in the job's training function, from all trainable parameters of ``model``. One layer is in memory
-    at a time.
+    The model must be the job's: its ``Training.model``, or ``nn.Sequential(*layers)``. Make the optimizer
+    and the schedule as in the job's training function, from all trainable parameters of ``model``. One
+    layer is in memory at a time.
 
-    :param url: a path, ``file://…``, or any URL of fsspec.
-    :param step: ``None`` for the newest complete checkpoint.
-    :returns: the number of steps that the job had made.
-    :raises StorageError: there is no checkpoint, it is damaged, or it cannot be read.
-    :raises TrainingError: it is of another model or optimizer; names everything that does not fit.
+    Example:
+        >>> step = load_checkpoint("/checkpoints/gpt", model, optimizer, scheduler)
+
+    Args:
+        url: Path, ``file://…``, or any URL of fsspec.
+        model: Model whose parameters and persistent buffers are filled in place.
+        optimizer: Optimizer whose state is set; ``None`` if you do not train on.
+        scheduler: Learning-rate schedule whose state is set.
+        step: Step of the checkpoint; ``None`` for the newest complete one.
+
+    Returns:
+        The number of steps that the job had done.
+
+    Raises:
+        StorageError: There is no checkpoint, or it is corrupt or unreadable.
+        TrainingError: The checkpoint is of another model or optimizer; the message names everything that
+            does not fit.
     """
     checkpoint = CheckpointStore.at(os.fspath(url)).open(step)
     aliases = checkpoint.description().aliases
@@ -62,7 +74,7 @@ def load_checkpoint(
 
 
 def _check(checkpoint: Checkpoint, named: dict[str, Tensor], aliases: dict[str, tuple[str, ...]]) -> None:
-    """:raises TrainingError: the model's names or shapes are not the checkpoint's."""
+    """:raises TrainingError: the model's names or shapes differ from the checkpoint's."""
     there = {
         name: entry.shape
         for header in checkpoint.headers()
@@ -78,7 +90,7 @@ def _check(checkpoint: Checkpoint, named: dict[str, Tensor], aliases: dict[str, 
         if name in named and tuple(named[name].shape) != shape
     ]
     if problems:
-        raise TrainingError(f"{checkpoint.location.url} is of another model: {'; '.join(problems)}")
+        raise TrainingError(f"{checkpoint.location.url} belongs to another model: {'; '.join(problems)}")
 
 
 def _load_optimizer(

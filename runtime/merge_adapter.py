@@ -1,8 +1,8 @@
-"""Merging of an adapter into its base model, as a process, since ftd's own processes have no torch.
+"""A process that merges an adapter into its base model, since ftd's own processes do not load torch.
 
-``python -m runtime.merge_adapter`` reads the base model's directory and the adapter's, and writes a directory
-that ``from_pretrained`` reads. The exit code is ``INVALID_EXIT`` when the user has to change something; the
-last line of stderr says what.
+``python -m runtime.merge_adapter`` reads the directories of the base model and the adapter, and writes a
+directory that ``from_pretrained`` reads. It exits with ``INVALID_EXIT`` if the user has to change
+something; the last line of stderr then says what.
 """
 
 import argparse
@@ -17,9 +17,9 @@ from runtime.wire.measurement import INVALID_EXIT
 
 
 def merge(base: Path, adapter: Path, output: Path, max_shard_bytes: int) -> None:
-    """Write the merged model, in the type of the base model's weights, and the files beside it.
+    """Write the merged model in the type of the base model's weights, and copy the files next to them.
 
-    :raises ValueError: the model's class is unknown, or its adapter cannot be merged.
+    :raises ValueError: the model's class is unknown, or the adapter cannot be merged.
     """
     import transformers
     from peft import PeftModel
@@ -30,7 +30,7 @@ def merge(base: Path, adapter: Path, output: Path, max_shard_bytes: int) -> None
     (name,) = config.architectures
     kind: Any = getattr(transformers, name, None)
     if kind is None:
-        raise ValueError(f"{name} is no class of transformers; merge it with your own code and peft")
+        raise ValueError(f"{name} is not a class of transformers; merge it with your own code and peft")
     model = PeftModel.from_pretrained(kind.from_pretrained(base), adapter)
     merge_and_unload: Any = getattr(model, "merge_and_unload", None)
     if merge_and_unload is None:
@@ -45,7 +45,7 @@ def merge(base: Path, adapter: Path, output: Path, max_shard_bytes: int) -> None
 def main() -> int:
     """Run as a process."""
     parser = argparse.ArgumentParser(prog="python -m runtime.merge_adapter", description=merge.__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("--max-shard-bytes", type=int, required=True)
     for name in ("base", "adapter", "output"):
         parser.add_argument(name, type=Path)

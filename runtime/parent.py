@@ -1,4 +1,4 @@
-"""No process of ours outlives the one that started it."""
+"""A guarantee that no process of ftd outlives the one that started it."""
 
 import ctypes
 import os
@@ -8,9 +8,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel send this process SIGKILL when process ``parent`` ends.
+    """Make the kernel send SIGKILL to this process when process ``parent`` ends.
 
-    The check behind the call closes the gap in which the parent may already have died.
+    The check after the call covers a parent that has died before it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

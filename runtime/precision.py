@@ -1,7 +1,7 @@
-"""Precision policies: in which types a job keeps its parameters and in which it computes.
+"""Precision policies: the types in which a job keeps its parameters and in which it computes.
 
-Parameters, gradients' sums and optimizer state have the *parameter* type. Forward passes run under autocast
-with the *compute* type where it is a lower one, as ``torch.amp`` does it (Micikevicius et al. 2018).
+Parameters, sums of gradients and optimizer state have the *parameter* type. Forward passes run under
+autocast with the *compute* type where it is a lower one, as in ``torch.amp`` (Micikevicius et al. 2018).
 """
 
 from dataclasses import dataclass
@@ -11,24 +11,24 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """One choice of types."""
+    """A choice of types."""
 
     parameters: torch.dtype
     compute: torch.dtype | None = None
-    """Autocast to this type; ``None``: compute in the parameters' type."""
+    """Type for autocast; ``None`` to compute in the parameters' type."""
     scales_loss: bool = False
-    """Gradients would underflow without a loss scale."""
+    """Whether gradients would underflow without a loss scale."""
     tensor_cores: bool = False
-    """Let float32 matrix products round their inputs to TensorFloat-32."""
+    """Whether float32 matrix products may round their inputs to TensorFloat-32."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without its prefix: ``float32``."""
+    """Return torch's name of the type without its prefix: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def unsupported_reason(name: str, device: torch.device) -> str | None:
-    """Return why a device cannot compute with a precision, and what it can; ``None`` where it can."""
+    """Return why a device cannot compute with a precision, and which one it can use; ``None`` if it can."""
     if name == "tf32":
         if device.type != "cuda":
             return 'precision "tf32" needs a CUDA device; use "float32"'

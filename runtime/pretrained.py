@@ -1,11 +1,11 @@
-"""Pretrained weights: safetensors files as a hub snapshot has them, read by name, tensor by tensor.
+"""Pretrained weights: safetensors files of a hub snapshot, read by name, tensor by tensor.
 
-A directory holds ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. The
-names in them need not be the model's: a base model's files lack a prefix (``bert.``) that a model with a head
-has, and some architectures merge several tensors of the files (one for each expert) into one. Both happen as
-in ``from_pretrained``, with the tables of ``transformers``. ``PretrainedWeights`` reads the names and shapes
-in all files and refuses at once whatever does not fit; tensors are read when ``load_into`` asks for them, so
-a process that needs a few layers reads these only.
+A directory has ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. The
+names in these files may differ from the model's: a base model's files lack a prefix (``bert.``) that a
+model with a head has, and some architectures merge several stored tensors (one for each expert) into one.
+Both cases are handled as in ``from_pretrained``, with the tables of ``transformers``. ``PretrainedWeights``
+reads the names and shapes in all files and rejects at once whatever does not fit. Tensors are read when
+``load_into`` asks for them, so a process that needs a few layers reads only these.
 """
 
 import fnmatch
@@ -31,7 +31,7 @@ ADAPTER = "adapter_model.safetensors"
 
 _DTYPES = {short: getattr(torch, name) for name, short in DTYPE_NAMES.items()}
 _EACH = 12
-"""Names of a list that an error gives one by one; of a longer one it gives patterns with counts."""
+"""Number of names that an error lists one by one; a longer list is given as patterns with counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,14 @@ class _Stored:
 
 @dataclass(slots=True)
 class _Source:
-    """The stored tensors that one or several tensors of the model are made of."""
+    """The stored tensors from which one or several tensors of the model are made."""
 
     stored: list[tuple[str, _Stored]] = field(default_factory=list)
-    """Each with the pattern of the converter that it matched, in the order in which it takes them."""
+    """Stored tensors in the order in which the converter takes them, each with the converter's pattern that it
+    matched.
+    """
     converter: Any = None
-    """A ``WeightConverter`` of transformers; ``None``: the one stored tensor as it is."""
+    """``WeightConverter`` of transformers; ``None`` if the one stored tensor is used as it is."""
     target: str = ""
     """Name of the first tensor that is made."""
 
@@ -59,11 +61,11 @@ class _Source:
 class PretrainedWeights:
     """The weights in ``directory``, under the names of ``model``.
 
-    :param model: its parameters may be on the meta device; nothing is put into them here. The files are those
-        of a ``PeftModel``'s base model; what an adapter added stays as it is.
-    :param new: names or patterns (``classifier.*``) of tensors that are not read, such as a new head's. A
-        tied tensor counts under its first name.
-    :raises TrainingError: the files cannot be read, or do not fit the model. It gives all names at once.
+    :param model: its parameters may be on the meta device; they are not changed here. For a ``PeftModel``
+    the files are those of its base model; what an adapter added stays as it is. :param new: names or
+    patterns (``classifier.*``) of tensors that are not read, such as those of a new head. A tied tensor
+    counts under its first name. :raises TrainingError: the files cannot be read, or do not fit the model;
+    the message lists all names at once.
     """
 
     def __init__(self, directory: str | Path, model: nn.Module, *, new: Sequence[str] = ()) -> None:
@@ -75,24 +77,26 @@ class PretrainedWeights:
         stored = [one for file in weight_files(self.directory) for one in _contents(file)]
         self._sources: dict[str, _Source] = {}
         self.unexpected: tuple[str, ...] = ()
-        """Names in the files that the model has no use for."""
+        """Names in the files that the model does not use."""
         shapes = self._find_sources(stored)
         self._new = {name for name in wanted if _matches(name, new)}
         missing = [name for name in wanted if not self._names_of_sources(name)]
         self.initialised = tuple(
             name for name in missing if name in self._new or self._ignored(name, "missing")
         )
-        """Canonical names of tensors that keep the values which the model gives them."""
+        """Canonical names of tensors that keep the model's own initial values."""
         self._check(wanted, missing, shapes)
 
     def has(self, name: str) -> bool:
-        """Whether the files have a value for the tensor, by any name of the model's."""
+        """Return whether the files have a value for the tensor, which may be given by any of its names in the
+        model.
+        """
         return bool(self._names_of_sources(self._canonical[name]))
 
     def load_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill ``tensors`` in place, converted to the type and device of each; keys are names of the model's.
+        """Fill ``tensors`` in place, converted to the type and device of each; keys are names in the model.
 
-        Tensors that are named in ``initialised`` or that an adapter added are left as they are.
+        Tensors that ``initialised`` lists or that an adapter added stay as they are.
 
         :raises TrainingError: a file cannot be read, or tied tensors differ in the files.
         """
@@ -115,7 +119,7 @@ class PretrainedWeights:
     # --- names -----------------------------------------------------------------------------------
 
     def _take_names(self, model: nn.Module) -> dict[str, Tensor]:
-        """Note all names of parameters and persistent buffers; returns those that files may have."""
+        """Record all names of parameters and persistent buffers; return those that files may have."""
         first: dict[int, str] = {}
         wanted: dict[str, Tensor] = {}
         for name, value in model.state_dict(keep_vars=True).items():
@@ -135,7 +139,7 @@ class PretrainedWeights:
         return [base for base in self._base_names[canonical] if base in self._sources]
 
     def _find_sources(self, stored: Sequence[_Stored]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Set ``_sources`` and ``unexpected``; returns what each source would give."""
+        """Set ``_sources`` and ``unexpected``; return the shape and type of each tensor that the sources make."""
         names = {base for bases in self._base_names.values() for base in bases}
         renaming = _Renaming(self._base_model, names)
         grouped: dict[str, _Source] = {}
@@ -159,7 +163,7 @@ class PretrainedWeights:
         return shapes
 
     def _ignored(self, name: str, kind: str) -> bool:
-        """Return whether the architecture itself says that such a name may be missing or unexpected."""
+        """Return whether the architecture itself allows such a name to be missing or unexpected."""
         patterns = getattr(self._base_model, f"_keys_to_ignore_on_load_{kind}", None) or ()
         return any(re.search(pattern, name) for pattern in patterns)
 
@@ -201,7 +205,10 @@ class PretrainedWeights:
     # --- values ----------------------------------------------------------------------------------
 
     def _value(self, name: str, made: dict[int, dict[str, Tensor]]) -> Tensor:
-        """:param made: what a converter gave before, kept while tensors of one layer are filled."""
+        """Return one tensor of the model.
+
+        :param made: results of the last converter, held while tensors of one layer are filled.
+        """
         source = self._sources[name]
         if source.converter is None:
             return _read(source.stored[0][1])
@@ -211,7 +218,7 @@ class PretrainedWeights:
         return made[id(source)][name]
 
     def _made(self, source: _Source, *, meta: bool) -> dict[str, Tensor]:
-        """Return each tensor of the model that comes from ``source``, on the meta device or for real."""
+        """Return each tensor of the model that comes from ``source``, on the meta device or with its values."""
 
         def tensor(one: _Stored) -> Tensor:
             return torch.empty(one.shape, dtype=_DTYPES[one.dtype], device="meta") if meta else _read(one)
@@ -236,9 +243,9 @@ class PretrainedWeights:
 def load_into(
     tensors: Mapping[str, Tensor], directory: str | Path, model: nn.Module, *, new: Sequence[str] = ()
 ) -> PretrainedWeights:
-    """Fill ``tensors``, by any names of ``model``'s, from the files in ``directory``.
+    """Fill ``tensors``, keyed by any of their names in ``model``, from the files in ``directory``.
 
-    To fill layers one after the other make a ``PretrainedWeights`` once instead.
+    To fill layers one after the other, make one ``PretrainedWeights`` instead.
 
     :raises TrainingError: see ``PretrainedWeights``.
     """
@@ -250,7 +257,7 @@ def load_into(
 def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files in ``directory``.
 
-    :raises TrainingError: there are none, or not all of them; the message gives the remedy.
+    :raises TrainingError: files are missing; the message says what to do.
     """
     if not directory.is_dir():
         raise TrainingError(
@@ -287,7 +294,7 @@ def _files_of_index(directory: Path) -> list[Path]:
     files = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise TrainingError(f"{path} names {name!r}, which is not a file beside it")
+            raise TrainingError(f"{path} names {name!r}, which is not a file next to it")
         files.append(directory / name)
     missing = [file.name for file in files if not file.is_file()]
     if missing:
@@ -296,7 +303,10 @@ def _files_of_index(directory: Path) -> list[Path]:
 
 
 def _contents(file: Path) -> Iterable[_Stored]:
-    """:raises TrainingError: the file is no safetensors file, or has a type that ftd does not know."""
+    """Yield the tensors of a file, without their values.
+
+    :raises TrainingError: the file is not a safetensors file, or has a type that ftd does not know.
+    """
     try:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 (it is no dict)
@@ -322,7 +332,7 @@ def _read(stored: _Stored) -> Tensor:
 
 
 class _Renaming:
-    """What a name in the files is called in the model.
+    """The mapping from names in the files to names in the model.
 
     :param names: of the model's parameters and buffers.
     """
@@ -360,12 +370,12 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Sort key by which ``layers.10`` comes after ``layers.9``."""
+    """Return a sort key by which ``layers.10`` comes after ``layers.9``."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return all names, those that differ in numbers only as one pattern where they are many."""
+    """Return the names as a list; where they are many, those that differ only in numbers as one pattern."""
     if len(names) <= _EACH:
         return ", ".join(names)
     counts: dict[str, list[str]] = {}

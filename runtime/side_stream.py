@@ -1,8 +1,9 @@
-"""Copies from a device to the arena beside the computing: a stream of their own, and pinned memory.
+"""Copies from a device to the arena in parallel with computing: on a stream of their own, into pinned memory.
 
-The stream begins after what the computing stream was given before the snapshot, and whoever changes the
-tensors next makes the computing stream wait for it, on the device: the host waits for nothing. The arena's
-memory is registered with the driver (page-locked), without which such copies are not asynchronous.
+The stream begins after the work that the computing stream was given before the snapshot. A thread that will
+change the tensors makes the computing stream wait for the copies on the device, so that the host never
+waits. The arena's memory is registered with the driver (page-locked), without which such copies are not
+asynchronous.
 """
 
 import mmap
@@ -18,9 +19,9 @@ from runtime.device import DeviceRuntime, Stream, device_runtime
 
 
 class SideStreams:
-    """One side stream for each device that is used.
+    """A side stream for each device that is used.
 
-    :param runtime_of: a device's runtime.
+    :param runtime_of: returns a device's runtime.
     """
 
     def __init__(self, runtime_of: Callable[[torch.device], DeviceRuntime] = device_runtime) -> None:
@@ -29,7 +30,7 @@ class SideStreams:
         self._pinned: dict[int, tuple[int, int]] = {}
 
     def begin(self, devices: set[torch.device]) -> None:
-        """On the training thread: the copies come after what was computed so far."""
+        """Let copies begin after everything that was computed so far; called by the training thread."""
         for device in devices:
             if device not in self._streams:
                 runtime = self._runtime_of(device)
@@ -40,8 +41,9 @@ class SideStreams:
             stream.wait(computed)
 
     def prepare_thread(self, devices: set[torch.device]) -> None:
-        """On a thread beside training: what it asks the driver for is not to be done on the first device,
-        where it would take memory."""
+        """Prepare a thread other than the training thread, so that the driver does not allocate memory on the
+        first device for it.
+        """
         for device in sorted(devices, key=str)[:1]:
             self._runtime_of(device).prepare_thread()
 
@@ -52,7 +54,7 @@ class SideStreams:
             yield
 
     def make_compute_wait(self, devices: set[torch.device]) -> None:
-        """On the training thread: what is computed from here on comes after the copies."""
+        """Let everything that is computed from now on begin after the copies; called by the training thread."""
         for device in devices:
             runtime, stream = self._streams[device]
             copied = runtime.event()
@@ -61,14 +63,14 @@ class SideStreams:
             runtime.current().wait(copied)
 
     def finish(self, devices: set[torch.device]) -> None:
-        """Wait, on the host, until the bytes are there."""
+        """Make the host wait until the copies are complete."""
         for device in devices:
             self._streams[device][1].synchronize()
 
     def pin(self, number: int, view: NDArray[np.uint8]) -> None:
-        """Register the slot's memory with the driver, once; where that is refused, copies are slower.
+        """Register the slot's memory with the driver, once; if the driver rejects it, copies are slower.
 
-        In whole pages, as slots are: what is written there is some bytes longer or shorter each time.
+        Whole pages are registered, as in slots, because a snapshot's size varies by some bytes.
         """
         address, size = view.ctypes.data, -(-view.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         known_address, known_size = self._pinned.get(number, (0, 0))
@@ -84,7 +86,7 @@ class SideStreams:
 
     @property
     def _driver(self) -> DeviceRuntime:
-        """Any device: the driver registers memory for all of them."""
+        """The runtime of any device: the driver registers memory for all of them."""
         known = next(iter(self._streams.values()), None)
         return self._runtime_of(torch.device("cuda")) if known is None else known[0]
 
@@ -95,5 +97,5 @@ class SideStreams:
 
 
 def copy_async(target: NDArray[np.uint8], source: Tensor) -> None:
-    """Ask the current stream for it; returns before the bytes are there when ``target`` is pinned."""
+    """Begin a copy on the current stream. If ``target`` is pinned, it returns before the bytes are there."""
     torch.from_numpy(target).copy_(source, non_blocking=True)

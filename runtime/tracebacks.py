@@ -1,4 +1,4 @@
-"""A traceback as its reader wants it: from the user's first line on, without the way that led there."""
+"""Tracebacks that begin with the user's own code and leave out ftd's frames before it."""
 
 import sysconfig
 import traceback
@@ -12,9 +12,10 @@ _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 def user_traceback(error: BaseException) -> str:
-    """The traceback of ``error`` from the first frame that is neither ours nor a library's; whole if none is.
+    """Return the traceback of ``error`` from the first frame that is neither ours nor a library's; all of it
+    if there is none.
 
-    Ends with a line break, as :func:`traceback.format_exception` does.
+    It ends with a line break, as with :func:`traceback.format_exception`.
     """
     start = _first_of_user(error.__traceback__) or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, start))

@@ -1,8 +1,8 @@
-"""What a user's training function returns, and how it is found, called and checked.
+"""The interface for training functions, and how such a function is found, called and checked.
 
-The function is ordinary code of the user's, named in the job file as ``path/to/file.py:name`` or
-``package.module:name``. Whatever is wrong with it or with what it returns is a ``TrainingError`` that
-names the thing to fix; nothing below this module has to doubt a ``Training``.
+A training function is a user's own code, named in the job file as ``path/to/file.py:name`` or
+``package.module:name``. Every error in it or in what it returns becomes a ``TrainingError`` that names what
+to fix, so all other modules can rely on a ``Training``.
 """
 
 import importlib
@@ -39,91 +39,127 @@ class TrainingError(ValueError):
 
 
 Batch = Any
-"""Samples collated: a tensor, or a tuple, list or dict of batches, numbers and strings; rows are in dim 0."""
+"""Collated samples: a tensor, or a tuple, list or dict of batches, numbers and strings, with the rows in dim
+0.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
-    """A committed step, as ``Training.on_step`` is given it."""
+    """A committed step, as ``Training.on_step`` receives it.
+
+    Example:
+        >>> def on_step(info: StepInfo) -> None:
+        ...     print(f"step {info.step}: loss {info.loss:.4f}")
+    """
 
     step: int
-    """From 1 on."""
+    """Number of the step; the first is 1."""
     loss: float
-    """Mean over the global batch: over its tokens that count, where the loss counts tokens."""
+    """Mean loss of the global batch: over its rows, or over the tokens that count where the loss counts
+    tokens.
+    """
     weight: float
-    """Number of rows, or of tokens that count, that ``loss`` is the mean over."""
+    """Number of rows, or of tokens that count, over which ``loss`` is the mean."""
     gradient_norm: float
-    """Before clipping."""
+    """Norm of all gradients before clipping."""
     learning_rate: float
-    """Used for this step, of the optimizer's first parameter group."""
+    """Learning rate of this step, of the optimizer's first parameter group."""
     skipped: bool
-    """No parameter was updated, because a gradient was not finite."""
+    """Whether no parameter was updated because a gradient was not finite."""
     metrics: dict[str, float]
-    """Own metrics of ``Training.metrics``."""
+    """Values of ``Training.metrics`` by name, averaged like the loss."""
     step_s: float | None
-    """Duration; ``None`` after a failure in which the device that knew it was lost, as for the two below."""
+    """Duration of the step in seconds. This and the next two are ``None`` after a failure if the device that
+    measured them was lost.
+    """
     samples_per_s: float | None
     tokens_per_s: float | None
-    """``None`` also where the loss counts rows."""
+    """Tokens per second; ``None`` also where the loss counts rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """The model, data and optimizer that a training function returns.
+    """The model, data and optimizer of a job: what your training function returns.
 
-    The function runs in every trainer, and each must end up with the same values: take random numbers
-    from ``torch``, ``random`` or ``numpy.random``, which are seeded with the job's seed before the call.
+    Name the function in the job file (``training.function = "train.py:build"``). Every trainer calls it
+    once, with the job's ``arguments``, before the first step; ftd then runs the training loop. All trainers
+    must end up with the same values. Take random numbers from ``torch``, ``random`` or ``numpy.random``,
+    which are seeded with the job's seed before the call, and do not look at the rank, the host or the
+    clock.
+
+    Give either ``model`` or ``layers``; ``dataset`` and ``optimizer`` are required, and so is ``loss`` with
+    ``layers``. A mistake is reported as a ``TrainingError`` that names what to change.
+
+    Example:
+        >>> def build(*, width: int = 64) -> Training:
+        ...     points = torch.randn(4096, 2)
+        ...     return Training(
+        ...         layers=[nn.Linear(2, width), nn.Tanh(), nn.Linear(width, 2)],
+        ...         loss=nn.functional.cross_entropy,
+        ...         optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3),
+        ...         dataset=TensorDataset(points, (points[:, 0] > 0).long()),
+        ...     )
     """
 
     dataset: Any
-    """Map-style: ``len(dataset)`` and ``dataset[index]``, without a batch dimension: a dict, a tuple
-    or a tensor. The same index gives the same sample on every node."""
+    """Map-style data set: ``len(dataset)`` and ``dataset[index]``, which returns a dict, a tuple or a tensor
+    without a batch dimension. The same index must give the same sample on every node. With ``layers`` and
+    no ``collate``, a sample is a pair (input, target).
+    """
     optimizer: Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
-    """Takes the trainable parameters with their names."""
+    """Function that makes the optimizer from the trainable parameters, given as a list of (name, parameter)."""
     layers: Sequence[nn.Module] | None = None
-    """Run one after the other: each takes what the one before returned, a tensor or a tuple of tensors
-    with the samples in dim 0. The first takes the samples' input. To tie weights let two layers hold
-    the same ``nn.Parameter``. Give either this or ``model``."""
+    """Modules that run one after the other. Each takes the output of the previous one, a tensor or a tuple of
+    tensors with the samples in dim 0; the first takes the samples' input. To tie weights, let two layers
+    hold the same ``nn.Parameter``.
+    """
     model: nn.Module | Callable[[], nn.Module] | DeferredModule | None = None
-    """A module that is cut into layers, usually a Hugging Face ``PreTrainedModel``, or better a function that
-    makes it: a trainer then has memory for its own layers alone. The module takes a dictionary's entries by
-    keyword and a tuple's by position; where ``loss`` is given, the last entry of a tuple is the target and not
-    handed to it."""
+    """Module that ftd cuts into layers, usually a Hugging Face ``PreTrainedModel``; or better a function that
+    makes it, since a trainer then has memory for its own layers alone. The module takes the entries of a
+    dict by keyword and those of a tuple by position. If ``loss`` is given, the last entry of a tuple is the
+    target, which the module does not receive.
+    """
     split: Sequence[str] | None = None
-    """Names of the submodules before which ``model`` may be cut, in the order in which they run;
-    ``None``: its repeated blocks are found."""
+    """Names of the submodules before which ``model`` may be cut, in the order in which they run. With
+    ``None``, ftd finds the model's repeated blocks.
+    """
     tensor_plan: Mapping[str, str] | None = None
-    """Linear modules that the devices of a stage may compute in parts (``planner.within_node = "tensor"``), by name,
-    where ``*`` stands for one part of a name: ``colwise``, ``rowwise``, ``colwise_gather_output``,
-    ``rowwise_split_input`` or ``replicated_with_grad_allreduce`` (docs/reference/models.md).
-    ``None``: the plan that Hugging Face gives the model, if any."""
+    """How the devices of a stage split linear modules (``planner.within_node = "tensor"``), by module name, in
+    which ``*`` stands for one component. The values are ``colwise``, ``rowwise``,
+    ``colwise_gather_output``, ``rowwise_split_input`` and ``replicated_with_grad_allreduce``
+    (docs/reference/models.md). With ``None``, ftd uses the plan that Hugging Face gives the model, if any.
+    """
     loss: Callable[[Any, Any], Any] | None = None
-    """``loss(output, target)`` of layers, ``loss(output, batch)`` of a model: the *mean* over rows, a
-    scalar, or a pair (sum, weight), whose global loss is the sum of sums over the sum of weights.
-    ``None``: the model's own."""
+    """``loss(output, target)`` with ``layers``, ``loss(output, batch)`` with ``model``. It returns the *mean*
+    over rows as a scalar, or a pair (sum, weight), for which the global loss is the sum of the sums divided
+    by the sum of the weights. With ``None``, the model's own loss is used.
+    """
     collate: Callable[[list[Any]], Batch] | None = None
-    """Makes a batch from a microbatch's samples; ``None`` stacks their tensors."""
+    """Function that makes a batch from a microbatch's samples. With ``None``, tensors are stacked."""
     scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    """A learning-rate schedule, advanced once a step."""
+    """Function that makes the learning-rate schedule, which advances once per step."""
     evaluation: Any | None = None
-    """A held-out data set, with samples like those of ``dataset``."""
+    """Held-out data set, with samples like those of ``dataset``."""
     metrics: Callable[[Any, Batch], dict[str, Any]] | None = None
-    """``metrics(output, batch)``: further numbers by name, each averaged like the loss."""
+    """``metrics(output, batch)``, which returns further numbers by name; each is averaged like the loss."""
     on_step: Callable[[StepInfo], object] | None = None
-    """Called after each committed step on one device; training waits for it. What happens over failures is
-    said in docs/tutorials/training.md."""
+    """Function that one device calls after each committed step, while training waits.
+    docs/tutorials/training.md says how failures affect it.
+    """
     files_from: Sequence[str | Path] = ()
-    """Directories with the files of the tokenizer or processor, or a ``tokenizer.json``: checkpoints keep
-    them, so that exports have them. The directory that the model was loaded from need not be named."""
+    """Directories with files of the tokenizer or processor, or a ``tokenizer.json``. Checkpoints include these
+    files, so that exports have them. The directory that the model was loaded from need not be listed.
+    """
 
 
 def load_training(data: TrainingData) -> Training:
     """Find the training function, call it and check what it returns.
 
-    Seeds the generators of torch, random and numpy, and puts ``data.path`` (and the directory of the
-    script) in front of ``sys.path`` so that the script can import its neighbours.
+    The generators of torch, random and numpy are seeded, and ``data.path`` (and the directory of the
+    script) are put at the front of ``sys.path``, so that the script can import its neighbours.
 
-    :raises TrainingError: anything that the user has to change.
+    :raises TrainingError: something that the user has to change.
     """
     _check_numbers(data)
     function = _find(data)
@@ -217,7 +253,9 @@ def _import_from(directory: Path) -> None:
 
 
 def _check_clash(directory: Path) -> None:
-    """A user's ``storage.py`` would be shadowed by ours, with errors far from the cause."""
+    """Check that no file of the user's has the name of one of ftd's packages, which would shadow it with
+    obscure errors.
+    """
     ours = Path(__file__).resolve().parent.parent
     if directory == ours:
         return
@@ -236,7 +274,7 @@ def _functions(module: ModuleType) -> str:
 
 
 def _describe(error: BaseException) -> str:
-    """``TypeError: … (gpt.py, line 12, in build)``: the innermost frame tells users where to look."""
+    """Return ``TypeError: … (gpt.py, line 12, in build)``: the innermost frame tells users where to look."""
     frames = traceback.extract_tb(error.__traceback__)
     message = f"{type(error).__name__}: {error}"
     if not frames:
@@ -268,10 +306,11 @@ def _check_numbers(data: TrainingData) -> None:
 
 
 def torch_device(data: TrainingData) -> torch.device:
-    """Return the device that this process computes on: each trainer of a node is given one as the first.
+    """Return the device on which this process computes. Each trainer of a node sees its own device as the
+    first.
 
-    :raises TrainingError: CUDA was asked for, and this process sees no such device: the host has none, or not the one
-        that this trainer was given.
+    :raises TrainingError: the job asks for CUDA, and this process sees no device: the host has none, or not
+    the one that this trainer was given.
     """
     if data.device != "cuda" and data.backend != "nccl":
         return torch.device("cpu")
@@ -295,9 +334,9 @@ def _seed(seed: int) -> None:
 
 
 def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | DeferredModule:
-    """Return the model; one that a function makes gets no memory for its tensors.
+    """Return the model in ``dtype``; a model that a function makes gets no memory for its tensors.
 
-    :raises TrainingError: it cannot be made, or is of a kind that cannot be trained.
+    :raises TrainingError: the model cannot be made, or is of a kind that cannot be trained.
     """
     if isinstance(model, nn.Module):
         return _checked(model, function).to(dtype)
@@ -325,7 +364,10 @@ def _made(model: Any, function: str, dtype: torch.dtype) -> nn.Module | Deferred
 
 
 def _checked(model: nn.Module, function: str) -> nn.Module:
-    """:raises TrainingError: the model is of a kind that cannot be trained."""
+    """Return the model.
+
+    :raises TrainingError: the model is of a kind that cannot be trained.
+    """
     config = getattr(model, "config", None)
     if getattr(model, "hf_device_map", None) is not None:
         raise TrainingError(
@@ -353,7 +395,7 @@ def _checked(model: nn.Module, function: str) -> nn.Module:
     for part in model.modules():
         part_config = getattr(part, "config", None)
         if part_config is not None and getattr(part_config, "use_cache", False):
-            part_config.use_cache = False  # Keys and values of earlier calls are for generating text.
+            part_config.use_cache = False  # The cache of keys and values only serves generation.
     _check_ties([model])
     return model
 
@@ -421,7 +463,10 @@ def _check_layers(layers: Sequence[nn.Module], function: str) -> None:
 
 
 def _check_ties(layers: Sequence[nn.Module]) -> None:
-    """Parameters that share memory but are different objects would drift apart on different devices."""
+    """Check that no two parameters share memory, since they would diverge on different devices.
+
+    :raises TrainingError: two different parameters share memory.
+    """
     owner: dict[int, tuple[int, str]] = {}
     for index, layer in enumerate(layers):
         for name, parameter in layer.named_parameters():
@@ -445,7 +490,7 @@ def _check_evaluation(training: Training, data: TrainingData) -> None:
 
 
 def _check_dataset(dataset: Any, name: str, *, pairs: bool) -> None:
-    from runtime.data.reading import check_dataset  # It imports TrainingError from here.
+    from runtime.data.reading import check_dataset  # A top-level import would be circular.
 
     check_dataset(dataset, name)
     try:

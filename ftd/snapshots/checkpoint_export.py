@@ -187,7 +187,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m ftd.snapshots.checkpoint_export", description=export_for_job.__doc__
     )
-    parser.add_argument("--parent", type=int, required=True, help="process id of who asks")
+    parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
     parser.add_argument("url")
     parser.add_argument("job")
     parser.add_argument("step", type=int)

@@ -20,19 +20,19 @@ Batch = Any
 
 _REMEDY = "give Training.collate, or pad/pack the samples"
 _WIDER = {"uint16": np.int64, "uint32": np.int64, "uint64": np.int64}
-"""Torch can hardly compute with these types (token files use them), and not index with them."""
+"""Wider types for those in token files with which torch can hardly compute, and cannot index."""
 
 
 # --- collating -----------------------------------------------------------------------------------
 
 
 def default_collate(samples: Sequence[Any]) -> Batch:
-    """Stack samples to a batch, through dicts, tuples and lists.
+    """Stack samples to a batch, recursively through dicts, tuples and lists.
 
-    Tensors, numpy arrays, numbers, and lists of numbers (as Hugging Face ``datasets`` gives them) become
-    tensors with a new dim 0; strings become a list; ``None`` stays if all samples have it.
+    Tensors, numpy arrays, numbers, and lists of numbers (as Hugging Face ``datasets`` returns them) become
+    tensors with a new dim 0. Strings become a list. ``None`` stays if all samples have it.
 
-    :raises TrainingError: samples of unequal structure or shapes, or of a type that cannot be stacked.
+    :raises TrainingError: samples differ in structure or shape, or have a type that cannot be stacked.
     """
     return _stack(samples, "")
 
@@ -92,7 +92,7 @@ def _stack_arrays(values: Sequence[Any], path: str) -> Tensor:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether ``value`` is a number, an array or a (nested, rectangular) list of numbers."""
+    """Return whether ``value`` is a number, an array or a (nested, rectangular) list of numbers."""
     if isinstance(value, np.ndarray | bool | int | float | np.bool_ | np.number):
         return True
     if not isinstance(value, list) or not value:
@@ -140,7 +140,7 @@ def _field(path: str) -> str:
 
 
 def describe_type(value: object) -> str:
-    """Return what a value is, with an article, for messages."""
+    """Return the type of a value with an article, for messages."""
     if value is None:
         return "None"
     if isinstance(value, np.ndarray):
@@ -153,16 +153,16 @@ def describe_type(value: object) -> str:
 
 
 def check_batch(value: Any) -> Batch:
-    """Return what a collate function made as a batch of plain dicts, tuples, lists and CPU tensors.
+    """Return the result of a collate function as plain dicts, tuples, lists and CPU tensors.
 
-    Other mappings (such as transformers' ``BatchEncoding``) become dicts and numpy arrays tensors.
+    Other mappings (such as transformers' ``BatchEncoding``) become dicts, and numpy arrays become tensors.
 
-    :raises TrainingError: something that cannot be a part of a batch, or no tensor at all.
+    :raises TrainingError: it contains something that cannot be a part of a batch, or no tensor at all.
     """
     batch = _checked(value, "")
     if not any(isinstance(leaf, Tensor) for leaf in leaves_of(batch)):
         raise TrainingError(
-            f"the collate function returned {_summary(value)}, in which there is no tensor; "
+            f"the collate function returned {_summary(value)}, which contains no tensor; "
             "it must return a tensor, or a tuple or dict of tensors"
         )
     return batch
@@ -245,7 +245,7 @@ def leaves_of(batch: Batch) -> Iterator[Any]:
 def count_rows(batch: Batch) -> int:
     """Return the size of dim 0 of the first tensor that has dimensions.
 
-    :raises TrainingError: no tensor has any.
+    :raises TrainingError: no tensor has dimensions.
     """
     for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor) and leaf.dim():
@@ -256,10 +256,10 @@ def count_rows(batch: Batch) -> int:
 def slice_rows(batch: Batch, start: int, end: int, rows: int) -> Batch:
     """Return rows ``[start, end)`` of a batch of ``rows`` rows, as views.
 
-    Every tensor whose dim 0 is ``rows`` is sliced, and every list of ``rows`` strings; what has no rows
-    (a number, a mask of positions) stays as it is.
+    Every tensor whose dim 0 is ``rows`` is sliced, and so is every list of ``rows`` strings. A value
+    without rows (a number, a mask of positions) stays as it is.
 
-    :raises TrainingError: a part of the rows is asked for, and no tensor has them in dim 0.
+    :raises TrainingError: some of the rows are requested, and no tensor has rows in dim 0.
     """
     if (start, end) == (0, rows):
         return batch
@@ -289,7 +289,7 @@ def _slice(batch: Batch, start: int, end: int, rows: int) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Copy the tensors to ``device``; copies from pinned memory do not wait for the device."""
+    """Copy the tensors to ``device``. Copies from pinned memory are asynchronous."""
 
     def move(leaf: Any) -> Any:
         return leaf.to(device, non_blocking=leaf.is_pinned()) if isinstance(leaf, Tensor) else leaf
@@ -298,7 +298,7 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def cast_floating(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Give floating-point tensors the type ``dtype``; integers, booleans and complex numbers stay."""
+    """Convert floating-point tensors to ``dtype``; integers, booleans and complex numbers stay."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -328,9 +328,10 @@ def first_difference(one: Batch, other: Batch) -> str | None:
 
 
 def signature(batch: Batch) -> Hashable:
-    """Return a key that is equal for batches of equal structure, types and shapes, whatever their rows.
+    """Return a key that is equal for batches of equal structure, types and shapes, except for the number of
+    rows.
 
-    Numbers, strings and ``None`` count with their type alone.
+    Only the types of numbers, strings and ``None`` count.
     """
     return _signature(batch, count_rows(batch))
 

@@ -1,8 +1,8 @@
 """The loader of one trainer: microbatches in the order of a plan, read ahead by workers.
 
-``plan`` announces which microbatches will be asked for; with workers, they are read ahead in that order, up
-to a bounded number. A reconfiguration announces another plan: what was read ahead and is still wanted is
-kept, the rest is dropped, and no reading under way is waited for.
+``plan`` announces which microbatches will be loaded. Workers read them ahead in that order, up to a bounded
+number. A reconfiguration announces another plan: microbatches that were read ahead and are still needed
+stay, the others are dropped, and reads in progress are not waited for.
 """
 
 import signal
@@ -23,24 +23,23 @@ from runtime.data.workers import ForkServer
 from runtime.training import TrainingError
 
 PREFETCH_PER_WORKER = 2
-"""Microbatches that are read ahead or being read, per worker."""
+"""Number of microbatches per worker that are read ahead or being read."""
 _CHECK_EVERY_S = 0.01
 _LOOK_AHEAD = 4096
-"""Keys of a new plan that are compared with what was read ahead for the one before."""
+"""Number of keys of a new plan that are compared with what was read ahead for the previous plan."""
 
 
 class BatchLoader:
-    """Microbatches of a job as trees of host tensors.
+    """A loader of a job's microbatches, as trees of host tensors.
 
-    It starts the workers: construct it in a thread that lives as long as the trainer, before the first step.
+    It starts the workers. Make it before the first step, in a thread that lives as long as the trainer.
 
-    :param collate: list of samples -> batch; ``None`` stacks tensors.
-    :param dtype: type of the batch's floating-point tensors; ``None``: they keep theirs.
-    :param workers: number of processes; with 0, ``load`` reads in the calling thread.
-    :param pinned: return tensors in page-locked memory, from which copies to a GPU are asynchronous.
-    :param held_out: reads the held-out data set, where there is one.
-    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
-    :raises TrainingError: the data set is not map-style, or it is empty.
+    :param collate: list of samples -> batch; ``None`` stacks tensors. :param dtype: type of the batch's
+    floating-point tensors; with ``None`` they keep theirs. :param workers: number of processes; with 0,
+    ``load`` reads in the calling thread. :param pinned: return tensors in page-locked memory, from which
+    copies to a GPU are asynchronous. :param held_out: reads the held-out data set, if there is one. :param
+    find_problem: returns the row of a batch that the model cannot take, and why, if there is one. :raises
+    TrainingError: the data set is not map-style, or it is empty.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class BatchLoader:
         self._pool = _Pool(self._readers, workers, pinned=pinned) if workers else None
 
     def plan(self, keys: Iterable[tuple[int, int] | MicrobatchKey]) -> None:
-        """Announce what will be loaded next, in order; the plan before is void.
+        """Announce what will be loaded next, in order; this replaces the previous plan.
 
-        :param keys: may be endless; it is consumed little by little, in calls of ``load``. A pair is a microbatch of
-            training: (step, microbatch).
+        :param keys: may be endless; ``load`` consumes it gradually. A pair is a microbatch of training:
+        (step, microbatch).
         """
         if self._pool is not None:
             self._pool.plan(
@@ -84,11 +83,11 @@ class BatchLoader:
     def load(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
         """Return a whole microbatch: rows ``[microbatch * microbatch_rows, …)`` of the step's global batch.
 
-        A microbatch that no plan announced is loaded, too.
+        A microbatch that no plan announced is loaded as well.
 
-        :param check: called about every 10 ms while a worker is waited for, else before each sample; what it
-            raises ends the call.
-        :raises TrainingError: the data set or the collate function failed, or workers were lost.
+        :param check: called about every 10 ms while waiting for a worker, or before each sample if there
+        are none; an exception from it ends the call. :raises TrainingError: the data set or the collate
+        function failed, or workers were lost.
         """
         return self._load(MicrobatchKey(step, 0, microbatch), check)
 
@@ -97,7 +96,7 @@ class BatchLoader:
     ) -> Batch:
         """Return a whole microbatch of global batch ``batch`` (from 0) of the held-out data set.
 
-        :param step: after which it is evaluated; the microbatch is the same after every step.
+        :param step: step after which it is evaluated; the microbatch is the same after every step.
         """
         return self._load(MicrobatchKey(step, batch + 1, microbatch), check)
 
@@ -110,13 +109,13 @@ class BatchLoader:
         return map_leaves(lambda leaf: leaf.pin_memory() if isinstance(leaf, torch.Tensor) else leaf, batch)
 
     def close(self) -> None:
-        """End the workers. Reading under way is not waited for."""
+        """End the workers, without waiting for reads in progress."""
         if self._pool is not None:
             self._pool.close()
 
 
 class _Pool:
-    """Workers with a thread each, which waits for the worker while the main thread trains."""
+    """Workers with one thread each, which waits for its worker while the main thread trains."""
 
     def __init__(self, readers: BatchReaders, workers: int, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -126,13 +125,13 @@ class _Pool:
         self._workers = [self._server.fork(number) for number in range(workers)]
         self._plan: Iterator[MicrobatchKey] = iter(())
         self._changed = threading.Condition()
-        # The following are guarded by `_changed`.
+        # `_changed` guards the following.
         self._needed: MicrobatchKey | None = None
-        """The trainer waits for this one: it is read next, however much is ready."""
+        """Microbatch for which the trainer waits. It is read next, however many others are ready."""
         self._ahead: deque[MicrobatchKey] = deque()
-        """The next keys of the plan that nobody reads yet."""
+        """Next keys of the plan that no worker reads yet."""
         self._reading: set[MicrobatchKey] = set()
-        """Keys that are being read and still wanted."""
+        """Keys that are being read and still needed."""
         self._ready: dict[MicrobatchKey, Batch | TrainingError] = {}
         self._closed = False
         self._threads = [
@@ -185,7 +184,7 @@ class _Pool:
         return outcome
 
     def _drop_before(self, key: MicrobatchKey) -> None:
-        """Forget earlier batches: whoever loads one is through with them, or will announce them again."""
+        """Drop earlier batches: the trainer has used them, or will announce them again."""
         first = key._replace(microbatch=0)
         self._ready = {one: batch for one, batch in self._ready.items() if one >= first}
         self._reading = {one for one in self._reading if one >= first}
@@ -213,13 +212,13 @@ class _Pool:
             except TrainingError as error:  # No worker can be started any more.
                 outcome = error
             with self._changed:
-                if key in self._reading:  # Otherwise nobody wants it any more.
+                if key in self._reading:  # Otherwise the new plan does not need it.
                     self._reading.remove(key)
                     self._ready[key] = outcome
                     self._changed.notify_all()
 
     def _next(self) -> MicrobatchKey | None:
-        """Wait for something to read; ``None`` when the pool is closed."""
+        """Wait for a microbatch to read, and return its key; ``None`` when the pool is closed."""
         with self._changed:
             while not self._closed:
                 key = self._choose()
@@ -239,12 +238,12 @@ class _Pool:
             self._ahead.popleft()
         if not self._ahead:
             return None
-        # What the plan before read ahead for later steps must not keep a step that is redone waiting.
+        # Batches read ahead for later steps of the previous plan must not delay a step that is repeated.
         earlier = sum(key < self._ahead[0] for key in (*self._reading, *self._ready))
         return self._ahead.popleft() if earlier < self._depth else None
 
     def _read(self, number: int, key: MicrobatchKey) -> Batch | TrainingError:
-        """Have worker ``number`` read; if it is lost meanwhile, replace it and repeat the reading once.
+        """Read with worker ``number``; if it is lost, replace it and repeat the read once.
 
         :raises TrainingError: the server is gone, or the loader was closed.
         """
@@ -257,20 +256,20 @@ class _Pool:
                 return error
             except EOFError:
                 pass
-            except Exception as error:  # No memory for it, say. The rest of it is still in the socket.
+            except Exception as error:  # No memory, perhaps; the socket still has the rest.
                 self._replace(number)
                 return TrainingError(f"{microbatch} cannot be received: {type(error).__name__}: {error}")
             how = self._replace(number)
             lost = f"data worker {number} (process {worker.pid}) {how} while it read {microbatch}"
             if not last:
-                print(f"{lost}; another is started and reads it again", file=sys.stderr, flush=True)
+                print(f"{lost}; it is replaced, and the read is repeated", file=sys.stderr, flush=True)
         return TrainingError(
             f"{lost}, and so did the worker before; look for a crash in native code of the data set, or for "
             "the kernel's out-of-memory killer (dmesg) and use fewer data workers"
         )
 
     def _replace(self, number: int) -> str:
-        """Start another worker and return how the one before ended."""
+        """Start another worker, and return how the previous one ended."""
         with self._server_lock:
             if self._closed:
                 raise TrainingError("the loader is closed")

@@ -1,10 +1,10 @@
-"""Reading one microbatch: its samples one by one, then the collate function, under seeded generators.
+"""Reading of one microbatch: its samples one by one, then the collate function, under seeded generators.
 
-A microbatch is a pure function of (seed, step, microbatch), so that every stage and every device of a job
-gets the same masks and augmentations, and gets them again when a step is redone elsewhere. For this, the
-generators of torch (CPU), random and numpy are seeded by (seed, epoch, index) before a sample is read, and by
-(seed, step, microbatch) before the samples are collated. Whoever calls finds its own generators as they were.
-Each process reads a part of its first microbatch twice, to find generators that nobody seeds.
+A microbatch is a pure function of (seed, step, microbatch). So every stage and every device of a job gets
+the same masks and augmentations, also when a step is repeated elsewhere. For this, the generators of torch
+(CPU), random and numpy are seeded by (seed, epoch, index) before a sample is read, and by (seed, step,
+microbatch) before the samples are collated. The caller's own generators are restored afterwards. Each
+process reads a part of its first microbatch twice, to detect generators that are not seeded.
 """
 
 import random
@@ -32,7 +32,7 @@ from runtime.training import TrainingError
 
 _HOST = torch.device("cpu")
 _SAMPLE, _COLLATE = -2, -3
-"""Take the place of a step in the key, so that the data shares no stream with the sampler or a layer."""
+"""Values in place of a step in the key, so that data shares no random stream with the sampler or a layer."""
 
 FindProblem = Callable[[Batch], tuple[int, str] | None]
 
@@ -40,29 +40,29 @@ FindProblem = Callable[[Batch], tuple[int, str] | None]
 def check_dataset(dataset: Any, name: str = "Training.dataset") -> int:
     """Return the number of samples.
 
-    :param name: of the data set, for people.
-    :raises TrainingError: the data set is not map-style, or it is empty.
+    :param name: of the data set, for messages. :raises TrainingError: the data set is not map-style, or it
+    is empty.
     """
     if isinstance(dataset, DataLoader):
         raise TrainingError(
-            f"{name} is a DataLoader; hand over the loader's dataset (and its collate_fn as "
+            f"{name} is a DataLoader; pass the loader's dataset (and its collate_fn as "
             "Training.collate), as ftd forms the batches"
         )
     if isinstance(dataset, Mapping):
         names = ", ".join(map(repr, list(dataset)[:5]))
         raise TrainingError(
-            f"{name} is {describe_type(dataset)} with {names}; hand over one of them, "
+            f"{name} is {describe_type(dataset)} with {names}; pass one of them, "
             f"such as dataset[{next(iter(dataset), 'train')!r}]"
         )
     getitem = getattr(type(dataset), "__getitem__", None)
     missing = [] if hasattr(type(dataset), "__len__") else ["__len__"]
-    # The base class of torch has one that only raises, and its IterableDataset inherits it.
+    # torch's base class has a __getitem__ that only raises, which IterableDataset inherits.
     missing += ["__getitem__"] if getitem in (None, Dataset.__getitem__) else []
     if missing:
         raise TrainingError(
             f"{name} is {describe_type(dataset)}, which has no {' and no '.join(missing)}. Which "
             "samples a step uses follows from (seed, step), and after a failure any sample must be found "
-            "again by its index, which is impossible in a stream. Hand over a map-style data set (len() "
+            "again by its index, which is impossible in a stream. Pass a map-style data set (len() "
             "and [i]): with Hugging Face datasets load without streaming=True, else write the samples to "
             "files that can be addressed by index, such as Parquet, Arrow or token files"
         )
@@ -82,26 +82,26 @@ def _length_of(dataset: Any, name: str) -> int:
 
 
 class SampleOrder(Protocol):
-    """Which samples the rows of each global batch are."""
+    """The samples that make up the rows of each global batch."""
 
     @property
     def dataset_length(self) -> int:
-        """Samples of the data set."""
+        """Number of samples of the data set."""
 
     def draws(self, step: int, first_row: int, rows: int) -> list[Draw]:
         """Return rows ``[first_row, first_row + rows)`` of the global batch of ``step``."""
 
 
 class BatchReader:
-    """The data set, the collate function and the order of samples of one job.
+    """A reader of the microbatches of one data set.
 
-    :param collate: list of samples -> batch; ``None``: :func:`default_collate`.
-    :param dtype: floating-point tensors of the batch get this type; ``None``: they keep theirs.
-    :param find_problem: returns the row of a batch that the model cannot take, and why, if there is one.
+    :param collate: list of samples -> batch; ``None`` for :func:`default_collate`. :param dtype: type of
+    the batch's floating-point tensors; with ``None`` they keep theirs. :param find_problem: returns the row
+    of a batch that the model cannot take, and why, if there is one.
     """
 
     name = "Training.dataset"
-    """Of the data set, for people."""
+    """Name of the data set, for messages."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class BatchReader:
         self._found_repeatable = False
 
     def read(self, step: int, microbatch: int, check: Callable[[], None] = lambda: None) -> Batch:
-        """Return microbatch ``microbatch`` (from 0) of step ``step``'s global batch.
+        """Return microbatch ``microbatch`` (from 0) of the global batch of ``step``.
 
-        :param check: called before every sample; what it raises ends the reading.
-        :raises TrainingError: the data set or the collate function raised, or returned something unusable.
+        :param check: called before every sample; an exception from it ends the read. :raises TrainingError:
+        the data set or the collate function raised, or returned something unusable.
         """
         self._check_length()
         first_row = microbatch * self._rows
@@ -148,7 +148,7 @@ class BatchReader:
             return batch
 
     def describe(self, step: int) -> str:
-        """Name a global batch for people."""
+        """Return a name of the global batch, for messages."""
         return f"step {step}"
 
     def _check_length(self) -> None:
@@ -204,7 +204,9 @@ class BatchReader:
 
 
 class HeldOutReader(BatchReader):
-    """The held-out data set of one job, collated like training's; batches go by ``HeldOut.step_of``."""
+    """A reader of the held-out data set, collated like training's. ``HeldOutSampler.pseudo_step`` identifies
+    its batches.
+    """
 
     name = "Training.evaluation"
 
@@ -234,29 +236,29 @@ class HeldOutReader(BatchReader):
         return self.read(self._held_out.pseudo_step(batch), microbatch, check)
 
     def describe(self, step: int) -> str:
-        """Name a global batch for people."""
+        """Return a name of the global batch, for messages."""
         return f"held-out batch {self._held_out.batch_of(step)}"
 
 
 class MicrobatchKey(NamedTuple):
-    """One microbatch; keys are in the order in which a job comes to them."""
+    """The key of one microbatch. Keys are ordered as a job uses them."""
 
     step: int
     """Step that it belongs to, or after which it is evaluated; the first is 1."""
     batch: int
-    """0: of the step's own global batch; n: of the n-th held-out one."""
+    """0 for the step's own global batch, n for the n-th held-out one."""
     microbatch: int
-    """Within the global batch, from 0."""
+    """Number within the global batch, from 0."""
 
     def describe(self) -> str:
-        """Name the microbatch for people."""
+        """Return a name of the microbatch, for messages."""
         return f"microbatch {self.microbatch} of " + (
             f"held-out batch {self.batch - 1}" if self.batch else f"step {self.step}"
         )
 
 
 class BatchReaders:
-    """Readers of all microbatches of one job."""
+    """The readers of all microbatches of one job."""
 
     def __init__(self, training: BatchReader, held_out: HeldOutReader | None = None) -> None:
         self._training = training
@@ -271,10 +273,12 @@ class BatchReaders:
 
 
 def _copied(sample: Any) -> Any:
-    """Return a copy, as collate functions may change samples in place. (``deepcopy`` of a view of a tensor
-    would copy all that the view is a part of.)
+    """Return a copy, since collate functions may change samples in place.
 
-    :raises TypeError: it is more than numbers, strings, arrays and tensors in dicts, tuples and lists.
+    ``deepcopy`` of a tensor's view would copy the whole tensor.
+
+    :raises TypeError: it contains more than numbers, strings, arrays and tensors in dicts, tuples and
+    lists.
     """
     match sample:
         case Tensor():
@@ -299,7 +303,7 @@ def _check_equal(batch: Batch, again: Batch) -> None:
     if path is not None:
         raise TrainingError(
             f"reading one microbatch twice gave two results, which differ in batch{path}: the data set or "
-            "the collate function draws random numbers from a generator of its own, or keeps other state. "
+            "the collate function draws random numbers from a generator of its own, or has other state. "
             "Every stage of a pipeline, and every repetition of a step after a failure, must get the same "
             "batch. Draw from the global generators of torch, random or numpy.random, which are seeded for "
             "each sample and each microbatch (give a collator no seed of its own), or seed your generator by "
@@ -315,8 +319,9 @@ def _seed_generators(seed: int) -> None:
 
 @contextmanager
 def preserve_generators(device: torch.device = _HOST) -> Iterator[None]:
-    """Restore the states of this process's generators at the end: of torch on the host and on ``device``, of random and
-    of numpy."""
+    """Return a context after which this process's generators have their earlier states: those of torch on the
+    host and on ``device``, of random and of numpy.
+    """
     own = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:

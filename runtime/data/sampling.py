@@ -1,13 +1,13 @@
-"""Which samples a step trains on: a pure function of (seed, step), so it survives any reconfiguration.
+"""The samples on which a step trains: a pure function of (seed, step), which survives every reconfiguration.
 
-Epoch after epoch, each a permutation of the data set, form one endless stream of indices; step t (from 1)
-takes positions ``[(t - 1) * B, t * B)`` of it. So every sample is used exactly once an epoch, nothing is
-dropped where an epoch ends in the middle of a batch, and such a batch holds the rest of one epoch and the
+The epochs, each a permutation of the data set, form one endless stream of indices; step t (from 1) uses
+positions ``[(t - 1) * B, t * B)`` of it. So every sample is used exactly once per epoch, and nothing is
+dropped if an epoch ends in the middle of a batch: such a batch contains the end of one epoch and the
 beginning of the next.
 
-A permutation is a Feistel network over the next power of four, walked until it falls into the data set
-(Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs no memory and no start-up, so
-a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indices at once.
+A permutation is a Feistel network over the next power of four, applied repeatedly until the result is in
+the data set (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It needs neither memory nor
+preparation, so a trainer that joins at step 10^6 of a data set of 10^9 samples finds its indices at once.
 """
 
 import struct
@@ -20,12 +20,12 @@ import numpy.typing as npt
 _Words = npt.NDArray[np.uint64]
 _ROUNDS = 6
 _SAMPLING = -1
-"""Takes the place of a step in the key, so that indices share no stream with any layer."""
+"""Value in place of a step in the key, so that indices share no random stream with a layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One row of a step: sample ``index`` of the data set, in pass ``epoch`` (from 0) over it."""
+    """One row of a step: sample ``index`` of the data set in epoch ``epoch`` (from 0)."""
 
     epoch: int
     index: int
@@ -85,15 +85,23 @@ class Sampler:
 
 
 def sample_indices(dataset_length: int, global_batch: int, seed: int, step: int) -> list[int]:
-    """Return the data set indices that a job trains on in step ``step`` (the first step is 1).
+    """Return the data set indices on which a job trains in step ``step``.
 
-    Row r of the global batch is sample ``sample_indices(...)[r]``; microbatch m consists of the rows from
-    ``m * microbatch``. The answer depends on nothing else: no layout, no failure and no resumption changes
-    it. With it you can feed the same samples to a loop of your own and compare the losses.
+    Use it to feed the same samples to a training loop of your own and compare the losses. Row r of the
+    global batch is sample ``sample_indices(...)[r]``; microbatch m consists of the rows from ``m *
+    microbatch``. The result depends on these arguments alone, not on the layout, failures or resumptions.
 
-    :param dataset_length: ``len(dataset)``.
-    :param global_batch: ``[training] global_batch`` of the job file.
-    :param seed: ``[training] seed`` of the job file.
+    Example:
+        >>> indices = sample_indices(len(dataset), global_batch=256, seed=0, step=1)
+
+    Args:
+        dataset_length: ``len(dataset)``.
+        global_batch: ``[training] global_batch`` of the job file.
+        seed: ``[training] seed`` of the job file.
+        step: Number of the step; the first is 1.
+
+    Returns:
+        One index for each row of the global batch.
     """
     return Sampler(dataset_length, global_batch, seed).indices(step)
 

@@ -1,15 +1,16 @@
 """Worker processes that read microbatches, and the server from which they are forked.
 
-A data set lives in the trainer's memory and cannot be sent to another process without pickle, so workers are
-forked. A trainer that trains has threads, sockets and device memory, and forking it then is slow and unsafe;
-therefore one *server* is forked before the first step. It does nothing but fork workers, also those that
-replace a lost one, and hands the trainer their sockets (``SCM_RIGHTS``) and exit statuses.
+A data set is in the trainer's memory and cannot be sent to another process without pickle, so workers are
+forked. A running trainer has threads, sockets and device memory, which makes forking slow and unsafe;
+therefore one *server* is forked before the first step. It only forks workers, including those that replace
+a lost one, and passes their sockets (``SCM_RIGHTS``) and exit statuses to the trainer.
 
-Nothing outlives the trainer: the kernel kills the server when the thread that forked it ends, and the workers
-when the server ends (PR_SET_PDEATHSIG).
+No process outlives the trainer: the kernel kills the server when the thread that forked it ends, and the
+workers when the server ends (PR_SET_PDEATHSIG).
 
-A trainer and a worker speak through one stream socket. The trainer writes :class:`Read`; the worker answers each with
-:class:`Loaded`, followed by the bytes of all tensors in the order of their nodes, or with :class:`Failed`.
+A trainer and a worker communicate through one stream socket. The trainer writes :class:`ReadRequest`; the
+worker answers each with :class:`MicrobatchLoaded`, followed by the bytes of all tensors in the order of
+their nodes, or with :class:`ReadFailed`.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from runtime.wire.frames import MAX_FRAME_BYTES, Frame, ProtocolError, encode
 
 
 class ReadRequest(Frame, frozen=True, kw_only=True):
-    """Read a microbatch: see ``runtime.data.reading.Key``."""
+    """Read a microbatch: see ``runtime.data.reading.MicrobatchKey``."""
 
     step: int
     batch: int
@@ -43,7 +44,7 @@ class ReadRequest(Frame, frozen=True, kw_only=True):
 
 
 class TensorNode(Frame, frozen=True, kw_only=True):
-    """A tensor, whose bytes follow after the frame."""
+    """A tensor, whose bytes follow the frame."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +64,7 @@ class DictNode(Frame, frozen=True, kw_only=True):
 
 
 class ValueNode(Frame, frozen=True, kw_only=True):
-    """A leaf that is no tensor."""
+    """A leaf that is not a tensor."""
 
     value: bool | int | float | str | None
 
@@ -72,13 +73,13 @@ Node = TensorNode | SequenceNode | DictNode | ValueNode
 
 
 class MicrobatchLoaded(Frame, frozen=True, kw_only=True):
-    """The microbatch that was asked for."""
+    """The description of a microbatch that was read."""
 
     batch: Node
 
 
 class ReadFailed(Frame, frozen=True, kw_only=True):
-    """The microbatch cannot be made; ``detail`` says why."""
+    """The microbatch cannot be read; ``detail`` gives the reason."""
 
     detail: str
 
@@ -87,7 +88,7 @@ _Received = TypeVar("_Received")
 
 
 def send_batch(stream: socket.socket, batch: Batch) -> None:
-    """Write :class:`Loaded` and the bytes of the batch's tensors."""
+    """Write :class:`MicrobatchLoaded` and the bytes of the batch's tensors."""
     stream.sendall(encode(MicrobatchLoaded(batch=_node_of(batch))))
     for leaf in leaves_of(batch):
         if isinstance(leaf, Tensor) and leaf.numel():
@@ -95,7 +96,7 @@ def send_batch(stream: socket.socket, batch: Batch) -> None:
 
 
 def receive_batch(stream: socket.socket, node: Node, *, pinned: bool) -> Batch:
-    """Read the bytes of the tensors of a batch that ``node`` describes, into pinned memory if so desired.
+    """Read the bytes of the tensors of a batch that ``node`` describes, into pinned memory if requested.
 
     :raises EOFError: the other end is closed.
     """
@@ -197,9 +198,9 @@ class WorkerLost(RuntimeError):
 
 
 class ForkServer:
-    """The trainer's end of the server. Use one instance from one thread at a time.
+    """The trainer's end of the server. Use it from one thread at a time.
 
-    Construct it in a thread that lives as long as the trainer, before the first step.
+    Make it before the first step, in a thread that lives as long as the trainer.
     """
 
     def __init__(self, readers: BatchReaders) -> None:
@@ -238,7 +239,7 @@ class ForkServer:
             raise self._gone() from error
 
     def close(self) -> None:
-        """End the server and with it every worker."""
+        """End the server, and every worker with it."""
         self._control.close()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
@@ -248,12 +249,12 @@ class ForkServer:
     def _gone(self) -> TrainingError:
         return TrainingError(
             f"process {self.pid}, from which data workers are forked, has ended; if the kernel ran out of "
-            "memory (see its log), use fewer workers or a data set that keeps less in memory"
+            "memory (see its log), use fewer workers or a data set that needs less memory"
         )
 
 
 class DataWorker:
-    """The trainer's end of one worker. Use one instance from one thread, except for :meth:`interrupt`."""
+    """The trainer's end of one worker. Use it from one thread, except for :meth:`interrupt`."""
 
     def __init__(self, number: int, pid: int, stream: socket.socket) -> None:
         self.number = number
@@ -278,7 +279,7 @@ class DataWorker:
             raise EOFError(str(error)) from error
 
     def interrupt(self) -> None:
-        """Have a running :meth:`read` of another thread raise ``EOFError``."""
+        """Make a running :meth:`read` of another thread raise ``EOFError``."""
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
 
@@ -295,21 +296,21 @@ def _become_server(readers: BatchReaders, control: socket.socket, trainer: int) 
         die_with_parent(trainer)
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the trainer's business.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the trainer handles Ctrl-C in a terminal.
         _drop_sockets(control)
-        gc.freeze()  # Workers never walk these objects, which would copy their pages.
+        gc.freeze()  # Workers never traverse these objects, which would copy their pages.
         _serve_forks(readers, control)
         code = 0
-    except BaseException:  # Whatever it is, a child must not return into the trainer's code.
+    except BaseException:  # In no case may a child return into the trainer's code.
         sys.excepthook(*sys.exc_info())
     finally:
         _leave(code)
 
 
 def _drop_sockets(kept: socket.socket) -> None:
-    """Let go of the sockets of the trainer: peers must see them closed when the trainer ends.
+    """Release the trainer's sockets, since peers must see them closed when the trainer ends.
 
-    Their descriptors stay in use (by /dev/null), as objects of the trainer still name them.
+    Their descriptors stay in use (for /dev/null), because objects of the trainer still refer to them.
     """
     null = os.open(os.devnull, os.O_RDWR)
     for path in list(Path("/proc/self/fd").iterdir()):
@@ -330,7 +331,8 @@ def _serve_forks(readers: BatchReaders, control: socket.socket) -> None:
             return
         if isinstance(order, ReapRequest):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(order.pid, signal.SIGKILL)  # Without effect on the status of one that has ended.
+                # This does not change the status of a worker that has ended.
+                os.kill(order.pid, signal.SIGKILL)
             _, status = os.waitpid(order.pid, 0)
             control.sendall(encode(Reaped(status=os.waitstatus_to_exitcode(status))))
             continue
@@ -355,10 +357,10 @@ def _become_worker(readers: BatchReaders, stream: socket.socket, server: int) ->
     try:
         die_with_parent(server)
         torch.set_num_threads(1)
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads did not survive the fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # Its threads do not exist after the fork.
         _serve_reads(readers, stream)
         code = 0
-    except BaseException:  # As in the server.
+    except BaseException:  # See the server.
         sys.excepthook(*sys.exc_info())
     finally:
         _leave(code)
@@ -379,7 +381,7 @@ def _serve_reads(readers: BatchReaders, stream: socket.socket) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    with contextlib.suppress(OSError, ValueError):  # Nobody reads this any more.
+    with contextlib.suppress(OSError, ValueError):  # Nobody may read this any more.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)

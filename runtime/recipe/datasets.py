@@ -20,25 +20,25 @@ from runtime.sources.tokenizer import LoadedTokenizer, load_tokenizer
 from runtime.wire.recipe import BYTES, DataTable, Recipe
 
 DEFAULT_LENGTH = 1024
-"""Tokens of a sample, where neither the table nor the model says fewer."""
+"""Tokens of a sample, unless the table or the model asks for fewer."""
 _SCANNED_SAMPLES = 1 << 18
-"""Token files with at most so many samples are searched for unknown token ids before training."""
+"""Token files with at most this many samples are searched for unknown token ids before training."""
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """What a job reads."""
+    """The data of a job."""
 
     training: Any
     held_out: Any | None
     collate: Collate | None
-    """None stacks the samples."""
+    """Function that makes a batch; None stacks the samples."""
 
 
 def open_tokenizer(table: DataTable) -> LoadedTokenizer | None:
-    """Return the tokenizer of the data; None where the table has none.
+    """Return the tokenizer of the data; None if the table has none.
 
     :raises DataError: it cannot be read on this host.
     """
@@ -53,10 +53,10 @@ def byte_tokenizer() -> str:
 
 
 def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenizer | None) -> Data:
-    """Open the data of a job and what is held out of it.
+    """Open the data of a job and its held-out part.
 
-    :raises DataError: files are missing or damaged, tokens are not in the model's vocabulary, labels are
-        missing, or the data is too small.
+    :raises DataError: files are missing or corrupt, tokens are not in the model's vocabulary, labels are
+    missing, or the data is too small.
     """
     dataset = _open(recipe.data, model)
     table, held_out = recipe.evaluation, None
@@ -75,7 +75,7 @@ def make_data(recipe: Recipe, model: HuggingFaceModel, tokenizer: LoadedTokenize
 
 
 class Split:
-    """A data set without its held-out samples, or only these; they are evenly spaced over the data set."""
+    """A data set without its held-out samples, or only these. They are evenly spaced over the data set."""
 
     def __init__(self, dataset: Any, count: int, *, held_out: bool) -> None:
         """Split off ``count`` samples, at most half of them; ``held_out`` chooses the part."""
@@ -100,7 +100,7 @@ class CheckedClasses:
     """Samples of a classifier whose labels are all classes of the model."""
 
     def __init__(self, dataset: Any, classes: int) -> None:
-        """Check samples as they are read."""
+        """Make a data set that checks each sample when it is read."""
         self._dataset, self._classes = dataset, classes
 
     def __len__(self) -> int:
@@ -111,14 +111,17 @@ class CheckedClasses:
         label = sample["labels"]
         if not label.is_floating_point() and not 0 <= int(label.min()) <= int(label.max()) < self._classes:
             raise DataError(
-                f"sample {index}: the label {label.tolist()} is none of the model's {self._classes} classes; "
-                "write as many as there are: num_labels in [model.overrides]"
+                f"sample {index}: the label {label.tolist()} is not one of the model's {self._classes} classes; "
+                "set num_labels in [model.overrides] to the number of classes"
             )
         return sample
 
 
 def _open(table: DataTable, model: HuggingFaceModel) -> Any:
-    """:raises DataError: the files cannot be used with this model."""
+    """Return the data set of a table.
+
+    :raises DataError: the files cannot be used with this model.
+    """
     length = table.length or min(DEFAULT_LENGTH, model.longest or DEFAULT_LENGTH)
     if model.longest is not None and length > model.longest:
         raise DataError(
@@ -153,11 +156,12 @@ def _open(table: DataTable, model: HuggingFaceModel) -> Any:
 
 
 def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
-    """Return the data set so that no unknown class reaches the model.
+    """Return the data set with a check that keeps unknown classes from the model.
 
-    The engine checks the token ids of every batch; those of a small data set are checked before training.
+    The engine checks the token ids of every batch; those of a small data set are also checked before
+    training.
 
-    :raises DataError: a token id is outside of the model's vocabulary.
+    :raises DataError: a token id is outside the model's vocabulary.
     """
     if model.classes is not None:
         return CheckedClasses(dataset, model.classes)
@@ -170,7 +174,10 @@ def _checked(dataset: Any, model: HuggingFaceModel) -> Any:
 def _collate(
     table: DataTable, model: HuggingFaceModel, tokenizer: LoadedTokenizer | None, sample: Any
 ) -> Collate | None:
-    """:raises DataError: there is no token to pad or to mask with."""
+    """Return the collator that the data and the task need; None to stack samples.
+
+    :raises DataError: there is no token for padding or masks.
+    """
     if "input_ids" not in sample:
         return None
     masked = model.task == "masked-lm" and table.collate != "pad"

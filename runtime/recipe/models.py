@@ -29,18 +29,18 @@ _CLASSIFICATION = ("image-classification", "sequence-classification")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HuggingFaceModel:
-    """A callable that makes the model of a job file."""
+    """A function that makes the model of a job file."""
 
     table: ModelTable
     config: Any
-    """The model's ``PreTrainedConfig``, overrides applied."""
+    """The model's ``PreTrainedConfig``, with overrides applied."""
     task: Task
     kind: Any
     """The model's class."""
 
     @property
     def directory(self) -> Path | None:
-        """The directory with the weights that training starts from; None for random ones."""
+        """Directory with the weights from which training starts; None for random weights."""
         if self.table.huggingface is None or self.table.weights == "random":
             return None
         place = Path(self.table.huggingface)
@@ -49,25 +49,27 @@ class HuggingFaceModel:
 
     @property
     def exact(self) -> bool:
-        """Whether random weights are drawn one after the other; a model from files has no use for most of them."""
+        """Whether random weights are drawn one after the other; a model from files does not need most of them."""
         return self.directory is None
 
     @property
     def vocabulary(self) -> int | None:
-        """The number of token ids that the model takes; None for one that takes no tokens."""
+        """Number of token ids of the model; None if it takes no tokens."""
         size: int | None = getattr(self.config.get_text_config(), "vocab_size", None)
         return size
 
     @property
     def classes(self) -> int | None:
-        """The number of classes of a classifier; None for other models, and for several labels or a number."""
+        """Number of classes of a classifier; None for other models, for several labels per sample, and for
+        regression.
+        """
         one_class = getattr(self.config, "problem_type", None) in (None, "single_label_classification")
         count: int = self.config.num_labels
         return count if self.task in _CLASSIFICATION and one_class and count > 1 else None
 
     @property
     def longest(self) -> int | None:
-        """The number of tokens that a sample may have; None where the architecture has no limit."""
+        """Maximum number of tokens of a sample; None if the architecture has no limit."""
         positions: int | None = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         return positions
 
@@ -101,12 +103,12 @@ class HuggingFaceModel:
         return made
 
     def weights(self, model: nn.Module) -> PretrainedWeights | None:
-        """Return the weights that ``model`` starts from; None where it starts from random ones.
+        """Return the weights from which ``model`` starts; None for random ones.
 
-        The head of a classifier, with its pooler, is new where the files have none, or one for another number of
-        classes.
+        The head of a classifier, with its pooler, is initialised at random if the files have none, or one
+        for another number of classes.
 
-        :raises TrainingError: files are missing, or do not fit the model; all tensors are named.
+        :raises TrainingError: files are missing, or do not fit the model; the message lists all tensors.
         """
         if self.directory is None:
             return None
@@ -121,7 +123,7 @@ class HuggingFaceModel:
 
 
 def load_model(table: ModelTable, tokenizer: LoadedTokenizer | None) -> HuggingFaceModel:
-    """Return the callable that makes the model of a job file; no weights are read yet.
+    """Return the function that makes the model of a job file; no weights are read yet.
 
     :raises TrainingError: its configuration cannot be used, or transformers has no such model for the task.
     """
@@ -133,11 +135,12 @@ def load_model(table: ModelTable, tokenizer: LoadedTokenizer | None) -> HuggingF
 def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
     """Return the configuration of the model with the job's overrides.
 
-    A model of an architecture alone gets the vocabulary and the special tokens of its tokenizer.
+    A model that is given by its architecture alone gets the vocabulary and the special tokens of its
+    tokenizer.
 
     :raises TrainingError: it cannot be read, is of a quantised model, or an override is unknown.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # No trainer waits for a network.
+    os.environ["HF_HUB_OFFLINE"] = "1"  # Trainers must not wait for a network.
     if table.huggingface is None:
         kind = _config_class(str(table.architecture))
         values: dict[str, Any] = {} if tokenizer is None else _of_tokenizer(kind(), tokenizer)
@@ -151,15 +154,18 @@ def load_config(table: ModelTable, tokenizer: LoadedTokenizer | None) -> Any:
         config = kind(**_merged(values, overrides))
     except Exception as error:
         field = "model.overrides" if overrides else f"the configuration in {table.huggingface}"
-        raise TrainingError(f"{field}: transformers refuses it for {kind.model_type}: {error}") from error
+        raise TrainingError(f"{field}: transformers rejects it for {kind.model_type}: {error}") from error
     config.use_cache = False
-    # As from_pretrained does: checkpoints find the files of the tokenizer there, adapters their base model.
+    # As with from_pretrained: checkpoints find the tokenizer's files there, and adapters their base model.
     config._name_or_path = table.huggingface or ""
     return config
 
 
 def _config_class(model_type: str) -> Any:
-    """:raises TrainingError: transformers does not know the architecture."""
+    """Return the configuration class of an architecture.
+
+    :raises TrainingError: transformers does not know the architecture.
+    """
     transformers = import_package("transformers", "[model]")
     try:
         return transformers.CONFIG_MAPPING[model_type]
@@ -172,7 +178,10 @@ def _config_class(model_type: str) -> Any:
 
 
 def _read_config(place: Path) -> dict[str, Any]:
-    """:raises TrainingError: this host has no configuration there, or one that cannot be trained."""
+    """Return the values of ``config.json``.
+
+    :raises TrainingError: this host has no configuration there, or one that cannot be trained.
+    """
     path = place / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -204,7 +213,7 @@ def _check_overrides(default: Any, overrides: dict[str, Any]) -> None:
 
 
 def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return ``values`` with those of ``overrides``, table by table."""
+    """Return ``values`` with ``overrides`` merged into them, table by table."""
     merged = dict(values)
     for name, value in overrides.items():
         known = merged.get(name)
@@ -214,9 +223,9 @@ def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]
 
 
 def task_of(table: ModelTable, config: Any) -> Task:
-    """Return what the model is trained for: as the job says, or the usual task of the architecture.
+    """Return the task of the model: the job's, or the usual one of the architecture.
 
-    :raises TrainingError: the architecture has none of the tasks.
+    :raises TrainingError: the architecture has none of the known tasks.
     """
     if table.task is not None:
         return table.task
@@ -238,7 +247,7 @@ def task_of(table: ModelTable, config: Any) -> Task:
 
 
 def _of_tokenizer(config: Any, tokenizer: LoadedTokenizer) -> dict[str, Any]:
-    """Return the values of a new configuration that its tokenizer decides."""
+    """Return the values of a new configuration that depend on its tokenizer."""
     values = {
         "vocab_size": tokenizer.vocabulary_size,
         "bos_token_id": tokenizer.end_of_text_id,
@@ -253,7 +262,10 @@ def _auto_class(task: Task) -> Any:
 
 
 def _model_class(config: Any, task: Task) -> Any:
-    """:raises TrainingError: transformers has no such model for the task."""
+    """Return the model's class.
+
+    :raises TrainingError: transformers has no such model for the task.
+    """
     try:
         kinds = _auto_class(task)._model_mapping[type(config)]
     except KeyError as error:
@@ -265,9 +277,9 @@ def _model_class(config: Any, task: Task) -> Any:
 
 
 def _add_adapters(model: Any, table: LoraTable, task: Task) -> None:
-    """Freeze the model and put trainable adapters beside its linear modules.
+    """Freeze the model and add trainable adapters to its linear modules.
 
-    :raises TrainingError: there are no modules of these names.
+    :raises TrainingError: there are no modules with these names.
     """
     peft = import_package("peft", "[model.lora]")
     config = peft.LoraConfig(
@@ -287,5 +299,5 @@ def _add_adapters(model: Any, table: LoraTable, task: Task) -> None:
 
 
 def _heads(model: Any) -> list[str]:
-    """Return the names of the modules outside of the base model."""
+    """Return the names of the modules outside the base model."""
     return [name for name, _ in model.named_children() if name != model.base_model_prefix]

@@ -12,11 +12,11 @@ from runtime.wire.recipe import OptimizerTable, ScheduleTable
 
 DEFAULT_WARMUP_RATIO = 0.03
 _WEIGHT_DECAY = {"adamw": 0.1}
-"""Where the table has none; 0 for all others."""
+"""Weight decay if the table has none; 0 for all others."""
 
 
 def make_optimizer(table: OptimizerTable) -> Callable[[list[tuple[str, nn.Parameter]]], Optimizer]:
-    """Return the factory of the optimizer: weights decay, and norms and biases do not."""
+    """Return the factory of the optimizer, which decays weights but not norms and biases."""
     decay = _WEIGHT_DECAY.get(table.name, 0.0) if table.weight_decay is None else table.weight_decay
 
     def optimizer(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -48,9 +48,9 @@ def make_scheduler(table: ScheduleTable, steps: int) -> Callable[[Optimizer], LR
 
 
 def schedule_factor(table: ScheduleTable, steps: int) -> Callable[[int], float]:
-    """Return the share of the highest learning rate as a function of the steps that are done.
+    """Return the function from the number of completed steps to the fraction of the highest learning rate.
 
-    The rate rises in equal parts to the highest in the last step of the warm-up, and is the final one in the
+    The rate rises linearly to the highest in the last step of the warm-up, and reaches the final one in the
     last step of the job.
     """
     if table.warmup_steps is not None:

@@ -14,13 +14,13 @@ from runtime.recipe.models import HuggingFaceModel
 from runtime.sources.errors import DataError, import_package
 
 _USUAL_IMAGE_SIZE = 224
-"""Height and width in pixels, where neither the model's directory nor its configuration says another."""
+"""Height and width in pixels, unless the model's directory or its configuration says otherwise."""
 
 
 class SavedDataset:
-    """A saved Hugging Face data set: of its columns those that the model takes, as tensors.
+    """A saved Hugging Face data set: the columns that the model takes, as tensors.
 
-    A column of images becomes ``pixel_values`` as the model's ``preprocessor_config.json`` says.
+    A column of images becomes ``pixel_values``, prepared as the model's ``preprocessor_config.json`` says.
     """
 
     def __init__(self, place: str, model: HuggingFaceModel) -> None:
@@ -59,10 +59,10 @@ class SavedDataset:
 
 
 class ImagePreparation:
-    """Images of any size as a model takes them: resized, and normalised channel by channel."""
+    """The preparation of images of any size for a model: resizing, and normalisation channel by channel."""
 
     def __init__(self, model: HuggingFaceModel) -> None:
-        """Take size, mean and deviation from the model's directory, or else the usual ones."""
+        """Read size, mean and deviation from the model's directory, or use the usual ones."""
         path = Path(model.table.huggingface or "") / "preprocessor_config.json"
         known: dict[str, Any] = {}
         if model.table.huggingface is not None and path.is_file():
@@ -77,7 +77,7 @@ class ImagePreparation:
         self._deviation = _channels(known.get("image_std"), channels)
 
     def __call__(self, image: Any) -> Tensor:
-        """Return float32 of shape (channels, height, width) of an image of PIL."""
+        """Return a PIL image as float32 of shape (channels, height, width)."""
         height, width = self._size
         pixels = np.asarray(image.convert(self._mode).resize((width, height)), dtype=np.float32) / 255.0
         values = torch.from_numpy(np.atleast_3d(pixels)).permute(2, 0, 1).contiguous()
@@ -91,7 +91,7 @@ def _inputs(model: HuggingFaceModel) -> Sequence[str]:
 def _check_columns(
     place: str, columns: Sequence[str], taken: Sequence[str], image: str | None, model: HuggingFaceModel
 ) -> None:
-    """:raises DataError: there are no labels, and none can be made, or no inputs."""
+    """:raises DataError: there are no inputs, or no labels and they cannot be made from the inputs."""
     made_here = model.task in ("causal-lm", "masked-lm") and "input_ids" in taken
     if "labels" not in taken and not made_here:
         raise DataError(
@@ -106,7 +106,7 @@ def _check_columns(
 
 
 def _size(size: Any, otherwise: Any) -> tuple[int, int]:
-    """Return height and width of what configurations write: a number, a pair, or a table."""
+    """Return height and width, which configurations give as a number, a pair, or a table."""
     match size if size is not None else otherwise:
         case {"height": int(height), "width": int(width)}:
             return height, width
@@ -119,5 +119,5 @@ def _size(size: Any, otherwise: Any) -> tuple[int, int]:
 
 
 def _channels(values: Any, channels: int) -> Tensor:
-    """Return one number for each channel, 0.5 where there are none."""
+    """Return one number for each channel; 0.5 if there are none."""
     return torch.tensor(values if values is not None else [0.5] * channels).reshape(-1, 1, 1)

@@ -1,4 +1,6 @@
-"""What a script registered, as one snapshot after the other: which bytes, where from, in which pieces."""
+"""The captures of the registered objects: which bytes are saved, where they come from, and in which units they
+are copied.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -33,38 +35,41 @@ from runtime.script.tensor_image import (
 
 _SPARE_BYTES = 256 * 1024
 _ENTRY_BYTES = 256
-"""Of a header, for each tensor that is expected."""
+"""Bytes of the header to reserve for each expected tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layout:
-    """Of an image's entries in the slot of one of its owners."""
+class _SlotLayout:
+    """Layout of a snapshot in this rank's slot."""
 
     entries: list[ImageEntry]
     owner: int
     owners: int
     units: list[CopyUnit]
     shared_units: int
-    """How many of them are of a shard of what is shared."""
+    """Number of the units that belong to this host's shard of the shared image; they come first."""
     base: int
-    """Where this rank's own begin."""
+    """Offset in the slot at which this rank's own image begins."""
 
     @cached_property
     def encoded(self) -> msgspec.Raw:
-        """Its entries; asked for by the copier's thread alone."""
+        """The entries as msgpack; only the copier's thread asks for it."""
         return msgspec.Raw(encode(self.entries))
 
 
 @dataclass(slots=True)
 class SnapshotContents:
-    """:param random: the states of random numbers, too."""
+    """The registered objects, and what each snapshot of them consists of.
+
+    :param random: whether to save the states of the random generators, too.
+    """
 
     protection: Protection
     random: bool
     objects: dict[str, RegisteredObject] = field(default_factory=dict)
     _known: dict[int, KnownTensor] = field(default_factory=dict)
     _survey: StateLayout | None = None
-    _layout: _Layout | None = None
+    _layout: _SlotLayout | None = None
     _staging: Bytes = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
 
     def expected_bytes(self) -> int:
@@ -74,7 +79,8 @@ class SnapshotContents:
             if registered.kind == "optimizer":
                 more_bytes, more = expected_state_size(registered.value)
                 tensors += more
-                # Of a replicated module's, in all likelihood: where not, it is the larger part that counts.
+                # If a module is replicated, its optimizer's state most likely is, too. If not, the larger
+                # of both counts.
                 own, shared = (own, shared + more_bytes) if shared else (own + more_bytes, shared)
         plain_bytes = 2 * len(encode(content()))
         kept = (
@@ -85,11 +91,11 @@ class SnapshotContents:
         return kept + own + (_ENTRY_BYTES + 64) * tensors + plain_bytes + _SPARE_BYTES
 
     def _walk(self, *, anew: bool = False) -> tuple[Image, Callable[[], dict[str, Any]]]:
-        """What is registered, as it is now; nothing is copied but plain data.
+        """Describe the current state of all registered objects without copying anything but plain data.
 
-        :param anew: as if there had been no snapshot before.
-        :returns: the tensors; what makes the header's content but for their entries, for one thread: what
-            it returns is changed by the next snapshot's.
+        :param anew: ignore what earlier snapshots found out. :returns: the tensors, and a function that
+        makes the header's content except for their entries. The function is for one thread, and the next
+        snapshot changes what it returned.
         """
         steady = [r for r in self.objects.values() if r.has_stable_tensors]
         states = {r.name: r.state() for r in steady}
@@ -124,7 +130,7 @@ class SnapshotContents:
         image, content = self._walk()
         sources = self._sources(image)
         ranks = Ranks.current()
-        layout = self._layout = self._laid_out(image)
+        layout = self._layout = self._make_layout(image)
         told = self.protection.layout(ranks.rank, ranks.count, image.own_bytes, image.shared_bytes)
         return ScriptCapture(
             step=step,
@@ -138,10 +144,10 @@ class SnapshotContents:
             devices=image.devices,
         )
 
-    def _laid_out(self, image: Image) -> _Layout:
-        """That of the snapshot before, where it is the same."""
+    def _make_layout(self, image: Image) -> _SlotLayout:
+        """Return the layout of the image in the slot; that of the previous snapshot if nothing changed."""
         before, owner, owners = self._layout, self.protection.owner, self.protection.owners
-        # Most entries are the very same objects, and compared as such.
+        # Most entries are the same objects as before, which makes the comparison quick.
         if (
             before is not None
             and (before.owner, before.owners) == (owner, owners)
@@ -156,7 +162,7 @@ class SnapshotContents:
             base = align(shards.shard_bytes(owner))
             units = cut_units(shared, shards.xor_ranges(owner))
         own = cut_units(ranges, whole_image(image.own_bytes), base)
-        return _Layout(
+        return _SlotLayout(
             entries=image.entries,
             owner=owner,
             owners=owners,
@@ -166,7 +172,10 @@ class SnapshotContents:
         )
 
     def shared_digest(self) -> str:
-        """Of what DDP is to keep the same, so that all ranks see whether it is; empty: nothing is."""
+        """Return a digest of the tensors that DDP should keep the same on all ranks; empty if there are none.
+
+        Ranks compare it before they rely on it.
+        """
         if self.protection.agent_facts is None:
             return ""
         steady = [r for r in self.objects.values() if r.has_stable_tensors]
@@ -181,7 +190,7 @@ class SnapshotContents:
         return hasher.hexdigest() if found else ""
 
     def _sources(self, image: Image) -> list[Source]:
-        """Guarded tensors themselves; of the others copies, made now."""
+        """Return each tensor's bytes: guarded tensors' own memory, and copies of all others, made now."""
         sources = image.views.copy()
         staged = [
             (number, view) for number in image.immediate if isinstance(view := sources[number], np.ndarray)
@@ -198,4 +207,4 @@ class SnapshotContents:
             if not isinstance(sources[number], np.ndarray):
                 flat = row_major_bytes(image.tensors[number])
                 sources[number] = flat.numpy() if flat.device.type == "cpu" else flat
-        return cast(list[Source], sources)  # What had no view is gathered.
+        return cast(list[Source], sources)  # Whatever had no view was gathered above.

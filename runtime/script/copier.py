@@ -1,9 +1,10 @@
 """The thread that copies a snapshot into the arena while the script goes on computing.
 
-A snapshot is cut into units. The copier takes them one after the other; numpy copies and XXH3 release the
-interpreter lock. Whoever is about to change what is being copied (an optimizer's step) comes to ``finish``
-and takes units too, so that the wait is at most one memcpy, shared. Each block's digest is made just before
-it is copied, which brings it into the cache, unless somebody waits: then copying goes first.
+A snapshot consists of units, which the copier copies one after the other; numpy copies and XXH3 release the
+interpreter lock. A thread that is about to change the state (an optimizer's step) calls ``finish`` and
+copies units as well, so that it waits for at most one shared memcpy. Each block is hashed just before it is
+copied, which brings it into the cache. While a thread waits, copying comes first and blocks are hashed
+afterwards.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ _EXIT_S = 60.0
 
 
 def part_name(rank: int, what: str, number: int | None = None) -> str:
-    """Of a part of a rank's snapshot; unlike those of other ranks, with which it may lie side by side."""
+    """Return the name of a part of a rank's snapshot, which is unique among all ranks."""
     return f"rank-{rank}/{what}" if number is None else f"rank-{rank}/{what}-{number:05d}"
 
 
@@ -43,47 +44,51 @@ class _Interrupted(SnapshotError):
 
 @dataclass(slots=True, eq=False)
 class ScriptCapture:
-    """One snapshot on its way. The copier's lock guards what changes."""
+    """A snapshot of a script while it is being copied. The copier's lock guards the fields that change."""
 
     step: int
     rank: int
     units: list[CopyUnit]
-    """Of the shared image, then of this rank's own."""
+    """Units of the shared image, then those of this rank's own."""
     shared_units: int
     sources: list[Source]
     body_bytes: int
-    """The units' together; the header comes behind them."""
+    """Bytes of all units together; the header follows them."""
     header: Callable[[], bytes]
-    """Called on the copier's thread."""
+    """Function that makes the header; the copier's thread calls it."""
     layout: dict[str, Any]
     devices: set[torch.device] = field(default_factory=set)
     slot: Slot | None = None
     taken: int = 0
     copied: int = 0
     helpers: int = 0
-    """Threads at ``finish`` that may be copying a unit."""
+    """Number of threads in ``finish`` that may be copying a unit."""
     failed: bool = False
-    """Nobody needs to wait for it any more."""
+    """Whether the snapshot was abandoned, so that nobody needs to wait for it."""
     error: Exception | None = None
-    """What a thread met that copied a unit; the copier's raises it."""
+    """Exception of a thread that copied a unit; the copier's thread raises it."""
     digests: dict[int, str] = field(default_factory=dict)
 
     @property
     def done(self) -> bool:
-        """What it copies may be changed; on a device, behind the copies (``SideStreams.hold``)."""
+        """Whether the state may be changed; on a device, after its copies (``SideStreams.make_compute_wait``)."""
         return self.failed or self.copied == len(self.units)
 
     @property
     def writes_ended(self) -> bool:
-        """Nobody writes into the slot any more; what a helper took who was interrupted is not copied."""
+        """Whether nobody writes into the slot any more. A unit that an interrupted helper took is never
+        copied.
+        """
         return self.helpers == 0 or self.copied == self.taken
 
 
 @dataclass(slots=True, eq=False)
 class SnapshotCopier:
-    """:param open_slot: gives a slot of so many bytes; may wait, and may raise.
-    :param complete: writes the manifest: step, slot, parts, layout.
-    :param failed: is told what was raised; that snapshot is dropped and training goes on.
+    """The thread that copies captures into slots.
+
+    :param open_slot: returns a slot of the given size in bytes; it may wait, and may raise. :param
+    complete: writes the manifest, given the step, slot, parts and layout. :param failed: receives the
+    exception for which a snapshot was dropped; training goes on.
     """
 
     open_slot: Callable[[int], Slot]
@@ -97,13 +102,13 @@ class SnapshotCopier:
     _thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Before the first snapshot, which need not wait for a thread then."""
+        """Start the thread; called before the first snapshot, which need not wait for it then."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="ftd-copier", daemon=True)
             self._thread.start()
 
     def begin(self, capture: ScriptCapture) -> None:
-        """Copy it from now on; the caller sees to it that nothing changes before ``finish``."""
+        """Copy ``capture`` from now on. The caller must not change its tensors before ``finish`` returns."""
         self.start()
         self.streams.begin(capture.devices)
         with self._changed:
@@ -111,7 +116,7 @@ class SnapshotCopier:
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Return when all that was begun is copied, and may be changed; helps with it."""
+        """Help to copy what was begun, and return when the state may be changed."""
         with self._changed:
             begun = list(self._queue)
             pending = [capture for capture in begun if not capture.done]
@@ -122,12 +127,12 @@ class SnapshotCopier:
         finally:
             with self._changed:
                 self._waiting -= 1
-        # Also for those that are done: a device was asked for their copies, and may be at it.
+        # This includes captures that are done: a device may still be executing their copies.
         for capture in begun:
             self.streams.make_compute_wait(capture.devices)
 
     def wait(self) -> None:
-        """Return when all that was begun is complete, or was dropped."""
+        """Wait until every capture is complete or was dropped."""
         self.finish()
         with self._changed:
             self._changed.wait_for(lambda: not self._queue)
@@ -151,7 +156,7 @@ class SnapshotCopier:
                     return
                 capture = self._queue[0]
             try:
-                self._carry(capture)
+                self._write_capture(capture)
             except Exception as error:
                 with self._changed:
                     capture.failed = True
@@ -162,14 +167,14 @@ class SnapshotCopier:
                 self._changed.notify_all()
 
     def _drop(self, capture: ScriptCapture, error: Exception) -> None:
-        # A helper may still write into the slot: it must not be given to the next snapshot before.
+        # A helper may still write into the slot, so the next snapshot must not get it before.
         with self._changed:
             self._changed.wait_for(lambda: capture.writes_ended)
-        with contextlib.suppress(Exception):  # Of a device that failed there is nothing to wait for.
+        with contextlib.suppress(Exception):  # There is nothing to wait for on a failed device.
             self.streams.finish(capture.devices)
         self.failed(capture.step, error)
 
-    def _carry(self, capture: ScriptCapture) -> None:
+    def _write_capture(self, capture: ScriptCapture) -> None:
         self.streams.prepare_thread(capture.devices)
         header = capture.header()
         slot = self.open_slot(capture.body_bytes + len(header))
@@ -178,7 +183,7 @@ class SnapshotCopier:
         with self._changed:
             capture.slot = slot
             self._changed.notify_all()
-        while (number := self._take(capture)) is not None:
+        while (number := self._take_unit(capture)) is not None:
             self._copy(capture, number, self._copy_hashed)
         with self._changed:
             self._changed.wait_for(lambda: capture.writes_ended)
@@ -217,10 +222,10 @@ class SnapshotCopier:
             self._changed.wait_for(lambda: capture.slot is not None or capture.failed)
             capture.helpers += 1
         try:
-            while (number := self._take(capture)) is not None:
+            while (number := self._take_unit(capture)) is not None:
                 self._copy(capture, number, self._copy_plainly)
         except BaseException as error:
-            # Ctrl-C, or a signal's handler that ends the script: whatever was taken may be half copied.
+            # Ctrl-C or a signal handler ended the script: the unit that was taken may be half copied.
             with self._changed:
                 capture.error, capture.failed = _Interrupted(type(error).__name__), True
             raise
@@ -231,7 +236,7 @@ class SnapshotCopier:
         with self._changed:
             self._changed.wait_for(lambda: capture.done)
 
-    def _take(self, capture: ScriptCapture) -> int | None:
+    def _take_unit(self, capture: ScriptCapture) -> int | None:
         with self._changed:
             if capture.failed or capture.taken == len(capture.units):
                 return None
@@ -248,7 +253,7 @@ class SnapshotCopier:
                 view[offset : offset + size] = 0
             how(capture, number, view)
         except Exception as error:
-            # Maybe on the training thread, whose step is none the worse for it.
+            # This may be the training thread, whose step is not affected.
             with self._changed:
                 capture.error, capture.failed = error, True
         with self._changed:
@@ -256,7 +261,9 @@ class SnapshotCopier:
             self._changed.notify_all()
 
     def _copy_hashed(self, capture: ScriptCapture, number: int, view: Bytes) -> None:
-        """With its digest, unless somebody waits, or it comes from a device. Parity's is made behind it."""
+        """Copy a unit and hash it on the way; not while a thread waits, nor from a device. Parity is hashed
+        after it is made.
+        """
         unit = capture.units[number]
         if capture.devices or any(piece.is_xor for piece in unit.ranges):
             self._copy_plainly(capture, number, view)
@@ -285,13 +292,14 @@ class SnapshotCopier:
             source = capture.sources[piece.entry][piece.start : piece.start + piece.size_bytes]
             target = view[piece.offset : piece.offset + piece.size_bytes]
             if piece.is_xor and isinstance(source, Tensor):
-                with self.streams.on(source.device):  # Behind the copy that it is added to.
+                with self.streams.on(source.device):  # This runs after the copy that it is XORed with.
                     xor_into(target, source.cpu().numpy())
             elif isinstance(source, Tensor):
                 with self.streams.on(source.device):
                     copy_async(target, source)
             elif piece.is_xor:
-                self.streams.finish(capture.devices)  # What it is added to may be on its way from a device.
+                # The copy that it is XORed with may still be on its way from a device.
+                self.streams.finish(capture.devices)
                 xor_into(target, source)
             else:
                 target[:] = source

@@ -1,8 +1,9 @@
-"""Plain data with tensors in it, as msgpack and back: what a script's state is made of. No pickle.
+"""Conversion of plain data with tensors in it to msgpack and back. This is how a script's state is stored,
+without pickle.
 
 ``freeze`` copies a nested value (dict, list, tuple, numbers, text, bytes, numpy arrays) into something that
-msgpack writes, and hands every tensor to its caller, who gives it a number; ``thaw`` reads that back, with a
-``TensorRef`` where a tensor was; ``rebuild`` puts the tensors in.
+msgpack can write, and hands every tensor to its caller, who gives it a number. ``thaw`` reads it back, with
+a ``TensorRef`` in place of each tensor; ``rebuild`` puts the tensors in.
 """
 
 from collections import Counter
@@ -23,22 +24,21 @@ _SMALLEST, _LARGEST = -(2**63), 2**64 - 1
 
 
 class SnapshotError(ValueError):
-    """Something that a snapshot cannot be made of, or a use that would lose one; says what would work."""
+    """A value that cannot be saved, or a call that would lose a snapshot; the message says what would work."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands where tensor number ``index`` belongs."""
+    """Placeholder of tensor number ``index``."""
 
     index: int
 
 
 def freeze(value: Any, where: str, take: TakeTensor) -> Any:
-    """A copy that nobody else can change, for ``encode``.
+    """Return a copy of ``value`` for ``encode``, which shares nothing mutable with it.
 
-    :param where: its name, for errors.
-    :param take: is given each tensor and its name; returns its number.
-    :raises SnapshotError: something in it is no plain data.
+    :param where: name of the value, for errors. :param take: receives each tensor and its name, and returns
+    the tensor's number. :raises SnapshotError: it contains something that is not plain data.
     """
     if value is None or type(value) in _AS_IT_IS:
         return value
@@ -83,14 +83,14 @@ def _freeze_dict(value: dict[Any, Any], where: str, take: TakeTensor) -> Any:
 
 
 def encode(frozen: Any) -> bytes:
-    """What ``freeze`` returned, as msgpack."""
+    """Return the result of ``freeze`` as msgpack."""
     return msgspec.msgpack.encode(frozen)
 
 
 def thaw(data: bytes) -> Any:
-    """What ``encode`` wrote.
+    """Return the value that ``encode`` wrote, with a ``TensorRef`` for each tensor.
 
-    :raises msgspec.DecodeError: it is something else.
+    :raises msgspec.DecodeError: the bytes are something else.
     """
     return msgspec.msgpack.decode(data, ext_hook=_thaw_special)
 
@@ -116,11 +116,11 @@ def _thaw_special(code: int, data: memoryview) -> Any:
 
 
 def rebuild(thawed: Any, old: Any, place: PlaceTensor) -> Any:
-    """With the tensors in place.
+    """Return the value with its tensors.
 
-    :param old: what stands there now: a tensor in it is filled where it fits, so that others who hold it
-        see the change.
-    :param place: is given a tensor's number and the one that stands there; returns the filled one.
+    :param old: the current value: a tensor in it is filled where it fits, so that others who hold it see
+    the change. :param place: receives a tensor's number and the current tensor, and returns the one that
+    will be filled.
     """
     if isinstance(thawed, TensorRef):
         return place(thawed.index, old if isinstance(old, Tensor) else None)
@@ -137,7 +137,7 @@ def rebuild(thawed: Any, old: Any, place: PlaceTensor) -> Any:
 
 
 def refs_of(thawed: Any) -> list[int]:
-    """The numbers of the tensors in it."""
+    """Return the numbers of the tensors in it."""
     if isinstance(thawed, TensorRef):
         return [thawed.index]
     if isinstance(thawed, dict):

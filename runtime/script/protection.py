@@ -1,12 +1,14 @@
-"""Protection of a script's snapshots among its ranks' hosts: who they are, what each keeps, what is left.
+"""Protection of a script's snapshots among the hosts of its ranks: which hosts there are, what each saves, and
+what is left.
 
-What is the same on all ranks (DDP) is kept by the hosts together: each its segment and its parity, made from
-its own memory without network traffic. What is a rank's own is copied to buddy hosts by their keepers. Both
-withstand the same losses. Without a keeper on each host everything stays as it is without protection.
+State that is the same on all ranks (DDP) is saved by the hosts together: each makes its segment and its
+parity from its own memory, without network traffic. Each rank's own state is copied to other hosts by their
+snapshot agents. Both withstand the same losses. Without a snapshot agent on each host, snapshots are as
+without protection.
 
-``find_restorable`` says which snapshots of a run can be restored from what is left in the memory of some
-hosts, and from
-whom. ``SnapshotAgentClient`` is this host's, as a script sees it: HTTP over a unix socket, without asyncio.
+``find_restorable`` returns the snapshots of a run that can be restored from what is left in the memory of
+some hosts, and from whom. ``SnapshotAgentClient`` is a script's client of its host's agent: HTTP over a
+unix socket, without asyncio.
 """
 
 import http.client
@@ -44,20 +46,22 @@ T = TypeVar("T")
 
 SOCKET_VARIABLE = "FTD_SNAPSHOT_AGENT"
 REQUEST_TIMEOUT_S = 10.0
-"""For what a keeper knows, or may have to ask its peers."""
+"""Timeout of requests that an agent answers at once, or after asking its peers."""
 FETCH_TIMEOUT_S = 1800.0
-"""For many gigabytes over a slow network."""
+"""Timeout of a fetch: many gigabytes over a slow network."""
 
 
 def scheme_of(protection: str) -> str:
-    """The scheme of ``storage.codes`` for what a script asks for: ``buddy`` is a copy on the next host."""
+    """Return the scheme of ``storage.codes`` for a script's ``protection``; ``buddy`` is a copy on the next
+    host.
+    """
     return "+".join("arc:1" if part.strip() == "buddy" else part.strip() for part in protection.split("+"))
 
 
 def tolerated_losses(scheme: str) -> int:
-    """Hosts that may be lost, where there are enough of them.
+    """Return the number of hosts that may be lost, provided that there are enough of them.
 
-    :raises ValueError: no protection of a script's snapshots.
+    :raises ValueError: the scheme does not protect a script's snapshots.
     """
     parts = parse_scheme(scheme, ("none", "aec", "aec2"))
     return sum({"none": 0, "arc": count, "aec": 1, "aec2": 2}[name] for name, count in parts)
@@ -65,32 +69,32 @@ def tolerated_losses(scheme: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorableSnapshot:
-    """A snapshot that all ranks can have."""
+    """A snapshot that all ranks can restore."""
 
     key: SnapshotKey
     layout: RankSnapshotLayout
-    """Of some rank's: what they have in common counts."""
+    """Layout of any rank; only the fields that all ranks have in common are used."""
     own: dict[int, tuple[str, ...]]
-    """Rank of then → who has what is its own."""
+    """Addresses that hold a rank's own image, by the rank when it was saved."""
     shards: dict[int, str]
-    """Owner → who has its shard."""
+    """Address of the agent that holds a shard, by the shard's owner."""
 
     def source_of(self, rank: int) -> int:
-        """The rank of then whose own part a rank of now takes: its own, while there was one."""
+        """Return the rank whose own image a rank restores: its own, unless there were fewer ranks then."""
         return rank % self.layout.ranks
 
 
 def find_restorable(
     held: Sequence[HeldRankSnapshot], ranks: int
 ) -> tuple[list[RestorableSnapshot], list[tuple[SnapshotKey, str]]]:
-    """What ``ranks`` ranks can restore, the newest first; and what they cannot, with the reason."""
+    """Return what ``ranks`` ranks can restore, newest first, and what they cannot, with the reason."""
     by_key: dict[SnapshotKey, list[HeldRankSnapshot]] = {}
     for one in held:
         by_key.setdefault(one.key, []).append(one)
     found: list[RestorableSnapshot] = []
     refused: list[tuple[SnapshotKey, str]] = []
     for key in sorted(by_key, reverse=True):
-        made = _looked_at(key, by_key[key], ranks)
+        made = _examine(key, by_key[key], ranks)
         if isinstance(made, RestorableSnapshot):
             found.append(made)
         else:
@@ -99,19 +103,19 @@ def find_restorable(
 
 
 def rank_count_mismatch(written: int, ranks: int) -> str:
-    """Why what so many ranks kept is not restored on another number."""
+    """Return why a snapshot of ``written`` ranks cannot be restored on ``ranks`` ranks."""
     return (
-        f"it is of {written} ranks, and there are {ranks}: what each rank kept for itself is not cut anew; "
-        f"start with {written} ranks again. Another number can go on where DDP's ranks of several hosts were "
+        f"it was saved by {written} ranks, and there are {ranks}: the ranks' own state cannot be resharded; "
+        f"start {written} ranks again. Another number of ranks can resume where DDP's ranks of several hosts were "
         "protected (protection=), and from a checkpoint that can be resharded (torch.distributed.checkpoint)"
     )
 
 
-def _looked_at(key: SnapshotKey, held: Sequence[HeldRankSnapshot], ranks: int) -> RestorableSnapshot | str:
+def _examine(key: SnapshotKey, held: Sequence[HeldRankSnapshot], ranks: int) -> RestorableSnapshot | str:
     layout = held[0].layout
     common = _common(layout)
     if any(_common(one.layout) != common for one in held):
-        return "its parts do not fit together"
+        return "its parts do not belong together"
     if layout.ranks != ranks and not layout.shared_bytes:
         return rank_count_mismatch(layout.ranks, ranks)
     own: dict[int, tuple[str, ...]] = {}
@@ -120,7 +124,7 @@ def _looked_at(key: SnapshotKey, held: Sequence[HeldRankSnapshot], ranks: int) -
     shards = {one.layout.owner: one.address for one in held if one.layout.owner >= 0 and not one.is_copy}
     missing = sorted({rank % layout.ranks for rank in range(ranks)} - set(own))
     if missing:
-        return f"what was rank {', '.join(map(str, missing[:5]))}'s own is lost"
+        return f"the own state of rank {', '.join(map(str, missing[:5]))} is lost"
     if layout.shared_bytes:
         lost = frozenset(range(layout.owners)) - set(shards)
         if solve_lost_cells(make_code(layout.scheme, layout.owners), lost) is None:
@@ -135,7 +139,7 @@ def _common(layout: RankSnapshotLayout) -> tuple[int, int, str, int]:
 
 
 class SnapshotAgentError(SnapshotError):
-    """It is not there, or could not do what it was asked."""
+    """The snapshot agent cannot be reached, or could not do what it was asked."""
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -150,30 +154,34 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class SnapshotAgentClient:
-    """:param path: of its socket; ``$FTD_SNAPSHOT_AGENT``, else where a keeper of this user has it by default."""
+    """The snapshot agent of this host, over its unix socket.
+
+    :param path: of the socket; the default is ``$FTD_SNAPSHOT_AGENT``, or else where an agent of this user
+    puts it.
+    """
 
     def __init__(self, path: str | Path | None, default: Path) -> None:
         self.path = Path(path or os.environ.get(SOCKET_VARIABLE) or default / SOCKET)
 
     def facts(self) -> SnapshotAgentInfo:
-        return self._ask("GET", "/v1/info", None, SnapshotAgentInfo)
+        return self._request("GET", "/v1/info", None, SnapshotAgentInfo)
 
     def held(self, job: str) -> tuple[HeldRankSnapshot, ...]:
-        return self._ask("GET", f"/v1/held/{job}", None, tuple[HeldRankSnapshot, ...])
+        return self._request("GET", f"/v1/held/{job}", None, tuple[HeldRankSnapshot, ...])
 
     def protect(self, run: ProtectedRun) -> None:
-        self._ask("POST", "/v1/protect", run, dict[str, str])
+        self._request("POST", "/v1/protect", run, dict[str, str])
 
     def fetch(self, wanted: FetchRequest) -> FetchResult:
-        return self._ask("POST", "/v1/fetch", wanted, FetchResult, timeout_s=FETCH_TIMEOUT_S)
+        return self._request("POST", "/v1/fetch", wanted, FetchResult, timeout_s=FETCH_TIMEOUT_S)
 
     def remove(self, job: str) -> None:
-        self._ask("POST", f"/v1/remove/{job}", None, dict[str, str])
+        self._request("POST", f"/v1/remove/{job}", None, dict[str, str])
 
-    def _ask(
+    def _request(
         self, method: str, path: str, body: Any, kind: type[T], *, timeout_s: float = REQUEST_TIMEOUT_S
     ) -> T:
-        """:raises SnapshotAgentError: it is not there, or could not do it."""
+        """:raises SnapshotAgentError: the agent cannot be reached, or could not do it."""
         connection = _UnixConnection(self.path, timeout_s)
         try:
             connection.request(method, path, None if body is None else msgspec.json.encode(body))
@@ -181,27 +189,29 @@ class SnapshotAgentClient:
             data = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise SnapshotAgentError(
-                f"no keeper answers at {self.path}: {error or type(error).__name__}"
+                f"no snapshot agent answers at {self.path}: {error or type(error).__name__}"
             ) from None
         finally:
             connection.close()
         if response.status != http.HTTPStatus.OK:
             raise SnapshotAgentError(
-                data.decode(errors="replace")[:500] or f"the keeper answered {response.status}"
+                data.decode(errors="replace")[:500] or f"the snapshot agent answered {response.status}"
             )
         try:
             return msgspec.json.decode(data, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise SnapshotAgentError(f"the keeper at {self.path} is of another version: {error}") from None
+            raise SnapshotAgentError(
+                f"the snapshot agent at {self.path} has another version: {error}"
+            ) from None
 
 
-class _Presence(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank says of itself when all meet."""
+class _RankReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's contribution when all ranks meet."""
 
     here: int
     newest: int
     shared: str
-    """Digest of what it takes for the same on all ranks; empty: nothing is."""
+    """Digest of the state that this rank shares with all others; empty if there is none."""
     facts: SnapshotAgentInfo | None
     alone: tuple[HeldRankSnapshot, ...]
     held: tuple[HeldRankSnapshot, ...]
@@ -214,21 +224,24 @@ class Protection:
     agent: SnapshotAgentClient | None
     agent_facts: SnapshotAgentInfo | None
     active: bool = False
-    """All ranks have keepers, and there is another host: what is said below is so."""
+    """Whether all ranks have a snapshot agent; only then the fields below apply."""
     owners: int = 1
     owner: int = -1
-    """Which shard of what is shared this rank keeps; -1: another rank of its host does so."""
+    """Index of the shard of the shared image that this rank saves; -1 if another rank of its host does."""
     shares: bool = False
     generation: int = 0
     same_host: list[int] = field(default_factory=list)
-    """Other ranks that see the same memory."""
+    """Other ranks that use the same directory."""
     _run: ProtectedRun | None = None
 
     @classmethod
     def open(cls, job: str, protection: str, path: str | Path | None, default: Path) -> "Protection":
-        """:raises SnapshotError: no such protection."""
+        """Return the protection that a script asked for, or none with a warning if no agent answers.
+
+        :raises SnapshotError: there is no such protection.
+        """
         if not isinstance(protection, str):
-            raise SnapshotError(f"protection: {protection!r} is no text: write 'buddy', say, or 'none'")
+            raise SnapshotError(f"protection: {protection!r} must be a string, such as 'buddy' or 'none'")
         try:
             scheme = scheme_of(protection)
             tolerated_losses(scheme)
@@ -241,7 +254,7 @@ class Protection:
             return cls(job, scheme, keeper, keeper.facts())
         except SnapshotAgentError as error:
             log.warning(
-                "%s: protection %r needs a keeper on each host (ftd node --snapshots-only); snapshots stay "
+                "%s: protection %r needs a snapshot agent on each host (ftd node --snapshots-only); snapshots stay "
                 "in this host's memory alone: %s",
                 job,
                 protection,
@@ -251,7 +264,7 @@ class Protection:
 
     @property
     def keeps_shard(self) -> bool:
-        """This rank keeps its host's shard of what is shared."""
+        """Whether this rank saves its host's shard of the shared image."""
         return self.shares and self.owner >= 0
 
     @property
@@ -283,9 +296,10 @@ class Protection:
         newest: int,
         shared: str,
     ) -> list[RestorableSnapshot]:
-        """The snapshots that all ranks can have, the newest first; and a generation for this run.
+        """Agree on the snapshots that all ranks can restore, newest first, and on this run's generation.
 
-        :param newest: generation of what lies here. :param shared: see ``_Presence``.
+        :param directory: of the job on this host. :param own: layouts of the snapshots in this rank's
+        arena. :param newest: newest generation in this rank's arena. :param shared: see ``_RankReport``.
         """
         held: tuple[HeldRankSnapshot, ...] = ()
         if self.agent is not None:
@@ -297,9 +311,9 @@ class Protection:
         alone = tuple(
             HeldRankSnapshot(address="", generation=g, step=s, layout=one) for (g, s), one in own.items()
         )
-        mine = _Presence(
+        mine = _RankReport(
             here=directory_id(directory),
-            # Runs of a job that was removed in between are told apart by the time.
+            # The time distinguishes this run from those of a job of the same name that was removed.
             newest=max([newest, time.time_ns() // 1_000_000, *(one.generation for one in held)]),
             shared=shared,
             facts=self.agent_facts,
@@ -307,31 +321,31 @@ class Protection:
             held=held,
         )
         rows = [
-            msgspec.msgpack.decode(row, type=_Presence)
+            msgspec.msgpack.decode(row, type=_RankReport)
             for row in ranks.gather_bytes(msgspec.msgpack.encode(mine))
         ]
         self.generation = max(row.newest for row in rows) + 1
         self.same_host = [r for r, row in enumerate(rows) if row.here == mine.here and r != ranks.rank]
-        self._arrange(rows, ranks)
+        self._assign(rows, ranks)
         kept = [one for row in rows for one in (row.held if self.active else row.alone)]
         if self.active:
             kept = list({(one.key, one.address, one.layout.rank, one.is_copy): one for one in kept}.values())
         found, refused = find_restorable(kept, ranks.count)
         for key, why in refused:
-            # Older ones are let go by one rank after the other: what is left of them is no loss.
+            # Ranks release older snapshots one after the other, so remains of them are no loss.
             if not found or key > found[0].key:
                 log.warning("%s: the snapshot of step %d cannot be restored: %s", self.job, key[1], why)
         return found
 
-    def _arrange(self, rows: list[_Presence], ranks: Ranks) -> None:
-        """Who keeps what, from now on; the same on all ranks."""
+    def _assign(self, rows: list[_RankReport], ranks: Ranks) -> None:
+        """Decide which host saves what from now on; all ranks come to the same result."""
         facts = [row.facts for row in rows]
         present = [one for one in facts if one is not None]
         self.active = bool(present) and len(present) == len(facts)
         if not self.active:
             if self.is_requested and present and ranks.rank == 0:
                 without = [rank for rank, one in enumerate(facts) if one is None]
-                log.warning("%s: not protected: no keeper at rank %s", self.job, without[0])
+                log.warning("%s: not protected: no snapshot agent answers at rank %s", self.job, without[0])
             return
         hosts = tuple(dict.fromkeys(one.address for one in present))
         losses, places = tolerated_losses(self.scheme), [hosts.index(one.address) for one in present]
@@ -342,16 +356,14 @@ class Protection:
         copies = min(losses, len(hosts) + len(spare) - 1)
         if copies < losses and ranks.rank == 0:
             log.warning(
-                "%s: %s withstands the loss of %d hosts, and with %d hosts and %d peers of their keepers it "
-                "is %d: start ranks on more hosts, or name node.snapshot_peers",
+                "%s: %s withstands the loss of %d hosts, but with %d hosts and %d peers of their agents it "
+                "withstands only %d: start ranks on more hosts, or set node.snapshot_peers",
                 self.job, self.scheme, losses, len(hosts), len(spare), copies,
             )  # fmt: skip
         digests = {row.shared for row in rows}
         self.shares = len(hosts) > 1 and len(digests) == 1 and digests != {""}
         if len(hosts) > 1 and len(digests) > 1:
-            log.warning(
-                "%s: DDP's parameters differ between ranks: each rank's are kept as its own", self.job
-            )
+            log.warning("%s: DDP's parameters differ between ranks: each rank saves its own", self.job)
         mine = places[ranks.rank]
         self.owners, self.owner = len(hosts), -1
         if self.shares and places.index(mine) == ranks.rank:
@@ -366,22 +378,26 @@ class Protection:
         )
 
     def start(self, restored: SnapshotKey | None) -> None:
-        """Have the keepers protect this run's snapshots."""
+        """Have the agents protect this run's snapshots."""
         if self.agent is not None and self._run is not None and self.active:
             try:
                 self.agent.protect(msgspec.structs.replace(self._run, restored=restored))
             except SnapshotAgentError as error:
                 log.warning("%s: not protected: %s", self.job, error)
 
-    # --- what is on other hosts ------------------------------------------------------------------
+    # --- fetching from other hosts ------------------------------------------------------------------
 
     def fetch(self, found: RestorableSnapshot, rank: int, *, own: bool) -> tuple[Bytes, Bytes]:
-        """(the rank's own image with its header behind it, the shared image); empty where not wanted.
+        """Return the rank's own image followed by its header, and the shared image; each is empty if it is not
+        needed.
 
-        :raises SnapshotAgentError: it cannot be had.
+        :param own: whether the rank's own image is needed. :raises SnapshotAgentError: they cannot be
+        fetched.
         """
         if self.agent is None or not self.active:
-            raise SnapshotAgentError("parts of it are on other hosts, and there is no keeper to ask")
+            raise SnapshotAgentError(
+                "parts of it are on other hosts, and there is no snapshot agent to fetch them"
+            )
         source = found.source_of(rank)
         shared = bool(found.layout.shared_bytes)
         if not own and not shared:
@@ -404,19 +420,19 @@ class Protection:
                 map_bytes(brought.shared) if brought.shared else EMPTY,
             )
         except OSError as error:
-            raise SnapshotAgentError(f"what the keeper brought is gone: {error}") from None
+            raise SnapshotAgentError(f"the files that the snapshot agent fetched are gone: {error}") from None
 
     def remove(self) -> None:
-        """The job is over: copies go, too."""
+        """Remove the copies on other hosts as well, since the job is over."""
         if self.agent is not None:
             try:
                 self.agent.remove(self.job)
             except SnapshotAgentError as error:
-                log.warning("%s: copies on other hosts may stay: %s", self.job, error)
+                log.warning("%s: copies on other hosts may remain: %s", self.job, error)
 
 
 def rank_layout_of(manifest: SnapshotManifest) -> RankSnapshotLayout | None:
-    """``None``: it was not written by a Snapshotter of this version."""
+    """Return the rank's layout; ``None`` if this version's ``Snapshotter`` did not write the snapshot."""
     try:
         return msgspec.convert(manifest.layout, RankSnapshotLayout)
     except msgspec.ValidationError:

@@ -1,4 +1,6 @@
-"""The states of the random numbers that a script draws from: torch's, numpy's and Python's, and its own."""
+"""The states of random generators: the global ones of torch, numpy and Python, and those that a script made
+itself.
+"""
 
 import random
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 
 @dataclass(frozen=True, slots=True)
 class GeneratorState:
-    """One that the script made for itself, as what has ``state_dict``."""
+    """A generator that the script made, with ``state_dict`` and ``load_state_dict``."""
 
     generator: Generator
 
@@ -51,7 +53,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """What ``random_states`` returned; the device's only where there is one."""
+    """Restore the result of ``random_states``; the CUDA state only where there is a device."""
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["python"])

@@ -1,9 +1,9 @@
-"""Where the snapshots of one rank lie, and when one may be let go.
+"""The memory of one rank's snapshots, and the rule by which snapshots are released.
 
-``<directory>/<name>/rank-<r>`` holds an arena and a lock. A snapshot is released only when all ranks that
-can be seen here hold a newer one in common: a rank that is killed between two snapshots of its neighbours
-leaves a step that every one of them has. That is read off the neighbours' manifests; nobody is asked. Where
-a keeper protects the snapshots among hosts, it says in a file which ones all hosts need.
+``<directory>/<name>/rank-<r>`` holds an arena and a lock. A snapshot is released only when all ranks of
+this host hold a newer one in common. So a rank that is killed between two snapshots of its neighbours
+leaves a step that all of them have. A rank reads this from its neighbours' manifests and asks nobody. Where
+a snapshot agent protects the snapshots among hosts, it writes to a file which ones all hosts still need.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _LOCK_S = 20.0
 _NEIGHBOURS_S = 0.5
 _POLL_S = 0.001
 
-_open_here: set[Path] = set()
+_open_arenas: set[Path] = set()
 
 
 def snapshot_key(manifest: SnapshotManifest) -> SnapshotKey:
@@ -38,46 +38,53 @@ def snapshot_key(manifest: SnapshotManifest) -> SnapshotKey:
 
 
 def default_root() -> Path:
-    """Of all that this user keeps in shared memory; need not be there."""
+    """Return the directory of all that this user has in shared memory; it may not exist yet."""
     return SHARED_MEMORY / f"ftd-{os.getuid()}"
 
 
 def default_directory() -> Path:
-    """In shared memory, of this user alone.
+    """Return the directory for snapshots in shared memory, which only this user can read.
 
-    :raises SnapshotError: there is no shared memory, or somebody else made the directory.
+    :raises SnapshotError: there is no shared memory, or another user owns the directory.
     """
     if not SHARED_MEMORY.is_dir():
-        raise SnapshotError(f"there is no {SHARED_MEMORY}: give directory= in a memory file system")
+        raise SnapshotError(f"there is no {SHARED_MEMORY}: pass directory= in a memory file system")
     mine = default_root()
     mine.mkdir(mode=0o700, exist_ok=True)
     found = mine.lstat()
     if mine.is_symlink() or found.st_uid != os.getuid():
-        raise SnapshotError(f"{mine} belongs to user {found.st_uid}: give directory=")
+        raise SnapshotError(f"{mine} belongs to user {found.st_uid}: pass directory=")
     return mine / "snapshots"
 
 
 @dataclass(slots=True)
 class RankArena:
-    """Use ``open``. Methods but ``close`` and ``remove`` are for one thread at a time."""
+    """The arena of one rank's snapshots, made by ``open``. All methods except ``close`` and ``remove`` are for
+    one thread at a time.
+    """
 
     name: str
     job: Path
     arena: Arena
     _lock: IO[str]
     neighbours: list[Path] = field(default_factory=list)
-    """Arenas of the other ranks on this host."""
+    """Directories of the other ranks' arenas on this host."""
     protected: bool = False
-    """A keeper says what must stay; and ``restored`` stays until it has newer ones everywhere."""
+    """Whether a snapshot agent decides what is retained. ``restored`` is then retained until all hosts have a
+    newer snapshot.
+    """
     restored: SnapshotKey | None = None
     closed: bool = False
 
     @classmethod
     def open(cls, name: str, rank: int, directory: Path | None, limit_bytes: int | None) -> "RankArena":
-        """:raises SnapshotError: the name cannot be one, another process uses it, or it cannot be written."""
+        """Open the arena of a rank and lock it.
+
+        :raises SnapshotError: the name is invalid, another process uses the arena, or it cannot be written.
+        """
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise SnapshotError(
-                f"{name!r} cannot be the name of a job: letters, digits, '.', '_' and '-', at most 100, and "
+                f"{name!r} cannot be the name of a job: use letters, digits, '.', '_' and '-', at most 100, with "
                 "a letter or digit first"
             )
         job = (directory or default_directory()) / name
@@ -87,7 +94,7 @@ class RankArena:
             lock = _locked(path.resolve())
         except OSError as error:
             raise SnapshotError(
-                f"snapshots cannot be kept in {path}: {error.strerror}: give directory= in a memory file "
+                f"snapshots cannot be written to {path}: {error.strerror}: pass directory= in a memory file "
                 "system that this user may write to"
             ) from None
         try:
@@ -97,9 +104,11 @@ class RankArena:
             raise
 
     def reserve(self, size_bytes: int) -> None:
-        """Room for two snapshots, or three where one may be on its way to other hosts; touched now.
+        """Reserve and touch the memory of two snapshots, or of three where one may be on its way to other
+        hosts.
 
-        :raises ArenaFullError: carries the bytes that are needed and those that are there.
+        :raises ArenaFullError: there is too little memory; it carries the bytes that are needed and those
+        that are free.
         """
         slots = SLOTS if self.protected else RETAINED_SLOTS
         there = sum(f.stat().st_size for f in self.arena.directory.glob("slot-*"))
@@ -107,32 +116,36 @@ class RankArena:
         if needed - there > free:
             raise ArenaFullError(
                 f"{_COUNTS[slots]} snapshots of {size_bytes} bytes need {needed} bytes in "
-                f"{self.arena.directory}, and {there + free} are there: make the file system larger "
-                "(mount -o remount,size=…), or give directory= in another one",
+                f"{self.arena.directory}, and {there + free} are free: make the file system larger "
+                "(mount -o remount,size=…), or pass directory= in another one",
                 needed_bytes=needed,
                 free_bytes=there + free,
             )
         self.arena.reserve(size_bytes, slots)
 
     def acquire_slot(self, size_bytes: int) -> Slot:
-        """One that is free. Waits a little for neighbours who are about to complete, before it takes a third.
+        """Return a free slot. Wait briefly for neighbours that are about to complete a snapshot before taking
+        a third slot.
 
-        :raises ArenaFullError: there is none.
+        :raises ArenaFullError: no slot is free.
         """
-        self._let_go()
+        self._release_old()
         if self.protected:
             self._make_room()
             return self.arena.begin(size_bytes)
         deadline = time.monotonic() + _NEIGHBOURS_S
         while len(self.arena.snapshots) >= RETAINED_SLOTS and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            self._let_go()
+            self._release_old()
         return self.arena.begin(size_bytes)
 
     def complete(
         self, key: SnapshotKey, slot: Slot, parts: tuple[SnapshotPart, ...], layout: dict[str, Any]
     ) -> None:
-        """:raises OSError: its manifest cannot be written."""
+        """Write the manifest of a snapshot, which makes it complete, and release older ones.
+
+        :raises OSError: the manifest cannot be written.
+        """
         generation, step = key
         self.arena.commit(
             SnapshotManifest(
@@ -144,7 +157,7 @@ class RankArena:
                 layout=layout,
             )
         )
-        self._let_go()
+        self._release_old()
 
     def retain_only(self, keys: set[SnapshotKey]) -> None:
         self.arena.release([m.step for m in self.arena.snapshots if snapshot_key(m) not in keys])
@@ -156,19 +169,21 @@ class RankArena:
             _unlock(self.arena.directory.resolve(), self._lock)
 
     def remove(self) -> None:
-        """Give the memory back: nothing of this rank can be restored any more."""
+        """Free the memory: nothing of this rank can be restored any more."""
         self.close()
         self.arena.remove()
         with contextlib.suppress(OSError):
             self.job.rmdir()
 
     def remove_if_empty(self) -> None:
-        """Closed before anything was kept: leave no empty directory, and touch nothing of a former run's."""
+        """Remove the directory if it holds no snapshot, so that a failed start leaves no trace; an earlier
+        run's snapshots stay.
+        """
         if not self.arena.snapshots and not self.arena.problems:
             self.remove()
 
-    def _let_go(self) -> None:
-        """Of what is older than the newest that all ranks here hold."""
+    def _release_old(self) -> None:
+        """Release snapshots that are older than the newest one which all ranks here hold."""
         held = sorted(self.arena.snapshots, key=snapshot_key, reverse=True)
         if self.protected:
             common = read_retained(self.job).common
@@ -176,12 +191,14 @@ class RankArena:
                 self.arena.release([m.step for m in held if snapshot_key(m) < common])
             return
         for manifest in held:
-            if all(_holds(neighbour, snapshot_key(manifest)) for neighbour in self.neighbours):
+            if all(_has_snapshot(neighbour, snapshot_key(manifest)) for neighbour in self.neighbours):
                 self.arena.release([m.step for m in held if snapshot_key(m) < snapshot_key(manifest)])
                 return
 
     def _make_room(self) -> None:
-        """What nobody waits for makes way: not the newest that all hosts have, nor one on its way there."""
+        """Release a snapshot that nobody needs: neither the newest that all hosts have, nor one on its way to
+        them.
+        """
         kept = read_retained(self.job)
         held = sorted(self.arena.snapshots, key=snapshot_key)
         spare = [m.step for m in held if snapshot_key(m) not in (kept.common, kept.pinned, self.restored)]
@@ -189,7 +206,7 @@ class RankArena:
             self.arena.release(spare[:1])
 
 
-def _holds(directory: Path, key: SnapshotKey) -> bool:
+def _has_snapshot(directory: Path, key: SnapshotKey) -> bool:
     try:
         return snapshot_key(read_record(directory / f"step-{key[1]:012d}.json", SnapshotManifest)) == key
     except (CorruptDataError, OSError):
@@ -197,29 +214,31 @@ def _holds(directory: Path, key: SnapshotKey) -> bool:
 
 
 def _locked(directory: Path) -> IO[str]:
-    """A record lock: of this process alone (children that it forks do not keep it), and gone when it dies."""
-    if directory in _open_here:
-        raise SnapshotError(f"{directory} is in use by another Snapshotter of this process: close() that one")
+    """Take a record lock, which belongs to this process alone (forked children do not inherit it) and ends
+    with it.
+    """
+    if directory in _open_arenas:
+        raise SnapshotError(f"{directory} is in use by another Snapshotter of this process: close() it first")
     lock = (directory / "lock").open("w")
     deadline = time.monotonic() + _LOCK_S
     while True:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            # Its predecessor may have been killed and not be gone yet: much memory takes a while to free.
+            # A killed predecessor may still exist: the kernel needs a while to free much memory.
             if time.monotonic() > deadline:
                 lock.close()
                 raise SnapshotError(
-                    f"{directory} is in use by another process: end it, or take another name"
+                    f"{directory} is in use by another process: end it, or choose another name"
                 ) from None
             time.sleep(0.05)
         else:
-            _open_here.add(directory)
+            _open_arenas.add(directory)
             return lock
 
 
 def _unlock(directory: Path, lock: IO[str]) -> None:
-    _open_here.discard(directory)
+    _open_arenas.discard(directory)
     lock.close()
 
 

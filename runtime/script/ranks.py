@@ -1,4 +1,4 @@
-"""The ranks of a script: who they are, and what they agree on."""
+"""The ranks of a script, and the collectives by which they agree."""
 
 import hashlib
 import os
@@ -14,12 +14,14 @@ from runtime.script.plain_state import SnapshotError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """``torch.distributed``'s ranks where it is initialised, else this process alone."""
+    """The ranks of ``torch.distributed`` where it is initialised, otherwise those that torchrun's environment
+    names.
+    """
 
     rank: int
     count: int
     is_initialized: bool
-    """They can be asked: a process group is there."""
+    """Whether there is a process group, so that ranks can communicate."""
 
     @classmethod
     def current(cls) -> "Ranks":
@@ -32,9 +34,9 @@ class Ranks:
         )
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Everybody's, by rank; each rank gives as many. Everybody must call it.
+        """Return the numbers of every rank, by rank. All ranks call it, with equally many numbers.
 
-        :raises SnapshotError: this is one of several ranks, and they cannot be asked yet.
+        :raises SnapshotError: there are several ranks, but no process group yet.
         """
         if self.count == 1:
             return [list(numbers)]
@@ -50,7 +52,7 @@ class Ranks:
         return [[int(number) for number in row] for row in rows]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Everybody's, by rank, of any lengths. Everybody must call it.
+        """Return the bytes of every rank, by rank; lengths may differ. All ranks call it.
 
         :raises SnapshotError: see ``gather``.
         """
@@ -63,12 +65,12 @@ class Ranks:
         return [some[:length] for some, length in zip(whole, lengths, strict=True)]
 
     def all_true(self, flag: bool) -> bool:
-        """Whether it is so on every rank. Everybody must call it."""
+        """Return whether ``flag`` is true on every rank. All ranks call it."""
         return all(row[0] for row in self.gather([int(flag)]))
 
 
 def directory_id(directory: Path) -> int:
-    """Equal on ranks that see the same directory: those of one host, where it is in memory."""
+    """Return a number that is equal on ranks which see the same directory: in memory, those of one host."""
     found = directory.stat()
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = f"{boot.read_text() if boot.exists() else ''}:{found.st_dev}:{found.st_ino}"

@@ -1,7 +1,7 @@
-"""What a script registers: models, optimizers, other objects with a state, dicts and lists.
+"""The objects that a script registers: modules, optimizers, other objects with a state, dicts and lists.
 
-Each kind says what its state is, what of it is *guarded* (changed by nobody but a registered optimizer's
-step, which waits for the copy), whether a saved state is one of its own, and how it is loaded.
+Each kind decides what its state is, which part of it is *guarded* (changed only by a registered optimizer's
+step, which waits for the copy), whether a saved state fits, and how it is loaded.
 """
 
 import inspect
@@ -22,7 +22,9 @@ from runtime.script.tensor_image import ImageEntry, local_tensor
 
 Kind = Literal["module", "optimizer", "object", "dict", "list"]
 PlaceTensor = Callable[[int, Tensor | None, Tensor | None], Tensor]
-"""Number, what stands there now, the parameter that it belongs to → the tensor that will be filled."""
+"""Function that takes a tensor's number, the current tensor and the parameter that it belongs to, and returns
+the tensor that will be filled.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,19 +33,22 @@ class RegisteredObject:
     value: Any
     kind: Kind
     guarded: bool
-    """All its parameters are guarded, says its owner."""
+    """Whether all its parameters are guarded, as its owner promised."""
     replicated: bool
-    """DistributedDataParallel keeps its parameters the same on all ranks."""
+    """Whether DistributedDataParallel keeps its parameters the same on all ranks."""
 
     @classmethod
     def of(cls, name: str, thing: Any, *, guarded: bool) -> "RegisteredObject":
-        """:raises SnapshotError: it has no state that could be kept, or restored."""
+        """Return the object with its kind, without wrappers of DDP, ``torch.compile`` and Accelerate.
+
+        :raises SnapshotError: it has no state that can be saved and restored.
+        """
         kind: Kind
         replicated = False
         if isinstance(thing, nn.Module):
             kind, (thing, replicated) = "module", _unwrapped(thing)
         elif isinstance(thing, Optimizer):
-            # Accelerate's wrapper passes on all but the hooks.
+            # Accelerate's wrapper passes on everything except hooks.
             kind, thing = "optimizer", getattr(thing, "optimizer", thing)
         elif isinstance(thing, dict):
             kind = "dict"
@@ -65,11 +70,11 @@ class RegisteredObject:
 
     @property
     def has_stable_tensors(self) -> bool:
-        """From one snapshot to the next its tensors are the same, in all likelihood."""
+        """Whether its tensors are most likely the same from one snapshot to the next."""
         return self.kind in ("module", "optimizer")
 
     def state(self) -> Any:
-        """Nested, with the tensors themselves in it."""
+        """Return its state: nested, with the tensors themselves in it."""
         match self.kind:
             case "module":
                 return dict(self.value.state_dict(keep_vars=True))
@@ -81,7 +86,9 @@ class RegisteredObject:
                 return self.value
 
     def parameters(self, *, shared: bool) -> list[list[Tensor]]:
-        """An optimizer's by groups; a module's where they are guarded, or alike everywhere and ``shared``."""
+        """Return an optimizer's parameters by group; a module's if they are guarded, or if ``shared`` and
+        replicated.
+        """
         if self.kind == "optimizer":
             return [group["params"] for group in self.value.param_groups]
         if self.kind == "module" and (self.guarded or (shared and self.replicated)):
@@ -89,20 +96,20 @@ class RegisteredObject:
         return []
 
     def constant_state(self) -> dict[str, Any]:
-        """What is kept beside ``state``, and changes with the parameters alone."""
+        """Return the part that is saved next to ``state`` and changes only with the parameters."""
         return {"shapes": _shapes(self.value)} if self.kind == "optimizer" else {}
 
     def guarded_ids(self, state: Any) -> set[int]:
-        """Of the tensors in ``state`` and of those that the optimizer changes."""
+        """Return the ids of the guarded tensors: those in an optimizer's ``state``, and the parameters."""
         if self.kind == "optimizer":
             return {id(t) for t in (*_tensors(state["state"]), *_tensors(self.parameters(shared=False)))}
         return {id(t) for t in _tensors(self.parameters(shared=False))}
 
     def shared_ids(self, state: Any, replicated: set[int]) -> set[int]:
-        """Of the tensors that are the same on all ranks.
+        """Return the ids of the tensors that are the same on all ranks.
 
-        :param replicated: of the parameters that DDP keeps the same. What an optimizer keeps for such a one
-            is a function of the same gradients; not where it is sharded (``ZeroRedundancyOptimizer``).
+        :param replicated: ids of the parameters that DDP keeps the same. An optimizer computes its state
+        for them from the same gradients, unless it is sharded (``ZeroRedundancyOptimizer``).
         """
         if self.kind == "module" and self.replicated:
             return {id(p) for p in self.value.parameters()}
@@ -113,15 +120,15 @@ class RegisteredObject:
         return set()
 
     def mismatch(self, saved: Any, entries: list[ImageEntry]) -> str:
-        """Why a saved state cannot be loaded; empty when it can."""
+        """Return why a saved state cannot be loaded; empty if it can."""
         if self.kind == "module":
-            return _module_refuses(self.value, saved, entries)
+            return _module_mismatch(self.value, saved, entries)
         if self.kind == "optimizer":
-            return _optimizer_refuses(self.value, saved)
+            return _optimizer_mismatch(self.value, saved)
         return ""
 
     def prepare_load(self, saved: Any, place: PlaceTensor) -> Callable[[], None]:
-        """Ask for its tensors' places; what is returned loads it, once they are filled."""
+        """Choose the tensors to fill, and return the function that loads the state once they are filled."""
         match self.kind:
             case "module":
                 return _prepare_module(self.value, saved, place)
@@ -144,7 +151,9 @@ def _replace(thing: dict[Any, Any] | list[Any], filled: Any) -> None:
 
 
 def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
-    """Without DDP's and torch.compile's wrapping, whose names would not fit; and whether it was DDP's."""
+    """Return the module without the wrappers of DDP and torch.compile, whose names differ, and whether DDP was
+    one.
+    """
     replicated = False
     while True:
         inner = getattr(module, "_orig_mod", None)
@@ -155,11 +164,11 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, bool]:
         module = inner
 
 
-def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[ImageEntry]) -> str:
+def _module_mismatch(module: nn.Module, saved: dict[str, Any], entries: list[ImageEntry]) -> str:
     here = module.state_dict(keep_vars=True)
     if saved.keys() != here.keys():
         sides = {"there": saved.keys() - here.keys(), "here": here.keys() - saved.keys()}
-        return "; ".join(f"{_some(names)}: only {side}" for side, names in sides.items() if names)
+        return "; ".join(f"{_first_names(names)}: only {side}" for side, names in sides.items() if names)
     for name, value in here.items():
         ref = saved[name]
         if isinstance(value, Tensor) != isinstance(ref, TensorRef):
@@ -169,11 +178,11 @@ def _module_refuses(module: nn.Module, saved: dict[str, Any], entries: list[Imag
             dtype, shape = dtype_name(inner.dtype), tuple(inner.shape)
             if (entry.dtype, entry.shape) != (dtype, shape):
                 there = f"{entry.dtype} {list(entry.shape)}"
-                return f"{name} is {there} there, and {dtype} {list(shape)} here"
+                return f"{name} is {there} in the snapshot and {dtype} {list(shape)} here"
     return ""
 
 
-def _some(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:3]) + (f" and {len(ordered) - 3} more" if len(ordered) > 3 else "")
 
@@ -185,7 +194,7 @@ def _prepare_module(module: nn.Module, saved: dict[str, Any], place: PlaceTensor
     def load() -> None:
         live = {id(t) for t in (*module.parameters(), *module.buffers())}
         if any(id(value) not in live for value in filled.values()):
-            # Something of it is made by hooks, or is no tensor: the module must take it in itself.
+            # A part of it is made by hooks or is not a tensor, so the module must load it itself.
             module.load_state_dict(filled)
 
     return load
@@ -195,7 +204,7 @@ def _optimizer_state(optimizer: Optimizer) -> dict[str, Any]:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = optimizer.state
     if len(kept) == len(parameters) and all(map(is_, kept, parameters)):
-        # As it nearly always is; a tensor's hash costs more than all else here.
+        # This is nearly always so, and avoids hashing tensors, which would be the largest cost here.
         states = dict(enumerate(kept.values()))
     else:
         states = {i: kept[p] for i, p in enumerate(parameters) if p in kept}
@@ -209,22 +218,24 @@ def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
     return [[list(local_tensor(p).shape) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _optimizer_refuses(optimizer: Optimizer, saved: dict[str, Any]) -> str:
+def _optimizer_mismatch(optimizer: Optimizer, saved: dict[str, Any]) -> str:
     there, here = saved["shapes"], _shapes(optimizer)
     if len(there) != len(here):
-        return f"it has {len(there)} parameter groups there, and {len(here)} here"
+        return f"it has {len(there)} parameter groups in the snapshot and {len(here)} here"
     for number, (before, now) in enumerate(zip(there, here, strict=True)):
         if len(before) != len(now):
-            return f"group {number} has {len(before)} parameters there, and {len(now)} here"
+            return f"group {number} has {len(before)} parameters in the snapshot and {len(now)} here"
         for index, (shape, wanted) in enumerate(zip(before, now, strict=True)):
             if shape != wanted:
-                return f"parameter {index} of group {number} is {shape} there, and {wanted} here"
-    # A version of torch may add an option, a scheduler does; another optimizer has others and lacks some.
+                return f"parameter {index} of group {number} is {shape} in the snapshot and {wanted} here"
+    # A torch version may add an option, and schedulers do; another optimizer both has other options and
+    # lacks some.
     options, known = saved["groups"], optimizer.param_groups
     missing = {key for group in options for key in optimizer.defaults.keys() - group.keys()}
     surplus = {key for group, own in zip(options, known, strict=True) for key in group.keys() - own.keys()}
     if missing and surplus:
-        return f"it is of another optimizer: its groups have {_some(surplus)}, and not {_some(missing)}"
+        names = f"{_first_names(surplus)}, and not {_first_names(missing)}"
+        return f"it belongs to another optimizer: its groups have {names}"
     return ""
 
 
@@ -267,7 +278,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def expected_state_size(optimizer: Optimizer) -> tuple[int, int]:
-    """(bytes, tensors) that it will keep for parameters not stepped yet, found by a small step."""
+    """Return the bytes and the number of tensors of the state that the optimizer will make at its first step.
+
+    Another optimizer of the same kind makes a small step to find out.
+    """
     size_bytes = tensors = 0
     per_dtype: dict[torch.dtype, list[tuple[bool, int]]] = {}
     for group in optimizer.param_groups:
@@ -275,15 +289,17 @@ def expected_state_size(optimizer: Optimizer) -> tuple[int, int]:
             if parameter in optimizer.state or not parameter.requires_grad:
                 continue
             if parameter.dtype not in per_dtype:
-                per_dtype[parameter.dtype] = _tried(optimizer, parameter.dtype)
+                per_dtype[parameter.dtype] = _state_after_trial_step(optimizer, parameter.dtype)
             for of_each, each_bytes in per_dtype[parameter.dtype]:
                 size_bytes += each_bytes * (local_tensor(parameter).numel() if of_each else 1)
                 tensors += 1
     return size_bytes, tensors
 
 
-def _tried(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[bool, int]]:
-    """What one like it keeps for a parameter: (for each of its elements, bytes of it)."""
+def _state_after_trial_step(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[bool, int]]:
+    """Return what an optimizer of this kind holds for a parameter: (whether it is per element, bytes) of each
+    tensor.
+    """
     parameter = nn.Parameter(torch.zeros(3, 5, dtype=dtype))
     parameter.grad = torch.zeros_like(parameter)
     known = inspect.signature(type(optimizer).__init__).parameters
@@ -294,8 +310,8 @@ def _tried(optimizer: Optimizer, dtype: torch.dtype) -> list[tuple[bool, int]]:
         trial.step()
         found = _tensors(trial.state[parameter])
     except Exception:
-        # An optimizer of the user's own that cannot be made or stepped like this. Adam's is the usual size;
-        # were it wrong, the first snapshot would only have to allocate more.
+        # A user's own optimizer may not be made or stepped like this. Assume the size of Adam's state; if
+        # that is wrong, the first snapshot only has to allocate more.
         return [(True, max(4, dtype.itemsize)), (True, max(4, dtype.itemsize))]
     return [
         (True, t.element_size()) if t.numel() == parameter.numel() else (False, t.numel() * t.element_size())

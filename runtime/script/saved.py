@@ -1,4 +1,6 @@
-"""A snapshot that was found, as bytes: whether it fits what is registered, and into it."""
+"""The bytes of a snapshot that was found: whether it fits the registered objects, and how it is loaded into
+them.
+"""
 
 import mmap
 from collections.abc import Callable, Mapping
@@ -22,7 +24,11 @@ EMPTY: Bytes = np.empty(0, dtype=np.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedSnapshot:
-    """:param own: the image of what was this rank's own. :param shared: of what was the same on all ranks."""
+    """A snapshot's header and images.
+
+    :param own: image of the rank's own state. :param shared: image of the state that is the same on all
+    ranks.
+    """
 
     content: dict[str, Any]
     entries: list[ImageEntry]
@@ -40,14 +46,14 @@ class SavedSnapshot:
         )
 
     def mismatch(self, things: Mapping[str, RegisteredObject]) -> str:
-        """Why it cannot be loaded; empty when it can."""
+        """Return why it cannot be loaded into the registered objects; empty if it can."""
         if self.content["format"] != FORMAT:
-            return f"it is of format {self.content['format']}, and this version reads {FORMAT}"
+            return f"it has format {self.content['format']}, and this version reads format {FORMAT}"
         saved = {name: thing["kind"] for name, thing in self.content["things"].items()}
         here = {name: registered.kind for name, registered in things.items()}
         if saved != here:
             return f"it holds {', '.join(sorted(saved))}, and {', '.join(sorted(here))} are registered"
-        # Modules first: they know their tensors' names.
+        # Modules come first: their messages name the tensors.
         for registered in sorted(things.values(), key=lambda r: r.kind != "module"):
             why = registered.mismatch(self.content["things"][registered.name]["state"], self.entries)
             if why:
@@ -55,7 +61,7 @@ class SavedSnapshot:
         return ""
 
     def prepare(self, things: Mapping[str, RegisteredObject], *, random: bool) -> "PreparedRestore":
-        """Find or make the tensors that it belongs into; of what is registered nothing changes."""
+        """Find or allocate the tensors to load into; no registered object changes yet."""
         filling = TensorFiller(entries=self.entries, images={False: self.own, True: self.shared})
         steps = [
             registered.prepare_load(self.content["things"][registered.name]["state"], filling.target_for)
@@ -75,13 +81,16 @@ class PreparedRestore:
     _steps: list[Callable[[], None]]
 
     def load(self) -> None:
-        """Once it is verified."""
+        """Load the state, once all bytes are verified."""
         self.filling.finish()
         for step in self._steps:
             step()
 
 
 def map_bytes(path: str) -> Bytes:
-    """A file's bytes. :raises OSError: it is gone."""
+    """Return a file's bytes, mapped into memory.
+
+    :raises OSError: the file does not exist any more.
+    """
     with Path(path).open("r+b") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)

@@ -1,15 +1,15 @@
-"""Snapshots of any PyTorch script's state in its host's memory, at next to no cost to training.
+"""Snapshots of any PyTorch script's state in host memory, at almost no cost to training.
 
-    snapshots = Snapshotter("my-run", model=model, optimizer=optimizer, progress=progress)
-    start = snapshots.restore() or 0
-    for step in range(start + 1, steps + 1):
-        ...
-        snapshots.snapshot(step)
+  snapshots = Snapshotter("my-run", model=model, optimizer=optimizer, progress=progress)
+  start = snapshots.restore() or 0
+  for step in range(start + 1, steps + 1):
+      ...
+      snapshots.snapshot(step)
 
-``snapshot`` notes what is small (buffers, numbers, random states) and returns; a thread copies parameters
-and optimizer states while the next forward and backward pass are computed, and ``optimizer.step()`` waits
-for what is left of that. The bytes are files of a memory file system: they outlive the process, however it
-ends. docs/tutorials/snapshotter.md says what is guaranteed.
+``snapshot`` copies small state (buffers, numbers, random states) and returns. A thread copies parameters
+and optimizer states while the next forward and backward pass are computed; ``optimizer.step()`` waits until
+that copy is complete. The bytes are files of a memory file system, so they outlive the process, however it
+ends. docs/tutorials/snapshotter.md lists what is guaranteed.
 """
 
 import atexit
@@ -48,30 +48,56 @@ log = logging.getLogger("ftd.snapshotter")
 
 @dataclass(slots=True)
 class SnapshotCounts:
-    """What became of the snapshots of this process."""
+    """Counters of the snapshots of one ``Snapshotter``."""
 
     completed_step: int | None = None
-    """Of the newest that is complete here."""
+    """Step of the newest snapshot that is complete in this host's memory."""
     completed: int = 0
     failed: int = 0
     stall_s: float = 0.0
-    """The training thread's, in all: in ``snapshot()``, and in steps that waited for a copy."""
+    """Seconds for which the training thread was delayed in total: in ``snapshot()``, and in steps that waited
+    for a copy.
+    """
 
 
 class Snapshotter:
-    """Keeps the newest state in memory, and brings it back.
+    """Snapshots of a script's state in host memory, from which the script resumes after a crash.
 
-    :param name: of the job: with the rank it is where the snapshots are found again.
-    :param directory: of a memory file system; ``/dev/shm/ftd-<uid>/snapshots`` otherwise.
-    :param random_state: keep the states of torch's, numpy's and Python's random numbers, too.
-    :param limit_bytes: of this rank's memory; it takes twice its state, three times for moments.
-    :param protection: against the loss of hosts, by their keepers (``ftd node --snapshots-only``): ``buddy``
-        or ``arc:k`` (copies on the next k hosts), ``aec``, ``aec2`` (parity, against one and two losses), or
-        several joined by ``+``.
-    :param keeper: its socket, where it is not the default one; ``$FTD_SNAPSHOT_AGENT`` says so, too.
-    :param things: what ``register`` takes, by name.
-    :raises SnapshotError: a name or a thing that cannot be used; says what would work.
-    :raises ArenaFullError: there is too little memory: carries what is needed and what there is.
+    A snapshot survives the process, whether it raised an exception or was killed. With ``protection`` it
+    also survives the loss of hosts. Call ``restore()`` once before the training loop and ``snapshot(step)``
+    after each optimizer step.
+
+    Under ``torch.distributed`` every rank makes a ``Snapshotter`` with the same name. Use it in the thread
+    that trains.
+
+    Example:
+        >>> progress = {"epoch": 0}
+        >>> snapshots = Snapshotter("my-run", model=model, optimizer=optimizer, progress=progress)
+        >>> start = snapshots.restore() or 0
+        >>> for step in range(start + 1, steps + 1):
+        ...     train_step(model, optimizer)
+        ...     snapshots.snapshot(step)
+        >>> snapshots.remove()
+
+    Args:
+        name: Name of the job. Together with the rank it identifies the snapshots: letters, digits, ``.``,
+            ``_`` and ``-``, at most 100 characters.
+        directory: Directory in a memory file system. The default is ``/dev/shm/ftd-<uid>/snapshots``.
+        random_state: Whether to save the random states of torch, numpy and Python as well.
+        limit_bytes: Upper limit of this rank's memory in bytes. A rank needs twice its state, and for
+            moments three times.
+        protection: How the snapshots are protected against the loss of hosts: ``none``; ``buddy`` or
+            ``arc:k`` (copies on the next one or k hosts); ``aec`` or ``aec2`` (parity against one or two
+            losses); or several of these joined by ``+``. Each host must run a snapshot agent (``ftd node
+            --snapshots-only``).
+        snapshot_agent: Path of the snapshot agent's socket. The default is ``$FTD_SNAPSHOT_AGENT``, or else
+            where an agent of this user puts it.
+        objects: What to save, by name: everything that ``register`` accepts.
+
+    Raises:
+        SnapshotError: A name or an object cannot be used; the message says what would work.
+        ArenaFullError: There is too little memory; the error carries the bytes that are needed and those
+            that are free.
     """
 
     def __init__(
@@ -91,41 +117,54 @@ class Snapshotter:
         self._protection = Protection.open(name, protection, snapshot_agent, default_root())
         self._contents = SnapshotContents(self._protection, random_state)
         self._hooks: list[Any] = []
-        self._last: int | None = None
+        self._last_step: int | None = None
         self._restored: SnapshotKey | None = None
-        self._clean = False
-        self._foreign = ""
-        """Why a snapshot that lies here is somebody else's."""
+        self._run_started = False
+        self._blocked_by = ""
+        """Reason why a snapshot in this directory belongs to somebody else and must not be overwritten; empty
+        if none does.
+        """
         ranks = Ranks.current()
         for key, thing in objects.items():
             self._add(key, thing, guarded=False)
         facts = self._protection.agent_facts
         where = Path(facts.directory) if facts else Path(directory) if directory else None
-        self._place = RankArena.open(name, ranks.rank, where, limit_bytes)
-        self._copier = SnapshotCopier(self._place.acquire_slot, self._complete, self._failed)
+        self._arena = RankArena.open(name, ranks.rank, where, limit_bytes)
+        self._copier = SnapshotCopier(self._arena.acquire_slot, self._complete, self._failed)
         self._process = os.getpid()
         atexit.register(self.close)
         try:
             self._reserve()
         except BaseException:
             self.close()
-            self._place.remove_if_empty()
+            self._arena.remove_if_empty()
             raise
 
-    # --- what is kept ----------------------------------------------------------------------------
+    # --- registering ----------------------------------------------------------------------------
 
     def register(self, name: str, value: Any, *, guarded: bool = False) -> None:
-        """Keep this, too.
+        """Save the state of one more object from the next snapshot on.
 
-        :param thing: a module, an optimizer, anything with ``state_dict`` and ``load_state_dict``
-            (schedulers, scalers, samplers), or a dict or list of plain data; ``restore`` changes it in place.
-        :param guarded: a module's parameters that no registered optimizer owns are copied within
-            ``snapshot()``. With ``guarded`` they are copied beside training, too: you promise that they are
-            changed under ``changing()`` only (or never).
-        :raises SnapshotError: the name is taken, or there is something in it that cannot be kept.
-        :raises ArenaFullError: there is too little memory.
+        Call it before ``restore()``, on all ranks, for what you did not pass to the constructor.
+
+        Example:
+            >>> snapshots.register("average", averaged_model, guarded=True)
+
+        Args:
+            name: Name of the object in the snapshot, different from all others.
+            value: A module, an optimizer, anything with ``state_dict()`` and ``load_state_dict()``
+                (schedulers, scalers, samplers), a random generator, or a dict or list of plain data, which
+                ``restore()`` changes in place.
+            guarded: Whether you promise that a module's parameters change only inside ``changing()``, or
+                never. Parameters that no registered optimizer owns are otherwise copied within
+                ``snapshot()``; guarded ones are copied while training goes on.
+
+        Raises:
+            SnapshotError: The name is taken, the object contains something that cannot be saved, or this
+                ``Snapshotter`` is closed.
+            ArenaFullError: There is too little memory.
         """
-        self._check()
+        self._check_usable()
         self._add(name, value, guarded=guarded)
         try:
             self._reserve()
@@ -135,17 +174,19 @@ class Snapshotter:
 
     def _add(self, name: str, thing: Any, *, guarded: bool) -> None:
         if name in self._contents.objects:
-            raise SnapshotError(f"{name!r} is registered already: give each thing a name of its own")
+            raise SnapshotError(f"{name!r} is registered already: give each object a different name")
         self._contents.objects[name] = RegisteredObject.of(name, thing, guarded=guarded)
 
     def _reserve(self) -> None:
-        """Room for what is registered and what its optimizers will keep; steps wait for copies from then.
+        """Reserve memory for the registered objects and the state that their optimizers will have, and hook
+        optimizer steps.
 
-        With protection, what a rank keeps is known once all have met.
+        With protection, how much a rank saves is known only after all ranks have met (``_agree``).
         """
         if self._protection.agent_facts is None or self._protection.generation:
-            self._place.reserve(self._contents.expected_bytes())
-            self._contents.capture(0)  # What it finds out is known at the first snapshot.
+            self._arena.reserve(self._contents.expected_bytes())
+            # This fills the caches that make the first snapshot as cheap as the others.
+            self._contents.capture(0)
         for handle in self._hooks:
             handle.remove()
         self._hooks = [
@@ -154,33 +195,43 @@ class Snapshotter:
             if r.kind == "optimizer"
         ]
 
-    # --- taking one ------------------------------------------------------------------------------
+    # --- saving ------------------------------------------------------------------------------
 
     def snapshot(self, step: int) -> None:
-        """Keep the state as it is now; it is that of ``step``. Every rank calls it for the same steps.
+        """Save the current state as that of ``step``.
 
-        Returns at once. What cannot be kept now (no memory, a value that became something else) is logged
-        and counted, and training goes on.
+        Call it after each step, or every few steps, between two optimizer steps; every rank must call it
+        for the same steps. It returns at once: the copy proceeds while the next step is computed. A failure
+        to save (no memory, a value that can no longer be saved) does not raise: it is logged and counted in
+        ``counts.failed``, the previous snapshot stays, and training goes on.
 
-        :raises SnapshotError: ``step`` is no whole number, steps do not grow, there is a former run's state
-            that was not restored, or this was closed.
+        Example:
+            >>> optimizer.step()
+            >>> snapshots.snapshot(step)
+
+        Args:
+            step: Number of the step that is done; larger than that of any earlier snapshot.
+
+        Raises:
+            SnapshotError: ``step`` is not a whole number or does not grow, an earlier run's state was
+                neither restored nor removed, or this ``Snapshotter`` is closed.
         """
-        self._check()
+        self._check_usable()
         try:
             step = operator.index(step)
         except TypeError:
             raise SnapshotError(
-                f"snapshot: step is {step!r}, and must be a whole number: that of the step that is done"
+                f"snapshot: step must be the whole number of the step that is done, not {step!r}"
             ) from None
-        self._begin_run()
-        last = self._last if self._last is not None else (self._restored or (0, None))[1]
+        self._start_run()
+        last = self._last_step if self._last_step is not None else (self._restored or (0, None))[1]
         if last is not None and step <= last:
             raise SnapshotError(
-                f"a snapshot of step {step} after step {last}: steps must grow (to begin anew: remove())"
+                f"a snapshot of step {step} after step {last}: steps must increase (to start over, call remove())"
             )
         began = time.perf_counter()
         self._copier.finish()
-        self._last = step
+        self._last_step = step
         try:
             self._copier.begin(self._contents.capture(step))
         except SnapshotError as error:
@@ -189,24 +240,32 @@ class Snapshotter:
 
     @property
     def protected_step(self) -> int | None:
-        """Of the newest snapshot that every host has, protected; ``None`` without protection."""
-        common = read_retained(self._place.job).common if self._place.protected else None
+        """Step of the newest snapshot that all hosts hold protected; ``None`` without protection."""
+        common = read_retained(self._arena.job).common if self._arena.protected else None
         return None if common is None else common[1]
 
     def wait(self) -> None:
-        """Until all that was begun is complete, or was dropped."""
-        if self._own_process:
+        """Wait until every snapshot that was begun is complete or was dropped."""
+        if self._in_own_process:
             self._copier.wait()
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """For changes of guarded state other than by an optimizer's step (``load_state_dict``, pruning)."""
+        """Return a context in which guarded state may be changed by hand.
+
+        Use it for changes other than an optimizer's step, such as ``load_state_dict`` or pruning. It waits
+        until the current snapshot no longer reads the state.
+
+        Example:
+            >>> with snapshots.changing():
+            ...     average.load_state_dict(state)
+        """
         self._before_step()
         yield
 
     def _before_step(self, *_: Any) -> None:
-        if not self._own_process:
-            return  # A child that trains on has its own memory, and nobody who copies it.
+        if not self._in_own_process:
+            return  # A forked child that trains has its own memory, which nobody copies.
         began = time.perf_counter()
         self._copier.finish()
         self.counts.stall_s += time.perf_counter() - began
@@ -214,7 +273,7 @@ class Snapshotter:
     def _complete(
         self, step: int, slot: Slot, parts: tuple[SnapshotPart, ...], layout: dict[str, Any]
     ) -> None:
-        self._place.complete((self._protection.generation, step), slot, parts, layout)
+        self._arena.complete((self._protection.generation, step), slot, parts, layout)
         self.counts.completed += 1
         self.counts.completed_step = step
 
@@ -222,91 +281,102 @@ class Snapshotter:
         self.counts.failed += 1
         log.warning("%s: no snapshot of step %d, training goes on: %s", self._name, step, error)
 
-    # --- bringing one back -----------------------------------------------------------------------
+    # --- restoring -----------------------------------------------------------------------
 
     def restore(self) -> int | None:
-        """Load the newest snapshot that every rank can restore; its step, or ``None`` when there is none.
+        """Load the newest snapshot that every rank can restore.
 
-        Every rank calls it, after ``init_process_group`` where there are several. What is damaged, or of
-        another job, is named in the log and passed over, and nothing is loaded by halves.
+        Call it once before training, on every rank, and under ``torch.distributed`` after
+        ``init_process_group``. All bytes are verified before any registered object changes. A snapshot that
+        is corrupt or belongs to another job, model or number of ranks is named in the log
+        (``ftd.snapshotter``) and skipped, and the next older one is tried.
 
-        :raises SnapshotError: torch.distributed is not initialised, and there are several ranks; or this was
-            closed.
+        Returns:
+            The step of the snapshot that was loaded, or ``None`` if there is none.
+
+        Raises:
+            SnapshotError: There are several ranks and ``torch.distributed`` is not initialised, or this
+                ``Snapshotter`` is closed.
         """
-        self._check()
+        self._check_usable()
         self.wait()
-        self._foreign = ""
-        own = self._own()
+        self._blocked_by = ""
+        own = self._own_snapshots()
         ranks = Ranks.current()
         restored = None
-        for found in self._meet(ranks, own):
-            prepared = self._obtained(found, own.get(found.key), ranks.rank)
+        for found in self._agree(ranks, own):
+            prepared = self._find_bytes(found, own.get(found.key), ranks.rank)
             if ranks.all_true(prepared is not None):
                 assert prepared is not None
                 prepared.load()
                 restored = found.key
                 break
         if restored is None and own and self._protection.is_requested and not self._protection.active:
-            self._foreign = "parts of it may be on other hosts, and no keeper answers"
-        self._restored, self._last, self._clean = restored, None, False
-        self._begin()
+            self._blocked_by = "parts of it may be on other hosts, and no snapshot agent answers"
+        self._restored, self._last_step, self._run_started = restored, None, False
+        self._start()
         return restored[1] if restored else None
 
-    def _own(self) -> dict[SnapshotKey, SnapshotManifest]:
-        """What lies here of this rank's, and fits."""
+    def _own_snapshots(self) -> dict[SnapshotKey, SnapshotManifest]:
+        """Return this rank's snapshots on this host that fit the registered objects, by key."""
         own: dict[SnapshotKey, SnapshotManifest] = {}
-        for problem in self._place.arena.problems:
-            log.warning("%s: passed over: %s", self._name, problem)
-        for manifest in self._place.arena.snapshots:
-            foreign, why = self._refuses(manifest)
+        for problem in self._arena.arena.problems:
+            log.warning("%s: skipped: %s", self._name, problem)
+        for manifest in self._arena.arena.snapshots:
+            foreign, why = self._mismatch(manifest)
             if foreign:
-                self._foreign = why
+                self._blocked_by = why
             if why:
-                self._pass_over(manifest.step, why)
+                self._skip(manifest.step, why)
             else:
                 own[snapshot_key(manifest)] = manifest
         return own
 
-    def _meet(self, ranks: Ranks, own: dict[SnapshotKey, SnapshotManifest]) -> list[RestorableSnapshot]:
-        """The snapshots that all ranks can have, the newest first; and what each keeps from now on."""
-        newest = max((m.generation for m in self._place.arena.snapshots), default=0)
+    def _agree(self, ranks: Ranks, own: dict[SnapshotKey, SnapshotManifest]) -> list[RestorableSnapshot]:
+        """Agree with all ranks on the snapshots that every rank can restore, newest first, and on what each
+        rank saves from now on.
+        """
+        newest = max((m.generation for m in self._arena.arena.snapshots), default=0)
         layouts = {key: layout for key, m in own.items() if (layout := rank_layout_of(m)) is not None}
-        job = self._place.job
+        job = self._arena.job
         found = self._protection.agree(ranks, job, layouts, newest, self._contents.shared_digest())
-        self._place.neighbours = [job / f"rank-{rank}" for rank in self._protection.same_host]
+        self._arena.neighbours = [job / f"rank-{rank}" for rank in self._protection.same_host]
         return found
 
-    def _begin(self) -> None:
-        """What is kept is known: allocate it, and have it protected."""
-        self._place.protected, self._place.restored = self._protection.active, self._restored
+    def _start(self) -> None:
+        """Reserve the memory for what this rank saves, and have the snapshot agents protect it."""
+        self._arena.protected, self._arena.restored = self._protection.active, self._restored
         self._reserve()
         self._copier.start()
         self._protection.start(self._restored)
 
-    def _begin_run(self) -> None:
-        """Before a run's first snapshot: former runs' snapshots go, but for the one that was restored."""
-        if self._clean:
+    def _start_run(self) -> None:
+        """Release earlier runs' snapshots, except the restored one, before the first snapshot of this run."""
+        if self._run_started:
             return
         if self._protection.generation == 0:
-            if self._place.arena.snapshots:
+            if self._arena.arena.snapshots:
                 raise SnapshotError(
-                    f"{self._place.arena.directory} holds a snapshot of step "
-                    f"{self._place.arena.snapshots[0].step}: call restore() first, or remove() to begin anew"
+                    f"{self._arena.arena.directory} holds a snapshot of step "
+                    f"{self._arena.arena.snapshots[0].step}: call restore() first, or remove() to start over"
                 )
-            self._meet(Ranks.current(), {})
-            self._begin()
-        if self._foreign:
+            self._agree(Ranks.current(), {})
+            self._start()
+        if self._blocked_by:
             raise SnapshotError(
-                f"{self._place.arena.directory} holds a snapshot that was not restored, and would be lost "
-                f"({self._foreign}): see to that, take another name, or remove() it"
+                f"{self._arena.arena.directory} holds a snapshot that was not restored and would be lost "
+                f"({self._blocked_by}): solve that, choose another name, or remove() it"
             )
-        self._place.retain_only({self._restored} if self._restored else set())
-        self._clean = True
+        self._arena.retain_only({self._restored} if self._restored else set())
+        self._run_started = True
 
-    def _refuses(self, manifest: SnapshotManifest) -> tuple[bool, str]:
-        """(somebody else could restore it, why it cannot be restored here); (False, "") when it can."""
+    def _mismatch(self, manifest: SnapshotManifest) -> tuple[bool, str]:
+        """Return whether the snapshot is somebody else's to restore, and why it cannot be restored here.
+
+        The reason is empty if it can be restored here.
+        """
         if manifest.job_id != self._name:
-            return True, f"it is of job {manifest.job_id!r}"
+            return True, f"it belongs to job {manifest.job_id!r}"
         layout = rank_layout_of(manifest)
         if layout is None:
             return True, "it was not written by a Snapshotter of this version"
@@ -314,16 +384,18 @@ class Snapshotter:
         if layout.ranks != count and not layout.shared_bytes:
             return True, rank_count_mismatch(layout.ranks, count)
         header = manifest.part(part_name(layout.rank, HEADER))
-        data = self._place.arena.view(manifest, header)
+        data = self._arena.arena.view(manifest, header)
         if not header.is_intact(data):
-            return False, "its header changed since it was written"
+            return False, "its header is corrupt"
         why = SavedSnapshot.of(data, EMPTY, EMPTY).mismatch(self._contents.objects)
         return bool(why), why
 
-    def _obtained(
+    def _find_bytes(
         self, found: RestorableSnapshot, manifest: SnapshotManifest | None, rank: int
     ) -> PreparedRestore | None:
-        """From this host's memory, and what is not there from others'; ``None``: it cannot be had."""
+        """Read a snapshot from this host's memory, and fetch from other hosts what is missing; ``None`` if
+        that is impossible.
+        """
         step = found.key[1]
         here = manifest is not None and found.source_of(rank) == rank
         try:
@@ -331,9 +403,10 @@ class Snapshotter:
             if found.layout.shared_bytes or not here:
                 brought, shared = self._protection.fetch(found, rank, own=not here)
         except SnapshotAgentError as error:
-            # It may be there tomorrow: nothing of it may be let go for a run that begins anew.
-            self._foreign = str(error)
-            self._pass_over(step, str(error))
+            # The missing parts may be available later, so a run that starts over must not release this
+            # snapshot.
+            self._blocked_by = str(error)
+            self._skip(step, str(error))
             return None
         if not here:
             size = found.layout.own_bytes
@@ -344,19 +417,19 @@ class Snapshotter:
             saved, spans = self._read(manifest, shared)
         why = saved.mismatch(self._contents.objects)
         if why:
-            self._foreign = why
-            self._pass_over(step, why)
+            self._blocked_by = why
+            self._skip(step, why)
             return None
         prepared = saved.prepare(self._contents.objects, random=self._contents.random)
         damaged = prepared.filling.verify([*spans, *verified_spans(shared, shared=True)])
         if damaged:
-            self._pass_over(step, f"{', '.join(damaged[:3])} changed since it was written")
+            self._skip(step, f"corrupt parts: {', '.join(damaged[:3])}")
             return None
         return prepared
 
     def _read(self, manifest: SnapshotManifest, shared: Bytes) -> tuple[SavedSnapshot, list[ImageSpan]]:
-        """What lies here, and all of it that is to be verified."""
-        arena, layout = self._place.arena, rank_layout_of(manifest)
+        """Return the snapshot in this host's memory, and all of its byte ranges that must be verified."""
+        arena, layout = self._arena.arena, rank_layout_of(manifest)
         assert layout is not None
         header = manifest.part(part_name(layout.rank, HEADER))
         begin, size = header.offset - layout.own_bytes, layout.own_bytes
@@ -372,36 +445,44 @@ class Snapshotter:
         ]
         return SavedSnapshot.of(arena.view(manifest, header), arena.view(manifest, own), shared), spans
 
-    def _pass_over(self, step: int, why: str) -> None:
-        log.warning("%s: the snapshot of step %d is passed over: %s", self._name, step, why)
+    def _skip(self, step: int, why: str) -> None:
+        log.warning("%s: the snapshot of step %d is skipped: %s", self._name, step, why)
 
-    # --- the end ---------------------------------------------------------------------------------
+    # --- closing ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Complete what was begun and let go; what is kept stays for the next process."""
-        if not self._own_process:
-            return  # a forked child, which has neither the thread nor the lock
+        """Complete the snapshots that were begun, and release the lock and the thread.
+
+        The snapshots stay in memory for the next process. It is called at the end of the process, too.
+        """
+        if not self._in_own_process:
+            return  # A forked child has neither the thread nor the lock.
         atexit.unregister(self.close)
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self._copier.close()
-        self._place.close()
+        self._arena.close()
 
     def remove(self) -> None:
-        """Close, and give the memory back: nothing of this rank can be restored any more."""
-        if self._own_process:
+        """Close, and free the memory: this rank's snapshots are gone.
+
+        Call it on every rank when the job is finished.
+        """
+        if self._in_own_process:
             self.close()
-            self._place.remove()
+            self._arena.remove()
             self._protection.remove()
 
     @property
-    def _own_process(self) -> bool:
+    def _in_own_process(self) -> bool:
         return os.getpid() == self._process
 
-    def _check(self) -> None:
-        """:raises SnapshotError: nothing can be kept or restored here any more."""
-        if not self._own_process:
-            raise SnapshotError(f"{self._name} is of the process that forked this one: make another here")
-        if self._place.closed:
+    def _check_usable(self) -> None:
+        """:raises SnapshotError: this process cannot save or restore anything here any more."""
+        if not self._in_own_process:
+            raise SnapshotError(
+                f"{self._name} belongs to the process that forked this one: make a new Snapshotter here"
+            )
+        if self._arena.closed:
             raise SnapshotError(f"{self._name}: this Snapshotter is closed: make a new one")

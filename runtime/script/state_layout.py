@@ -1,14 +1,15 @@
-"""Models and optimizers as one snapshot found them, for the next ones: most find them unchanged.
+"""The layout of the registered state, reused from one snapshot to the next while nothing but plain values
+changes.
 
-A survey holds what snapshots have in common until a tensor or the structure is another: the layout of the
-image, views of the tensors' memory, what is guarded, what is shared. ``StateFingerprint`` and
-``TensorFingerprint`` prove that it is
-so; where they cannot, a new survey is made.
+A ``StateLayout`` holds what successive snapshots have in common: the layout of the image, views of the
+tensors' memory, which tensors are guarded and which are shared. ``StateFingerprint`` and
+``TensorFingerprint`` prove that it still applies; where they cannot, a new layout is made.
 
-A walk over a state costs two microseconds a tensor, and from one snapshot to the next nothing of it changes
-but plain values (steps, learning rates). To see that, a state is read level by level, with all values of a
-level in one flat list: maps and comparisons over such lists run without an interpreted line per value. What
-cannot be proven like that is no error: the caller gets ``None`` and walks.
+Walking over a state takes two microseconds a tensor, and from one snapshot to the next only plain values
+(steps, learning rates) change. To detect this quickly, a state is read level by level, with all values of a
+level in one flat list: maps and comparisons over such lists do not execute an interpreted line per value. A
+state that cannot be proven unchanged in this way is not an error: the caller gets ``None`` and walks over
+it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,16 +25,18 @@ from runtime.script.registered import RegisteredObject
 from runtime.script.tensor_image import Image, KnownTensor
 
 States = Mapping[str, Any]
-"""What each of the surveyed things says its state is, by name."""
+"""State of each registered object, by its name."""
 _SIMPLE = {Tensor, nn.Parameter}
-"""A tensor of another class may keep its memory elsewhere, and change it unseen."""
+"""Classes whose tensors can be fingerprinted. A subclass may keep its memory elsewhere and change it
+unnoticed.
+"""
 _PLAIN, _TENSOR, _DICT, _LIST = range(4)
 _shape, _dtype = attrgetter("shape"), attrgetter("dtype")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFingerprint:
-    """Where tensors lie in memory, and how."""
+    """Addresses, shapes, strides and types of tensors, to detect whether any of them changed."""
 
     tensors: list[Tensor]
     addresses: list[int]
@@ -41,13 +44,13 @@ class TensorFingerprint:
     strides: list[tuple[int, ...]]
     dtypes: list[Any]
     devices: list[Any]
-    """Of those without an address: the others' tells."""
+    """Devices of the tensors whose address is 0; all others are identified by their address."""
 
     @classmethod
     def of(cls, tensors: Iterable[Tensor]) -> "TensorFingerprint | None":
-        """``None``: these do not say enough of one of them."""
+        """Return the fingerprint; ``None`` if one of the tensors cannot be fingerprinted."""
         each = list(tensors)
-        # Complex values may be conjugated where they lie.
+        # Complex values may be conjugated in place.
         if not all(type(t) in _SIMPLE and not t.is_complex() for t in each):
             return None
         shapes, strides = list(map(_shape, each)), list(map(Tensor.stride, each))
@@ -55,19 +58,20 @@ class TensorFingerprint:
         return cls(each, addresses, shapes, strides, dtypes, _devices(each, addresses))
 
     def matches(self) -> bool:
-        """They lie as they lay."""
+        """Return whether all tensors still have the same memory and layout."""
         each = self.tensors
         try:
             return (
                 list(map(Tensor.data_ptr, each)) == self.addresses
                 and _devices(each, self.addresses) == self.devices
                 and all(map(is_, map(_dtype, each), self.dtypes))
-                # One after the other: thousands of tuples at a time would call the garbage collector.
+                # These are compared one by one: allocating thousands of tuples at once would trigger the
+                # garbage collector.
                 and all(map(eq, map(_shape, each), self.shapes))
                 and all(map(eq, map(Tensor.stride, each), self.strides))
             )
         except RuntimeError:
-            return False  # One has no memory any more.
+            return False  # The memory of a tensor was released.
 
 
 def _devices(tensors: list[Tensor], addresses: list[int]) -> list[Any]:
@@ -76,17 +80,17 @@ def _devices(tensors: list[Tensor], addresses: list[int]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """All values of one depth, one behind the other: those in dicts, then those in lists."""
+    """All values at one depth of a nested state, in a row: first those in dicts, then those in lists."""
 
     types: list[type]
     masks: tuple[bytes, ...]
-    """By kind: which of the values are of it."""
+    """For each kind, which of the values are of it."""
     tensors: list[Tensor]
     keys: list[Any]
-    """Of the dicts among the values, in one row."""
+    """Keys of the dicts among the values, in a row."""
     key_types: list[type]
     sizes: list[int]
-    """Of the dicts, then of the lists."""
+    """Lengths of the dicts, then of the lists."""
 
     @classmethod
     def of(cls, values: list[Any]) -> "_Level":
@@ -107,8 +111,8 @@ class _Level:
         return list(compress(values, self.masks[kind]))
 
     def holds(self, values: list[Any]) -> bool:
-        """The same tensors, the same structure."""
-        # Types before all else: what is of another one may not be comparable.
+        """Return whether the values have the same structure and contain the same tensors."""
+        # Types are compared first, since values of different types may not be comparable.
         if list(map(type, values)) != self.types:
             return False
         dicts, lists = self.those(_DICT, values), self.those(_LIST, values)
@@ -121,16 +125,19 @@ class _Level:
         )
 
     def plain(self, values: list[Any]) -> list[Any]:
-        """:raises SnapshotError: one cannot be kept, or there is a tensor in it."""
-        return [freeze(value, "it", _refuse) for value in self.those(_PLAIN, values)]
+        """Return the plain values, frozen.
+
+        :raises SnapshotError: a value cannot be saved, or contains a tensor.
+        """
+        return [freeze(value, "it", _reject_tensor) for value in self.those(_PLAIN, values)]
 
     def below(self, values: list[Any]) -> list[Any]:
-        """Those of the next depth."""
+        """Return the values of the next depth."""
         dicts, lists = self.those(_DICT, values), self.those(_LIST, values)
         return [*chain.from_iterable(map(dict.values, dicts)), *chain.from_iterable(lists)]
 
     def places(self, values: list[Any]) -> list[tuple[Any, Any]]:
-        """Of each of the next depth, what it is in, and under which key."""
+        """Return the container and the key of each value of the next depth."""
         dicts, lists = self.those(_DICT, values), self.those(_LIST, values)
         within = [(one, key) for one in dicts for key in one]
         return within + [(one, index) for one in lists for index in range(len(one))]
@@ -138,21 +145,24 @@ class _Level:
 
 @dataclass(frozen=True, slots=True)
 class StateFingerprint:
-    """A state that was frozen, with its tensors where they stood.
+    """The structure and the tensors of a frozen state, to detect whether only its plain values changed.
 
-    What holds tensors (dicts with plain keys, lists) must be as it was; what does not is plain, and taken
-    afresh each time.
+    Containers that hold tensors (dicts with plain keys, lists) must be unchanged. All else is plain and
+    read again for each snapshot.
     """
 
     _levels: list[_Level]
     _root: list[Any]
-    """What ``freeze`` returned, in a list: its plain values are put where they belong."""
+    """Result of ``freeze`` in a list, so that the root can be replaced; its plain values are updated in place."""
     _places: list[tuple[Any, Any]]
-    """(dict or list of what is frozen, key) of the plain values in their order."""
+    """Container in the frozen state and key of each plain value, in their order."""
 
     @classmethod
     def of(cls, state: Any, frozen: Any) -> "StateFingerprint | None":
-        """:param frozen: this very state. ``None``: there are tensors in what nothing is known of."""
+        """Return the fingerprint of ``state``; ``None`` if a container of tensors is of an unknown kind.
+
+        :param frozen: what ``freeze`` returned for this state.
+        """
         levels: list[_Level] = []
         places: list[tuple[Any, Any]] = []
         values, root = [state], [frozen]
@@ -165,14 +175,14 @@ class StateFingerprint:
                 places += level.those(_PLAIN, where)
                 there = [holder[key] for holder, key in where]
                 if not all(isinstance(one, dict) for one in level.those(_DICT, there)):
-                    return None  # Its keys are no plain ones.
+                    return None  # Its keys are not plain.
                 values, where = level.below(values), level.places(there)
         except SnapshotError:
             return None
         return cls(levels, root, places)
 
     def read_plain(self, state: Any) -> list[Any] | None:
-        """The plain values in it as they are now, frozen; ``None``: there may be more that changed."""
+        """Return the current plain values, frozen; ``None`` if more than plain values may have changed."""
         values, plain = [state], []
         try:
             for level in self._levels:
@@ -185,9 +195,10 @@ class StateFingerprint:
         return plain
 
     def freeze_with(self, plain: list[Any]) -> Any:
-        """What ``freeze`` would have made of the state for which ``read_plain`` returned ``plain``.
+        """Return the frozen state with these plain values, as ``freeze`` would return it.
 
-        It is one and the same each time: encode it before the next call.
+        :param plain: what ``read_plain`` returned. The result is the same object each time: encode it
+        before the next call.
         """
         for (there, key), value in zip(self._places, plain, strict=True):
             there[key] = value
@@ -197,7 +208,7 @@ class StateFingerprint:
 def _kind(value: Any) -> int:
     if type(value) in _SIMPLE:
         return _TENSOR
-    # Of a dict of another class the order that it tells may not be the one that it is read in.
+    # The iteration order of a dict subclass may differ from the order in which its values are read.
     if type(value) is dict:
         return _DICT if _holds_tensors(value) else _PLAIN
     return _LIST if type(value) is list and _holds_tensors(value) else _PLAIN
@@ -209,27 +220,30 @@ def _holds_tensors(value: Any) -> bool:
     return type(value) in _SIMPLE or (type(value) is list and any(map(_holds_tensors, value)))
 
 
-def _refuse(tensor: Tensor, where: str) -> Never:
+def _reject_tensor(tensor: Tensor, where: str) -> Never:
     raise SnapshotError(f"{where} is a tensor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """:param shares: some of it is shared with other ranks."""
+    """The layout of the state of registered modules and optimizers.
+
+    :param shares: whether some of it is shared with other ranks.
+    """
 
     things: list[RegisteredObject]
     shares: bool
     image: Image
-    """Of the surveyed things alone; it does not change any more."""
+    """Image of these objects alone; it does not change any more."""
     guarded: set[int]
     """Ids of the tensors that nobody changes before they are copied."""
     shared: set[int]
-    """Ids of those that are the same on all ranks."""
+    """Ids of the tensors that are the same on all ranks."""
     _frozen: dict[str, Any]
-    _fixed: dict[str, dict[str, Any]]
-    _sights: dict[str, StateFingerprint | None]
+    _constant: dict[str, dict[str, Any]]
+    _fingerprints: dict[str, StateFingerprint | None]
     _parameters: list[list[Tensor]]
-    _looks: TensorFingerprint | None
+    _tensor_fingerprint: TensorFingerprint | None
 
     @classmethod
     def of(
@@ -241,9 +255,11 @@ class StateLayout:
         *,
         shares: bool,
     ) -> "StateLayout":
-        """:param before: the last one, which does not hold any more. Where it had other tensors, this one may
-            be of no use to the next snapshot either, and is not made ready for it.
-        :raises SnapshotError: something in it is no plain data.
+        """Return the layout of the objects' current state.
+
+        :param before: the previous layout, which no longer applies. If it had other tensors, the new one is
+        not prepared for reuse, since it may not apply to the next snapshot either. :raises SnapshotError:
+        the state contains something that is not plain data.
         """
         guarded = {number for r in things for number in r.guarded_ids(states[r.name])}
         shared = (replicated_ids(things, states) & guarded) if shares else set()
@@ -257,7 +273,7 @@ class StateLayout:
         parameters = _parameters(things, shares=shares)
         looks: TensorFingerprint | None = None
         sights: dict[str, StateFingerprint | None] = {}
-        if before is not None and _same(image.tensors, before.image.tensors):
+        if before is not None and _are_same(image.tensors, before.image.tensors):
             tensors = {number: found.tensor for number, found in image.seen.items()}
             tensors |= {id(p): p for p in chain.from_iterable(parameters)}
             looks = TensorFingerprint.of(tensors.values())
@@ -269,56 +285,59 @@ class StateLayout:
             guarded=guarded,
             shared=shared,
             _frozen=frozen,
-            _fixed={r.name: r.constant_state() for r in things},
-            _sights=sights,
+            _constant={r.name: r.constant_state() for r in things},
+            _fingerprints=sights,
             _parameters=parameters,
-            _looks=looks,
+            _tensor_fingerprint=looks,
         )
 
     def read_plain(
         self, things: Sequence[RegisteredObject], states: States, *, shares: bool
     ) -> dict[str, Any] | None:
-        """The plain values as they are now, for ``freeze_with``; ``None``: more may have changed."""
-        if self._looks is None or shares != self.shares or not _same(things, self.things):
+        """Return the current plain values, for ``freeze_with``; ``None`` if more than plain values may have
+        changed.
+        """
+        if self._tensor_fingerprint is None or shares != self.shares or not _are_same(things, self.things):
             return None
         parameters = _parameters(things, shares=shares)
-        if len(parameters) != len(self._parameters) or not all(map(_same, parameters, self._parameters)):
+        if len(parameters) != len(self._parameters) or not all(map(_are_same, parameters, self._parameters)):
             return None
         plain: dict[str, Any] = {}
-        for name, sight in self._sights.items():
+        for name, sight in self._fingerprints.items():
             found = sight.read_plain(states[name]) if sight is not None else None
             if found is None:
                 return None
             plain[name] = found
-        return plain if self._looks.matches() else None
+        return plain if self._tensor_fingerprint.matches() else None
 
     def freeze_with(self, plain: Mapping[str, Any] | None) -> dict[str, Any]:
-        """By name, with these plain values (``None``: with those that were surveyed).
+        """Return each object's frozen state with these plain values, by name (``None``: with those of the
+        layout itself).
 
-        What is in it is the same each time: encode it before the next call.
+        The values are the same objects each time: encode them before the next call.
         """
-        frozen = self._frozen if plain is None else {n: self._told(n, now) for n, now in plain.items()}
-        # What is no dict of an optimizer's may be no dict at all.
-        return {n: {**kept, **self._fixed[n]} if self._fixed[n] else kept for n, kept in frozen.items()}
+        frozen = self._frozen if plain is None else {n: self._freeze_one(n, now) for n, now in plain.items()}
+        # Only an optimizer has constant state to add; another object's state may not be a dict.
+        return {n: {**kept, **self._constant[n]} if self._constant[n] else kept for n, kept in frozen.items()}
 
-    def _told(self, name: str, plain: list[Any]) -> Any:
-        sight = self._sights[name]
+    def _freeze_one(self, name: str, plain: list[Any]) -> Any:
+        sight = self._fingerprints[name]
         assert sight is not None
         return sight.freeze_with(plain)
 
 
 def replicated_ids(things: Sequence[RegisteredObject], states: States) -> set[int]:
-    """Of tensors that are the same on all ranks, as DDP has it."""
+    """Return the ids of the tensors that DistributedDataParallel keeps the same on all ranks."""
     parameters: set[int] = set()
     for registered in sorted(things, key=lambda r: r.kind != "module"):
         parameters |= registered.shared_ids(states[registered.name], parameters)
     return parameters
 
 
-def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _parameters(things: Sequence[RegisteredObject], *, shares: bool) -> list[list[Tensor]]:
-    """Copies: a group's own list may be changed in place."""
+    """Return copies of the parameter lists, since an optimizer's own list may be changed in place."""
     return [list(group) for registered in things for group in registered.parameters(shared=shares)]

@@ -1,9 +1,9 @@
-"""A snapshot's bytes on their way into tensors: on several threads, verified, and nothing by halves.
+"""Loading of a snapshot's bytes into tensors, on several threads and never by half.
 
-First all bytes are verified, and tensors that are made anew are filled from each block while it is in the
-cache; what is registered is as it was. Then, when every rank has found its own sound, ``finish`` copies into
-the tensors that are there. To fill these, too, as blocks are verified was measured: 8 to 13% less time, which
-is not worth half-overwritten weights.
+First all bytes are verified; tensors that are newly allocated are filled from each block on the way, while
+it is in the cache. Registered tensors do not change yet. When every rank has found its own bytes intact,
+``finish`` copies them into the registered tensors. Filling those as well while blocks are verified was
+measured: it takes 8 to 13% less time, which does not justify half-overwritten weights.
 """
 
 import os
@@ -37,10 +37,11 @@ _BATCH = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpan:
-    """A run of an image, or of something else that is to be verified.
+    """Bytes of an image, or other bytes that must be verified.
 
-    :param start: in the image; ``shared`` says in which one, ``None`` in neither.
-    :param part: of whose digest it must be; ``None``: it was verified by who brought it.
+    :param start: offset in the image that ``shared`` names; ``shared`` is ``None`` if they belong to no
+    image. :param part: part whose digest the bytes must have; ``None`` if they were verified when they were
+    fetched.
     """
 
     data: Bytes
@@ -50,8 +51,8 @@ class ImageSpan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Bytes of an image from ``start`` on, and the memory of the tensor that they belong into."""
+class _TargetRange:
+    """A byte range of an image and the memory of the tensor that it belongs to."""
 
     start: int
     memory: Bytes
@@ -63,7 +64,7 @@ class _Run:
 
 
 def verified_spans(image: Bytes, *, shared: bool) -> list[ImageSpan]:
-    """Of an image that was verified."""
+    """Return the spans of an image that was verified before."""
     return [
         ImageSpan(data=image[start : start + UNIT_BYTES], start=start, shared=shared)
         for start in range(0, len(image), UNIT_BYTES)
@@ -72,17 +73,22 @@ def verified_spans(image: Bytes, *, shared: bool) -> list[ImageSpan]:
 
 @dataclass(slots=True, kw_only=True)
 class TensorFiller:
-    """:param images: this rank's own, and the one that is the same on all ranks (``True``)."""
+    """The tensors that a snapshot is loaded into.
+
+    :param images: this rank's own image (``False``), and the one that is the same on all ranks (``True``).
+    """
 
     entries: list[ImageEntry]
     images: dict[bool, Bytes]
-    _made: dict[bool, list[_Run]] = field(default_factory=lambda: {False: [], True: []})
-    _there: dict[bool, list[_Run]] = field(default_factory=lambda: {False: [], True: []})
+    _allocated: dict[bool, list[_TargetRange]] = field(default_factory=lambda: {False: [], True: []})
+    _registered: dict[bool, list[_TargetRange]] = field(default_factory=lambda: {False: [], True: []})
     _others: list[tuple[ImageEntry, Tensor]] = field(default_factory=list)
-    """Not on the host, or with another order of dimensions: torch copies them."""
+    """Tensors that torch must copy: they are not on the host, or have another order of dimensions."""
 
     def target_for(self, number: int, old: Tensor | None, beside: Tensor | None) -> Tensor:
-        """The tensor that will hold what is saved: ``old`` where it fits, else a new one like ``beside``."""
+        """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one like
+        ``beside``.
+        """
         entry = self.entries[number]
         tensor = choose_target(entry, old, beside)
         inner = local_tensor(tensor)
@@ -90,40 +96,43 @@ class TensorFiller:
         if memory is None:
             self._others.append((entry, tensor))
         elif entry.size_bytes:
-            runs = self._there if tensor is old else self._made
-            runs[entry.shared].append(_Run(entry.offset, memory, inner))
+            runs = self._registered if tensor is old else self._allocated
+            runs[entry.shared].append(_TargetRange(entry.offset, memory, inner))
         return tensor
 
     def verify(self, spans: Sequence[ImageSpan]) -> tuple[str, ...]:
-        """Fill what is made anew. Names of the parts whose bytes are not what was written."""
-        for runs in self._made.values():
+        """Verify all spans and fill the newly allocated tensors.
+
+        :returns: names of the parts whose bytes are corrupt.
+        """
+        for runs in self._allocated.values():
             runs.sort(key=lambda run: run.start)
-        prefer_huge((r.memory.ctypes.data, len(r.memory)) for runs in self._made.values() for r in runs)
-        ends = {shared: [run.end for run in runs] for shared, runs in self._made.items()}
+        prefer_huge((r.memory.ctypes.data, len(r.memory)) for runs in self._allocated.values() for r in runs)
+        ends = {shared: [run.end for run in runs] for shared, runs in self._allocated.items()}
 
         def sound(span: ImageSpan) -> bool:
-            runs: list[_Run] = []
+            runs: list[_TargetRange] = []
             if span.shared is not None:
                 first = bisect_right(ends[span.shared], span.start)
-                runs = self._made[span.shared][first:]
+                runs = self._allocated[span.shared][first:]
             return _verified(span, runs)
 
-        answers = _threaded(sound, spans)
+        answers = _run_on_threads(sound, spans)
         return tuple(s.part.name for s, fine in zip(spans, answers, strict=True) if s.part and not fine)
 
     def finish(self) -> None:
-        """Fill what is there."""
-        for shared, runs in self._there.items():
+        """Fill the registered tensors."""
+        for shared, runs in self._registered.items():
             image = self.images[shared]
 
-            def copy(batch: list[_Run], image: Bytes = image) -> None:
+            def copy(batch: list[_TargetRange], image: Bytes = image) -> None:
                 for run in batch:
                     run.memory[:] = image[run.start : run.end]
 
-            if _apart(runs):
-                _threaded(copy, _batches(runs))
+            if _are_disjoint(runs):
+                _run_on_threads(copy, _batches(runs))
             else:
-                copy(runs)  # Of two that share memory the last one counts.
+                copy(runs)  # The tensors share memory, so the order matters: the last one wins.
             for run in runs:
                 increment_version(run.tensor)
         for entry, tensor in self._others:
@@ -131,7 +140,7 @@ class TensorFiller:
 
 
 def _memory(entry: ImageEntry, inner: Tensor) -> Bytes | None:
-    """Its bytes in the order of the image's; ``None``: it has no such."""
+    """Return the tensor's memory in the order of the image's bytes; ``None`` if it has none in that order."""
     plain = type(inner) in (Tensor, nn.Parameter) and inner.device.type == "cpu"
     if not plain or inner.is_conj() or inner.is_neg() or inner.is_inference():
         return None
@@ -139,8 +148,11 @@ def _memory(entry: ImageEntry, inner: Tensor) -> Bytes | None:
     return None if flat is None else flat.numpy()
 
 
-def _verified(span: ImageSpan, runs: Iterable[_Run]) -> bool:
-    """Is it as it was written? Its bytes go to ``runs``, which end behind its start, ascending."""
+def _verified(span: ImageSpan, runs: Iterable[_TargetRange]) -> bool:
+    """Return whether the span's bytes are intact, and copy them to ``runs`` on the way.
+
+    :param runs: in ascending order; all end after the span's start.
+    """
     hasher, end = xxhash.xxh3_128(), span.start + len(span.data)
     wanted = []
     for run in runs:
@@ -159,19 +171,19 @@ def _verified(span: ImageSpan, runs: Iterable[_Run]) -> bool:
     return span.part is None or hasher.hexdigest() == span.part.digest
 
 
-def _apart(runs: Sequence[_Run]) -> bool:
-    """No two of them fill the same memory."""
+def _are_disjoint(runs: Sequence[_TargetRange]) -> bool:
+    """Return whether no two of them share memory."""
     ordered = sorted((run.memory.ctypes.data, len(run.memory)) for run in runs)
     return all(address + size <= later for (address, size), (later, _) in pairwise(ordered))
 
 
-def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
-    """Of about as many bytes, for one thread each: large runs are cut, small ones go together."""
-    batch: list[_Run] = []
+def _batches(runs: Sequence[_TargetRange]) -> Iterator[list[_TargetRange]]:
+    """Yield batches of about equal size, for one thread each: large ranges are split, small ones are joined."""
+    batch: list[_TargetRange] = []
     size = 0
     for run in runs:
         for first in range(0, len(run.memory), UNIT_BYTES):
-            piece = _Run(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
+            piece = _TargetRange(run.start + first, run.memory[first : first + UNIT_BYTES], run.tensor)
             batch.append(piece)
             size += len(piece.memory)
             if size >= UNIT_BYTES or len(batch) == _BATCH:
@@ -180,7 +192,7 @@ def _batches(runs: Sequence[_Run]) -> Iterator[list[_Run]]:
     yield batch
 
 
-def _threaded(work: Callable[[T], object], items: Iterable[T]) -> list[object]:
-    """numpy's copies and XXH3 let other threads run."""
+def _run_on_threads(work: Callable[[T], object], items: Iterable[T]) -> list[object]:
+    """Apply ``work`` to the items on several threads; numpy's copies and XXH3 release the interpreter lock."""
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "ftd-load") as threads:
         return list(threads.map(work, items))

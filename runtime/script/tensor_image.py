@@ -1,9 +1,9 @@
-"""Tensors one after the other in flat images: which bytes lie where, and in which pieces they are copied.
+"""Flat images of tensors, one after the other: which bytes are where, and in which units they are copied.
 
-There are two: of tensors that are the same on all ranks (*shared*), and of this rank's *own*.
-A tensor that fills its memory without gaps, in whatever order of dimensions, is copied as it lies there
-(its bytes are viewed, not gathered); any other one is gathered when the snapshot is taken. A sharded tensor
-(FSDP2's) is its local shard.
+There are two images: of the tensors that are the same on all ranks (*shared*), and of this rank's *own*. A
+tensor that fills its memory without gaps, in whatever order of dimensions, is copied in that order: its
+bytes are viewed, not gathered. Any other tensor is gathered when the snapshot is taken. A sharded tensor
+(FSDP2's) is represented by its local shard.
 """
 
 from bisect import bisect_right
@@ -26,52 +26,54 @@ Source = Bytes | Tensor
 """Bytes in host memory, or a flat uint8 tensor on a device."""
 
 UNIT_BYTES = 8 * 1024 * 1024
-"""Copied, and given a digest, at a time."""
+"""Bytes that are copied and hashed at a time."""
 ALIGNMENT_BYTES = 64
 
 
 class ImageEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor: ``size_bytes`` bytes of the image from ``offset``, row-major in the order of ``order``."""
+    """A tensor in an image: ``size_bytes`` bytes from ``offset``, with its dimensions in the order ``order``."""
 
     dtype: str
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    """Dimensions from the slowest to the quickest in memory."""
+    """Dimensions, from the slowest to the fastest varying one in memory."""
     on_host: bool
     sharded: bool
-    """The shard of this rank; ``shape`` is the shard's."""
+    """Whether it is this rank's shard of a tensor; ``shape`` is then the shard's."""
     offset: int
-    """In its image."""
+    """Offset in its image."""
     size_bytes: int
     shared: bool = False
-    """It is in the image that is the same on all ranks."""
+    """Whether it is in the image that is the same on all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRange:
-    """Bytes ``[start, start + size_bytes)`` of source ``entry`` go to ``[offset, …)`` of what is kept."""
+    """Bytes ``[start, start + size_bytes)`` of source ``entry``, which go to ``offset`` in the slot."""
 
     entry: int
     start: int
     offset: int
     size_bytes: int
     is_xor: bool = False
-    """XORed with what is there, instead of copied."""
+    """Whether they are XORed with the bytes there instead of copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyUnit:
-    """A run of what is kept that is copied by one thread, its pieces in their order."""
+    """Bytes of a slot that one thread copies, with the ranges that they consist of, in order."""
 
     offset: int
     size_bytes: int
     ranges: tuple[CopyRange, ...]
     gaps: tuple[tuple[int, int], ...] = ()
-    """(offset, bytes) that become zero first: no piece covers them, and a parity must not see rests."""
+    """(offset, bytes) that are zeroed first, because no range covers them and parity must not include old
+    bytes.
+    """
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """The memory that this rank holds of it."""
+    """Return the memory that this rank holds of the tensor."""
     inner: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return inner.detach()
 
@@ -82,7 +84,9 @@ def dimension_order(tensor: Tensor) -> tuple[int, ...]:
 
 
 def memory_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
-    """Its memory as a flat uint8 tensor; ``None`` where it has gaps, overlaps itself, or says less."""
+    """Return the tensor's memory as a flat uint8 tensor; ``None`` if it has gaps, overlaps itself, or is a
+    lazy conjugate or negative.
+    """
     permuted = tensor.permute(order)
     if not permuted.is_contiguous() or permuted.is_conj() or permuted.is_neg():
         return None
@@ -91,7 +95,7 @@ def memory_bytes(tensor: Tensor, order: tuple[int, ...]) -> Tensor | None:
 
 @dataclass(slots=True)
 class KnownTensor:
-    """What was found out about a tensor at an earlier snapshot."""
+    """What an earlier snapshot found out about a tensor."""
 
     tensor: Tensor
     address: int
@@ -104,7 +108,7 @@ class KnownTensor:
 
     def matches(self, tensor: Tensor) -> bool:
         if self.tensor is not tensor or self.dtype.is_complex:
-            return False  # It may have been conjugated where it lies.
+            return False  # It may have been conjugated in place.
         return (
             (local_tensor(tensor) if self.entry.sharded else tensor).data_ptr() == self.address
             and self.dtype is tensor.dtype
@@ -116,39 +120,40 @@ class KnownTensor:
 
 @dataclass(slots=True)
 class Image:
-    """The layout of one snapshot and where its bytes come from.
+    """The layout of one snapshot and the sources of its bytes.
 
-    Views of tensors are taken over from the snapshot before (``known``): making them costs more than the
-    look whether they still are what they were. ``seen`` is this one's, for the next.
+    Views of tensors are reused from the previous snapshot (``known``), since making them costs more than
+    checking that they still apply. ``seen`` holds those of this snapshot, for the next one.
     """
 
     known: dict[int, KnownTensor]
     seen: dict[int, KnownTensor] = field(default_factory=dict)
     entries: list[ImageEntry] = field(default_factory=list)
     views: list[Source | None] = field(default_factory=list)
-    """``None``: it must be gathered from ``tensors``."""
+    """View of each tensor's memory; ``None`` if it must be gathered from ``tensors``."""
     tensors: list[Tensor] = field(default_factory=list)
     immediate: list[int] = field(default_factory=list)
-    """Numbers of those whose bytes must be taken before training goes on."""
+    """Numbers of the tensors whose bytes must be copied before training goes on."""
     devices: set[torch.device] = field(default_factory=set)
-    """Where there are any, but for the host."""
+    """Devices of the tensors, except the host."""
     own_bytes: int = 0
     shared_bytes: int = 0
     _taken: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, tensor: Tensor, where: str, *, immediate: bool, shared: bool = False) -> int:
-        """The tensor's number; the same for one that was added before (tied weights).
+        """Add a tensor and return its number; one that was added before (tied weights) has the same number.
 
-        :raises SnapshotError: a tensor whose memory is no plain row of values.
+        :param immediate: its bytes must be copied before training goes on. :raises SnapshotError: the
+        tensor's memory is not a plain array of values.
         """
         found = self.known.get(id(tensor))
         if found is None or not found.matches(tensor):
-            found = _look_at(tensor, _address(tensor, where))
+            found = _examine(tensor, _address(tensor, where))
         address = found.address
         self.seen[id(tensor)] = found
         key = (address or id(tensor), found.entry.size_bytes)
         number = self._taken.get(key)
-        if number is not None and _alike(self.entries[number], found.entry):
+        if number is not None and _have_equal_layout(self.entries[number], found.entry):
             return number
         number = self._taken[key] = len(self.entries)
         offset = align(self.shared_bytes if shared else self.own_bytes)
@@ -168,7 +173,7 @@ class Image:
         return number
 
     def copy(self, known: dict[int, KnownTensor]) -> "Image":
-        """One that begins with all of this one's; this one stays as it is."""
+        """Return a copy to which more tensors can be added."""
         return replace(
             self,
             known=known,
@@ -183,7 +188,7 @@ class Image:
 
 
 Range = tuple[int, int, int]
-"""Number of a source, its offset in the image, its bytes."""
+"""Number of a source, its offset in the image, and its size in bytes."""
 
 
 def align(size_bytes: int) -> int:
@@ -191,10 +196,10 @@ def align(size_bytes: int) -> int:
 
 
 def cut_units(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> list[CopyUnit]:
-    """The units of what is kept of an image: pieces of its bytes, or XORs of such.
+    """Return the units of the saved bytes of an image, each a copy or an XOR of ranges of it.
 
-    :param ranges: the image's, ascending.
-    :param base: where the first of what is kept lies in the slot.
+    :param ranges: sources of the image, in ascending order. :param base: offset in the slot of the first
+    saved byte.
     """
     offsets = [offset for _, offset, _ in ranges]
     units = []
@@ -212,16 +217,16 @@ def cut_units(ranges: Sequence[Range], kept: Sequence[Kept], base: int = 0) -> l
 
 
 def whole_image(size_bytes: int) -> list[Kept]:
-    """All of an image, as it is."""
+    """Return the single range that saves an image as it is."""
     return [Kept(offset=0, size_bytes=size_bytes, sources=(0,))] if size_bytes else []
 
 
 _Row = list[tuple[int, int, int, int]]
-"""Source, first byte of it, offset in the slot, bytes."""
+"""Number of a source, first byte of it, offset in the slot, and size in bytes."""
 
 
 def _within(ranges: Sequence[Range], offsets: list[int], first: int, size: int, at: int) -> _Row:
-    """The image's bytes [first, first + size), which come to lie at ``at``."""
+    """Return where the image's bytes [first, first + size) come from, for the offset ``at`` in the slot."""
     row: _Row = []
     for number, offset, length in ranges[max(0, bisect_right(offsets, first) - 1) :]:
         if offset >= first + size:
@@ -233,7 +238,7 @@ def _within(ranges: Sequence[Range], offsets: list[int], first: int, size: int, 
 
 
 def _gaps(row: _Row, end: int, last: int) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) from ``end`` to ``last`` that nothing in the row covers."""
+    """Yield (offset, bytes) of the gaps between ``end`` and ``last`` that no range of the row covers."""
     for _, _, offset, length in row:
         if offset > end:
             yield end, offset - end
@@ -247,13 +252,13 @@ def _address(tensor: Tensor, where: str) -> int:
         raise SnapshotError(f"{where} has no shape yet: call the lazy module once, then register it")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise SnapshotError(
-            f"{where} is a {tensor.layout} tensor on {tensor.device}: only dense tensors that have memory "
-            "can be kept"
+            f"{where} is a {tensor.layout} tensor on {tensor.device}: only dense tensors with memory "
+            "can be saved"
         )
     return local_tensor(tensor).data_ptr() if hasattr(tensor, "to_local") else tensor.data_ptr()
 
 
-def _look_at(tensor: Tensor, address: int) -> KnownTensor:
+def _examine(tensor: Tensor, address: int) -> KnownTensor:
     inner = local_tensor(tensor)
     order = dimension_order(inner)
     flat = memory_bytes(inner, order)
@@ -274,12 +279,12 @@ def _look_at(tensor: Tensor, address: int) -> KnownTensor:
     )
 
 
-def _alike(one: ImageEntry, other: ImageEntry) -> bool:
+def _have_equal_layout(one: ImageEntry, other: ImageEntry) -> bool:
     return (one.dtype, one.shape, one.order) == (other.dtype, other.shape, other.order)
 
 
 def row_major_bytes(tensor: Tensor) -> Tensor:
-    """A row-major copy's bytes."""
+    """Return the bytes of a row-major copy."""
     return (
         local_tensor(tensor).resolve_conj().resolve_neg().contiguous().clone().reshape(-1).view(torch.uint8)
     )
@@ -291,24 +296,26 @@ def _fits(entry: ImageEntry, tensor: Tensor) -> bool:
 
 
 def choose_target(entry: ImageEntry, old: Tensor | None, beside: Tensor | None) -> Tensor:
-    """What is to hold the saved tensor: ``old`` where it fits, else a new one that lies as ``beside``."""
+    """Return the tensor that will hold the saved one: ``old`` where it fits, else a new one with the layout of
+    ``beside``.
+    """
     if old is not None and _fits(entry, old):
         return old
     dtype = getattr(torch, entry.dtype)
     if beside is not None and _fits(msgspec.structs.replace(entry, dtype=str(beside.dtype)[6:]), beside):
         return torch.empty_like(beside, dtype=dtype, requires_grad=False)
     device = beside.device if beside is not None and not entry.on_host else torch.device("cpu")
-    return _turned(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
+    return _in_shape(entry, torch.empty(entry.size_bytes // dtype.itemsize, dtype=dtype, device=device))
 
 
 def copy_into(entry: ImageEntry, data: Bytes, tensor: Tensor) -> None:
-    """The image's bytes into a tensor that was ``choose_target``."""
+    """Copy a tensor from the image into ``tensor``, which ``choose_target`` returned."""
     if entry.size_bytes:
         flat = torch.from_numpy(data[entry.offset : entry.offset + entry.size_bytes])
-        local_tensor(tensor).copy_(_turned(entry, flat.view(getattr(torch, entry.dtype))))
+        local_tensor(tensor).copy_(_in_shape(entry, flat.view(getattr(torch, entry.dtype))))
 
 
-def _turned(entry: ImageEntry, flat: Tensor) -> Tensor:
-    """Its values in the saved shape, one after the other in the saved order of dimensions."""
+def _in_shape(entry: ImageEntry, flat: Tensor) -> Tensor:
+    """Return a view of the values, which are in the saved order of dimensions, with the saved shape."""
     lying = flat.reshape([entry.shape[d] for d in entry.order])
     return lying.permute([entry.order.index(d) for d in range(len(entry.order))])

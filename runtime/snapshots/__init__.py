@@ -1,1 +1,1 @@
-"""Snapshots that the engine's trainers write into their node's arena while they train (REFT §4.1)."""
+"""Snapshots that trainers write into their node's arena while they train (REFT §4.1)."""

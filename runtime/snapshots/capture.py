@@ -1,4 +1,4 @@
-"""One snapshot on its way: what it consists of, and how far it is."""
+"""A snapshot while it is being taken: its contents and its progress."""
 
 import time
 from collections.abc import Iterable
@@ -22,47 +22,52 @@ from storage.shards import ShardLayout
 
 @dataclass(slots=True, eq=False)
 class TrainerCapture:
-    """The lock of the writer guards what changes.
+    """A snapshot of this rank while it is being taken. The writer's lock guards the fields that change.
 
-    The slot holds the shards of all groups, then the small parts, twice: what no code protects is repaired
-    from its twin. Units make the shards, by any thread; the small parts are copies already.
+    The slot holds the shards of all groups, and then the small parts twice: they are not protected by a
+    code, so they are repaired from their twin. Any thread may copy the units that make up the shards; the
+    small parts were copied at the beginning.
     """
 
     generation: int
     step: int
     vote: Vote
     unit_bytes: int
-    """Read for one unit, at most."""
+    """Maximum number of bytes read for one unit."""
     units: list[ShardUnit] = field(default_factory=list)
     shards: list[tuple[str, int, int]] = field(default_factory=list)
-    """Name, offset in the slot, size."""
+    """Name, offset in the slot, and size in bytes of each shard."""
     digests: dict[int, PartDigester] = field(default_factory=dict)
-    """By a shard's offset, as far as they were made beside copying; the copier's thread alone makes any."""
+    """Digests by a shard's offset, as far as they were computed while copying; only the copier's thread
+    computes them.
+    """
     small: list[tuple[str, bytes]] = field(default_factory=list)
     groups: list[dict[str, object]] = field(default_factory=list)
-    """For the manifest."""
+    """Description of the groups, for the manifest."""
     frozen: dict[int, frozenset[int]] = field(default_factory=dict)
-    """By a shard's offset, numbers of its blocks that training does not change, where there are any."""
+    """Numbers of a shard's blocks that training does not change, by the shard's offset; only shards that have
+    any.
+    """
     previous: dict[int, SnapshotPart] = field(default_factory=dict)
-    """By a shard's offset, the shard as the slot had it before, whose frozen blocks are not copied again."""
+    """Shards that the slot held before, by offset; their frozen blocks are not copied again."""
     slot: Bytes | None = None
     taken: int = 0
     copied: int = 0
     left_bytes: int = 0
-    """Still to be read."""
+    """Bytes that remain to be read."""
     hurried: bool = False
-    """Somebody waits: not only in bubbles."""
+    """Whether a thread waits for it, so that copying is not limited to bubbles."""
     waiting: bool = False
-    """The main thread does; its stall is not known yet."""
+    """Whether the main thread waits for it, so that its stall is not known yet."""
     error: Exception | None = None
-    """It is given up for this."""
+    """Reason why the snapshot was abandoned."""
     started_s: float = field(default_factory=time.monotonic)
     copy_s: float = 0.0
     stall_s: float = 0.0
     idle_bytes: int = 0
 
     def add(self, group: LayerGroup, states: LayerStates, mover: Mover) -> None:
-        """What this rank keeps of the group, from the state as it is now."""
+        """Add what this rank saves of the group, from the current state."""
         bucket = SnapshotBucket(mover)
         images = tuple(_image_of(layer, states, bucket) for layer in group.layers)
         layout = ShardLayout(code=group.code, bucket_bytes=bucket.size_bytes)
@@ -75,7 +80,7 @@ class TrainerCapture:
         self.describe(group, bucket.size_bytes)
 
     def add_units(self, units: Iterable[ShardUnit], offset: int) -> None:
-        """Add the units of the shard at ``offset``, and note which of its blocks training does not change."""
+        """Add the units of the shard at ``offset``, and record which of its blocks training does not change."""
         frozen: set[int] = set()
         for unit in units:
             self.units.append(unit)
@@ -86,7 +91,10 @@ class TrainerCapture:
             self.frozen[offset] = frozenset(frozen)
 
     def skip_frozen(self, parts: Iterable[SnapshotPart]) -> None:
-        """Leave out what the slot has already: it held ``parts`` of the same generation, which are complete."""
+        """Skip the frozen blocks that the slot already holds.
+
+        :param parts: complete parts of the same generation that the slot held.
+        """
         shards = set(self.shards)
         self.previous = {
             part.offset: part
@@ -104,9 +112,9 @@ class TrainerCapture:
         return max(offset for _, offset, _ in self.shards if offset <= unit.offset)
 
     def describe(self, group: LayerGroup, bucket_bytes: int) -> None:
-        """Name what was added of a group.
+        """Describe an added group for the manifest.
 
-        :param bucket_bytes: of the bucket that its owners share out, or of this rank's own parts.
+        :param bucket_bytes: of the bucket that its owners share, or of this rank's own parts.
         """
         self.groups.append(
             {
@@ -122,7 +130,7 @@ class TrainerCapture:
         self.left_bytes = sum(unit.read_bytes for unit in self.units)
 
     def host_ranges(self) -> set[tuple[int, int]]:
-        """Address and size of the tensors that are host memory."""
+        """Return address and size of all tensors in host memory."""
         return {found for bucket in {u.bucket for u in self.units} for found in bucket.host_ranges()}
 
     @property
@@ -143,11 +151,11 @@ class TrainerCapture:
 
     @property
     def done(self) -> bool:
-        """The state may change."""
+        """Whether the state may change."""
         return self.failed or self.copied == len(self.units)
 
     def digests_at(self, unit: ShardUnit) -> PartDigester | None:
-        """Those of its shard, if its bytes are the next to be taken."""
+        """Return the digests of the unit's shard if the unit's bytes are the next to be hashed."""
         offset = self._shard_of(unit)
         digests = self.digests.setdefault(offset, PartDigester())
         return digests if offset + digests.size_bytes == unit.offset else None
@@ -156,7 +164,9 @@ class TrainerCapture:
         return {"groups": self.groups, "vote": msgspec.to_builtins(self.vote)}
 
     def parts(self) -> tuple[SnapshotPart, ...]:
-        """Write the small parts behind the shards, which are there, and make the digests that are missing."""
+        """Write the small parts after the shards, compute the missing digests, and return all parts. The
+        shards must be complete.
+        """
         assert self.slot is not None
         ranges = list(self.shards)
         end = self.shards_bytes
@@ -172,9 +182,9 @@ class TrainerCapture:
         return tuple(parts)
 
     def _take_rest(self, digests: PartDigester, offset: int, size: int) -> None:
-        """Take the digests of a part's bytes from where they end; those of frozen blocks are as they were.
+        """Compute the remaining digests of a part; those of frozen blocks are reused.
 
-        So a frozen block that was damaged since it was copied does not count as sound.
+        A frozen block that was corrupted after it was copied is therefore detected.
         """
         assert self.slot is not None
         there = self.previous.get(offset)
@@ -190,7 +200,7 @@ class TrainerCapture:
 
 
 def _image_of(layer: int, states: LayerStates, bucket: SnapshotBucket) -> LayerImage:
-    """Adds the layer's bytes to the bucket; its buffers, which change in the next forward, are copied now."""
+    """Add the layer's bytes to the bucket, and copy its buffers now, since the next forward pass changes them."""
     header, tensors = states.describe(layer)
     begin = bucket.size_bytes
     still = states.frozen_parameters(layer)
@@ -212,6 +222,6 @@ def _image_of(layer: int, states: LayerStates, bucket: SnapshotBucket) -> LayerI
 
 
 def padded_bytes(buffers: Iterable[Tensor], runtime: DeviceRuntime) -> bytes:
-    """One after the other, padded, as the device has computed them."""
+    """Return the buffers' bytes one after the other, padded, after the device has computed them."""
     made = [np.asarray(source_of(runtime.to_host(tensor))).tobytes() for tensor in buffers]
     return b"".join(data.ljust(padded_size(len(data)), b"\0") for data in made)

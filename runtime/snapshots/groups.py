@@ -1,11 +1,12 @@
-"""Which layers a rank keeps for snapshots, and with whom it shares them out (REFT §4.1, design §7).
+"""The layers that a rank saves in snapshots, and the nodes with which it shares them (REFT §4.1).
 
-Layers with the same owners, one stage in each pipeline and so one node in each, are a *run*. All devices of a
-stage copy, each its share: a run is cut into as many groups as the largest of its stages has devices, of about
-equal bytes, and a stage gives each group to one of its devices. A group has a code of its own over its owners.
+A *span* is a sequence of layers with the same owners: one stage in each pipeline, and so one node in each.
+All devices of a stage copy a share: a span is cut into as many groups of about equal size as the largest of
+its stages has devices, and each stage assigns each group to one of its devices. A group has a code of its
+own over its owners.
 
-Where owners have parts of the state only (ZeRO-1), or devices of a stage have (shards), there is no code: each
-rank keeps parts. A device of a stage that shards keeps its own of all layers of a run.
+Where owners have only parts of the state (ZeRO-1), or the devices of a stage have (sharding), there is no
+code: each rank saves its parts. A device of a sharded stage saves its own parts of all layers of a span.
 """
 
 from collections.abc import Sequence
@@ -21,26 +22,29 @@ from storage.codes import Code, make_code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Layers ``[first_layer, end_layer)``, of which this rank keeps what ``owner`` keeps."""
+    """Layers ``[first_layer, end_layer)``, of which this rank saves the share of ``owner``."""
 
     first_layer: int
     end_layer: int
     owners: tuple[str, ...]
-    """Names of nodes, in the order of the pipelines."""
+    """Names of the owners' nodes, in the order of the pipelines."""
     owner: int
     scheme: str
     parted: bool = False
-    """Each owner keeps parts of its own (``runtime.snapshots.parts``); otherwise they share the bytes out."""
+    """Whether each owner saves parts of its own (``runtime.snapshots.parts``); otherwise they share the bytes."""
     device: int = 0
-    """Number of this rank in its stage, where others of it keep other parts of the same layers."""
+    """Number of this rank in its stage, where other ranks of the stage save other parts of the same layers."""
     own: bool = True
-    """This rank keeps what it owns itself."""
+    """Whether this rank saves its own parts."""
     replica: bool = False
-    """It keeps the replicas that it has of the next owner's parts."""
+    """Whether it saves the replicas that it holds of the next owner's parts."""
 
     @property
     def code(self) -> Code:
-        """:raises ValueError: there is no such scheme, or none for so many owners."""
+        """The code over the owners.
+
+        :raises ValueError: there is no such scheme, or it does not support so many owners.
+        """
         return make_code(self.scheme, len(self.owners))
 
     @property
@@ -49,12 +53,12 @@ class LayerGroup:
 
     @property
     def name(self) -> str:
-        """What names of its parts begin with: no two of a node are the same."""
+        """Prefix of the names of its parts; unique within a node."""
         return f"group-{self.first_layer}.{self.device}" if self.device else f"group-{self.first_layer}"
 
 
 def layer_bytes(model: Model) -> tuple[int, ...]:
-    """Return the bytes of each layer's parameters, the same on all ranks."""
+    """Return the bytes of each layer's parameters, which are the same on all ranks."""
     return tuple(
         sum(
             tensor.value.numel() * tensor.value.element_size()
@@ -75,12 +79,11 @@ def layer_groups(
     zero1: bool = False,
     coupled: bool = False,
 ) -> tuple[LayerGroup, ...]:
-    """Return what the rank keeps; nothing where other ranks of its stage do, or ``nodes`` is empty.
+    """Return the groups that this rank saves; none if other ranks of its stage do, or if ``nodes`` is empty.
 
-    :param nodes: the name of each rank's node.
-    :param sizes: bytes of each layer, for equal shares (``layer_bytes``).
-    :param zero1: owners have parts of the optimizer's state.
-    :param coupled: the first device of a stage computes all rows, so it alone has buffers as they are.
+    :param nodes: the name of each rank's node. :param sizes: bytes of each layer, for equal shares
+    (``layer_bytes``). :param zero1: owners have parts of the optimizer's state. :param coupled: the first
+    device of a stage computes all rows, so that only its buffers are right.
     """
     mine = next(
         (
@@ -131,7 +134,7 @@ def _shares(
     *,
     coupled: bool,
 ) -> list[tuple[int, int, bool]]:
-    """Return the groups of a run as (first layer, end layer, whether this rank of ``stage`` keeps it)."""
+    """Return the groups of a span as (first layer, end layer, whether this rank of ``stage`` saves it)."""
     if is_sharded(stage):
         return [(run.start, run.stop, True)]
     writers = sorted(stage.ranks)[: 1 if coupled else None]
@@ -144,7 +147,8 @@ def _shares(
 
 
 def split_evenly(sizes: Sequence[int], count: int) -> list[int]:
-    """Return where to cut ``sizes`` into ``count`` runs of about equal sums, none empty; from 0 to the end.
+    """Return where to split ``sizes`` into ``count`` sequences of about equal sums, from 0 to the end, none
+    empty.
 
     :param count: at least 1, at most the number of sizes.
     """

@@ -1,9 +1,10 @@
-"""Who carries bytes into the arena: numpy where tensors are host memory, a side stream where they are not.
+"""Copies and XORs into the arena: with numpy where tensors are in host memory, on a side stream where they are
+not.
 
-``HostMover`` copies and XORs with numpy, which lets other threads run meanwhile. ``DeviceMover`` asks a
-stream beside the computing for chunked copies straight into the arena's memory, which is registered with the
-driver (page-locked), and makes XORs on the device, so that only their result crosses the link. It knows
-the device by ``Streams`` alone: the tests put late ones in its place. With CUDA's own it has never run.
+``HostMover`` uses numpy, which lets other threads run meanwhile. ``DeviceMover`` issues chunked copies on a
+side stream, directly into the arena's memory, which is registered with the driver (page-locked). It
+computes XORs on the device, so that only their result crosses the link. It accesses the device only through
+``Streams``, for which tests substitute late ones. It has never run on CUDA.
 """
 
 import contextlib
@@ -25,18 +26,18 @@ Source = Bytes | Tensor
 
 
 class Mover(Protocol):
-    """Any thread; what was asked for is in ``target`` when that thread's ``finish`` returns."""
+    """Copies and XORs, from any thread. Their results are complete when ``finish`` returns in the same thread."""
 
     def copy(self, target: Bytes, source: Source) -> None: ...
 
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
-        """``target`` becomes the XOR of two or more, of its own length each."""
+        """Set ``target`` to the XOR of two or more sources, each of its own length."""
 
     def finish(self) -> None: ...
 
 
 class HostMover:
-    """Nothing is under way when a call returns."""
+    """A mover of host memory, whose calls return when their results are complete."""
 
     def copy(self, target: Bytes, source: Source) -> None:
         assert not isinstance(source, Tensor)
@@ -50,7 +51,7 @@ class HostMover:
 
 
 class Streams(Protocol):
-    """``runtime.side_stream.SideStreams``, or a test's."""
+    """The part of ``runtime.side_stream.SideStreams`` that a mover uses."""
 
     def on(self, device: torch.device) -> contextlib.AbstractContextManager[None]: ...
 
@@ -58,7 +59,10 @@ class Streams(Protocol):
 
 
 class DeviceMover:
-    """:param streams: whose side stream begins behind what the tensors were computed by."""
+    """A mover of device memory.
+
+    :param streams: side streams that begin after the computation of the tensors.
+    """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
@@ -75,7 +79,7 @@ class DeviceMover:
     def xor(self, target: Bytes, sources: Sequence[Source]) -> None:
         with self._streams.on(self._device):
             first, second, *rest = map(self._brought, sources)
-            # The stream's order keeps the scratch until its copy is done.
+            # Stream order keeps the scratch memory intact until its copy is complete.
             result = self._scratch(len(target))
             torch.bitwise_xor(first, second, out=result)
             for source in rest:
@@ -89,7 +93,7 @@ class DeviceMover:
         return source if isinstance(source, Tensor) else torch.from_numpy(source).to(self._device)
 
     def _scratch(self, size_bytes: int) -> Tensor:
-        """On the device, this thread's own."""
+        """Return memory on the device that belongs to this thread."""
         scratch: Tensor | None = getattr(self._own, "scratch", None)
         if scratch is None or scratch.numel() < size_bytes:
             scratch = self._own.scratch = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)

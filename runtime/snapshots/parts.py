@@ -1,7 +1,8 @@
-"""What a rank with parts of layers keeps for snapshots: its own of each layer, and with ``arc:1`` replicas.
+"""The snapshots of a rank that has parts of layers: its own parts, and with ``arc:1`` the replicas that it
+holds.
 
-As ``snapshot_capture`` does for whole layers: the bytes of tensors are spans of a bucket, copied beside
-training; what says what they are, and buffers, are copied at once (``storage.partimage``).
+As with whole layers (``runtime.snapshots.capture``), the bytes of tensors are spans of a bucket, copied in
+parallel with training. Their description and buffers are copied at once (``storage.partimage``).
 """
 
 from torch import Tensor
@@ -25,7 +26,7 @@ from storage.shards import ShardLayout
 def add_parts(
     capture: TrainerCapture, group: LayerGroup, model: Model, sharding: ShardedState, mover: Mover
 ) -> None:
-    """What this rank keeps of the group, from the state as it is now."""
+    """Add what this rank saves of the group, from the current state."""
     name = group.name
     wanted = [("shard", False)] if group.own else []
     if group.replica:
@@ -74,7 +75,7 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
                 role=tensor.kind,
                 dtype=dtype_name(tensor.value.dtype),
                 shape=tuple(tensor.value.shape),
-                # Of what is in shards there is no memory here.
+                # There is no memory here for sharded parameters.
                 on_host=(model.device if tensor.value.is_meta else tensor.value.device).type == "cpu",
             )
             for tensor in tensors
@@ -92,9 +93,10 @@ def _whole(layer: int, model: Model, sharding: ShardedState) -> WholeLayer:
 def _part_of(
     one: PartState, model: Model, sharding: ShardedState, bucket: SnapshotBucket, first: int
 ) -> LayerPart:
-    """Add the part's bytes to the bucket: its slices of trained parameters, and as much of the others.
+    """Add the part's bytes to the bucket: its slices of trained parameters, and the same share of the frozen
+    ones.
 
-    :param first: where in the bucket the part of the group's first layer begins.
+    :param first: offset in the bucket at which the part of the group's first layer begins.
     """
     begin = bucket.size_bytes
     runs: list[TensorRange] = []
@@ -117,7 +119,7 @@ def _part_of(
                 size_bytes=size,
             )
         )
-        # A replica, which another thread changes, is in host memory whatever the device is.
+        # A replica is in host memory on any device, since another thread updates it.
         runtime = None if one.replica else model.runtime
         bucket.add(source_of(tensor.detach(), runtime), padded_size(size), frozen=frozen)
 

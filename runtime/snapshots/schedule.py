@@ -1,22 +1,23 @@
-"""When the bytes of a snapshot are copied: REFT's hierarchical asynchronous snapshotting (§4.1, Algorithm 1).
+"""The times at which a snapshot is copied: REFT's hierarchical asynchronous snapshotting (§4.1, Algorithm 1).
 
-The copy of a step's state must end before the next step changes it. The paper splits it into layers:
+The copy of a step's state must end before the next step changes it. The paper copies in three layers:
 
-1. in the stage's *bubbles*: waits of the main thread for a neighbour, or for the vote (``Pace.idle``);
-2. beside computing, what does not fit into the bubbles (``SplitParameter``);
-3. while gradients are summed, what was left by both: only then does a device's link carry two things.
+1. in the stage's *bubbles*, in which the main thread waits for a neighbour or for the vote;
+2. in parallel with computing, what does not fit into the bubbles (``SplitParameter``);
+3. while gradients are summed, what is still left: only then does a device's link carry both.
 
-The paper's third layer is communication within a node: that of tensor parallelism, which keeps to links of
-its own. There is none here. Devices that split a stage split its rows and meet only in the sums of gradients,
-which run over all owners of a bucket, other nodes' too, as one operation: what of it is within the node
-cannot be told apart. So the third layer is the whole wait for sums, and the trace calls it ``sync``.
+The paper's third layer is communication within a node: that of tensor parallelism, which uses links of its
+own. There is none here. Devices that share a stage split its rows, and communicate only in the sums of
+gradients. These run over all owners of a bucket, also on other nodes, as one operation, so the part within
+the node cannot be told apart. Therefore the third layer is the whole wait for sums, which traces call
+``sync``.
 
-Host memory has no link of its own to spare: there a wait for sums is a core that idles, so it counts as a
-bubble. (With a device this has never run.) The paper estimates all times beforehand, the bubbles from the
-shape of 1F1B. Here they are measured: the bandwidth of the copies so far, and the waits of the last steps as
-they were. It is decided anew behind every unit, by what is left, so that a step that waits less than usual
-is noticed in time. What is left in the end is copied while the main thread stands still: the stall. The size
-of a unit follows the bandwidth.
+Host memory has no separate link: while the host waits for sums, a core is idle, so this wait counts as a
+bubble. (This has never run with a device.) The paper estimates all times beforehand, and the bubbles from
+the shape of 1F1B. Here they are measured: the bandwidth of the copies so far, and the waits of the last
+steps. The decision is made again after every unit from what is left, so that a step with shorter waits than
+usual is noticed in time. What is left at the end is copied while the main thread waits: this is the stall.
+The size of a unit depends on the bandwidth.
 """
 
 from collections import deque
@@ -24,22 +25,22 @@ from dataclasses import dataclass, field
 from typing import Literal, assert_never
 
 Period = Literal["bubble", "computing", "communication"]
-"""Of a step, as in the three layers."""
+"""Periods of a step, as in the three layers."""
 
 _STEPS = 8
-"""Steps that an estimate is the mean of."""
+"""Number of steps over which an estimate is averaged."""
 _MARGIN = 0.8
-"""Part of the estimated time that is relied on."""
+"""Fraction of the estimated time that is relied on."""
 _PAGE_BYTES = 4096
 _LATE_S = 0.0005
-"""What is under way when a bubble ends is late by so much at most."""
+"""Maximum delay in seconds caused by a unit that is being copied when a bubble ends."""
 _LEAST_UNIT_BYTES, _FIRST_UNIT_BYTES, _MOST_UNIT_BYTES = 1 << 20, 4 << 20, 16 << 20
-"""At 8 GB/s the first is right; smaller ones are all overhead."""
+"""Limits of a unit's size. At 8 GB/s the default is right; smaller units are mostly overhead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Seconds: of a step, of all its waits, and of those of them that were for sums of gradients."""
+    """Seconds of a step, of all its waits, and of its waits for sums of gradients."""
 
     step_s: float
     waits_s: float
@@ -48,9 +49,9 @@ class StepTimes:
 
 @dataclass(slots=True)
 class CopySchedule:
-    """Estimates. Written under the lock of whoever owns it.
+    """Estimates that decide when to copy. The owner's lock guards changes.
 
-    :param has_own_link: copies come from a device, over a link that sums may use, too.
+    :param has_own_link: copies come from a device, over a link that sums may use as well.
     """
 
     has_own_link: bool = False
@@ -66,53 +67,55 @@ class CopySchedule:
         self._copied_s += seconds
 
     def discount(self) -> None:
-        """Another snapshot begins: what was measured for older ones counts half."""
+        """Halve the weight of the measurements so far, as another snapshot begins."""
         self._copied_bytes /= 2
         self._copied_s /= 2
 
     @property
     def bandwidth(self) -> float:
-        """Bytes read per second of copying; 0: not known yet."""
+        """Bytes read per second of copying; 0 if not known yet."""
         return self._copied_bytes / self._copied_s if self._copied_s > 0 else 0.0
 
     @property
     def unit_bytes(self) -> int:
-        """To be read for one unit."""
+        """Number of bytes to read for one unit."""
         wanted = self.bandwidth * _LATE_S or _FIRST_UNIT_BYTES
         return int(min(max(wanted, _LEAST_UNIT_BYTES), _MOST_UNIT_BYTES)) // _PAGE_BYTES * _PAGE_BYTES
 
     def period(self, *, waiting: bool, for_sums: bool) -> Period:
-        """Which one it is now, by what the main thread does."""
+        """Return the present period, from what the main thread does."""
         if not waiting:
             return "computing"
         return "communication" if for_sums and self.has_own_link else "bubble"
 
     def may_copy(self, period: Period, left_bytes: int, so_far: StepTimes) -> bool:
-        """Whether the next unit is made now.
+        """Return whether to copy the next unit now.
 
-        :param so_far: of the step that is under way.
+        :param so_far: times of the step in progress.
         """
         match period:
             case "bubble":
                 return True
             case "computing" | "communication":
-                # Computing comes before the sums of a step are waited for: these get what it left.
+                # Within a step, computing comes before the wait for sums, which gets what is left.
                 return not self._fits_bubbles(left_bytes, so_far)
             case _:
                 assert_never(period)
 
     def has_time(self, left_bytes: int, elapsed_s: float) -> bool:
-        """Whether what is left will be copied well before the step ends, at the rate so far: then digests are
-        made beside copying, of bytes that are in the cache. A device's are not.
+        """Return whether what is left will be copied well before the step ends, at the rate so far.
 
-        :param elapsed_s: of the step that is under way.
+        If so, digests are computed while copying, from bytes in the cache. Bytes of a device are not in the
+        cache.
+
+        :param elapsed_s: seconds since the step in progress began.
         """
         if self.has_own_link or not self._steps or not self.bandwidth:
             return False
         return left_bytes / self.bandwidth <= _MARGIN * (self._step_s() - elapsed_s)
 
     def _fits_bubbles(self, left_bytes: int, so_far: StepTimes) -> bool:
-        """The bubbles to come suffice for what is left."""
+        """Return whether the remaining bubbles of the step suffice for what is left."""
         if not self._steps or not self.bandwidth:
             return False
         bubbles_s = sum(map(self._bubbles_s, self._steps)) / len(self._steps)

@@ -1,8 +1,8 @@
-"""Shards made straight out of the tensors' memory, in units small enough for a pause of a millisecond.
+"""Shards made directly from the tensors' memory, in units small enough for a pause of a millisecond.
 
-A bucket never exists as one run of bytes: it is a list of *spans*, each the memory of a tensor, with zeros
-between them. A *unit* is a part of one shard, the XOR of some ranges of the bucket; one range is a copy.
-Who carries the bytes, ``runtime.snapshots.movers`` says.
+A bucket never exists as contiguous bytes: it is a list of *spans*, each the memory of a tensor, with zeros
+between them. A *unit* is a byte range of one shard: the XOR of some ranges of the bucket, or a copy of one
+range. ``runtime.snapshots.movers`` copies the bytes.
 """
 
 import sys
@@ -21,13 +21,14 @@ from storage.manifest import PartDigester
 from storage.shards import ALIGNMENT_BYTES, ShardLayout
 
 BLOCK_BYTES = 1024 * 1024
-"""XORed at a time, or given a digest and copied: what is read again is still in the cache."""
+"""Bytes that are XORed, or hashed and copied, at a time, so that a second read finds them in the cache."""
 
 
 def source_of(tensor: Tensor, runtime: DeviceRuntime | None = None) -> Source:
-    """The tensor's bytes, row-major: its own memory, or a copy where that has gaps or another order.
+    """Return the tensor's bytes in row-major order: its own memory, or a copy if that has gaps or another
+    order.
 
-    :param runtime: of the device that the tensor may be on; without one it is in host memory.
+    :param runtime: of the device that the tensor may be on; without one, the tensor is in host memory.
     """
     flat = tensor.reshape(-1).view(torch.uint8) if tensor.is_contiguous() else row_major_bytes(tensor)
     return flat if runtime is not None and runtime.holds(flat) else flat.numpy()
@@ -35,18 +36,18 @@ def source_of(tensor: Tensor, runtime: DeviceRuntime | None = None) -> Source:
 
 @dataclass(slots=True, eq=False)
 class SnapshotBucket:
-    """A group's bytes. Spans are added in ascending order."""
+    """The bytes of a layer group. Spans are added in ascending order."""
 
     mover: Mover
     size_bytes: int = 0
     _starts: list[int] = field(default_factory=list)
     _sources: list[Source] = field(default_factory=list)
     _changing: list[tuple[int, int]] = field(default_factory=list)
-    """Ranges that training changes, ascending."""
+    """Byte ranges that training changes, in ascending order."""
     has_frozen: bool = False
 
     def add(self, source: Source, padded_bytes: int, *, frozen: bool = False) -> None:
-        """Behind the last; zeros follow it up to ``padded_bytes``.
+        """Append a span, followed by zeros up to ``padded_bytes``.
 
         :param frozen: training does not change it.
         """
@@ -63,18 +64,18 @@ class SnapshotBucket:
         self.size_bytes = end
 
     def is_frozen(self, start: int, end: int) -> bool:
-        """Whether training changes none of the bytes [start, end)."""
+        """Return whether training changes none of the bytes [start, end)."""
         number = bisect_right(self._changing, start, key=lambda one: one[1])
         return number == len(self._changing) or self._changing[number][0] >= end
 
     def fill(self, target: Bytes, starts: tuple[int, ...], digests: PartDigester | None = None) -> None:
-        """``target`` becomes the XOR of the bucket's bytes from each of ``starts`` on.
+        """Set ``target`` to the XOR of the bucket's bytes from each of ``starts`` on.
 
-        :param digests: take them, too, each block while it is in the cache; for host memory alone.
+        :param digests: updated block by block while each is in the cache; for host memory only.
         """
         done, most = 0, len(target) if len(starts) == 1 and digests is None else BLOCK_BYTES
         while done < len(target):
-            # Up to where the next span begins or ends, of any of them.
+            # Stop where the next span of any source begins or ends.
             size = min(most, len(target) - done, *(self._run(start + done) for start in starts))
             sources = [part for start in starts if (part := self._part(start + done, size)) is not None]
             block = target[done : done + size]
@@ -83,7 +84,8 @@ class SnapshotBucket:
                     block[:] = 0
                 case [only]:
                     if digests is not None:
-                        digests.update(only)  # Before it is copied: a streaming store leaves nothing behind.
+                        # Hashed before copying: a streaming store does not leave it in the cache.
+                        digests.update(only)
                     self.mover.copy(block, only)
                 case _:
                     self.mover.xor(block, sources)
@@ -93,20 +95,20 @@ class SnapshotBucket:
         self.mover.finish()
 
     def host_ranges(self) -> Iterator[tuple[int, int]]:
-        """Address and size of each span that is host memory."""
+        """Return address and size of each span in host memory."""
         for source in self._sources:
             if not isinstance(source, Tensor):
                 yield source.ctypes.data, len(source)
 
     def _run(self, start: int) -> int:
-        """Bytes from ``start`` on that are of one span, or of the zeros between two."""
+        """Return the number of bytes from ``start`` on that belong to one span, or to the zeros between two."""
         number = bisect_right(self._starts, start)
         if number and (left := self._starts[number - 1] + len(self._sources[number - 1]) - start) > 0:
             return left
         return self._starts[number] - start if number < len(self._starts) else sys.maxsize
 
     def _part(self, start: int, size: int) -> Source | None:
-        """So many bytes from ``start`` on, all of one span; ``None``: zeros."""
+        """Return ``size`` bytes from ``start`` on, all of one span; ``None`` if they are zeros."""
         number = bisect_right(self._starts, start) - 1
         if number < 0 or (begin := start - self._starts[number]) >= len(self._sources[number]):
             return None
@@ -115,30 +117,33 @@ class SnapshotBucket:
 
 @dataclass(frozen=True, slots=True)
 class ShardUnit:
-    """Bytes ``[offset, offset + size_bytes)`` of the slot: the XOR of the bucket from each of ``starts``."""
+    """Bytes ``[offset, offset + size_bytes)`` of the slot: the XOR of the bucket's bytes from each of
+    ``starts`` on.
+    """
 
     bucket: SnapshotBucket
     offset: int
     size_bytes: int
     starts: tuple[int, ...]
     frozen: bool = False
-    """Training changes none of these bytes."""
+    """Whether training changes none of these bytes."""
 
     @property
     def read_bytes(self) -> int:
         return self.size_bytes * len(self.starts)
 
     def write(self, slot: Bytes, digests: PartDigester | None = None) -> None:
-        """The bytes are there when it returns."""
+        """Write the unit's bytes into the slot. A device copy may still be in progress when it returns."""
         self.bucket.fill(slot[self.offset : self.offset + self.size_bytes], self.starts, digests)
 
 
 def shard_units(
     layout: ShardLayout, owner: int, bucket: SnapshotBucket, offset: int, unit_bytes: int
 ) -> list[ShardUnit]:
-    """The owner's shard of the bucket, at ``offset`` of the slot: in order, each byte once.
+    """Return the units of the owner's shard of the bucket, in order, each byte once.
 
-    :param unit_bytes: read for one unit, at most (``Schedule.unit_bytes``).
+    :param offset: of the shard in the slot. :param unit_bytes: maximum number of bytes read for one unit
+    (``CopySchedule.unit_bytes``).
     """
     units: list[ShardUnit] = []
     frozen = _frozen_blocks(layout, owner, bucket) if bucket.has_frozen else frozenset()
@@ -150,7 +155,7 @@ def shard_units(
             first = piece.offset + done
             still = first // DIGEST_BYTES in frozen
             if frozen:
-                # A unit is of blocks that are all frozen, or of others.
+                # A unit consists only of frozen blocks, or only of others.
                 end = first // DIGEST_BYTES + 1
                 while end * DIGEST_BYTES < first + size and (end in frozen) == still:
                     end += 1
@@ -162,7 +167,9 @@ def shard_units(
 
 
 def _frozen_blocks(layout: ShardLayout, owner: int, bucket: SnapshotBucket) -> frozenset[int]:
-    """Return the numbers of the owner's shard's blocks (``storage.manifest.Part``) that training does not change."""
+    """Return the numbers of the blocks of the owner's shard (``storage.manifest.SnapshotPart``) that training
+    does not change.
+    """
     changing: set[int] = set()
     for piece in layout.xor_ranges(owner):
         end = piece.offset + piece.size_bytes
@@ -171,5 +178,5 @@ def _frozen_blocks(layout: ShardLayout, owner: int, bucket: SnapshotBucket) -> f
             last = min((number + 1) * DIGEST_BYTES, end) - piece.offset
             if not all(bucket.is_frozen(source + first, source + last) for source in piece.sources):
                 changing.add(number)
-    # The last block, which may be a part of one, always counts as changing.
+    # The last block, which may be incomplete, always counts as changing.
     return frozenset(range(layout.shard_bytes(owner) // DIGEST_BYTES)) - changing

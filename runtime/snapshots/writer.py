@@ -1,9 +1,10 @@
 """The thread that writes this rank's part of snapshots into its arena while training goes on (REFT §4.1).
 
-It alone changes the arena, one task after the other: make room, copy and commit a snapshot, mend, release.
-When it copies is ``runtime.snapshots.schedule``'s to say. The main thread begins a snapshot behind a commit
-and comes to ``finish`` before it changes the state again; there it helps, so it waits for one memcpy at most.
-Nothing here may end training: what cannot be kept is reported as ``SnapshotFailed``, and older ones stay.
+Only this thread changes the arena, one task after the other: it makes room, copies and commits snapshots,
+writes repairs, and releases snapshots. ``runtime.snapshots.schedule`` decides when it copies. The main
+thread begins a snapshot after a commit, and calls ``finish`` before it changes the state again; there it
+helps, so that it waits for at most one memcpy. No error here ends training: a snapshot that fails is
+reported as ``SnapshotFailed``, and older ones stay.
 """
 
 import contextlib
@@ -34,35 +35,35 @@ from storage.manifest import SnapshotManifest, SnapshotPart
 from storage.pages import collapse_pages
 
 _SLOTS = 2
-"""Made beforehand: of the last snapshot and the next. The third is rarely needed."""
+"""Slots that are reserved: for the last snapshot and the next. The third is rarely needed."""
 _POLL_S = 0.002
-"""How often the copier looks whether it may still wait for bubbles."""
+"""Interval at which the copier checks whether it may still wait for bubbles."""
 _SLACK_BYTES = 1024 * 1024
-"""Headers grow with their numbers: room for that, or every slot would be made anew."""
+"""Spare bytes for headers, which grow with the numbers in them; otherwise every slot would be reallocated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reserve:
     size_bytes: int
     read: frozenset[tuple[int, int]]
-    """Address and size of what snapshots will be copied from."""
+    """Address and size of the memory from which snapshots will be copied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Keep:
+class _Retain:
     step: int
     pinned: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Forget:
-    """Snapshots of later steps: of a past that was undone."""
+class _ReleaseAfter:
+    """Release snapshots of later steps, which a rollback undid."""
 
     after_step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Filled:
+class _SlotContent:
     """A snapshot that was completed in a slot."""
 
     address: int
@@ -70,13 +71,14 @@ class _Filled:
     parts: tuple[SnapshotPart, ...]
 
 
-_Task = TrainerCapture | _Reserve | _Keep | _Forget | RepairWrite
+_Task = TrainerCapture | _Reserve | _Retain | _ReleaseAfter | RepairWrite
 
 
 class SnapshotWriter:
-    """
-    :param sharding: where state is shared out: what this rank has of it.
-    :param report: sends to the node; from any thread.
+    """The writer of one rank's part of all snapshots.
+
+    :param sharding: which parts of the state this rank has, where state is sharded. :param report: sends a
+    report to the node daemon; called from any thread.
     """
 
     def __init__(
@@ -100,21 +102,21 @@ class SnapshotWriter:
         self._monitor = monitor
         self._report = report
         self._arena = Arena.open(directory, limit_bytes=limit_bytes)
-        self._check_found()
+        self._release_foreign()
         self._groups: tuple[LayerGroup, ...] = ()
         self._is_async = model.runtime.is_async
         self._side = SideStreams(lambda _: model.runtime)
         self._mover: Mover = DeviceMover(model.device, self._side) if self._is_async else HostMover()
         self._schedule = CopySchedule(has_own_link=self._is_async)
         self._capture: TrainerCapture | None = None
-        """The newest, while it may be being copied."""
+        """The newest capture, while it may still be copied."""
         self._reserved = False
-        self._filled: dict[int, _Filled] = {}
-        """By a slot's number, what it holds of the present generation. The thread's own."""
-        self._kept: int | None = None
+        self._contents: dict[int, _SlotContent] = {}
+        """Content of each slot in the present generation, by slot number. Used by the thread alone."""
+        self._retained: int | None = None
         self._pinned = 0
         self._spared: int | None = None
-        """The newest when room was made the last time."""
+        """Newest step when room was last made."""
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
         self._stopped = False
@@ -125,17 +127,19 @@ class SnapshotWriter:
     # --- main thread -----------------------------------------------------------------------------
 
     def begin_generation(self, groups: tuple[LayerGroup, ...], step: int) -> None:
-        """A generation begins, at ``step``."""
+        """Begin a generation at ``step``: save ``groups`` from now on, and release snapshots of later steps."""
         self._groups, self._reserved = groups, False
-        self.enqueue(_Forget(after_step=step))
+        self.enqueue(_ReleaseAfter(after_step=step))
 
     def begin(self, generation: int, step: int, vote: Vote) -> None:
-        """``step`` is committed: copy the state as it is now. Small things are copied at once."""
+        """Begin to copy the current state, that of the committed ``step``. Small parts are copied before it
+        returns.
+        """
         started = time.monotonic()
-        self._settle()
+        self._wait_for_previous()
         self._window.clear()
         if not self._groups:
-            # Other ranks of the stage write, and hold the same bytes.
+            # Other ranks of the stage save it; they have the same bytes.
             self._report(
                 ShardWritten(
                     generation=generation, step=step, size_bytes=0, copy_s=0.0, stall_s=0.0, idle_bytes=0
@@ -145,10 +149,10 @@ class SnapshotWriter:
         try:
             with (
                 self._monitor.waiting_for_device()
-            ):  # Buffers are copied at once, as soon as they are computed.
-                capture = self._made(generation, step, vote)
+            ):  # This waits for the device, since buffers are copied as soon as they are computed.
+                capture = self._make_capture(generation, step, vote)
         except Exception as error:
-            self._report(SnapshotFailed(generation=generation, step=step, detail=_words(error)))
+            self._report(SnapshotFailed(generation=generation, step=step, detail=_reason_of(error)))
             return
         capture.stall_s = time.monotonic() - started
         with self._changed:
@@ -157,22 +161,24 @@ class SnapshotWriter:
         self.enqueue(capture)
 
     def record_step(self, elapsed: StepTimes) -> None:
-        """Behind every step: it took so long, and so much of it was waiting.
+        """Record the times of a step that was committed.
 
-        Behind the first of a generation room is made for its snapshots, in the background: only now there
-        is an optimizer's state to measure, and nobody waits for this generation any more.
+        After the first step of a generation, memory is reserved for its snapshots in the background. Only
+        then does the optimizer's state exist, so that its size is known, and nobody waits for this
+        generation any more.
         """
         with self._changed:
             self._schedule.record_step(elapsed)
         if self._groups and not self._reserved:
             self._reserved = True
-            with contextlib.suppress(Exception):  # The first snapshot will fail of it, and say so.
-                sized = self._made(0, 0, Vote(loss=0.0, gradient_norm=0.0))
+            # The first snapshot will fail for the same reason, and report it.
+            with contextlib.suppress(Exception):
+                sized = self._make_capture(0, 0, Vote(loss=0.0, gradient_norm=0.0))
                 size_bytes = sized.size_bytes + _SLACK_BYTES
                 self.enqueue(_Reserve(size_bytes=size_bytes, read=frozenset(sized.host_ranges())))
 
     def finish(self) -> None:
-        """Return when what was begun is copied, and the state may change. Helps with what is left."""
+        """Help to copy what was begun, and return when the state may change."""
         with self._changed:
             capture, self._capture = self._capture, None
             if capture is None or capture.done:
@@ -182,10 +188,10 @@ class SnapshotWriter:
         self._window.set()
         began_s, started = time.time(), time.monotonic()
         try:
-            self._stand(lambda: capture.slot is not None or capture.failed)
+            self._wait_until(lambda: capture.slot is not None or capture.failed)
             while not capture.failed and self._make_next(capture, idle=False):
                 self._monitor.progress += 1
-            self._stand(lambda: capture.done)
+            self._wait_until(lambda: capture.done)
         finally:
             stood_s = time.monotonic() - started
             self._monitor.trace.add("stall", began_s, began_s + stood_s, capture.step)
@@ -195,14 +201,14 @@ class SnapshotWriter:
                 self._changed.notify_all()
 
     def hurry(self) -> None:
-        """The generation is over: copy what was begun at the speed of memory; does not wait."""
+        """Copy what was begun at full speed, since the generation is over; does not wait."""
         with self._changed:
             if self._capture is not None:
                 self._capture.hurried = True
         self._window.set()
 
     def close(self) -> None:
-        """Finish what was begun and end the thread; what is complete stays in the arena."""
+        """Finish what was begun and end the thread; complete snapshots stay in the arena."""
         self.finish()
         with self._changed:
             self._stopped = True
@@ -215,18 +221,18 @@ class SnapshotWriter:
     # --- any thread ------------------------------------------------------------------------------
 
     def retain(self, step: int, pinned: int = 0) -> None:
-        """The snapshot of ``step`` is complete everywhere: older ones may go, but that of ``pinned``."""
-        self.enqueue(_Keep(step=step, pinned=pinned))
+        """Release snapshots older than ``step``, except ``pinned``. That of ``step`` is complete on all nodes."""
+        self.enqueue(_Retain(step=step, pinned=pinned))
 
     def enqueue(self, task: _Task) -> None:
-        """Something for the thread to do, behind what it was given before."""
+        """Append a task for the thread."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify_all()
 
     # --- both threads ----------------------------------------------------------------------------
 
-    def _made(self, generation: int, step: int, vote: Vote) -> TrainerCapture:
+    def _make_capture(self, generation: int, step: int, vote: Vote) -> TrainerCapture:
         unit_bytes = self._schedule.unit_bytes
         capture = TrainerCapture(generation=generation, step=step, vote=vote, unit_bytes=unit_bytes)
         for group in self._groups:
@@ -236,11 +242,12 @@ class SnapshotWriter:
                 assert self._sharding is not None, "parts are of a sharding"
                 add_parts(capture, group, self._model, self._sharding, self._mover)
         if self._is_async:
-            self._side.begin({self._device})  # Behind what was gathered on the device just now, too.
+            # The stream must also begin after what was just gathered on the device.
+            self._side.begin({self._device})
         return capture
 
     def _make_next(self, capture: TrainerCapture, *, idle: bool) -> bool:
-        """Make one more unit. False: there is none left to take."""
+        """Copy one more unit; return False if there is none left to take."""
         with self._changed:
             if capture.taken == len(capture.units) or capture.failed:
                 return False
@@ -268,17 +275,17 @@ class SnapshotWriter:
                 self._changed.notify_all()
         return True
 
-    def _stand(self, ready: Callable[[], bool]) -> None:
-        """Wait, and show that this is no hang: making room for a large slot can take seconds."""
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Wait, and report progress, because making room for a large slot can take seconds and is not a hang."""
         with self._changed:
             while not ready():
                 self._changed.wait(0.05)
                 self._monitor.progress += 1
 
-    def _settle(self) -> None:
-        """The one before is complete: its slot must be known to be in use before another is taken."""
+    def _wait_for_previous(self) -> None:
+        """Wait for the previous snapshot: its slot must be known to be in use before another is taken."""
         self.finish()
-        self._stand(lambda: not any(isinstance(task, TrainerCapture) for task in self._tasks))
+        self._wait_until(lambda: not any(isinstance(task, TrainerCapture) for task in self._tasks))
 
     # --- the thread ------------------------------------------------------------------------------
 
@@ -292,41 +299,41 @@ class SnapshotWriter:
                     return
                 task = self._tasks[0]
             try:
-                self._do(task)
+                self._execute(task)
             except Exception as error:
-                # Also what nobody foresaw: a thread that is gone would keep the main thread waiting.
-                self._give_up(task, error)
+                # Unexpected errors are included: if the thread ended, the main thread would wait forever.
+                self._abandon(task, error)
             with self._changed:
                 self._tasks.popleft()
                 self._changed.notify_all()
 
-    def _do(self, task: _Task) -> None:
+    def _execute(self, task: _Task) -> None:
         match task:
             case TrainerCapture():
-                self._carry(task)
+                self._write_capture(task)
             case _Reserve():
-                self._filled.clear()
+                self._contents.clear()
                 self._arena.reserve(task.size_bytes, _SLOTS)
                 collapse_pages(task.read)
-            case _Keep():
-                self._kept, self._pinned = task.step, task.pinned
+            case _Retain():
+                self._retained, self._pinned = task.step, task.pinned
                 steps = [manifest.step for manifest in self._arena.snapshots]
                 self._arena.release(step for step in steps if step < task.step and step != task.pinned)
             case RepairWrite():
                 self._arena.rewrite(task.step, task.generation, task.part, task.offset, task.data)
-            case _Forget():
-                self._filled.clear()  # A generation begins: layers, and their places, may be others.
+            case _ReleaseAfter():
+                self._contents.clear()  # In a new generation, layers may have other contents and positions.
                 self._arena.release(m.step for m in self._arena.snapshots if m.step > task.after_step)
 
-    def _carry(self, capture: TrainerCapture) -> None:
+    def _write_capture(self, capture: TrainerCapture) -> None:
         self._make_room()
         slot = self._arena.begin(capture.size_bytes)
         if self._is_async:
             self._side.pin(slot.number, slot.view)
         address = slot.view.ctypes.data
-        before = self._filled.pop(slot.number, None)
+        before = self._contents.pop(slot.number, None)
         with self._changed:
-            # A slot that was made larger meanwhile lies elsewhere, or holds less than it is to hold.
+            # A slot that was enlarged meanwhile has another address, or holds less than the capture needs.
             if before is not None and before.address == address and before.size_bytes >= capture.size_bytes:
                 capture.skip_frozen(before.parts)
             capture.slot = slot.view
@@ -349,7 +356,9 @@ class SnapshotWriter:
             )
         )
         if capture.frozen:
-            self._filled[slot.number] = _Filled(address=address, size_bytes=capture.size_bytes, parts=parts)
+            self._contents[slot.number] = _SlotContent(
+                address=address, size_bytes=capture.size_bytes, parts=parts
+            )
         with self._changed:
             self._changed.wait_for(lambda: not capture.waiting)
         self._report(
@@ -364,7 +373,7 @@ class SnapshotWriter:
         )
 
     def _await_turn(self, capture: TrainerCapture) -> bool:
-        """Return when a unit may be made; True: while the main thread waits for others."""
+        """Wait until a unit may be copied; return whether the main thread is waiting for others."""
         monitor = self._monitor
         while True:
             waiting = monitor.waiting and monitor.waiting_for != "device"
@@ -378,22 +387,23 @@ class SnapshotWriter:
                 ):
                     return waiting
             if waiting:
-                time.sleep(_POLL_S)  # The window is open, and what it shows is not for copies.
+                time.sleep(_POLL_S)  # The main thread does wait, but in a period that is not for copies.
             else:
                 self._window.wait(_POLL_S)
 
     def _make_room(self) -> None:
-        """Keep the one that is complete everywhere, a pinned one, and the newest.
+        """Release all snapshots except the newest one that is complete on all nodes, a pinned one, and the
+        newest.
 
-        A snapshot is ordered only when none is under way, so of those behind the kept one all but the
-        newest were given up; that one's KeepSnapshot may be on its way. Who does not know yet which is
-        kept, as its process is new, takes the oldest for it.
+        A snapshot is requested only when none is in progress. So of those newer than the retained one, all
+        but the newest were abandoned; KeepSnapshot for the newest may be on its way. A new process, which
+        does not know which one is retained, assumes the oldest.
 
-        Where these three are different ones there is no room: the first snapshot fails of it, and when
-        another was ordered nevertheless, the newest was given up as well.
+        If these are three different snapshots there is no room, and the first attempt fails. If another one
+        is requested nevertheless, the newest was abandoned as well.
         """
         steps = sorted(manifest.step for manifest in self._arena.snapshots)
-        kept = self._kept if self._kept in steps else steps[0] if steps else None
+        kept = self._retained if self._retained in steps else steps[0] if steps else None
         stay = {step for step in steps if step in (kept, self._pinned)}
         newest = steps[-1] if steps else None
         if newest is not None and (len(stay | {newest}) < SLOTS or newest != self._spared):
@@ -401,27 +411,29 @@ class SnapshotWriter:
         self._spared = newest
         self._arena.release(step for step in steps if step not in stay)
 
-    def _give_up(self, task: _Task, error: Exception) -> None:
+    def _abandon(self, task: _Task, error: Exception) -> None:
         if not isinstance(task, TrainerCapture):
-            # The next snapshot will say the same to those who decide; this is for people.
-            print(f"snapshots: {_words(error)}", file=sys.stderr, flush=True)
+            # The next snapshot fails for the same reason and reports it to the node; this line is for
+            # people.
+            print(f"snapshots: {_reason_of(error)}", file=sys.stderr, flush=True)
             return
         with self._changed:
             task.error = error
             self._changed.notify_all()
-            # A helper may still write into the slot: it must not be given to the next one before.
+            # A helper may still write into the slot, so the next snapshot must not get it before.
             self._changed.wait_for(lambda: task.copied == task.taken and not task.waiting)
-        self._report(SnapshotFailed(generation=task.generation, step=task.step, detail=_words(error)))
+        self._report(SnapshotFailed(generation=task.generation, step=task.step, detail=_reason_of(error)))
 
-    def _check_found(self) -> None:
-        """What another process left here is this job's, or released.
+    def _release_foreign(self) -> None:
+        """Release what another job left in the arena.
 
-        Not whether it is sound: who reads it verifies it, and the node has bytes that changed made again.
+        Whether the bytes are intact is not checked here: readers verify them, and the node repairs corrupt
+        ones.
         """
         self._arena.release(m.step for m in self._arena.snapshots if m.job_id != self._job_id)
         for problem in self._arena.problems:
             print(f"snapshots: {problem}", file=sys.stderr, flush=True)
 
 
-def _words(error: Exception) -> str:
+def _reason_of(error: Exception) -> str:
     return str(error) if isinstance(error, StorageError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Directories that are computed once and kept, however many processes ask for them at the same time."""
+"""Directories that are computed once and then reused, also if several processes ask for them at the same time."""
 
 import fcntl
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from runtime.sources.errors import DataError
 
 Report = Callable[[str], None]
-"""Takes a line about the progress."""
+"""Function that receives a line about the progress."""
 
 
 def default_cache_directory() -> Path:
@@ -23,12 +23,14 @@ def default_cache_directory() -> Path:
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """Return a short name that is equal exactly for equal facts."""
+    """Return a short name that is equal if and only if the facts are equal."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def file_signature(path: Path) -> list[str | int]:
-    """Return what a changed file shows without being read: path, size in bytes and time of change in ns."""
+    """Return what identifies a file's content without reading it: path, size in bytes and modification time in
+    ns.
+    """
     try:
         state = path.stat()
     except OSError as error:
@@ -40,11 +42,10 @@ def cached_directory(cache: str | None, key: str, compute: Callable[[Path], None
     """Return the directory of ``key``; the first process that asks computes it, all others wait for it.
 
     The directory gets its name when all its files are on disk, and the kernel holds the lock. So a process
-    that dies leaves nothing that a later one could take for complete, and the next in line computes it.
+    that dies leaves nothing that looks complete, and the next in line computes it.
 
-    :param cache: where such directories are kept; None is the default.
-    :param compute: writes the files into the empty directory that it gets.
-    :raises DataError: the cache cannot be written.
+    :param cache: parent of such directories; None is the default. :param compute: writes the files into the
+    empty directory that it gets. :raises DataError: the cache cannot be written.
     """
     root = default_cache_directory() if cache is None else Path(cache).expanduser()
     entry = root / key
@@ -57,7 +58,7 @@ def cached_directory(cache: str | None, key: str, compute: Callable[[Path], None
                 _compute(entry, compute)
     except OSError as error:
         raise DataError(
-            f"the cache {root} cannot be written: {error}; name another directory with cache_directory"
+            f"the cache {root} cannot be written: {error}; choose another directory with cache_directory"
         ) from error
     return entry
 
@@ -77,7 +78,7 @@ def _compute(entry: Path, compute: Callable[[Path], None]) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees half of it."""
+    """Write a file so that a reader never sees only a part of it."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
@@ -98,6 +99,6 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report(f"waiting for another process that prepares {path.with_suffix('')}")
+            report(f"waiting for another process, which prepares {path.with_suffix('')}")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
-"""Collators: functions that make a batch of a list of samples of unequal lengths.
+"""Collators: functions that make a batch from samples of unequal lengths.
 
-Random ones draw from torch's default generator. The loader seeds it by (seed, step, microbatch), so every
-stage and every device of a pipeline gets the same batch.
+Random ones draw from torch's default generator. The loader seeds it by (seed, step, microbatch), so that
+every stage and every device of a pipeline gets the same batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,23 +14,23 @@ from runtime.sources.errors import DataError
 from runtime.sources.tokenizer import load_tokenizer
 
 IGNORED_LABEL = -100
-"""Label of a position without a loss, as ``torch.nn.functional.cross_entropy`` understands it."""
+"""Label of a position that does not count in the loss, as in ``torch.nn.functional.cross_entropy``."""
 
 
 class PadCollate:
-    """Batches of dict samples, padded at the end to the longest sample of the batch.
+    """A collator of dict samples, which pads them at the end to the longest sample of the batch.
 
-    ``input_ids`` get the padding token, ``labels`` -100 and every other value with one dimension 0. Where the
-    samples have no ``attention_mask`` one is added: 1 for the tokens of a sample, 0 for padding. Values
-    without a dimension, such as a class, and those with several are stacked.
+    ``input_ids`` get the padding token, ``labels`` -100 and every other value with one dimension 0. If the
+    samples have no ``attention_mask``, one is added: 1 for the tokens of a sample, 0 for padding. Values
+    without a dimension, such as a class, and those with several dimensions are stacked.
     """
 
     def __init__(self, pad_token_id: int, *, multiple_of: int | None = 8, length: int | None = None) -> None:
         """Set the rules of padding.
 
         :param multiple_of: rounds padded lengths up, which suits tensor cores and makes fewer shapes.
-        :param length: the length that all batches are padded to; None is that of a batch's longest sample.
-        :raises DataError: a number makes no sense.
+        :param length: length to which all batches are padded; None for the longest sample of each batch.
+        :raises DataError: a number is out of range.
         """
         for name, number, least in (
             ("pad_token_id", pad_token_id, 0),
@@ -45,7 +45,7 @@ class PadCollate:
         self._length = length
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return the batch: each value of the samples with the samples in dim 0.
+        """Return the batch: each value of the samples, with the samples in dim 0.
 
         :raises DataError: the samples do not fit together; the message names the value.
         """
@@ -81,10 +81,10 @@ class PadCollate:
 
 
 class CausalCollate(PadCollate):
-    """``PadCollate`` that adds ``labels`` where samples have none: the tokens, and -100 for padding.
+    """A ``PadCollate`` that adds ``labels`` if samples have none: the tokens, and -100 for padding.
 
-    It is for samples of a language model that only have ``input_ids``, such as those of a tokenised data set
-    of the package ``datasets``.
+    It is for samples of a language model that only have ``input_ids``, such as those of a tokenised data
+    set of the package ``datasets``.
     """
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -96,11 +96,11 @@ class CausalCollate(PadCollate):
 
 
 class MaskedLanguageModelCollate:
-    """Batches for masked language models, after Devlin et al., "BERT", 2019, section 3.1.
+    """A collator for masked language models, after Devlin et al., "BERT", 2019, section 3.1.
 
-    Each token that is neither special nor padding is chosen with a probability. Of those that are chosen 80%
-    become the mask token, 10% a random token and 10% stay. ``labels`` are the original tokens where chosen,
-    and -100 elsewhere. A batch without a chosen token has no loss.
+    Each token that is neither special nor padding is chosen with a given probability. Of the chosen tokens
+    80% become the mask token, 10% a random token, and 10% stay. ``labels`` are the original tokens where
+    chosen, and -100 elsewhere. A batch without a chosen token has no loss.
     """
 
     def __init__(
@@ -115,13 +115,12 @@ class MaskedLanguageModelCollate:
         multiple_of: int | None = 8,
         length: int | None = None,
     ) -> None:
-        """Take the token ids from a tokenizer, or by themselves.
+        """Take the token ids from a tokenizer, or as arguments.
 
-        :param tokenizer: a tokenizer.json, or a directory with one. Numbers that are given have precedence.
-        :param probability: the share of tokens that are chosen.
-        :param multiple_of: as for ``PadCollate``, which pads the samples first.
-        :param length: as for ``PadCollate``.
-        :raises DataError: there is no mask token, or a number makes no sense.
+        :param tokenizer: a tokenizer.json, or a directory with one. Ids that are given take precedence.
+        :param probability: fraction of the tokens that are chosen. :param multiple_of: as for
+        ``PadCollate``, which pads the samples first. :param length: as for ``PadCollate``. :raises
+        DataError: there is no mask token, or a number is out of range.
         """
         if isinstance(probability, bool) or not 0 < probability <= 1:
             raise DataError(f"probability must lie between 0 and 1, not {probability!r}")

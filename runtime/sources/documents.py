@@ -1,7 +1,7 @@
-"""Texts and records of files: JSON lines, Parquet, Arrow and plain text.
+"""Readers of texts and records in files: JSON lines, Parquet, Arrow and plain text.
 
-Everything is read in order and piece by piece, so that a corpus may be larger than the memory. Each record
-comes with its place ("corpus.jsonl, line 7") for the messages about it.
+Files are read in order and in parts, so that a corpus may be larger than memory. Each record comes with its
+location ("corpus.jsonl, line 7"), for messages.
 """
 
 import gzip
@@ -17,25 +17,25 @@ JSON_LINES = (".jsonl", ".ndjson", ".json")
 ROWS_AT_ONCE = 1024
 
 Record = tuple[str, dict[str, Any]]
-"""A record's place and its fields."""
+"""Location and fields of a record."""
 
 
 class Document(NamedTuple):
-    """A text that becomes tokens."""
+    """A text that is tokenised."""
 
     location: str
     text: str
     learned: tuple[tuple[int, int], ...] = ()
-    """The parts ``[first, end)`` of the text, in characters, that a model learns, where it is not all."""
+    """Character ranges ``[first, end)`` of the text that a model learns; empty for all of it."""
     is_rendered: bool = False
-    """Whether the text already has its special tokens, as chat templates write them."""
+    """Whether the text already contains its special tokens, as chat templates write them."""
 
 
 def read_texts(files: Iterable[Path], field: str) -> Iterator[Document]:
-    """Yield the documents of files; those without any text are left out.
+    """Yield the documents of files; empty ones are left out.
 
-    In JSON lines, Parquet and Arrow files ``field`` of each record is a document. A file with any other name
-    is plain text (UTF-8) and one document.
+    In JSON lines, Parquet and Arrow files ``field`` of each record is a document. Any other file is plain
+    text (UTF-8) and one document.
 
     :raises DataError: a file or a record of it cannot be used; the message names both.
     """
@@ -54,7 +54,7 @@ def read_texts(files: Iterable[Path], field: str) -> Iterator[Document]:
 def text_field(place: str, record: dict[str, Any], field: str) -> str:
     """Return the text in ``field``.
 
-    :raises DataError: the field is missing or is no text.
+    :raises DataError: the field is missing or is not text.
     """
     if field not in record:
         raise DataError(
@@ -63,20 +63,20 @@ def text_field(place: str, record: dict[str, Any], field: str) -> str:
         )
     value = record[field]
     if not isinstance(value, str):
-        raise DataError(f'{place}: the field "{field}" must be a text, not {_kind(value)}')
+        raise DataError(f'{place}: the field "{field}" must be a string, not {_kind(value)}')
     return value
 
 
 def is_table(path: Path) -> bool:
-    """Return whether the file has records with named fields, judged by its name."""
+    """Return whether the file has records with named fields, according to its name."""
     return _suffix(path) in (*JSON_LINES, ".parquet", ".arrow")
 
 
 def read_records(path: Path, fields: Sequence[str] | None = None) -> Iterator[Record]:
     """Yield the records of a JSON lines, Parquet or Arrow file.
 
-    :param fields: the columns that are read of Parquet and Arrow files; None reads all.
-    :raises DataError: the file is damaged, has none of the kinds, or lacks a column.
+    :param fields: columns to read from Parquet and Arrow files; None for all. :raises DataError: the file
+    is corrupt, is of another kind, or lacks a column.
     """
     match _suffix(path):
         case ".parquet":
@@ -90,7 +90,7 @@ def read_records(path: Path, fields: Sequence[str] | None = None) -> Iterator[Re
 
 
 def _suffix(path: Path) -> str:
-    """Return the ending of the name without ``.gz``."""
+    """Return the extension of the name without ``.gz``."""
     name = path.name.lower().removesuffix(".gz")
     return Path(name).suffix
 
@@ -146,7 +146,7 @@ def _read_parquet(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
 
 
 def _read_arrow(path: Path, fields: Sequence[str] | None) -> Iterator[Record]:
-    """Read the stream format, which the package ``datasets`` writes."""
+    """Yield the records of a file in the stream format, which the package ``datasets`` writes."""
     arrow = import_package("pyarrow", "reading Arrow files")
     try:
         with arrow.memory_map(str(path)) as source, arrow.ipc.open_stream(source) as table:

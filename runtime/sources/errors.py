@@ -1,4 +1,4 @@
-"""The error of every data source, and the search for files that all of them share."""
+"""The error of all data sources, and the checks and the file search that they share."""
 
 import glob
 import importlib
@@ -12,10 +12,10 @@ class DataError(ValueError):
 
 
 def find_files(files: str | Sequence[str], what: str) -> list[Path]:
-    """Return the files that paths and patterns name: in the given order, each pattern's matches by name.
+    """Return the files that paths and patterns name, in the given order; the matches of a pattern by name.
 
-    :param what: the kind of files, for messages: "token file".
-    :raises DataError: no file is named, one is missing, a pattern matches none, or a path is a directory.
+    :param what: kind of the files, for messages: "token file". :raises DataError: no file is named, one is
+    missing, a pattern matches none, or a path is a directory.
     """
     wanted = [files] if isinstance(files, str) else list(files)
     if not wanted:
@@ -41,7 +41,10 @@ def find_files(files: str | Sequence[str], what: str) -> list[Path]:
 
 
 def check_length(length: int) -> int:
-    """Return ``length``, the tokens of a sample, if it is a whole number above 0."""
+    """Return ``length``, the tokens of a sample.
+
+    :raises DataError: it is not a whole number above 0.
+    """
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise DataError(
             f"length, the tokens of a sample, must be a whole number of at least 1, not {length!r}"
@@ -52,7 +55,7 @@ def check_length(length: int) -> int:
 def import_package(name: str, purpose: str) -> ModuleType:
     """Import an optional package.
 
-    :raises DataError: the package is missing; the message has the command that installs it.
+    :raises DataError: the package is missing; the message gives the command that installs it.
     """
     try:
         return importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Small images with classes, in arrays or drawn: enough to try an image model without a download."""
+"""Small images with classes, from arrays or drawn: enough to try an image model without a download."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ class ImageArrays:
     def __init__(self, path: str) -> None:
         """Read the file.
 
-        :raises DataError: it is missing, damaged, or its arrays do not fit together.
+        :raises DataError: it is missing or corrupt, or its arrays do not fit together.
         """
         file = Path(path).expanduser()
         if not file.is_file():
@@ -55,10 +55,10 @@ class ImageArrays:
 
 
 class RenderedDigits:
-    """Drawn digits, moved, turned and with noise: samples ``{"pixel_values", "labels"}`` of 10 classes.
+    """Drawn digits, shifted, rotated and with noise: samples ``{"pixel_values", "labels"}`` of 10 classes.
 
-    A sample depends only on ``seed`` and its index. ``pixel_values`` are float32 of shape
-    (1, size, size) between -1 and 1.
+    A sample depends only on ``seed`` and its index. ``pixel_values`` are float32 of shape (1, size, size)
+    between -1 and 1.
     """
 
     def __init__(self, count: int, *, size: int = 32, seed: int = 0) -> None:

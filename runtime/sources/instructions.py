@@ -1,4 +1,4 @@
-"""Prompts with completions, and conversations: the model learns the answers only."""
+"""Prompts with completions, and conversations, of which the model learns only the answers."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,14 +16,14 @@ from runtime.sources.tokenizing import Encoded, Encoder
 
 
 class InstructionDataset(TokenisedDataset):
-    """Records of JSON lines, Parquet or Arrow files as samples of one record each.
+    """Records of JSON lines, Parquet or Arrow files, each of which is a sample.
 
-    A record either has a "prompt" and a "completion", which are joined as they are and end with the token for
-    the end of a text, or "messages", a list of ``{"role", "content"}`` that the tokenizer's chat template
-    writes out. ``labels`` are -100 except for completions and for the answers of the role "assistant"; a
-    token with characters of a prompt and of its completion counts as completion. A sample is cut after
-    ``length`` tokens; if its labels are all -100 then, the record is not used. Tokens are kept as those of
-    ``TextDataset``. Form batches with ``pad_collate``.
+    A record has either a "prompt" and a "completion", which are concatenated and end with the end-of-text
+    token, or "messages", a list of ``{"role", "content"}`` that the tokenizer's chat template renders.
+    ``labels`` are -100 except for completions and for the answers of the role "assistant"; a token with
+    characters of both a prompt and its completion counts as completion. A sample is cut after ``length``
+    tokens; if all its labels are then -100, the record is not used. Tokens are cached like those of
+    ``TextDataset``. Make batches with ``pad_collate``.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class InstructionDataset(TokenisedDataset):
         length: int,
         cache_directory: str | None = None,
     ) -> None:
-        """Tokenise the files, or find their tokens.
+        """Tokenise the files, or find their tokens in the cache.
 
-        :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of names.
-        :param tokenizer: a directory as ``save_pretrained`` writes it. Conversations need transformers.
-        :param length: the most tokens of a sample.
-        :param cache_directory: where tokens are kept; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``.
-        :raises DataError: a file, a record or the tokenizer cannot be used.
+        :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of
+        names. :param tokenizer: a directory as ``save_pretrained`` writes it. Conversations need
+        transformers. :param length: maximum number of tokens of a sample. :param cache_directory: directory
+        of the cache; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``. :raises DataError: a file, a
+        record or the tokenizer cannot be used.
         """
         check_length(length)
         paths = find_files(files, "file of instructions")
@@ -57,7 +57,7 @@ class InstructionDataset(TokenisedDataset):
 
     @property
     def unused_records(self) -> int:
-        """The records whose prompts alone fill a sample."""
+        """Number of records whose prompt alone fills a sample."""
         return self._info.documents - len(self)
 
 
@@ -101,7 +101,7 @@ class _ChatTemplate:
             )
 
     def render(self, place: str, messages: Any) -> Document:
-        """Write a conversation out; each answer is from the end of what prompts it to its end."""
+        """Render a conversation. An answer extends from the end of its generation prompt to its own end."""
         _check_messages(place, messages)
         text = self._apply(place, messages, prompting=False)
         learned = []
@@ -138,13 +138,15 @@ def _check_messages(place: str, messages: Any) -> None:
                 f"{json.dumps(message)[:80]}"
             )
     if messages[0]["role"] == "assistant":
-        raise DataError(f"{place}: a conversation cannot begin with the role assistant; put a message before")
+        raise DataError(
+            f"{place}: a conversation cannot begin with the role assistant; put a message of the user before it"
+        )
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{place}: no message has the role assistant, so there is nothing to learn")
 
 
 def _encoder(loaded: LoadedTokenizer, length: int) -> Encoder:
-    """Return an encoder that finds the learned tokens by the characters that they stand for."""
+    """Return an encoder that determines the learned tokens from the characters that they cover."""
     ending = loaded.end_of_text(True)
 
     def encode(documents: list[Document]) -> list[Encoded]:
@@ -172,7 +174,7 @@ def _encoder(loaded: LoadedTokenizer, length: int) -> Encoder:
 
 
 def _learned(offsets: Sequence[tuple[int, int]], parts: tuple[tuple[int, int], ...]) -> npt.NDArray[np.bool_]:
-    """Return which tokens stand for at least one character of the parts."""
+    """Return which tokens cover at least one character of the parts."""
     bounds = np.array(offsets, dtype=np.int64).reshape(-1, 2)
     learned = np.zeros(len(bounds), dtype=bool)
     for first, end in parts:

@@ -1,10 +1,12 @@
-"""Token files of Megatron-LM: ``prefix.bin`` has the tokens and ``prefix.idx`` where each sequence is.
+"""Token files of Megatron-LM: ``prefix.bin`` contains the tokens, and ``prefix.idx`` the position of each
+sequence.
 
-An index of version 1 has, without gaps and with the least significant byte first: the nine bytes ``MMIDIDX``,
-0, 0; the version (8 bytes); a code for the type of the tokens (1 byte); the number of sequences and that of
-document boundaries (8 bytes each); then for each sequence its number of tokens (4 bytes), for each its first
-byte in the ``.bin`` (8 bytes), and the document boundaries, counted in sequences from 0 to the number of
-sequences (8 bytes each). Files with several kinds of data have a byte for each sequence after that.
+An index of version 1 consists of the following, without gaps and in little-endian order: the nine bytes
+``MMIDIDX``, 0, 0; the version (8 bytes); a code for the type of the tokens (1 byte); the number of
+sequences and that of document boundaries (8 bytes each); then for each sequence its number of tokens (4
+bytes), for each its first byte in the ``.bin`` (8 bytes), and the document boundaries, counted in sequences
+from 0 to the number of sequences (8 bytes each). Files with several kinds of data have one more byte for
+each sequence.
 """
 
 import struct
@@ -24,18 +26,18 @@ DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 
 
 class MegatronDataset(PackedTokens):
-    """Megatron's indexed data sets, all documents joined and cut into samples of ``length`` tokens.
+    """Megatron's indexed data sets, with all documents joined and cut into samples of ``length`` tokens.
 
-    The documents follow each other as in the index, with the tokens that ``--append-eod`` put between them if
-    it was given. What is left at the end is not used. The job draws the samples of each step at random, so
-    the documents need not be shuffled.
+    The documents have the order of the index, with the tokens that ``--append-eod`` put between them. The
+    remainder at the end is not used. The job draws the samples of each step at random, so the documents
+    need not be shuffled.
     """
 
     def __init__(self, prefix: str | Sequence[str], *, length: int) -> None:
         """Read the index and map the tokens into memory.
 
-        :param prefix: the files' path without ``.bin`` and ``.idx``, or a list of them.
-        :raises DataError: a file is missing or damaged, or is shorter than a sample.
+        :param prefix: the files' path without ``.bin`` and ``.idx``, or a list of them. :raises DataError:
+        a file is missing or corrupt, or is shorter than a sample.
         """
         prefixes = [prefix] if isinstance(prefix, str) else list(prefix)
         if not prefixes:
@@ -44,7 +46,7 @@ class MegatronDataset(PackedTokens):
 
 
 class _IndexedStream:
-    """The sequences of one index as one row of tokens."""
+    """The sequences of one index as one stream of tokens."""
 
     largest: int | None = None
 
@@ -74,7 +76,7 @@ class _IndexedStream:
         return int(self._ends[-1]) if self._ends.size else 0
 
     def read(self, start: int, end: int) -> Tokens:
-        """Return the tokens at ``[start, end)`` of all sequences one after the other."""
+        """Return the tokens at ``[start, end)`` of the concatenated sequences."""
         parts = []
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < end:
@@ -110,7 +112,7 @@ class _IndexedStream:
         starts = np.frombuffer(content, "<i8", sequences, HEADER.size + 4 * sequences)
         documents = np.frombuffer(content, "<i8", boundaries, HEADER.size + 12 * sequences)
         if (lengths < 0).any() or (starts < 0).any():
-            raise self._corrupt("a sequence has a negative length or place")
+            raise self._corrupt("a sequence has a negative length or position")
         outside = starts + lengths.astype(np.int64) * dtype.itemsize > size
         if outside.any():
             raise self._corrupt(
@@ -128,5 +130,5 @@ class _IndexedStream:
 
     def _corrupt(self, problem: str) -> DataError:
         return DataError(
-            f"{self._index} is no sound index: {problem}. Make it again with Megatron's preprocessing"
+            f"{self._index} is not a valid index: {problem}. Make it again with Megatron's preprocessing"
         )

@@ -1,4 +1,4 @@
-"""Samples of equal length, cut from long rows of tokens by an index that is known beforehand."""
+"""Samples of equal length, cut from long streams of tokens at positions that are known beforehand."""
 
 import operator
 from bisect import bisect_right
@@ -19,15 +19,15 @@ SCAN_TOKENS = 1 << 24
 
 
 class TokenStream(Protocol):
-    """A long row of tokens that is read in parts."""
+    """A long sequence of tokens that is read in parts."""
 
     @property
     def name(self) -> str:
-        """The file, for messages."""
+        """Name of the file, for messages."""
 
     @property
     def largest(self) -> int | None:
-        """The largest token id, where that is known without reading; then none is negative."""
+        """Largest token id if it is known without reading; then no token id is negative."""
 
     def __len__(self) -> int: ...
 
@@ -37,7 +37,7 @@ class TokenStream(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayStream:
-    """A row of tokens in an array, which may be a file mapped into memory."""
+    """A sequence of tokens in an array, which may be a file mapped into memory."""
 
     name: str
     tokens: Tokens
@@ -54,16 +54,16 @@ class ArrayStream:
 class PackedTokens:
     """Samples ``{"input_ids", "labels"}`` of ``length`` tokens each (int64), both with the same values.
 
-    Models of Hugging Face's transformers compare position i with label i + 1, hence the labels are not
-    shifted. Samples begin every ``stride`` tokens, and none crosses from one stream into the next: tokens at
-    the end of a stream that do not fill a sample are not used.
+    Models of Hugging Face's transformers compare position i with label i + 1, so the labels are not
+    shifted. Samples begin every ``stride`` tokens, and none crosses from one stream into the next: tokens
+    at the end of a stream that do not fill a sample are not used.
     """
 
     def __init__(self, streams: Sequence[TokenStream], *, length: int, stride: int | None = None) -> None:
         """Cut the streams.
 
         :param stride: tokens from the beginning of a sample to that of the next; None is ``length``.
-        :raises DataError: no stream is as long as a sample, or a number makes no sense.
+        :raises DataError: no stream is as long as a sample, or a number is out of range.
         """
         self._streams = tuple(streams)
         self._length = check_length(length)
@@ -91,15 +91,16 @@ class PackedTokens:
         return {"input_ids": input_ids, "labels": input_ids.clone()}
 
     def max_token_id(self) -> int:
-        """Return the largest token id; this reads all tokens once, unless the file's facts have it."""
+        """Return the largest token id. This reads all tokens once, unless the file's description has it."""
         return max(_largest(stream) for stream in self._streams if len(stream))
 
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` token ids can read every token.
 
-        This reads all tokens once, unless the file's facts have the largest.
+        This reads all tokens once, unless the file's description has the largest id.
 
-        :raises DataError: a token id lies outside; the message names the first and where it is.
+        :raises DataError: a token id is outside the vocabulary; the message gives the first and its
+        position.
         """
         for stream in self._streams:
             if stream.largest is not None and stream.largest < size:
@@ -129,7 +130,7 @@ def _largest(stream: TokenStream) -> int:
 
 
 def check_index(index: int, length: int) -> int:
-    """Return the index of a sample counted from the beginning, as a list understands it."""
+    """Return the index of a sample, in which negative numbers count from the end, as in a list."""
     index = operator.index(index)
     if not -length <= index < length:
         raise IndexError(f"sample {index} of a data set with {length} samples")

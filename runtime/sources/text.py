@@ -1,4 +1,4 @@
-"""Text for language models: made into tokens once on each node, and kept."""
+"""Text for language models, which each node tokenises once and caches."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from runtime.sources.tokenizing import join_documents, separate_documents
 class TextDataset(TokenisedDataset):
     """Documents of JSON lines, Parquet, Arrow or plain text files as samples ``{"input_ids", "labels"}``.
 
-    With packing the documents are joined, each with the token for the end of a text after it, and cut into
-    samples of exactly ``length`` tokens; what is left at the end is not used. Without packing each document
-    is a sample of its own with the tokenizer's special tokens, of at most ``length`` tokens; form batches of
+    With packing, the documents are joined, each followed by the end-of-text token, and cut into samples of
+    exactly ``length`` tokens; the remainder at the end is not used. Without packing, each document is a
+    sample of its own with the tokenizer's special tokens, of at most ``length`` tokens; make batches of
     them with ``pad_collate``.
 
-    The first trainer on a node turns all text into tokens and keeps them; the others, and later jobs with the
-    same files and tokenizer, map them into memory. To prepare a large corpus before a job use
+    The first trainer on a node tokenises all text and caches the tokens. The other trainers, and later jobs
+    with the same files and tokenizer, map them into memory. To prepare a large corpus before a job, use
     ``ftd data tokenize`` and ``TokenFile``.
     """
 
@@ -36,15 +36,15 @@ class TextDataset(TokenisedDataset):
         end_of_text: bool | str = True,
         cache_directory: str | None = None,
     ) -> None:
-        """Tokenise the files, or find their tokens.
+        """Tokenise the files, or find their tokens in the cache.
 
-        :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of names.
-        :param tokenizer: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
-        :param length: tokens of a sample: exactly with packing, at most without.
-        :param field: the field with the text, in files with records.
-        :param end_of_text: whether a token ends each document; or that token, if the tokenizer names another.
-        :param cache_directory: where tokens are kept; None is ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``.
-        :raises DataError: a file, a record or the tokenizer cannot be used.
+        :param files: a path, a pattern or a list of them; a pattern's files are taken in the order of
+        names. :param tokenizer: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
+        :param length: tokens of a sample: exactly with packing, at most without. :param field: field with
+        the text, in files with records. :param end_of_text: whether a token ends each document; or that
+        token, if it is not the tokenizer's own. :param cache_directory: directory of the cache; None is
+        ``$XDG_CACHE_HOME/ftd`` or ``~/.cache/ftd``. :raises DataError: a file, a record or the tokenizer
+        cannot be used.
         """
         check_length(length)
         paths = find_files(files, "text file")

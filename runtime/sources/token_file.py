@@ -15,8 +15,8 @@ DTYPES = ("uint8", "uint16", "uint32", "int16", "int32", "int64")
 class TokenFile(PackedTokens):
     """Binary files of token ids, cut into samples of ``length`` tokens.
 
-    A file has nothing but tokens of one type, the least significant byte first, or is a one-dimensional
-    ``.npy``. Files that ``ftd data tokenize`` made come with a JSON file that names their type.
+    A file contains nothing but little-endian tokens of one type, or is a one-dimensional ``.npy``. Files
+    that ``ftd data tokenize`` made come with a JSON file that names their type.
     """
 
     def __init__(
@@ -25,9 +25,9 @@ class TokenFile(PackedTokens):
         """Map the files into memory.
 
         :param path: a path, a pattern or a list of them; a pattern's files are taken in the order of names.
-        :param dtype: the tokens' type; None is what the JSON file says, else "uint16". A .npy has its own.
-        :param stride: tokens from the beginning of a sample to that of the next; None is ``length``.
-        :raises DataError: a file is missing, has another type or is shorter than a sample.
+        :param dtype: the tokens' type; None for the JSON file's, else "uint16". A .npy has its own. :param
+        stride: tokens from the beginning of a sample to that of the next; None is ``length``. :raises
+        DataError: a file is missing, has another type or is shorter than a sample.
         """
         if dtype is not None and dtype not in DTYPES:
             raise DataError(f"the token type {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -38,7 +38,7 @@ class TokenFile(PackedTokens):
 def open_tokens(path: Path, dtype: str | None = None) -> ArrayStream:
     """Map a token file into memory.
 
-    :raises DataError: it is empty, or its size or type is not what it should be.
+    :raises DataError: it is empty or unreadable, or its size or type is wrong.
     """
     if path.suffix == ".npy":
         return _open_npy(path, dtype)

@@ -1,4 +1,4 @@
-"""What data sets of files that are tokenised on the node have in common."""
+"""The common base of data sets whose files each node tokenises."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +20,11 @@ from runtime.sources.tokenizer import LoadedTokenizer
 from runtime.sources.tokenizing import Encoder, required_info, write_tokens
 
 CACHE_VERSION = 1
-"""Part of every fingerprint; raise it when the same input makes other tokens."""
+"""Part of every fingerprint; increase it if the same input makes other tokens."""
 
 
 class TokenisedDataset:
-    """A data set of samples ``{"input_ids", "labels"}`` whose files the node made into tokens, which it keeps."""
+    """A data set of samples ``{"input_ids", "labels"}`` from files that the node tokenises once and caches."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class TokenisedDataset:
     ) -> None:
         """Find the tokens in the cache, or make them.
 
-        :param facts: all that decides about the tokens besides the files and the tokenizer.
-        :param with_learned: whether to keep which tokens are learned.
+        :param facts: everything that determines the tokens besides the files and the tokenizer. :param
+        with_learned: whether to store which tokens are learned.
         """
         self._tokenizer = tokenizer
         key = fingerprint(
@@ -80,7 +80,7 @@ class TokenisedDataset:
 
     @property
     def vocabulary_size(self) -> int:
-        """The tokenizer's largest possible token id, plus 1: what a model for it needs at least."""
+        """The tokenizer's largest possible token id plus 1, which is the least that a model for it needs."""
         return self._tokenizer.vocabulary_size
 
     def pad_collate(self, multiple_of: int | None = 8) -> PadCollate:
@@ -102,7 +102,8 @@ class TokenisedDataset:
     def check_vocabulary(self, size: int) -> None:
         """Check that a model with ``size`` token ids can read every token.
 
-        :raises DataError: a token id lies outside; the message names it and a document with it.
+        :raises DataError: a token id is outside the vocabulary; the message gives it and a document with
+        it.
         """
         if self._info.max_token_id >= size:
             raise DataError(

@@ -1,4 +1,4 @@
-"""A tokenizer read from the files that ``tokenizers`` and ``transformers`` save, without transformers."""
+"""Tokenizers, read without transformers from the files that ``tokenizers`` and ``transformers`` save."""
 
 import hashlib
 import json
@@ -9,10 +9,10 @@ from typing import Any
 from runtime.sources.errors import DataError, import_package
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Usual tokens after a document, for tokenizers whose configuration names none."""
+"""Usual end-of-text tokens, for tokenizers whose configuration names none."""
 PADDING_NAMES = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
 NAMING_FILES = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files next to tokenizer.json that name the special tokens, the one that decides first."""
+"""Files next to tokenizer.json that name the special tokens; the first file takes precedence."""
 MASK_NAMES = ("<|mask|>", "<mask>", "[MASK]")
 
 
@@ -23,28 +23,30 @@ class LoadedTokenizer:
     tokenizer: Any
     """A ``tokenizers.Tokenizer`` that neither pads nor truncates."""
     path: Path
-    """Its tokenizer.json."""
+    """Path of its tokenizer.json."""
     digest: str
-    """Checksum of all files that decide about token ids."""
+    """Checksum of all files that determine token ids."""
     vocabulary_size: int
-    """The largest token id that it can make, plus 1."""
+    """Largest token id that it can make, plus 1."""
     end_of_text_id: int | None
-    """The token after a document; None where neither the configuration nor a usual name shows it."""
+    """End-of-text token; None if neither the configuration nor a usual name identifies it."""
     pad_token_id: int | None
-    """The token of padding, else the one after a document, else None."""
+    """Padding token, else the end-of-text token, else None."""
     mask_token_id: int | None
     special_token_ids: tuple[int, ...]
 
     @property
     def directory(self) -> Path:
-        """The directory with all files of the tokenizer; the file itself where it is one of another name."""
+        """Directory with all files of the tokenizer; the file itself if it has another name than
+        tokenizer.json.
+        """
         return self.path.parent if self.path.name == "tokenizer.json" else self.path
 
     def end_of_text(self, wanted: bool | str) -> int | None:
         """Return the id of the token that ends a document.
 
-        :param wanted: False for none, True for the tokenizer's own, or the token itself.
-        :raises DataError: the tokenizer has no such token.
+        :param wanted: False for none, True for the tokenizer's own, or the token itself. :raises DataError:
+        the tokenizer has no such token.
         """
         if wanted is False:
             return None
@@ -64,8 +66,8 @@ class LoadedTokenizer:
 def load_tokenizer(where: str) -> LoadedTokenizer:
     """Read a tokenizer.
 
-    :param where: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it.
-    :raises DataError: there is none, or it is damaged.
+    :param where: a tokenizer.json, or a directory with one as ``save_pretrained`` writes it. :raises
+    DataError: there is none, or it is corrupt.
     """
     path = _find(where)
     package = import_package("tokenizers", "turning text into tokens")
@@ -111,7 +113,7 @@ def _find(where: str) -> Path:
 
 
 def _digest(path: Path) -> str:
-    """Return the checksum of tokenizer.json and of the files next to it that have a say."""
+    """Return the checksum of tokenizer.json and of the files next to it that affect the tokens."""
     digest = hashlib.sha256(path.read_bytes())
     for name in (*NAMING_FILES, "chat_template.jinja"):
         beside = path.parent / name
@@ -120,7 +122,7 @@ def _digest(path: Path) -> str:
 
 
 def _named_tokens(directory: Path) -> dict[str, str]:
-    """Return the special tokens that the files next to tokenizer.json name, the first file's first."""
+    """Return the special tokens that the files next to tokenizer.json name; the first file takes precedence."""
     named: dict[str, str] = {}
     for name in NAMING_FILES:
         try:
@@ -128,7 +130,7 @@ def _named_tokens(directory: Path) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise DataError(f"{directory / name} is damaged: {error}") from error
+            raise DataError(f"{directory / name} is corrupt: {error}") from error
         for key, token in content.items() if isinstance(content, dict) else ():
             text = token.get("content") if isinstance(token, dict) else token
             if key.endswith("_token") and isinstance(text, str):

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made from a corpus, saved as transformers reads it."""
+"""Training of a byte-level BPE tokenizer on a corpus, saved in the format of transformers."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,19 +10,18 @@ from runtime.sources.errors import DataError, import_package
 
 END_OF_TEXT, PADDING, MASK = "<|endoftext|>", "<|padding|>", "<|mask|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PADDING, MASK)
-"""Their ids are their places in this list."""
+"""Special tokens; their ids are their positions in this tuple."""
 SMALLEST_VOCABULARY = 256 + len(SPECIAL_TOKENS)
 
 
 def train_tokenizer(files: Sequence[Path], *, field: str, vocabulary: int, out: Path) -> int:
     """Train a tokenizer on the texts of files, and save it in the directory ``out``.
 
-    It is a BPE (Sennrich et al. 2016) on bytes, so that every text has tokens, with a token each for the end
-    of a text, for padding and for masks.
+    It is a BPE (Sennrich et al. 2016) on bytes, so that every text can be tokenised, with one token each
+    for the end of a text, for padding and for masks.
 
-    :param vocabulary: the most tokens it may have.
-    :return: the tokens it has.
-    :raises DataError: a file cannot be used, or there is no text.
+    :param vocabulary: maximum number of tokens. :return: the number of tokens. :raises DataError: a file
+    cannot be used, or there is no text.
     """
     tokenizers = import_package("tokenizers", "training a tokenizer")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,4 +1,4 @@
-"""Texts made into a flat file of tokens, in one pass over corpora of any size."""
+"""Tokenisation of texts into a flat file, in one pass over corpora of any size."""
 
 import os
 import time
@@ -18,11 +18,11 @@ from runtime.sources.tokenizer import LoadedTokenizer
 
 
 class Encoded(NamedTuple):
-    """The tokens of one document; none if it is to be left out."""
+    """The tokens of one document; none if it must be left out."""
 
     ids: list[int]
     learned: npt.NDArray[np.bool_] | None = None
-    """The tokens that a model learns; None is all of them."""
+    """Which tokens a model learns; None for all."""
 
 
 Encoder = Callable[[list[Document]], list[Encoded]]
@@ -33,7 +33,7 @@ REPORT_EVERY_S = 10.0
 
 
 class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about a token file, in a JSON file of the same name with ``.json`` after it."""
+    """The description of a token file, stored in a JSON file of the same name with ``.json`` after it."""
 
     dtype: str
     """numpy's name of a token's type: "uint16"."""
@@ -41,20 +41,20 @@ class TokenFileInfo(msgspec.Struct, frozen=True, kw_only=True):
     documents: int
     max_token_id: int
     max_token_location: str
-    """A document with that token: "corpus.jsonl, line 7"."""
+    """Location of a document with that token: "corpus.jsonl, line 7"."""
     vocabulary_size: int
-    """The tokenizer's largest possible token id, plus 1."""
+    """The tokenizer's largest possible token id plus 1."""
 
 
 def info_path(tokens: Path) -> Path:
-    """Return where the facts about a token file are."""
+    """Return the path of a token file's description."""
     return tokens.with_name(f"{tokens.name}.json")
 
 
 def read_info(tokens: Path) -> TokenFileInfo | None:
-    """Return the facts about a token file, or None where nobody wrote them.
+    """Return the description of a token file; None if there is none.
 
-    :raises DataError: they are damaged, or are not those of this file.
+    :raises DataError: it is corrupt, or describes another file.
     """
     path = info_path(tokens)
     try:
@@ -64,7 +64,7 @@ def read_info(tokens: Path) -> TokenFileInfo | None:
         return None
     except (OSError, msgspec.MsgspecError, TypeError) as error:
         raise DataError(
-            f"{path} is damaged: {error}; make the token file again, or remove {path.name}"
+            f"{path} is corrupt: {error}; make the token file again, or remove {path.name}"
         ) from error
     size = tokens.stat().st_size
     if size != wanted:
@@ -76,9 +76,9 @@ def read_info(tokens: Path) -> TokenFileInfo | None:
 
 
 def required_info(tokens: Path) -> TokenFileInfo:
-    """Return the facts about a token file.
+    """Return the description of a token file.
 
-    :raises DataError: they are missing or damaged.
+    :raises DataError: it is missing or corrupt.
     """
     info = read_info(tokens)
     if info is None:
@@ -104,9 +104,9 @@ def join_documents(tokenizer: LoadedTokenizer, end_of_text: int | None) -> Encod
 
 
 def separate_documents(tokenizer: LoadedTokenizer, end_of_text: int | None, length: int) -> Encoder:
-    """Return an encoder with the tokenizer's special tokens, and at most ``length`` tokens a document.
+    """Return an encoder with the tokenizer's special tokens and at most ``length`` tokens per document.
 
-    A document that had to be cut does not get ``end_of_text``, nor does one that ends with it already.
+    ``end_of_text`` is not added to a document that was cut, nor to one that already ends with it.
     """
 
     def encode(documents: list[Document]) -> list[Encoded]:
@@ -133,7 +133,7 @@ def make_token_file(
     end_of_text: bool | str,
     report: Report,
 ) -> TokenFileInfo:
-    """Write the texts of files as one token file, which appears under its name when it is complete.
+    """Write the texts of files as one token file, which gets its name when it is complete.
 
     :raises DataError: a file or the tokenizer cannot be used.
     """
@@ -182,11 +182,11 @@ def write_tokens(
     report: Report,
     learned: Path | None = None,
 ) -> npt.NDArray[np.int64]:
-    """Write the tokens of all documents one after the other, and the facts about them, and return their ends.
+    """Write the tokens of all documents one after the other, and their description, and return their ends.
 
-    :param learned: a file that gets a byte for each token: 1 if a model learns it.
-    :return: for each document that has tokens the number of tokens in the file up to its end.
-    :raises DataError: there is no text, or the tokenizer fails on one.
+    :param learned: a file that gets a byte for each token: 1 if a model learns it. :return: for each
+    document that has tokens, the number of tokens in the file up to its end. :raises DataError: there is no
+    text, or the tokenizer fails on one.
     """
     dtype = token_dtype(tokenizer.vocabulary_size)
     progress = _Progress(report)

@@ -1,4 +1,6 @@
-"""The files that a job reads, counted: hosts with other files would train on other data without an error."""
+"""The number and size of the files that a job reads. Hosts with other files would silently train on other
+data.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path

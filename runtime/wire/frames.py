@@ -1,4 +1,6 @@
-"""Messages on a stream: a 4-byte big-endian length, a msgpack map ``{"type": …, fields…}``. No torch."""
+"""Messages on a stream: a 4-byte big-endian length, then a msgpack map ``{"type": …, fields…}``. No torch in
+here.
+"""
 
 from typing import Any, Generic, TypeVar
 
@@ -10,27 +12,27 @@ MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
 class Frame(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Message between processes of the same installation: a field that the receiver does not know is an error."""
+    """Base class of messages between processes of the same installation: unknown fields are an error."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(frame: Message) -> bytes:
-    """One frame as bytes, length first."""
+    """Return a frame as bytes, with its length first."""
     body = _ENCODER.encode(frame)
     return len(body).to_bytes(4, "big") + body
 
 
 class ProtocolError(ValueError):
-    """The other end sent something that is no frame of this protocol."""
+    """The other end sent something that is not a frame of this protocol."""
 
 
 Decoded = TypeVar("Decoded")
 
 
 class Decoder(Generic[Decoded]):
-    """Feed bytes, take frames: ``Decoder(Instruction)`` in a trainer, ``Decoder(Report)`` in a daemon."""
+    """Decoder of a stream of frames: ``Decoder(Instruction)`` in a trainer, ``Decoder(Report)`` in a daemon."""
 
     def __init__(self, union: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self._decoder = msgspec.msgpack.Decoder(union)
@@ -38,9 +40,9 @@ class Decoder(Generic[Decoded]):
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Decoded]:
-        """All frames that are complete now.
+        """Add bytes from the stream, and return all frames that are complete now.
 
-        :raises ProtocolError: the length is above the limit, or a body is no frame of this union.
+        :raises ProtocolError: a length is above the limit, or a body is not a frame of this union.
         """
         self._buffer += data
         frames: list[Decoded] = []

@@ -1,8 +1,8 @@
-"""What the measuring processes say on stdout, one JSON object a line. No torch in here.
+"""The messages that measuring processes print on stdout, one JSON object per line. No torch in here.
 
-``python -m runtime.profiling.layer_profile`` answers with any number of ``Progress`` and then one
-``LayerMeasurements``, ``python -m runtime.profiling.link_profile`` with ``Progress``, and then one
-``LinkMeasurements``.
+``python -m runtime.profiling.layer_profile`` prints any number of ``MeasurementProgress`` and then one
+``LayerMeasurements``; ``python -m runtime.profiling.link_profile`` prints ``MeasurementProgress`` and then
+one ``LinkMeasurements``.
 """
 
 import os
@@ -14,7 +14,7 @@ import msgspec
 from planner.values import ModelProfile
 
 INVALID_EXIT = 2
-"""Exit code when the user has to change something; the last line of stderr says what."""
+"""Exit code if the user has to change something; the last line of stderr says what."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -23,7 +23,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TimingSpread(msgspec.Struct, frozen=True, kw_only=True):
-    """How far repeated measurements lie apart."""
+    """The distribution of repeated measurements."""
 
     repeats: int
     minimum_ms: float
@@ -34,7 +34,7 @@ class TimingSpread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowTimings(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer on one device on so many rows."""
+    """Times of one layer on one device for a number of rows."""
 
     rows: int
     forward: TimingSpread
@@ -42,42 +42,42 @@ class RowTimings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A model measured layer by layer."""
+    """Measurements of a model, layer by layer."""
 
     profile: ModelProfile
     names: tuple[str, ...]
     rows: tuple[tuple[RowTimings, ...], ...]
-    """Of each layer, the whole microbatch first."""
+    """Measurements of each layer; those of the whole microbatch come first."""
     unmeasured: tuple[str, ...]
-    """Why some layer could not be measured on fewer rows, in words."""
+    """Sentences that say why a layer could not be measured on fewer rows."""
     unselectable: tuple[str, ...] = ()
-    """Why some layer cannot be recomputed selectively, in words."""
+    """Sentences that say why a layer cannot be recomputed selectively."""
     device: str
     torch_version: str
 
 
 class LinkMeasurementRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What ``python -m runtime.profiling.link_profile`` reads on stdin."""
+    """The request that ``python -m runtime.profiling.link_profile`` reads from stdin."""
 
     port: int
-    """Of the rendezvous server on this host."""
+    """Port of the rendezvous server on this host."""
     token: str
     backend: str
     max_members: int
-    """Of the largest group that is measured."""
+    """Size of the largest group that is measured."""
     budget_s: float
-    """About how long the measuring itself may take."""
+    """Approximate limit of the time for all measurements, in seconds."""
 
 
 class PointToPointTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """So many bytes from one device to another, one way."""
+    """The time of sending a number of bytes from one device to another, in one direction."""
 
     size_bytes: int
     time: TimingSpread
 
 
 class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
-    """So many bytes summed over a group of devices."""
+    """The time of summing a number of bytes over a group of devices."""
 
     members: int
     size_bytes: int
@@ -85,7 +85,7 @@ class AllReduceTiming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The network; empty where there are not two devices to talk to each other."""
+    """Measurements of the network; empty if there are not two devices that could communicate."""
 
     where: str
     sent: tuple[PointToPointTiming, ...]
@@ -93,7 +93,7 @@ class LinkMeasurements(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 def spread_of(times_s: Sequence[float]) -> TimingSpread:
-    """Of at least one measurement, in seconds."""
+    """Return the distribution of at least one measurement, in seconds."""
     times_ms = sorted(1e3 * time_s for time_s in times_s)
     if len(times_ms) == 1:
         lower = median = upper = times_ms[0]
@@ -110,8 +110,10 @@ def spread_of(times_s: Sequence[float]) -> TimingSpread:
 
 
 def claim_stdout() -> Callable[[msgspec.Struct], None]:
-    """A function that writes a line of the answer. All else that is printed from now on goes to stderr: what
-    the user's code says must not get between the lines."""
+    """Return a function that prints a message on stdout, and redirect everything else to stderr.
+
+    The user's code may print, which must not end up between the messages.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
 

@@ -1,7 +1,7 @@
 """The tables of a job file that train a Hugging Face model without a training function. No torch in here.
 
-``ftd`` reads and checks them on the user's machine, and sends them with absolute paths as the arguments of
-``RECIPE``; the trainers read them with the same declarations.
+``ftd`` reads and checks them on the user's machine, and passes them as arguments to the function
+``RECIPE``, with absolute paths. The trainers read them with the same declarations.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "image-classification", "
 TokenType = Literal["uint8", "uint16", "uint32", "int16", "int32", "int64"]
 
 LARGEST_NUMBER = 1e30
-"""Largest number that makes sense anywhere; above it is only infinity."""
+"""Largest number that makes sense anywhere; it excludes infinity."""
 
 Count = Annotated[int, Meta(ge=1)]
 CountOrZero = Annotated[int, Meta(ge=0)]
@@ -29,7 +29,7 @@ BYTES = "bytes"
 
 
 class LoraTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[model.lora]``: train small matrices beside the model's frozen weights (peft)."""
+    """``[model.lora]``: train small matrices next to the model's frozen weights (peft)."""
 
     rank: Count = 8
     """Rank of the adapters' matrices."""
@@ -64,7 +64,7 @@ class ModelTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class DataTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[data]``: what the model reads; exactly one of the first six keys."""
+    """``[data]``: the data on which the model trains; exactly one of the first six keys."""
 
     tokens: Annotated[str | list[str] | None, Meta(examples=["tokens/*.bin"])] = None
     """Files of token ids without a header; a path or glob relative to the job file, or a list of them."""
@@ -104,16 +104,16 @@ class DataTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class OptimizerTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``[optimizer]``: one of torch's."""
+    """``[optimizer]``: an optimizer of torch."""
 
     name: Literal["adamw", "adam", "sgd", "adafactor"] = "adamw"
     """Class in ``torch.optim``."""
     learning_rate: Positive = 3e-4
     """Highest rate, after the warm-up."""
     weight_decay: Annotated[NotNegative | None, Meta(examples=[0.1])] = None
-    """Left out: 0.1 for adamw, 0 for the others."""
+    """Weight decay; left out: 0.1 for adamw, 0 for the others."""
     decay_all: bool = False
-    """Decay also norms and biases (parameters with fewer than two dimensions)."""
+    """Also decay norms and biases (parameters with fewer than two dimensions)."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """Averaging factors of adamw and adam."""
     eps: Positive = 1e-8
@@ -143,18 +143,18 @@ class EvaluationTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """``[evaluation]``: the loss on data that is not trained on."""
 
     every_steps: CountOrZero = 0
-    """Evaluate after every so many steps; 0: never."""
+    """Evaluate after every so many steps and after the last one; 0: never."""
     batches: CountOrZero = 0
     """Global batches of one evaluation; 0: all of the held-out data."""
     fraction: Annotated[Annotated[float, Meta(gt=0, le=0.5)] | None, Meta(examples=[0.01])] = None
     """Share of the samples of ``[data]`` that is held out, evenly spaced; left out: 0.01, unless there is
     ``[evaluation.data]``."""
     data: DataTable | None = None
-    """Data of its own, with the keys of ``[data]``."""
+    """Data that is only evaluated, with the keys of ``[data]``."""
 
 
 class FileTotals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How many files a key of the job file names, and how large they are together."""
+    """Number and total size of the files that a key of the job file names."""
 
     files: int
     bytes: int
@@ -170,4 +170,4 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     evaluation: EvaluationTable = EvaluationTable()
     steps: int
     files: dict[str, FileTotals] = {}
-    """By key of the job file (``data.text``), what the host had that submitted the job."""
+    """Files of each key of the job file (``data.text``) on the host that submitted the job."""

@@ -1,20 +1,24 @@
-"""What scripts, the keepers of their hosts and keepers among themselves say to each other: JSON over HTTP.
+"""The protocol between scripts and snapshot agents, and among snapshot agents: JSON over HTTP.
 
-A *keeper* is the daemon of a host that keeps scripts' snapshots (``ftd node --snapshots-only``). A script
-reaches its own host's through a unix socket, which only its user can open:
+A *snapshot agent* is the daemon that protects the snapshots of a host's scripts (``ftd node
+--snapshots-only``). A script reaches the agent of its own host through a unix socket, which only its user
+can open:
 
-    GET  /v1/info             Facts: who it is, where snapshots are to be written
-    GET  /v1/held/<job>        Held, of each snapshot that it or its configured peers have
-    POST /v1/protect             Run: this run's snapshots are to be protected from now on
-    POST /v1/fetch             Wanted → Brought: files with what is not in this host's memory
-    POST /v1/remove/<job>      the job is over
+    GET  /v1/info              returns SnapshotAgentInfo: who the agent is, and where to write snapshots
+    GET  /v1/held/<job>        returns a HeldRankSnapshot for each snapshot that it or its configured peers
+        have
+    POST /v1/protect           ProtectedRun: protect this run's snapshots from now on
+    POST /v1/fetch             FetchRequest → FetchResult: fetch what is not in this host's memory
+    POST /v1/remove/<job>      remove all snapshots of a job that is over
 
-Keepers reach each other at their snapshot ports, with the token of ``ftd.snapshots.shards.protocol``:
+Agents reach each other at their snapshot ports, with the token of ``ftd.snapshots.shards.protocol``:
 
-    GET  /scripts/held/<job>   Held, of each snapshot that it has
-    POST /scripts/pin          Protect: your ranks must keep this one; answers when all of them have it
-    POST /scripts/copy         Protect: copy what you are a buddy for; answers when it is done
-    POST /scripts/release       Protect: every host has done so; what is older may go
+    GET  /scripts/held/<job>   returns a HeldRankSnapshot for each snapshot that this agent has
+    POST /scripts/pin          ProtectRequest: retain this step on your ranks; answered when all of them
+        have it
+    POST /scripts/copy         ProtectRequest: copy what this host holds for others; answered when that is
+        done
+    POST /scripts/release      ProtectRequest: all hosts have the step protected; older ones may be released
     POST /scripts/remove/<job>
 """
 
@@ -26,51 +30,51 @@ from storage.errors import CorruptDataError
 from storage.manifest import read_record, write_record
 
 SnapshotKey = tuple[int, int]
-"""Generation and step: later runs come after earlier ones, whatever their steps."""
+"""Generation and step. Later runs compare greater than earlier ones, whatever their steps."""
 
 RETAINED_FILE = "retained.json"
 SOCKET = "snapshot-agent.sock"
 
 
 class RankSnapshotLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a rank's snapshot consists of: ``Manifest.layout``."""
+    """What a rank's snapshot consists of, as stored in ``SnapshotManifest.layout``."""
 
     kind: str = "snapshotter"
     rank: int
     ranks: int
     own_bytes: int
-    """Of what is this rank's alone; it is complete with its header."""
+    """Bytes of the rank's own image, without the header that makes it complete."""
     shared_bytes: int = 0
-    """Of what is the same on all ranks; kept by the hosts together, after a code."""
+    """Bytes of the image that is the same on all ranks, which the hosts save together with a code."""
     scheme: str = "none"
     owners: int = 1
-    """Hosts that keep it."""
+    """Number of hosts that save the shared image."""
     owner: int = -1
-    """Whose shard is in this snapshot; -1: none, another rank of the host keeps it."""
+    """Index of the shard in this snapshot; -1 if another rank of the host saves it."""
 
 
 class SnapshotAgentInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A keeper."""
+    """A snapshot agent."""
 
     node: str
     address: str
-    """host:port, for other keepers."""
+    """host:port for other agents."""
     directory: str
-    """Where this host's scripts write: one directory for each job."""
+    """Directory in which this host's scripts write; it has one subdirectory for each job."""
     peers: tuple[str, ...] = ()
-    """Further keepers' addresses, of hosts that need not run a rank."""
+    """Addresses of other agents, whose hosts need not run a rank."""
 
 
 class HeldRankSnapshot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Something of a rank's snapshot in some host's memory."""
+    """A part of a rank's snapshot in the memory of a host."""
 
     address: str
-    """The keeper's; empty where there is none, and only the rank itself reaches it."""
+    """Address of the host's agent; empty if there is none and only the rank itself can access it."""
     generation: int
     step: int
     layout: RankSnapshotLayout
     is_copy: bool = False
-    """A buddy's copy: what is the rank's own, without any shard."""
+    """Whether it is a copy of another host's rank: its own image, without a shard."""
 
     @property
     def key(self) -> SnapshotKey:
@@ -83,18 +87,18 @@ class ProtectedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     job: str
     generation: int
     hosts: tuple[str, ...]
-    """Addresses of the ranks' keepers, in the order of the shards' owners."""
+    """Addresses of the ranks' agents, in the order of the shards' owners."""
     host_of_rank: tuple[int, ...]
-    """By rank: which of ``hosts`` it is on."""
+    """For each rank, the index of its host in ``hosts``."""
     spare_hosts: tuple[str, ...] = ()
-    """Keepers without a rank, that keep copies where the ranks' hosts are too few."""
+    """Agents without a rank, which hold copies where the ranks' hosts are too few."""
     restored: SnapshotKey | None = None
-    """It goes on behind this one, which stays until the first of its own is protected."""
+    """Snapshot from which the run continues; it is retained until the run's first own snapshot is protected."""
     copies: int
-    """Of what is each rank's own, on other hosts."""
+    """Number of copies of each rank's own image on other hosts."""
 
     def copy_holders(self, host: int) -> tuple[str, ...]:
-        """Who keeps copies of a host's: the next ones in the ring."""
+        """Return the agents that hold copies of a host's images: the next ones in the ring."""
         ring = self.hosts + self.spare_hosts
         return tuple(ring[(host + ahead) % len(ring)] for ahead in range(1, self.copies + 1))
 
@@ -102,12 +106,12 @@ class ProtectedRun(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return tuple(rank for rank, host in enumerate(self.host_of_rank) if self.hosts[host] == address)
 
     def hosts_copied_by(self, address: str) -> tuple[int, ...]:
-        """The hosts that this one is a buddy of."""
+        """Return the hosts whose images this agent holds copies of."""
         return tuple(host for host in range(len(self.hosts)) if address in self.copy_holders(host))
 
 
 class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A step of a run, of which something is to be done."""
+    """A step of a run, with which an agent does what the path of the request says."""
 
     run: ProtectedRun
     step: int
@@ -118,35 +122,35 @@ class ProtectRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A snapshot for a rank that its host has not got."""
+    """A request for a snapshot that this host does not have."""
 
     job: str
     generation: int
     step: int
     rank: int
-    """Whose own part it is."""
+    """Rank whose own image is fetched."""
     own: tuple[str, ...]
-    """Who has it; empty: it is not wanted."""
+    """Agents that have the rank's own image; empty if it is not requested."""
     shards: dict[int, str] = {}
-    """Owner of a shard → who has it; empty: there is nothing shared."""
+    """Agent that has a shard, by the shard's owner; empty if there is no shared image."""
     layout: RankSnapshotLayout
 
 
 class FetchResult(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files in the host's memory; empty names for what was not wanted."""
+    """Files in the host's memory; a name is empty if that image was not requested."""
 
     own: str = ""
-    """The rank's own image, and behind it the header."""
+    """File with the rank's own image, followed by its header."""
     shared: str = ""
 
 
 class RetainedSnapshots(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``<job>/retained.json``: which snapshots a host's ranks must not let go."""
+    """The content of ``<job>/retained.json``: snapshots that a host's ranks must not release."""
 
     common: SnapshotKey | None = None
-    """The newest that every host has, protected."""
+    """The newest snapshot that all hosts have protected."""
     pinned: SnapshotKey | None = None
-    """One that is being protected."""
+    """A snapshot that is being protected."""
 
 
 def read_retained(job: Path) -> RetainedSnapshots:
@@ -157,5 +161,8 @@ def read_retained(job: Path) -> RetainedSnapshots:
 
 
 def write_retained(job: Path, kept: RetainedSnapshots) -> None:
-    """:raises OSError: it cannot be written."""
+    """Write the file of a job.
+
+    :raises OSError: it cannot be written.
+    """
     write_record(job / RETAINED_FILE, kept)

@@ -1,20 +1,21 @@
-"""What a node daemon and its zygote say to each other. No torch in here.
+"""The protocol between a node daemon and its zygote. No torch in here.
 
-``python -m runtime.process.zygote --parent <pid of the daemon>`` speaks these frames over its stdin and
-stdout (stderr is for people). Order: Warm once, when torch is imported; then per Spawn a Spawned, and an
-Exited when that trainer ends, however it ends. End of stdin ends the zygote, and the kernel its trainers.
+``python -m runtime.process.zygote --parent <pid of the daemon>`` exchanges these frames on its stdin and
+stdout (stderr is for people). It sends ZygoteReady once, when torch is imported; then a Spawned for each
+Spawn, and an Exited when that trainer ends, however it ends. The zygote ends at the end of stdin, and the
+kernel then ends its trainers.
 """
 
 from runtime.wire.frames import Frame
 
 
 class Spawn(Frame, frozen=True, kw_only=True):
-    """Fork a trainer. It leads its own process group and connects to ``socket_path`` (Attached, Output)."""
+    """Fork a trainer, which leads its own process group and connects to ``socket_path`` (Attached, Output)."""
 
     device: int
     socket_path: str
     environment: dict[str, str]
-    """Added to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
+    """Variables in addition to the zygote's own environment (``CUDA_VISIBLE_DEVICES`` and the like)."""
 
 
 class ZygoteReady(Frame, frozen=True, kw_only=True):
@@ -25,13 +26,13 @@ class ZygoteReady(Frame, frozen=True, kw_only=True):
 class Spawned(Frame, frozen=True, kw_only=True):
     device: int
     pid: int
-    """Also the id of its process group: end it with ``os.killpg``."""
+    """Process id, which is also the id of its process group: end it with ``os.killpg``."""
 
 
 class Exited(Frame, frozen=True, kw_only=True):
     pid: int
     status: int
-    """Exit code, or the negative number of the signal that ended it, as ``subprocess`` counts."""
+    """Exit code, or the negative number of the signal that ended it, as in ``subprocess``."""
 
 
 ZygoteNotice = ZygoteReady | Spawned | Exited

@@ -1,4 +1,4 @@
-"""Loading microbatches, in the trainer and in worker processes, with equal results."""
+"""Tests of loading microbatches in the trainer and in worker processes, with equal results."""
 
 import contextlib
 import itertools
@@ -74,7 +74,7 @@ def test_workers_give_the_batches_of_the_trainer_itself() -> None:
         shared.plan(keys)
         batches = [shared.load(*key) for key in keys]
         assert all(same(batch, alone.load(*key)) for key, batch in zip(keys, batches, strict=True))
-        assert same(shared.load(2, 1), batches[4])  # Without having been announced.
+        assert same(shared.load(2, 1), batches[4])  # No plan announced it.
     indices = [index for batch in batches for index in batch["index"].tolist()]
     assert indices == [
         index for step in range(1, 5) for index in Sampler(LENGTH, GLOBAL_BATCH, 7).indices(step)
@@ -84,7 +84,7 @@ def test_workers_give_the_batches_of_the_trainer_itself() -> None:
 
 
 def test_random_numbers_follow_from_the_sample_and_the_epoch() -> None:
-    """A sample is drawn otherwise in the next epoch, and its trainer's generators stay as they were."""
+    """A sample is drawn differently in the next epoch, and the trainer's generators are unchanged."""
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         return {
@@ -142,7 +142,7 @@ def test_waiting_for_a_worker_can_be_interrupted() -> None:
 
 
 class Logged:
-    """Appends every index that is read to a file, from whatever process, and can be held up."""
+    """A data set that appends every index that is read to a file, from any process, and can be blocked."""
 
     def __init__(self, directory: Path) -> None:
         self.log = directory / "read"
@@ -163,7 +163,7 @@ class Logged:
         return [int(line) for line in self.log.read_text().split()]
 
     def microbatches_read(self) -> set[tuple[int, int]]:
-        """Microbatches of the first epoch of which at least one sample was read."""
+        """Return the microbatches of the first epoch of which at least one sample was read."""
         indices = set(self.read())
         sampler = Sampler(LENGTH, GLOBAL_BATCH, 7)
         steps = range(1, LENGTH // GLOBAL_BATCH + 1)
@@ -203,7 +203,7 @@ def test_workers_read_ahead_in_the_order_of_the_plan_and_no_further(tmp_path: Pa
         assert (2, 1) in dataset.microbatches_read()
 
 
-def test_another_plan_keeps_what_is_wanted_and_waits_for_nothing(tmp_path: Path) -> None:
+def test_a_new_plan_reuses_what_is_needed_and_waits_for_nothing(tmp_path: Path) -> None:
     dataset, sampler = Logged(tmp_path), Sampler(LENGTH, GLOBAL_BATCH, 7)
     with loader(dataset, workers=2) as shared:
         shared.plan(keys_of(1, 2, 3))
@@ -215,11 +215,11 @@ def test_another_plan_keeps_what_is_wanted_and_waits_for_nothing(tmp_path: Path)
         before = len(dataset.read())
         dataset.gate.touch()
         started = time.monotonic()
-        # Microbatch (1, 2) went to another pipeline, step 1 is redone.
+        # Microbatch (1, 2) went to another pipeline, and step 1 is repeated.
         shared.plan([(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)])
         assert time.monotonic() - started < 1
         assert shared.load(2, 0).tolist() and shared.load(2, 1).tolist()
-        # What is read now: step 1's first again, and the third step.
+        # Next are read step 1's first microbatch again, and the third step.
         dataset.gate.unlink()
         for key in [(3, 0), (3, 1)]:
             first = key[1] * ROWS
@@ -242,7 +242,7 @@ def test_a_step_that_is_redone_is_read_by_all_workers_though_later_ones_are_read
     assert torch.cat(loaded).flatten().tolist() == sampler.indices(1) + sampler.indices(2)
 
 
-def test_a_reading_in_flight_that_nobody_wants_is_dropped(tmp_path: Path) -> None:
+def test_a_read_in_progress_that_is_not_needed_is_dropped(tmp_path: Path) -> None:
     dataset = Logged(tmp_path)
     with loader(dataset, workers=2) as shared:
         dataset.gate.touch()
@@ -256,7 +256,7 @@ def test_a_reading_in_flight_that_nobody_wants_is_dropped(tmp_path: Path) -> Non
 
 
 def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_path: Path) -> None:
-    """Trainers with workers of their own, on 2, 1, 4 and 3 pipelines; each change cuts a step short."""
+    """Trainers with their own workers, on 2, 1, 4 and 3 pipelines; each change interrupts a step."""
     dataset = Logged(tmp_path)
     microbatches = GLOBAL_BATCH // ROWS
     committed: list[int] = []
@@ -275,7 +275,7 @@ def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_p
                 committed += torch.cat([rows[m] for m in range(microbatches)]).flatten().tolist()
                 step += 1
             for trainer, its in mine.items():
-                trainer.load(step, its[0])  # Of a step that does not commit: it is redone on the next layout.
+                trainer.load(step, its[0])  # This step does not commit: it is repeated on the next layout.
     epochs = [committed[first : first + LENGTH] for first in range(0, len(committed), LENGTH)]
     assert len(committed) == 25 * GLOBAL_BATCH and len(epochs) > 7
     assert all(sorted(epoch) == list(range(LENGTH)) for epoch in epochs[:-1])
@@ -288,7 +288,7 @@ def test_every_sample_is_used_exactly_once_an_epoch_whatever_the_pipelines(tmp_p
 
 
 class Broken(Noisy):
-    """One index cannot be read, the second of step 1."""
+    """A data set in which one index, the second of step 1, cannot be read."""
 
     bad = Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)[1]
 
@@ -304,7 +304,7 @@ def test_an_index_that_raises_is_named_with_the_users_line(workers: int) -> None
         shared.plan(keys_of(1))
         with pytest.raises(TrainingError) as caught:
             shared.load(1, 0)
-        # The job's state is intact: what can be read is read.
+        # The job's state is intact: the other samples can still be read.
         assert shared.load(1, 1)["index"].tolist() == Sampler(LENGTH, GLOBAL_BATCH, 7).indices(1)[4:8]
     text = str(caught.value)
     assert (
@@ -342,7 +342,7 @@ def test_a_data_set_that_exits_is_reported_like_one_that_raises(workers: int) ->
             lambda samples: {1},
             r"microbatch 0 of step 1 \(samples .*\): batch, as the collate function returned it, is a set",
         ),
-        (lambda samples: None, r"microbatch 0 of step 1 .* returned None, in which there is no tensor"),
+        (lambda samples: None, r"microbatch 0 of step 1 .* returned None, which contains no tensor"),
     ],
 )
 def test_a_collate_function_that_fails_is_named_with_its_microbatch(
@@ -374,7 +374,7 @@ class OwnGenerator(Noisy):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_generators_that_nobody_seeds_are_found(workers: int) -> None:
+def test_unseeded_generators_are_detected(workers: int) -> None:
     said = r"differ in batch\['noise'\]: the data set or the collate function draws random numbers"
     with loader(OwnGenerator(), workers=workers) as shared, pytest.raises(TrainingError, match=said):
         shared.load(1, 0)
@@ -401,7 +401,7 @@ class Growing(Noisy):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_data_set_that_grows_is_refused(workers: int, tmp_path: Path) -> None:
+def test_a_data_set_that_grows_is_rejected(workers: int, tmp_path: Path) -> None:
     dataset = Growing(tmp_path / "size")
     with loader(dataset, workers=workers) as shared:
         shared.load(1, 0)
@@ -414,7 +414,7 @@ def test_a_data_set_that_grows_is_refused(workers: int, tmp_path: Path) -> None:
 
 
 class Mortal(Noisy):
-    """Kills the process that reads, as often as the file has lines."""
+    """A data set that kills the reading process as many times as the file has lines."""
 
     def __init__(self, deaths: Path, how: Callable[[], object]) -> None:
         self.deaths, self.how = deaths, how
@@ -443,7 +443,7 @@ def test_a_worker_that_is_killed_is_replaced_and_the_batch_is_read_again(
     assert re.search(
         r"data worker 0 \(process \d+\) was killed by SIGKILL while it read microbatch 0 of step 1", said
     )
-    assert "another is started" in said
+    assert "it is replaced" in said
 
 
 @pytest.mark.parametrize(
@@ -466,7 +466,7 @@ def test_a_batch_that_costs_two_workers_is_an_error(
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that has ended may wait for whoever adopted it to notice."""
+    """Return whether a process runs; one that has ended may not have been reaped yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -480,7 +480,7 @@ def children_of(pid: int) -> list[int]:
 
 @pytest.fixture
 def others() -> set[int]:
-    """Children that this process has from tests before."""
+    """Return this process's children from earlier tests."""
     return set(children_of(os.getpid()))
 
 
@@ -531,7 +531,7 @@ def test_closing_ends_everything_at_once_and_twice(tmp_path: Path, others: set[i
 
 
 def sockets_of(pid: int) -> set[str]:
-    """The sockets that a process holds, besides its output."""
+    """Return the sockets that a process has, except its output."""
     links = set()
     for path in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # It was closed meanwhile.
@@ -541,7 +541,7 @@ def sockets_of(pid: int) -> set[str]:
 
 
 def test_no_worker_outlives_its_trainer(tmp_path: Path) -> None:
-    """Killed with SIGKILL, a trainer leaves nothing behind, and its connections are closed."""
+    """A trainer that is killed with SIGKILL leaves no process, and its connections are closed."""
     code = f"""
 import socket, sys, time
 from runtime.data.loader import BatchLoader
@@ -565,7 +565,7 @@ time.sleep(60)
         [server] = children_of(trainer.pid)
         workers = children_of(server)
         assert len(workers) == 2
-        # Only the trainer holds its connections, so that peers see them closed as soon as it ends.
+        # Only the trainer has its connections, so that peers see them closed as soon as it ends.
         pairs = list(itertools.combinations((trainer.pid, server, *workers), 2))
         assert len(sockets_of(trainer.pid)) > 1
         eventually(lambda: not any(sockets_of(one) & sockets_of(other) for one, other in pairs))

@@ -1,4 +1,4 @@
-"""Batches: collating, checking, slicing, casting, and what the default refuses."""
+"""Tests of batches: collating, checking, slicing, casting, and what the default collator rejects."""
 
 from collections import UserDict
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from runtime.data.batches import (
 from runtime.training import TrainingError
 
 
-def test_structures_are_kept_and_leaves_are_stacked() -> None:
+def test_structures_are_preserved_and_leaves_are_stacked() -> None:
     batch = default_collate(
         [
             {
@@ -87,7 +87,7 @@ def test_samples_that_cannot_be_stacked_are_named(samples: list[Any], said: str)
         default_collate(samples)
 
 
-def test_what_a_collate_function_returned_becomes_a_batch() -> None:
+def test_the_result_of_a_collate_function_becomes_a_batch() -> None:
     given = UserDict({"x": np.zeros((2, 3), dtype=np.float32), "n": np.int64(4), "y": (torch.ones(2), "a")})
     batch = check_batch(given)
     assert type(batch) is dict and batch["n"] == 4 and type(batch["n"]) is int
@@ -100,9 +100,9 @@ def test_what_a_collate_function_returned_becomes_a_batch() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (None, "returned None, in which there is no tensor"),
-        ({"a": 1, "b": "x"}, "returned a dict with 'a', 'b', in which there is no tensor"),
-        ([], "returned a list of 0, in which there is no tensor"),
+        (None, "returned None, which contains no tensor"),
+        ({"a": 1, "b": "x"}, "returned a dict with 'a', 'b', which contains no tensor"),
+        ([], "returned a list of 0, which contains no tensor"),
         ({"x": torch.ones(1), "y": {1, 2}}, r"batch\['y'\], as the collate function returned it, is a set"),
         ((torch.ones(1), (i for i in "ab")), r"batch\[1\], .* is a generator"),
         ({3: torch.ones(1)}, "has the key 3; keys of a batch must be strings"),
@@ -112,7 +112,7 @@ def test_what_a_collate_function_returned_becomes_a_batch() -> None:
         ({"x": np.array(["a"])}, r"batch\['x'\], .* is a numpy array of <U1"),
     ],
 )
-def test_what_is_no_batch_is_refused(returned: Any, said: str) -> None:
+def test_a_result_that_is_not_a_batch_is_rejected(returned: Any, said: str) -> None:
     with pytest.raises(TrainingError, match=said):
         check_batch(returned)
 
@@ -165,7 +165,7 @@ def test_floating_point_tensors_are_cast_and_others_are_not() -> None:
     assert cast_floating(cast, torch.float64)["bias"] is cast["bias"]
 
 
-def test_moving_keeps_the_structure() -> None:
+def test_moving_preserves_the_structure() -> None:
     assert to_device(BATCH, torch.device("cpu")) is BATCH
     moved = to_device(BATCH, torch.device("meta"))
     assert moved["x"].device.type == "meta" and moved["names"] == BATCH["names"]

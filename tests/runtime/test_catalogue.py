@@ -53,7 +53,7 @@ def test_any_loss_within_the_guarantee_is_survived(scheme: str, hosts: int, shar
     assert [] in beyond
 
 
-def test_the_newest_that_all_ranks_can_have() -> None:
+def test_the_newest_snapshot_that_all_ranks_can_restore_is_chosen() -> None:
     held = [
         HeldRankSnapshot(address="", generation=g, step=s, layout=layout(rank, 2))
         for rank, keys in enumerate([[(1, 5), (1, 6), (2, 2)], [(1, 4), (1, 5), (2, 2), (2, 3)]])
@@ -61,13 +61,13 @@ def test_the_newest_that_all_ranks_can_have() -> None:
     ]
     found, refused = find_restorable(held, 2)
     assert [one.key for one in found] == [(2, 2), (1, 5)]
-    assert dict(refused)[2, 3] == "what was rank 0's own is lost"
+    assert dict(refused)[2, 3] == "the own state of rank 0 is lost"
 
 
-def test_another_number_of_ranks() -> None:
+def test_a_different_number_of_ranks() -> None:
     held = [HeldRankSnapshot(address="a", generation=1, step=1, layout=layout(rank, 2)) for rank in range(2)]
     found, refused = find_restorable(held, 3)
-    assert not found and "it is of 2 ranks, and there are 3" in refused[0][1]
+    assert not found and "it was saved by 2 ranks, and there are 3" in refused[0][1]
     run = ProtectedRun(job="j", generation=1, hosts=("a", "b"), host_of_rank=(0, 1), copies=1)
     found, _ = find_restorable(kept(run, 1, "aec", shared=10), 3)
     assert [found[0].source_of(rank) for rank in range(3)] == [0, 1, 0]

@@ -1,4 +1,4 @@
-"""Persistent checkpoints of a model that was really trained, read by torch and by a new trainer."""
+"""Tests of persistent checkpoints of a trained model, read by torch and by a new trainer."""
 
 import os
 import re
@@ -61,7 +61,7 @@ def layers_of(trainer: Trainer) -> nn.Sequential:
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_new_trainer_goes_on_from_the_disk_to_the_last_bit(tmp_path: Path, dtype: str) -> None:
+def test_a_new_trainer_resumes_from_disk_bit_for_bit(tmp_path: Path, dtype: str) -> None:
     old, new = trained(3, dtype), Trainer(dtype)
     checkpoint = save(old, tmp_path, 3).open()
     packed = [new.states.pack(layer) for layer in new.layers]
@@ -80,7 +80,7 @@ def test_torch_fills_a_model_by_its_names(tmp_path: Path, dtype: str) -> None:
     old, new = trained(2, dtype), Trainer(dtype)
     save(old, tmp_path, 2)
     model, wanted = layers_of(new), layers_of(old).state_dict()
-    # The token table is tied: the last layer uses it, too, and it is offered under both names.
+    # The token table is tied: the last layer uses it as well, and it is available under both names.
     assert {"model.0.token.weight", "model.3.weight"} < names_in(tmp_path)
     state = {"model": model.state_dict()}
     dcp.load(state, storage_reader=FtdCheckpointReader(tmp_path))
@@ -116,7 +116,7 @@ def names_in(url: Path) -> set[str]:
     return set(FtdCheckpointReader(url).read_metadata().state_dict_metadata)
 
 
-def test_plain_torch_goes_on_with_model_and_optimizer_where_the_engine_stopped(tmp_path: Path) -> None:
+def test_plain_torch_resumes_model_and_optimizer_where_the_engine_stopped(tmp_path: Path) -> None:
     training = training_of([nn.Linear(6, 5), nn.Linear(5, 1)])
     model = Model(training, data_for("unused.py:build"))
     optimization = Optimization(model)
@@ -156,7 +156,7 @@ def test_plain_torch_goes_on_with_model_and_optimizer_where_the_engine_stopped(t
     assert [plain_step() for _ in range(3)] == [engine_step(step) for step in (4, 5, 6)]
 
 
-def test_the_example_validates_what_a_job_wrote(tmp_path: Path) -> None:
+def test_the_example_validates_a_jobs_checkpoint(tmp_path: Path) -> None:
     training = load_training(data_for("mlp.py:build", precision="float64", global_batch=48))
     model = Model(training, data_for("mlp.py:build"))
     states = LayerStates(model, Optimization(model))
@@ -200,7 +200,7 @@ def test_damage_is_found_before_a_tensor_of_that_layer_is_filled(tmp_path: Path)
     assert (state[name] == 7).all()
 
 
-def test_nothing_there_is_said_before_torch_asks(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported_before_torch_reads(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMissingError, match="no complete checkpoint"):
         FtdCheckpointReader(tmp_path)
     with pytest.raises(LocationError, match="not there"):

@@ -39,7 +39,7 @@ def test_lengths_of_batches() -> None:
         PadCollate(0, length=8)(samples)
 
 
-def test_labels_of_their_own_length_and_classes() -> None:
+def test_labels_with_other_lengths_and_classes() -> None:
     samples = [sample(5, 6, 7, labels=[1], weight=0.5), sample(8, labels=[2, 3], weight=2.0)]
     batch = PadCollate(0, multiple_of=None)(samples)
     assert batch["labels"].tolist() == [[1, -100], [2, 3]]
@@ -48,7 +48,7 @@ def test_labels_of_their_own_length_and_classes() -> None:
     assert batch["labels"].tolist() == [1, 0]
 
 
-def test_a_mask_of_the_samples_is_kept() -> None:
+def test_a_mask_of_the_samples_is_used() -> None:
     samples = [sample(5, 6, attention_mask=[0, 1]), sample(8, attention_mask=[1])]
     assert PadCollate(0, multiple_of=None)(samples)["attention_mask"].tolist() == [[0, 1], [1, 0]]
 

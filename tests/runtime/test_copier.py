@@ -1,4 +1,4 @@
-"""The copier with a device: what is asked of its side stream, in which order."""
+"""Tests of the copier with a device: which operations its side stream gets, and in which order."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 
 
 class SlowStreams(SideStreams):
-    """Copies are asked for at once and are there when ``arrive`` is set."""
+    """Streams whose copies are complete only when ``arrive`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,14 +32,14 @@ class SlowStreams(SideStreams):
     def begin(self, devices: set[torch.device]) -> None:
         pass
 
-    def adopt(self, devices: set[torch.device]) -> None:
+    def prepare_thread(self, devices: set[torch.device]) -> None:
         pass
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
         yield
 
-    def hold(self, devices: set[torch.device]) -> None:
+    def make_compute_wait(self, devices: set[torch.device]) -> None:
         self.held.append(devices)
 
     def finish(self, devices: set[torch.device]) -> None:
@@ -66,7 +66,7 @@ def capture(source: torch.Tensor) -> ScriptCapture:
     )
 
 
-def test_a_step_comes_behind_copies_that_the_device_was_asked_for_and_has_not_made() -> None:
+def test_a_step_runs_after_copies_that_the_device_has_not_finished() -> None:
     done: list[int] = []
     streams = SlowStreams()
     copier = SnapshotCopier(
@@ -112,8 +112,8 @@ def test_a_slot_is_not_given_away_while_the_device_may_write_into_it() -> None:
     assert told == ["the device is through", "IndexError"]
 
 
-def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parity of a tensor on the device and one in host memory."""
+def test_an_xor_waits_for_copies_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parity of a tensor on the device and one in host memory."""
     asked: list[tuple[Any, torch.Tensor]] = []
     monkeypatch.setattr(
         runtime.script.copier, "copy_async", lambda target, source: asked.append((target, source))
@@ -142,7 +142,7 @@ def test_what_is_added_waits_for_what_the_device_still_copies(monkeypatch: pytes
     assert (slot[:64] == there.numpy() ^ here).all()
 
 
-def test_memory_that_the_driver_refuses_is_nobody_else_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_driver_rejects_causes_no_later_error(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = SimpleNamespace(cudaHostRegister=lambda address, size, flags: 712)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     started: list[str] = []

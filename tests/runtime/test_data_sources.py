@@ -1,4 +1,4 @@
-"""Data sets of other libraries: what has len() and [i] works as it is, what has not is refused."""
+"""Tests of data sets of other libraries: those with len() and [i] work unchanged, others are rejected."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,7 +44,7 @@ def shift(columns: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 class Streaming(IterableDataset[Any]):
-    """As MosaicML's ``StreamingDataset``: a subclass of torch's stream that can be indexed all the same."""
+    """A subclass of torch's stream that can nevertheless be indexed, like MosaicML's ``StreamingDataset``."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -75,7 +75,7 @@ def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path:
     dataset = SOURCES[source](tmp_path)
     assert (
         dataset[0] is not None
-    )  # As when a job is prepared: libraries may start threads, which no fork has.
+    )  # As when a job is prepared: libraries may start threads, which do not exist after a fork.
     sampler = Sampler(LENGTH, 8, 1)
     loader = BatchLoader(dataset, None, sampler, microbatch_rows=4, seed=1, workers=workers)
     try:
@@ -99,7 +99,7 @@ def test_map_style_sources_work_as_they_are(source: str, workers: int, tmp_path:
 
 
 def test_a_hugging_face_collator_masks_alike_in_workers() -> None:
-    """A tokenizer that was used in the trainer before, and a collator that draws random numbers."""
+    """The tokenizer was used in the trainer before, and the collator draws random numbers."""
     words = [f"word{i}" for i in range(40)]
     special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
     vocabulary = {word: i for i, word in enumerate([*special.values(), *words])}
@@ -156,7 +156,7 @@ WAY_OUT = r"a step uses follows from \(seed, step\).*impossible in a stream.*wit
         (lambda: (i for i in range(3)), f"is a generator, which has no .*{WAY_OUT}"),
         (lambda: hugging_face().to_iterable_dataset(), f"is an IterableDataset, which has no .*{WAY_OUT}"),
         (Dataset, "which has no __len__ and no __getitem__"),
-        (lambda: DataLoader([1, 2, 3]), "is a DataLoader; hand over the loader's dataset"),
+        (lambda: DataLoader([1, 2, 3]), "is a DataLoader; pass the loader's dataset"),
         (
             lambda: datasets.DatasetDict(train=hugging_face()),
             r"is a DatasetDict with 'train'; .*dataset\['train'\]",
@@ -168,6 +168,6 @@ WAY_OUT = r"a step uses follows from \(seed, step\).*impossible in a stream.*wit
         ),
     ],
 )
-def test_what_cannot_be_indexed_is_refused_with_the_way_out(make: Callable[[], Any], said: str) -> None:
+def test_data_that_cannot_be_indexed_is_rejected_with_a_remedy(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(TrainingError, match=f"(?s){said}"):
         BatchLoader(make(), None, Sampler(3, 2, 1), microbatch_rows=1, seed=1)

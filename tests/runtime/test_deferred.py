@@ -1,4 +1,4 @@
-"""A model is built without memory, and each of its tensors gets the value that it would have had."""
+"""Tests of deferred modules: a model is built without memory, and each of its tensors gets its original value."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ from tests.helpers.harness import ROOT
 
 
 class Unusual(nn.Module):
-    """Initialised in ways that depend on values, on other parameters and on memory."""
+    """A module whose initialisation depends on values, on other parameters and on memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def deferred(make: Callable[[], nn.Module], seed: int = 3, **options: Any) -> tu
 
 
 def check_equal(make: Callable[[], nn.Module], large_bytes: int) -> int:
-    """Compare a deferred module with one that is built at once; returns how many tensors had no memory."""
+    """Compare a deferred module with one that is built at once; return how many tensors had no memory."""
     with torch.random.fork_rng(devices=[]):
         wanted, state = at_once(make)
         made, recording = deferred(make, large_bytes=large_bytes)
@@ -111,7 +111,7 @@ def test_tied_tensors_stay_tied() -> None:
     assert whole.tied.weight is whole.orthogonal.weight
 
 
-def test_memory_that_is_written_behind_torchs_back_counts() -> None:
+def test_memory_that_is_written_without_torch_counts() -> None:
     class Written(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -121,7 +121,7 @@ def test_memory_that_is_written_behind_torchs_back_counts() -> None:
     assert check_equal(Written, 0) == 0
 
 
-def test_a_generator_of_the_users_own_is_left_as_it_is() -> None:
+def test_a_users_own_generator_is_unchanged() -> None:
     def make(generator: torch.Generator) -> nn.Module:
         module = nn.Linear(64, 64)
         nn.init.normal_(module.weight, generator=generator)
@@ -144,11 +144,11 @@ class FromAnotherThread(nn.Module):
             threads.submit(self.weight.detach().fill_, 2.0).result()
 
 
-def test_what_another_thread_wrote_counts() -> None:
+def test_writes_of_another_thread_count() -> None:
     assert check_equal(lambda: FromAnotherThread(torch.empty(64, 64)), 0) == 1
 
 
-def test_a_tensor_that_two_threads_wrote_to_is_refused() -> None:
+def test_a_tensor_that_two_threads_wrote_to_is_rejected() -> None:
     made, recording = deferred(lambda: FromAnotherThread(torch.zeros(64, 64)), large_bytes=0)
     with pytest.raises(UntrackedWriteError):
         DeferredModule(made, recording)
@@ -215,7 +215,9 @@ print(peak_mib() - before)
 
 
 def test_memory_is_that_of_the_largest_tensors() -> None:
-    """24 matrices of 16 MiB; one of them is scratch memory for random numbers, or present. The rest is code."""
+    """There are 24 matrices of 16 MiB, of which one is scratch memory for random numbers, or materialised. The
+    rest is code.
+    """
     found = subprocess.run(
         [sys.executable, "-c", MEMORY], cwd=ROOT, check=True, capture_output=True, text=True
     )

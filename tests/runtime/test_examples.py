@@ -1,4 +1,4 @@
-"""The examples learn, their files are short, and one process trains them alike every time."""
+"""Tests of the examples: they learn, their files are short, and one process trains them reproducibly."""
 
 import tomllib
 from typing import Any
@@ -14,7 +14,7 @@ from tests.helpers.runtime_support import EXAMPLES, gpt_data
 
 
 def job(name: str, **changes: Any) -> TrainingData:
-    """The example's job file as a trainer gets it."""
+    """Return the example's job file as a trainer receives it."""
     table = tomllib.loads((EXAMPLES / f"{name}.toml").read_text())
     training = dict(table["training"])
     arguments = training.pop("arguments") | changes.pop("arguments", {})
@@ -50,7 +50,7 @@ def test_the_gpt_of_the_job_file_has_eight_layers_with_the_ends_tied() -> None:
     Optimization(model)
 
 
-def test_a_run_gives_the_same_losses_again_and_others_with_another_seed() -> None:
+def test_losses_are_reproducible_and_depend_on_the_seed() -> None:
     one, again, other = (
         reference_losses(load(data), data, 4)
         for data in (

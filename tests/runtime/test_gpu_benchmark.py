@@ -1,4 +1,6 @@
-"""``benchmarks/gpu.py`` without a GPU: the same code runs on the CPU, and without that wish it says what is missing."""
+"""Tests of ``benchmarks/gpu.py`` without a GPU: the same code runs on the CPU, or the benchmark says what is
+missing.
+"""
 
 import json
 import os
@@ -37,7 +39,7 @@ def test_all_parts_of_one_process_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_nothing_is_measured_and_that_is_said(tmp_path: Path) -> None:
+def test_without_a_gpu_the_benchmark_says_so_and_measures_nothing(tmp_path: Path) -> None:
     done = run("--out", str(tmp_path / "x.json"))
     assert done.returncode == 3
     assert "no GPU that torch can use" in done.stderr and list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Which rows an evaluation takes, and when one is due."""
+"""Tests of held-out data: which rows an evaluation reads, and when one is due."""
 
 import pytest
 from hypothesis import given

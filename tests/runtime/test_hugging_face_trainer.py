@@ -1,4 +1,6 @@
-"""The same losses as Hugging Face's own ``Trainer``, whose gradient accumulation is what microbatches are here."""
+"""Tests that losses equal those of Hugging Face's ``Trainer``, whose gradient accumulation corresponds to
+microbatches.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ STEPS = 8
 
 
 class Recording(Trainer):
-    """A ``Trainer`` that keeps the loss of every microbatch, not rounded."""
+    """A ``Trainer`` that records the loss of every microbatch without rounding."""
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -32,7 +34,7 @@ class Recording(Trainer):
 
 
 def trainer_losses(job: TrainingData, directory: Path) -> list[float]:
-    """Return the loss of each step of a ``Trainer`` that is given the samples in the job's order."""
+    """Return the loss of each step of a ``Trainer`` that gets the samples in the job's order."""
     training = load(job)
     assert isinstance(training.model, DeferredModule)
     model = training.model.materialise()
@@ -74,7 +76,7 @@ def test_losses_are_those_of_the_trainer(
 ) -> None:
     """Rows have unequal numbers of labels, and two pipelines share the microbatches.
 
-    Clipped gradients differ a little: the Trainer adds 1e-6 to their norm before it divides by it.
+    Clipped gradients differ slightly: the Trainer adds 1e-6 to their norm before it divides by it.
     """
     take_out_casts(monkeypatch.setattr)
     job = job_of(architecture, steps=STEPS, clip_gradient_norm=clip)

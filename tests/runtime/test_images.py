@@ -1,4 +1,4 @@
-"""Small images: arrays of a file, and drawn digits that depend on nothing but seed and index."""
+"""Tests of small images: arrays of a file, and drawn digits that depend only on seed and index."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_digits_are_equal_wherever_they_are_drawn() -> None:
     assert not torch.equal(first[3]["pixel_values"], RenderedDigits(100, size=16)[3]["pixel_values"])
 
 
-def test_digits_can_be_told_apart() -> None:
+def test_digits_can_be_distinguished() -> None:
     """Each image is nearest to the mean of its own class far more often than by chance."""
     digits = RenderedDigits(600, size=16)
     images = torch.stack([sample["pixel_values"].flatten() for sample in digits])

@@ -1,4 +1,4 @@
-"""Instructions: the model learns completions and answers, and nothing of prompts."""
+"""Tests of instructions: the model learns completions and answers, but not prompts."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def instructions(tmp_path: Path, tokenizer: str, *records: Any, length: int = 51
 
 
 def parts(tokenizer: str, sample: dict[str, Any]) -> tuple[str, str]:
-    """Return the whole text of a sample and what of it is learned."""
+    """Return the whole text of a sample, and the learned part of it."""
     reader = Tokenizer.from_file(f"{tokenizer}/tokenizer.json")
     ids, labels = sample["input_ids"].tolist(), sample["labels"].tolist()
     assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
@@ -108,7 +108,7 @@ USER = {"role": "user", "content": "q"}
     [
         ({"text": "a"}, r'line 2: an instruction has "prompt" and "completion", or "messages"; .*"text"'),
         ({"prompt": "a"}, r'line 2: there is no field "completion"'),
-        ({"prompt": "a", "completion": 3}, r'line 2: the field "completion" must be a text, not a int'),
+        ({"prompt": "a", "completion": 3}, r'line 2: the field "completion" must be a string, not a int'),
         ({"messages": []}, r'line 2: "messages" must be a list with at least one message'),
         (
             {"messages": ["hello"]},

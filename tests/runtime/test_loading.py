@@ -1,4 +1,4 @@
-"""A plain PyTorch loop goes on from a checkpoint, with ftd and without, and has the losses of the job."""
+"""Tests that a plain PyTorch loop resumes from a checkpoint, with ftd and without, with the losses of the job."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def trained(url: Path, steps: int) -> Trainer:
-    """The example's GPT after some steps, with a checkpoint of the last one."""
+    """Train the example's GPT for some steps, and write a checkpoint of the last one."""
     trainer = Trainer(dropout=0.0)
     for step in range(1, steps + 1):
         trainer.step(step)
@@ -47,7 +47,7 @@ def write(url: Path, model: Model, states: LayerStates, step: int) -> None:
 
 
 class Plain:
-    """The same training as a loop of its own."""
+    """The same training in a loop without ftd."""
 
     def __init__(self) -> None:
         self.trainer = Trainer(dropout=0.0)
@@ -58,7 +58,7 @@ class Plain:
         self.scheduler = training.scheduler(self.optimizer)
         with torch.no_grad():
             for parameter in self.model.parameters():
-                parameter.add_(1.0)  # What is loaded counts, and not the seed.
+                parameter.add_(1.0)  # The loaded values must count, not the seed.
 
     def step(self, step: int) -> float:
         indices = self.trainer.sampler.indices(step)

@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: documents are joined, and a damaged index is refused."""
+"""Tests of Megatron's indexed data sets: documents are joined, and a corrupt index is rejected."""
 
 import struct
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ CODES = {"uint8": 1, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 def write_megatron(
     prefix: Path, documents: Sequence[Sequence[Sequence[int]]], dtype: str = "uint16", *, modes: bool = False
 ) -> str:
-    """Write documents, lists of sequences, as Megatron's preprocessing does."""
+    """Write documents, each a list of sequences, as Megatron's preprocessing does."""
     sequences = [np.array(sequence, dtype=dtype) for document in documents for sequence in document]
     ends = np.cumsum([sequence.nbytes for sequence in sequences], dtype="<i8")
     boundaries = np.cumsum([0, *(len(document) for document in documents)], dtype="<i8")
@@ -100,24 +100,24 @@ def test_files_that_are_missing_or_too_short(tmp_path: Path) -> None:
         (9, b"\x02", "version 2, and only version 1 is known"),
         (17, b"\x07", "the type 7 of its tokens is none of whole numbers"),
         (18, b"\x09", r"but 9 sequences with 3 boundaries of documents need"),
-        (34, b"\xff\xff\xff\xff", "a negative length or place"),
+        (34, b"\xff\xff\xff\xff", "a negative length or position"),
         (34, b"\xff\x00\x00\x00", r"sequence 0 ends after the 10 bytes of corpus\.bin"),
         (-8, b"\x01", "its documents do not cover its sequences in order"),
     ],
 )
-def test_a_damaged_index_is_refused(tmp_path: Path, place: int, value: bytes, says: str) -> None:
+def test_a_corrupt_index_is_rejected(tmp_path: Path, place: int, value: bytes, says: str) -> None:
     prefix = write_megatron(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5]]])
     index = bytearray((tmp_path / "corpus.idx").read_bytes())
     place %= len(index)
     index[place : place + len(value)] = value
     (tmp_path / "corpus.idx").write_bytes(index)
-    with pytest.raises(DataError, match=rf"corpus\.idx is no sound index: .*{says}"):
+    with pytest.raises(DataError, match=rf"corpus\.idx is not a valid index: .*{says}"):
         MegatronDataset(prefix, length=4)
 
 
 @pytest.mark.parametrize("size", [0, 5, 33, 60])
-def test_an_index_that_was_cut_off_is_refused(tmp_path: Path, size: int) -> None:
+def test_a_truncated_index_is_rejected(tmp_path: Path, size: int) -> None:
     prefix = write_megatron(tmp_path / "corpus", [[[1, 2, 3]], [[4, 5]]])
     (tmp_path / "corpus.idx").write_bytes((tmp_path / "corpus.idx").read_bytes()[:size])
-    with pytest.raises(DataError, match=r"corpus\.idx is no sound index"):
+    with pytest.raises(DataError, match=r"corpus\.idx is not a valid index"):
         MegatronDataset(prefix, length=4)

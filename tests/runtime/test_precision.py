@@ -1,4 +1,4 @@
-"""Precision policies and compiled layers: losses, gradients, and what a device lacks."""
+"""Tests of precision policies and compiled layers: losses, gradients, and unsupported precisions."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_parameters_in_float32() -> None
         assert low == pytest.approx(full, rel=0.01)
 
 
-def test_a_precision_that_the_device_lacks_is_refused() -> None:
+def test_a_precision_that_the_device_lacks_is_rejected() -> None:
     data = gpt_data(precision="tf32")
     with pytest.raises(TrainingError, match='precision "tf32" needs a CUDA device; use "float32"'):
         Model(load(data), data)
@@ -58,7 +58,7 @@ def test_compiled_layers_give_the_losses_of_plain_ones(checkpointing: str) -> No
 
 
 class Stubborn(nn.Linear):
-    """A layer that the compiler cannot take."""
+    """A layer that the compiler cannot compile."""
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
@@ -67,7 +67,7 @@ class Stubborn(nn.Linear):
         return super().forward(x)
 
 
-def test_a_layer_that_cannot_be_compiled_runs_as_it_is_and_says_why() -> None:
+def test_a_layer_that_cannot_be_compiled_runs_uncompiled_and_reports_why() -> None:
     data = data_for("unused.py:build", compile=True)
     training = training_of([nn.Linear(6, 6), Stubborn(6, 1)])
     model = Model(training, data)

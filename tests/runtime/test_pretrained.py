@@ -1,4 +1,4 @@
-"""Weights in the files of a hub snapshot, read by name into the parameters that ask for them."""
+"""Tests of pretrained weights: tensors of a hub snapshot, read by name into the parameters that request them."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def test_a_model_gets_every_value_that_was_saved(tmp_path: Path, kind: str, tied
     assert torch.equal(logits_of(model, kind), logits_of(saved, kind))
 
 
-def test_only_files_that_hold_what_is_asked_for_are_read(tmp_path: Path) -> None:
+def test_only_files_with_requested_tensors_are_read(tmp_path: Path) -> None:
     saved, model = model_of("llama"), model_of("llama", seed=1)
     saved.save_pretrained(tmp_path, max_shard_size="30KB")
     weights = PretrainedWeights(tmp_path, model)
@@ -181,7 +181,7 @@ def test_a_plain_module_is_filled_by_its_own_names(tmp_path: Path) -> None:
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "b"}}'}, "b of .* are missing; download"),
     ],
 )
-def test_a_directory_that_cannot_be_used_is_refused_with_the_remedy(
+def test_an_unusable_directory_is_rejected_with_a_remedy(
     tmp_path: Path, files: dict[str, bytes], words: str
 ) -> None:
     for name, data in files.items():
@@ -195,7 +195,7 @@ def test_a_name_on_the_hub_is_no_directory() -> None:
         PretrainedWeights("meta-llama/nowhere", nn.Linear(1, 1))
 
 
-def test_eight_bit_floats_are_refused(tmp_path: Path) -> None:
+def test_eight_bit_floats_are_rejected(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(1, 1).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
     with pytest.raises(TrainingError, match="weight is of F8_E4M3; quantised weights cannot be trained"):
         PretrainedWeights(tmp_path, nn.Linear(1, 1, bias=False))

@@ -1,4 +1,4 @@
-"""What the tables of a job file become: model, data, optimizer and schedule."""
+"""Tests of recipes: the model, data, optimizer and schedule that a job file's tables describe."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def tokens(tmp_path: Path) -> str:
-    """A file of 2048 token ids from 0 to 99."""
+    """Write a file of 2048 token ids from 0 to 99."""
     path = tmp_path / "tokens.bin"
     (np.arange(2048) % 100).astype("<u2").tofile(path)
     return str(path)
@@ -96,7 +96,7 @@ def test_the_function_is_found_and_seeded(tokens: str, tmp_path: Path) -> None:
     assert not torch.equal(weights[0], weights[2])
 
 
-def test_tables_of_another_version_are_refused(tokens: str) -> None:
+def test_tables_of_another_version_are_rejected(tokens: str) -> None:
     with pytest.raises(TrainingError, match=r"unknown field `gone`.*submit it with this version"):
         built(from_sizes() | {"gone": 1}, {"tokens": tokens})
 
@@ -156,7 +156,7 @@ def test_all_weights_that_do_not_fit_are_named(tmp_path: Path, tokens: str) -> N
     assert "missing" in message and "layers.2" in message
 
 
-def test_weights_may_begin_anew_by_name(tmp_path: Path, tokens: str) -> None:
+def test_weights_may_be_initialised_by_name(tmp_path: Path, tokens: str) -> None:
     model = {
         "huggingface": saved(tmp_path / "model", tied=False),
         "new": ["model.layers.1.*", "lm_head.weight"],
@@ -185,7 +185,7 @@ def test_a_classifier_s_head_may_be_new(tmp_path: Path) -> None:
     assert made(built(model, {"huggingface": data})).classifier.weight.shape == (5, 32)
 
 
-def test_files_of_the_tokenizer_are_kept_for_exports(tmp_path: Path, text: str, tokens: str) -> None:
+def test_files_of_the_tokenizer_are_stored_for_exports(tmp_path: Path, text: str, tokens: str) -> None:
     place = Path(saved(tmp_path / "model"))
     (place / "tokenizer_config.json").write_text('{"of": "the model"}')
     training = built({"huggingface": str(place)}, {"tokens": tokens})
@@ -243,7 +243,7 @@ def test_the_task_is_the_usual_one_of_the_architecture(kind: str, tmp_path: Path
     [
         ({"architecture": "lama"}, r"no architecture 'lama'; did you mean 'llama'"),
         ({"overrides": {"hiden_size": 3}}, r"llama has no hiden_size; did you mean 'hidden_size'"),
-        ({"overrides": {"num_attention_heads": "four"}}, r"model.overrides: transformers refuses it"),
+        ({"overrides": {"num_attention_heads": "four"}}, r"model.overrides: transformers rejects it"),
         ({"task": "image-classification"}, r"no llama for the task image-classification"),
         (
             {"huggingface": "/nowhere", "architecture": None},
@@ -251,12 +251,12 @@ def test_the_task_is_the_usual_one_of_the_architecture(kind: str, tmp_path: Path
         ),
     ],
 )
-def test_a_model_that_cannot_be_made_is_refused(tokens: str, changes: dict[str, Any], says: str) -> None:
+def test_a_model_that_cannot_be_made_is_rejected(tokens: str, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(TrainingError, match=says):
         made(built(from_sizes() | changes, {"tokens": tokens}))
 
 
-def test_a_quantised_model_is_refused(tmp_path: Path, tokens: str) -> None:
+def test_a_quantised_model_is_rejected(tmp_path: Path, tokens: str) -> None:
     place = Path(saved(tmp_path / "model"))
     config = json.loads((place / "config.json").read_text())
     (place / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
@@ -300,7 +300,7 @@ def test_token_files_become_samples_of_the_model_s_length(tokens: str) -> None:
     assert len(built(from_sizes(), {"tokens": tokens, "length": 16}).dataset) == 2048 // 16
 
 
-def test_a_length_beyond_the_model_s_is_refused(tokens: str) -> None:
+def test_a_length_beyond_the_models_is_rejected(tokens: str) -> None:
     with pytest.raises(TrainingError, match=r"data.length 65 is longer than the 64 tokens"):
         built(from_sizes(), {"tokens": tokens, "length": 65})
 
@@ -376,7 +376,7 @@ def vit(**changes: Any) -> dict[str, Any]:
     return {"architecture": "vit", "task": "image-classification", "overrides": few | changes}
 
 
-def test_images_are_prepared_as_the_model_s_directory_says(tmp_path: Path) -> None:
+def test_images_are_prepared_as_in_the_models_directory(tmp_path: Path) -> None:
     from datasets import Dataset, Features, Image, Value
     from PIL import Image as LiveFrame
 
@@ -428,7 +428,7 @@ def test_a_saved_data_set_of_tokens_learns_the_next_one(tmp_path: Path) -> None:
         ({"input_ids": [[1, 2]]}, from_sizes(), r"no token to pad with"),
     ],
 )
-def test_a_saved_data_set_that_does_not_fit_is_refused(
+def test_a_saved_data_set_that_does_not_fit_is_rejected(
     tmp_path: Path, columns: dict[str, list[Any]], model: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(TrainingError, match=says):
@@ -441,12 +441,12 @@ def test_a_class_that_the_model_does_not_have_is_named_with_its_sample(tmp_path:
     dataset = built(model, {"images": str(tmp_path / "images.npz")}).dataset
     assert int(dataset[1]["labels"]) == 1
     with pytest.raises(
-        ValueError, match=r"sample 2: the label 7 is none of the model's 2 classes.*num_labels"
+        ValueError, match=r"sample 2: the label 7 is not one of the model's 2 classes.*num_labels"
     ):
         dataset[2]
 
 
-def test_a_host_with_other_files_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_host_with_other_files_is_rejected(tmp_path: Path, text: str) -> None:
     tokenizer = str(make_tokenizer(tmp_path / "tokenizer"))
     model = {"architecture": "llama", "overrides": LLAMA}
     tables = {"model": model, "data": {"text": f"{tmp_path}/*.jsonl", "tokenizer": tokenizer}, "steps": 9}
@@ -495,7 +495,7 @@ def test_held_out_samples_are_spaced_evenly_and_never_trained_on(total: int, cou
         trained[total - count]
 
 
-def test_the_byte_tokenizer_gives_every_byte_its_own_token() -> None:
+def test_the_byte_tokenizer_has_one_token_per_byte() -> None:
     loaded = load_tokenizer(byte_tokenizer())
     written = "déjà vu\n\t\x00 ∀x"
     assert loaded.tokenizer.encode(written).ids == list(written.encode())

@@ -1,4 +1,4 @@
-"""Sampling: a pure function of (seed, step) that uses every sample exactly once an epoch."""
+"""Tests of sampling: a pure function of (seed, step) that uses every sample exactly once per epoch."""
 
 import itertools
 import subprocess
@@ -70,7 +70,7 @@ def test_any_rows_of_a_step_are_found_by_themselves(
     ]
 
 
-def test_rows_beyond_the_batch_are_refused() -> None:
+def test_rows_beyond_the_batch_are_rejected() -> None:
     with pytest.raises(ValueError, match="rows 3 to 5 of a batch of 4"):
         Sampler(40, 4, 0).draws(1, 3, 2)
 
@@ -85,7 +85,7 @@ def test_scripts_get_the_indices_of_a_step_without_torch() -> None:
 
 
 @pytest.mark.parametrize(("length", "batch"), [(0, 1), (1, 0)])
-def test_nothing_to_draw_from_is_refused(length: int, batch: int) -> None:
+def test_an_empty_data_set_or_batch_is_rejected(length: int, batch: int) -> None:
     with pytest.raises(ValueError, match="samples for a global batch"):
         Sampler(length, batch, 0)
 

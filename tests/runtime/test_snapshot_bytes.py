@@ -1,4 +1,4 @@
-"""What the arenas hold is the state of that step, byte for byte, after every loss that the code covers."""
+"""Tests that arenas hold exactly the state of their step, after every loss that the code covers."""
 
 import threading
 import time
@@ -49,7 +49,9 @@ def gpt(directory: Path) -> p.TrainingData:
 
 
 def mine(directory: Path) -> p.TrainingData:
-    """Buffers that differ between replicas, a parameter with gaps, a frozen one, a schedule."""
+    """Return a job with buffers that differ between replicas, a parameter with gaps, a frozen one, and a
+    schedule.
+    """
     return data_for("mine.py:build", script(directory, MINE).parent, steps=10, precision="float32")
 
 
@@ -106,14 +108,15 @@ def test_every_covered_loss_gives_the_exact_bytes(
 def test_the_next_step_waits_for_a_slow_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: Job
 ) -> None:
-    """Nothing of the next step is in the snapshot, however late it is copied."""
+    """The snapshot contains nothing of the next step, however late it is copied."""
     make = ShardUnit.write
     alone = Alone(job(tmp_path), tmp_path / "arena")
     engine = alone.rank.engine
 
     def late(unit: ShardUnit, slot: Bytes, digests: PartDigester | None = None) -> None:
         writer = engine.snapshots
-        while writer is not None and writer._capture is not None:  # The main thread has not come for it yet.
+        # The main thread has not begun the capture yet.
+        while writer is not None and writer._capture is not None:
             time.sleep(0.01)
         time.sleep(0.3)
         make(unit, slot, digests)
@@ -150,7 +153,7 @@ MIB = 1024 * 1024
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_what_is_frozen_is_copied_once_into_a_slot(
+def test_frozen_parameters_are_copied_once_into_a_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
 ) -> None:
     data = data_for("mine.py:build", script(tmp_path, FROZEN).parent, steps=10, precision="float32")
@@ -182,7 +185,7 @@ def test_what_is_frozen_is_copied_once_into_a_slot(
         for layer, (header, payload) in decoded({0: Kept(arena, newest, group)}, (), 0).items():
             assert (header, payload) == (packed[layer][0], packed[layer][1].numpy().tobytes())
         if damaged and step == 2:
-            # In a block of the frozen weight; this slot is written again behind the one after the next step.
+            # The byte is in a block of the frozen weight; this slot is written again two steps later.
             shard = newest.part("group-0/shard")
             arena.view(newest, shard)[2 * MIB + 5] ^= 1
         copied.append(0)
@@ -235,7 +238,7 @@ class Alone:
         self.rank.engine.begin_snapshot(generation)
 
     def steps(self) -> list[int]:
-        """What is there when all tasks of the writer are done."""
+        """Return the steps in the arena when the writer has done all its tasks."""
         writer = self.rank.engine.snapshots
         assert writer is not None
         with writer._changed:
@@ -247,7 +250,7 @@ class Alone:
         self.rank.engine.snapshots.close()
 
 
-def test_what_is_complete_everywhere_stays_whatever_is_given_up(tmp_path: Path) -> None:
+def test_the_snapshot_that_is_complete_everywhere_survives_abandoned_ones(tmp_path: Path) -> None:
     alone = Alone(gpt_data(), tmp_path)
     writer = alone.rank.engine.snapshots
     assert writer is not None
@@ -265,7 +268,7 @@ def test_what_is_complete_everywhere_stays_whatever_is_given_up(tmp_path: Path) 
     alone.close()
 
 
-def test_what_is_pinned_stays_until_it_is_not_any_more(tmp_path: Path) -> None:
+def test_a_pinned_snapshot_stays_until_it_is_unpinned(tmp_path: Path) -> None:
     alone = Alone(gpt_data(), tmp_path)
     writer = alone.rank.engine.snapshots
     assert writer is not None
@@ -288,7 +291,7 @@ def test_what_is_pinned_stays_until_it_is_not_any_more(tmp_path: Path) -> None:
     alone.close()
 
 
-def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
+def test_snapshots_of_undone_steps_are_released(tmp_path: Path) -> None:
     alone = Alone(gpt_data(), tmp_path)
     for _ in range(3):
         alone.snap()
@@ -301,8 +304,8 @@ def test_a_past_that_was_undone_is_forgotten(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_new_process_keeps_what_is_of_its_job_damaged_or_not(tmp_path: Path) -> None:
-    """Whoever reads it verifies it, and the node has the byte made again: the slot is not written anew."""
+def test_a_new_process_retains_its_jobs_snapshots_corrupt_or_not(tmp_path: Path) -> None:
+    """Readers verify it, and the node repairs the byte; the slot is not written again."""
     alone = Alone(gpt_data(), tmp_path)
     alone.snap()
     alone.snap()
@@ -323,7 +326,7 @@ def test_a_new_process_keeps_what_is_of_its_job_damaged_or_not(tmp_path: Path) -
     other.engine.snapshots.close()
 
 
-def test_what_cannot_be_copied_is_said_and_training_goes_on(
+def test_a_failed_copy_is_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(unit: ShardUnit, slot: object, digests: object = None) -> None:
@@ -346,7 +349,7 @@ def test_what_cannot_be_copied_is_said_and_training_goes_on(
 
 
 def test_bubbles_are_used_where_they_suffice(tmp_path: Path) -> None:
-    """The main thread waits for peers for as long as it computes: then nothing is copied beside computing."""
+    """The main thread waits for peers for as long as it computes, so nothing is copied while it computes."""
     alone = Alone(gpt_data(), tmp_path)
     alone.snap()
     alone.steps()

@@ -1,6 +1,7 @@
-"""The example scripts as users run them, killed with SIGKILL: the losses are those of unkilled ones.
+"""Tests of the example scripts as users run them, killed with SIGKILL: the losses are those of uninterrupted
+runs.
 
-What torchrun does itself is shown once; the other processes are forked, for the sake of quick tests.
+Only one test uses torchrun itself; the other processes are forked to keep the tests quick.
 """
 
 import contextlib
@@ -49,7 +50,7 @@ def code_of(file: str) -> str:
 
 
 def started(zygote: Zygote, code: str, folder: Path, *arguments: object, ranks: int = 0) -> list[Forked]:
-    """One process, or several that find each other as torchrun's workers do."""
+    """Start one process, or several that find each other like torchrun's workers."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -71,7 +72,7 @@ def finished(processes: list[Forked]) -> list[str]:
 
 
 def killed_when(process: Forked, pattern: str, after_s: float = 0.0) -> list[str]:
-    """What it had said."""
+    """Kill the process when it prints the pattern, and return its output until then."""
     while not re.search(pattern, process.text, re.MULTILINE):
         assert process.alive, process.text
         time.sleep(0.002)
@@ -88,7 +89,7 @@ def read_until(said: Path, process: subprocess.Popen[bytes], pattern: str) -> st
 
 
 def losses(lines: list[str]) -> dict[tuple[str, ...], str]:
-    """(rank and) step → loss; each step once, or with the same loss."""
+    """Return the loss by (rank and) step; a step that is printed twice must have the same loss."""
     found: dict[tuple[str, ...], str] = {}
     for *key, loss in (m.split() for m in re.findall(r"(?:\d+ )?\d+ \d+\.\d{9}", "".join(lines))):
         assert found.setdefault(tuple(key), loss) == loss, key
@@ -98,7 +99,7 @@ def losses(lines: list[str]) -> dict[tuple[str, ...], str]:
 def killed_and_whole(
     zygote: Zygote, file: str, name: str, folder: Path
 ) -> tuple[list[str], dict[tuple[str, ...], str]]:
-    """What a run prints that is killed, and the losses of one that is not."""
+    """Return the output of a killed and resumed run, and the losses of an uninterrupted one."""
 
     def run(pause_s: float) -> list[Forked]:
         return started(zygote, code_of(file), folder, "--name", name, "--steps", 15, "--pause-s", pause_s)
@@ -108,18 +109,18 @@ def killed_and_whole(
     return lines, losses(finished(run(0)))
 
 
-def test_a_plain_loop_that_is_killed_goes_on_with_the_same_losses(
+def test_a_killed_plain_loop_continues_with_the_same_losses(
     zygote: Zygote, name: str, tmp_path: Path
 ) -> None:
     lines, whole = killed_and_whole(zygote, "plain_loop.py", name, tmp_path)
     resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
-    # The step in whose copy it was killed may be lost, and no other.
+    # Only the step in whose copy it was killed may be lost.
     assert len(resumed) == 1 and 5 <= resumed[0] <= 9
     assert losses(lines) == whole and len(whole) == 15
     assert not (default_directory() / name).exists()
 
 
-def test_a_hugging_face_trainer_that_is_killed_goes_on_with_the_same_losses(
+def test_a_killed_hugging_face_trainer_continues_with_the_same_losses(
     zygote: Zygote, name: str, tmp_path: Path
 ) -> None:
     if importlib.util.find_spec("transformers") is None:
@@ -128,13 +129,14 @@ def test_a_hugging_face_trainer_that_is_killed_goes_on_with_the_same_losses(
     resumed = [int(m) for m in re.findall(r"goes on behind step (\d+)", "".join(lines))]
     assert len(resumed) == 2 and resumed[0] == 0 and resumed[1] >= 5
     found, first = losses(lines), resumed[1] + 1
-    # What the Trainer logs first is divided by the number of steps since step 0; it logs four digits.
+    # The first loss that the Trainer logs is divided by the number of steps since step 0; it logs four
+    # digits.
     right = pytest.approx(float(whole.pop((str(first),))), abs=1e-4 * (first + 1))
     assert float(found.pop((str(first),))) * first == right
     assert found == whole and len(whole) == 14
 
 
-def test_torchrun_restarts_ddp_and_all_ranks_go_on_behind_the_same_step(
+def test_torchrun_restarts_ddp_and_all_ranks_continue_after_the_same_step(
     zygote: Zygote, name: str, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -146,7 +148,7 @@ def test_torchrun_restarts_ddp_and_all_ranks_go_on_behind_the_same_step(
             cwd=ROOT, env=ENVIRONMENT, stdout=file, stderr=subprocess.STDOUT,
         )  # fmt: skip
     try:
-        # Two ranks print: lines may be side by side.
+        # Two ranks print, so their lines may be mixed.
         (pid,) = re.findall(
             r"# rank 1 is process (\d+)", read_until(said, process, r"(?:^|\.\d{9})1 8 \d+\.\d{9}")
         )
@@ -182,10 +184,10 @@ for number in range(step + 1, 100_000):
 """
 
 
-def test_killed_at_any_moment_the_last_complete_snapshot_is_there_and_right(
+def test_a_kill_at_any_moment_leaves_the_last_complete_snapshot_intact(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Every element must be the step's number: bytes of two steps in one snapshot would show."""
+    """Every element must be the step's number, so that bytes of two steps in one snapshot would be detected."""
     import torch
 
     from ftd import Snapshotter
@@ -277,7 +279,7 @@ def test_fsdp2_shards_come_back(zygote: Zygote, tmp_path: Path, place: Path) -> 
 
 
 def whole_model(steps: int) -> list[float]:
-    """The same training without shards."""
+    """Return the losses of the same training without sharding."""
     import torch
 
     torch.manual_seed(1)

@@ -1,4 +1,6 @@
-"""Shards made out of scattered tensors: the same bytes as from one bucket; what is written and when."""
+"""Tests of shards made from scattered tensors: they equal those of one contiguous bucket; what is written and
+when.
+"""
 
 import contextlib
 import math
@@ -31,7 +33,7 @@ UNIT_BYTES = CopySchedule().unit_bytes
 
 
 class HostStreams:
-    """A device that is host memory: what a side stream would be asked for, done at once."""
+    """A device in host memory, whose side stream executes every operation at once."""
 
     def __init__(self) -> None:
         self.asked = self.finished = 0
@@ -54,7 +56,7 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
     for number, size in enumerate(sizes):
         values = random.integers(0, 256, size, dtype=np.uint8)
         tensor = torch.from_numpy(values)
-        # With a device some are in host memory all the same.
+        # Even with a device, some tensors are in host memory.
         on_host = streams is None or number % 3 == 1
         bucket.add(source_of(tensor) if on_host else tensor, size + -size % 16)
         plain += values.tobytes() + bytes(-size % 16)
@@ -63,7 +65,7 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
     for owner in range(owners):
         expected = np.zeros(layout.shard_bytes(owner), dtype=np.uint8)
         make_shard(layout, owner, np.frombuffer(plain, dtype=np.uint8), expected)
-        # What the slot held before must not shine through the gaps.
+        # Old content of the slot must not remain in the gaps.
         slot = np.full(64 + layout.shard_bytes(owner), 0xA5, dtype=np.uint8)
         units = shard_units(layout, owner, bucket, 64, UNIT_BYTES)
         for unit in reversed(units):
@@ -78,7 +80,7 @@ def check(sizes: list[int], scheme: str, owners: int, streams: HostStreams | Non
 
 @pytest.mark.parametrize("scheme", ["none", "aec", "aec2", "aec+arc:1"])
 def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
-    """The second snapshot copies the other blocks alone, and has the digests of all."""
+    """The second snapshot copies only the other blocks, and has the digests of all."""
     random = np.random.default_rng(1)
     owners, mib = 4, 1024 * 1024
     sizes = [(7 * mib, True), (112, False), (9 * mib + 16, True), (2 * mib, False), (5 * mib, True)]
@@ -119,7 +121,9 @@ def test_frozen_blocks_stay_in_the_slot(scheme: str) -> None:
 
 
 def check_digests(units: list[ShardUnit], expected: Bytes) -> None:
-    """Made beside copying, until somebody else makes a unit: the rest comes behind."""
+    """Check that digests are computed while copying, until another thread copies a unit, and the rest
+    afterwards.
+    """
     capture = TrainerCapture(
         generation=1, step=1, vote=Vote(loss=0.0, gradient_norm=0.0), unit_bytes=UNIT_BYTES, units=units
     )
@@ -165,7 +169,7 @@ def test_large_parity_is_made_on_the_device() -> None:
     assert streams.asked > 20
 
 
-def test_copies_stream_from_a_size_on_unless_the_user_chose_another() -> None:
+def test_large_copies_use_streaming_stores_unless_the_user_chose_a_limit() -> None:
     here = streaming_environment({})
     if platform.machine() != "x86_64":
         assert here == {}
@@ -232,10 +236,12 @@ def test_groups_are_cut_where_a_pipeline_is_and_shared_out_among_devices(
     st.lists(st.integers(1, 4), min_size=1, max_size=3),
     st.booleans(),
 )
-def test_the_devices_of_each_stage_share_out_all_layers(
+def test_the_devices_of_each_stage_share_all_layers(
     sizes: list[int], devices: list[int], zero1: bool
 ) -> None:
-    """Stages of any numbers of devices: the same cuts for all, every layer with one device of each."""
+    """For stages of any numbers of devices, all cut the layers in the same way, and every layer is with one
+    device of each stage.
+    """
     ends = list(accumulate(devices, initial=0))
     stages = [list(range(first, end)) for first, end in pairwise(ends)]
     world = WorldData(
@@ -257,15 +263,15 @@ def test_the_devices_of_each_stage_share_out_all_layers(
         assert all(g.owner == owner and g.parted == zero1 for some in kept for g in some)
         used = [any(g.own for g in some) for some in kept]
         assert sum(used) == min(len(ranks), len(sizes))
-        # The lowest rank alone has the next owner's replica: of all layers.
+        # Only the lowest rank has the next owner's replica, which covers all layers.
         replicas = [[n for g in some if g.replica for n in g.layers] for some in kept]
         expected = list(range(len(sizes))) if zero1 and len(stages) > 1 else []
         assert replicas == [expected, *[[]] * (len(ranks) - 1)]
     assert len(cuts) == 1 and len(cuts.pop()) == min(max(devices), len(sizes))
 
 
-def test_each_device_of_a_stage_that_shards_keeps_its_parts_of_all_layers() -> None:
-    """Where any owner shards, those that do not share the layers out, without a code too."""
+def test_each_device_of_a_sharded_stage_saves_its_parts_of_all_layers() -> None:
+    """If any owner is sharded, those that are not share the layers, also without a code."""
     first, second = (msgspec.structs.replace(stage, within="shard") for stage in WORLD.pipelines[0].stages)
     sharding = msgspec.structs.replace(WORLD.pipelines[0], stages=(first, second))
     world = msgspec.structs.replace(WORLD, pipelines=(sharding, WORLD.pipelines[1]))
@@ -300,7 +306,7 @@ def at(step_s: float, waits_s: float, sums_s: float = 0.0) -> StepTimes:
     return StepTimes(step_s=step_s, waits_s=waits_s, sums_s=sums_s)
 
 
-def test_computing_is_disturbed_only_for_what_bubbles_do_not_take() -> None:
+def test_computing_is_interrupted_only_for_what_does_not_fit_into_bubbles() -> None:
     schedule = CopySchedule()
     assert schedule.may_copy("bubble", 1, at(0.0, 0.0))
     assert schedule.may_copy("computing", 0, at(0.0, 0.0)), "nothing is known yet"
@@ -319,7 +325,7 @@ def test_computing_is_disturbed_only_for_what_bubbles_do_not_take() -> None:
     assert not schedule.may_copy("computing", 1399, at(0.0, 0.0))
 
 
-def test_digests_are_made_beside_copying_where_the_step_lasts_longer() -> None:
+def test_digests_are_made_while_copying_if_the_step_takes_longer() -> None:
     host, device = CopySchedule(), CopySchedule(has_own_link=True)
     assert not host.has_time(0, 0.0), "nothing is known yet"
     for schedule in (host, device):
@@ -341,7 +347,7 @@ def test_on_a_device_sums_are_disturbed_last() -> None:
     assert device.period(waiting=True, for_sums=True) == "communication"
     assert device.period(waiting=True, for_sums=False) == "bubble"
     assert device.period(waiting=False, for_sums=False) == "computing"
-    # 0.2 s of bubbles, of which 0.16 s are relied on; with the sums it would be 0.4 s.
+    # There are 0.2 s of bubbles, of which 0.16 s are relied on; with the sums there would be 0.4 s.
     assert not host.may_copy("computing", 200, at(0.0, 0.0))
     assert device.may_copy("computing", 200, at(0.0, 0.0))
     assert not device.may_copy("computing", 150, at(0.0, 0.0))

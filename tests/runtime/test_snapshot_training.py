@@ -1,4 +1,6 @@
-"""Real trainers that take snapshots: losses as without, kills in the middle, another layout afterwards."""
+"""Tests of snapshots with real trainers: losses as without snapshots, kills in the middle, another layout
+afterwards.
+"""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,7 @@ def start(
     **resume: Any,
 ) -> list[TrainerHandle]:
     trainers = cluster.fork(4)
-    # Devices are numbered on and on by the harness; an arena belongs to a place, not to a process.
+    # The harness numbers devices consecutively; an arena belongs to a position, not to a process.
     for number, trainer in enumerate(trainers):
         trainer.device = number
     cluster.prepare(trainers, job, arenas=arenas, arena_limit_bytes=limit_bytes)
@@ -53,7 +55,7 @@ def start(
 
 
 def snap(cluster: Cluster, trainers: Sequence[TrainerHandle], by: int = 0) -> int:
-    """Order a snapshot; the step that it is behind."""
+    """Request a snapshot, and return the step after which it is taken."""
     trainers[by].send(p.StartSnapshot(generation=cluster.generation))
     steps = {t.take(SnapshotStarted, generation=cluster.generation).step for t in trainers}
     (step,) = steps
@@ -65,7 +67,7 @@ def snapped(trainers: Sequence[TrainerHandle], step: int) -> list[p.ShardWritten
 
 
 def without(arenas: Path, step: int, one_lost: bool) -> Layers:
-    """All layers of the step; from each group one owner's arena is not looked at."""
+    """Return all layers of the step, without reading one owner's arena of each group."""
     layers: Layers = {}
     for parts in kept(arenas, step).values():
         lost = max(losses_within(parts), key=len) if one_lost else ()
@@ -77,7 +79,9 @@ def without(arenas: Path, step: int, one_lost: bool) -> Layers:
 def test_losses_are_those_of_a_run_without(
     cluster: Cluster, tmp_path: Path, pipelines: tuple[p.WorldPipeline, ...]
 ) -> None:
-    """A snapshot after another while training; then anew in another layout out of what one loss leaves."""
+    """Snapshots are taken repeatedly while training, and again in another layout that starts from what one
+    loss leaves.
+    """
     steps = 60
     job = data(steps=steps)
     expected, _ = reference_run(load(job), job, steps)
@@ -109,7 +113,7 @@ def test_losses_are_those_of_a_run_without(
     for trainer in again:
         assert losses_of(trainer, last + 1, steps) == pytest.approx(plain[last:], rel=1e-9)
     replicas_agree(again)
-    # Those that have trained roll back too, and drop what they did since.
+    # Trainers that have trained roll back as well, and drop their later steps.
     reports = cluster.quiesce(again, mode="boundary")
     assert {report.lineage for report in reports} == {2}
     cluster.resume(again, pipelines, last, vote, restore=str(staging), lineage=3)
@@ -118,10 +122,12 @@ def test_losses_are_those_of_a_run_without(
     finish(again)
 
 
-def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
+def test_the_state_after_the_last_step_is_saved_when_all_steps_are_done(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """There is no ballot any more: each is told, and it is what a job that begins there has."""
+    """There is no vote any more: each trainer gets a request, and a job that starts from the snapshot has its
+    state.
+    """
     job = data(steps=3)
     trainers = start(cluster, job, SPLIT, tmp_path)
     losses = losses_of(trainers[0], 1, 3)
@@ -139,7 +145,7 @@ def test_the_state_behind_the_last_step_is_kept_when_all_steps_are_done(
     staging = tmp_path / "staging"
     stage(without(tmp_path, 3, one_lost=True), staging)
     back = {"step": 3, "vote": vote, "restore": str(staging), "lineage": 2}
-    # What some are to go on from is no good: they say so, and get it once more while the others wait.
+    # Some trainers restore invalid state: they report it and get it once more, while the others wait.
     (staging / "layer-3.staged").rename(tmp_path / "layer-3.staged")
     again = start(cluster, job, THREE_AND_ONE, tmp_path / "new", **back)
     without_it = {r for one in THREE_AND_ONE for s in one.stages if s.end_layer == 4 for r in s.ranks}
@@ -166,7 +172,7 @@ def plain_losses(cluster: Cluster, job: p.TrainingData, pipelines: Sequence[p.Wo
 
 
 def test_a_trainer_killed_in_the_middle_leaves_the_snapshot_before(cluster: Cluster, tmp_path: Path) -> None:
-    """A megabyte or so per device: the copy takes about as long as the way to the signal."""
+    """There is about a megabyte per device, so the copy takes about as long as the delivery of the signal."""
     job = data(steps=10_000, arguments={"width": 128, "heads": 4})
     for attempt in range(3):
         arenas = tmp_path / str(attempt)
@@ -184,7 +190,7 @@ def test_a_trainer_killed_in_the_middle_leaves_the_snapshot_before(cluster: Clus
         assert held <= {first, second} and first in held
         assert without(arenas, first, one_lost=True) == before
         finish(trainers)
-    # New processes find them, and go on from there.
+    # New processes find the snapshots, and continue from them.
     stage(before, tmp_path / "staging")
     vote = vote_of(arenas, first)
     again = start(
@@ -204,7 +210,7 @@ def test_a_trainer_killed_in_the_middle_leaves_the_snapshot_before(cluster: Clus
     finish(again)
 
 
-def test_a_generation_that_ends_still_completes_what_was_begun(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_generation_that_ends_completes_its_snapshot(cluster: Cluster, tmp_path: Path) -> None:
     job = data(steps=10_000, arguments={"width": 128, "heads": 4})
     trainers = start(cluster, job, TWO_AND_TWO, tmp_path)
     generation = cluster.generation
@@ -213,7 +219,7 @@ def test_a_generation_that_ends_still_completes_what_was_begun(cluster: Cluster,
     assert {report.generation for report in snapped(trainers, step)} == {generation}
     assert all(report.committed_step >= step for report in reports)
     assert sorted(without(tmp_path, step, one_lost=True)) == [0, 1, 2, 3]
-    # An order of the generation before is obeyed by nobody.
+    # A request of the previous generation is ignored.
     best = max(reports, key=lambda report: report.committed_step)
     fields = {"nodes": ("a", "b", "c", "d"), "protection": "aec"}
     cluster.resume(trainers, TWO_AND_TWO, best.committed_step, best.vote, **fields)
@@ -226,7 +232,7 @@ def test_a_generation_that_ends_still_completes_what_was_begun(cluster: Cluster,
     finish(trainers)
 
 
-def test_memory_that_is_too_small_is_said_and_training_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_too_little_memory_is_reported_and_training_continues(cluster: Cluster, tmp_path: Path) -> None:
     job = data(steps=40)
     expected, _ = reference_run(load(job), job, 40)
     trainers = start(cluster, job, TWO_AND_TWO, tmp_path, limit_bytes=8192)
@@ -240,10 +246,10 @@ def test_memory_that_is_too_small_is_said_and_training_goes_on(cluster: Cluster,
     finish(trainers)
 
 
-def test_a_protection_that_these_owners_cannot_have_is_said_and_training_goes_on(
+def test_an_impossible_protection_is_reported_and_training_continues(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """As two-loss parity for more owners than it is for; here the trainers are told of an unknown one."""
+    """Two-loss parity for more owners than it supports would be an example; here the scheme is unknown."""
     trainers = start(cluster, data(steps=40), TWO_AND_TWO, tmp_path, protection="aec3")
     step = snap(cluster, trainers)
     for trainer in trainers:

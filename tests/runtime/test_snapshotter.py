@@ -1,4 +1,4 @@
-"""Snapshots of a script's state: what comes back is what was there, and nothing restorable is lost."""
+"""Tests of Snapshotter: a restored state is exactly the saved one, and no restorable snapshot is lost."""
 
 import contextlib
 import errno
@@ -49,7 +49,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Script:
-    """A model with all that changes: weights, running statistics, momenta, a schedule, random numbers."""
+    """A model with everything that changes: weights, running statistics, momenta, a schedule, random numbers."""
 
     def __init__(self, place: Path, *, seed: int = 1, width: int = 64, name: str = "job") -> None:
         torch.manual_seed(seed)
@@ -96,7 +96,7 @@ def slot_file(place: Path, number: int = 0) -> Path:
     return place / "job" / "rank-0" / f"slot-{number}"
 
 
-def spoil(path: Path, offset: int) -> None:
+def corrupt_byte(path: Path, offset: int) -> None:
     with path.open("r+b") as file:
         file.seek(offset)
         byte = file.read(1)
@@ -107,7 +107,7 @@ def spoil(path: Path, offset: int) -> None:
 # --- what comes back -----------------------------------------------------------------------------
 
 
-def test_a_run_that_is_interrupted_goes_on_as_if_it_was_not(place: Path) -> None:
+def test_an_interrupted_run_continues_as_an_uninterrupted_one(place: Path) -> None:
     whole = Script(place, name="whole")
     losses, drawn = whole.run(1, 12), whole.progress["drawn"]
     whole.leave()
@@ -128,7 +128,7 @@ def test_a_run_that_is_interrupted_goes_on_as_if_it_was_not(place: Path) -> None
     second.leave()
 
 
-def test_restoring_keeps_the_tensors_that_others_hold(place: Path) -> None:
+def test_restoring_fills_the_tensors_that_others_hold(place: Path) -> None:
     script = Script(place)
     script.run(1, 2)
     script.snapshots.wait()
@@ -142,15 +142,15 @@ def test_restoring_keeps_the_tensors_that_others_hold(place: Path) -> None:
     script.leave()
 
 
-def test_a_snapshot_is_of_its_step_though_the_copy_ends_in_the_next(
+def test_a_snapshot_is_of_its_step_even_if_the_copy_ends_in_the_next(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copier is held until the optimizer wants to step: the step must wait, and then help."""
+    """The copier is blocked until the optimizer steps: the step must wait, and then help."""
     script = Script(place)
     script.run(1, 2)
     script.snapshots.wait()
     parameters = [p.detach().clone() for p in script.model.parameters()]
-    gate, slot = threading.Event(), script.snapshots._place.acquire_slot
+    gate, slot = threading.Event(), script.snapshots._arena.acquire_slot
     script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     script.snapshots.snapshot(3)
     seen: list[bool] = []
@@ -164,13 +164,13 @@ def test_a_snapshot_is_of_its_step_though_the_copy_ends_in_the_next(
     script.leave()
 
 
-def test_what_is_changed_by_hand_waits_too(place: Path) -> None:
-    """``changing`` for guarded tensors; tensors that no optimizer owns are copied at once."""
+def test_manual_changes_wait_for_the_copy(place: Path) -> None:
+    """``changing`` guards tensors; tensors that no optimizer owns are copied at once."""
     averaged, frozen = nn.Linear(4, 4), nn.Linear(4, 4)
     snapshots = Snapshotter("job", directory=place, averaged=averaged)
     snapshots.register("frozen", frozen, guarded=True)
     before = averaged.weight.detach().clone(), frozen.weight.detach().clone()
-    gate, slot = threading.Event(), snapshots._place.acquire_slot
+    gate, slot = threading.Event(), snapshots._arena.acquire_slot
     snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     snapshots.snapshot(1)
     with torch.no_grad():
@@ -183,8 +183,8 @@ def test_what_is_changed_by_hand_waits_too(place: Path) -> None:
     snapshots.close()
 
 
-def test_what_the_model_and_optimizer_may_be_made_of(place: Path) -> None:
-    """Tied weights, channels last, views with gaps, other types, a module with state of its own, LBFGS."""
+def test_unusual_models_and_optimizers_are_restored(place: Path) -> None:
+    """Tied weights, channels last, views with gaps, other types, a module with extra state, LBFGS."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -234,7 +234,7 @@ def test_what_the_model_and_optimizer_may_be_made_of(place: Path) -> None:
     snapshots.close()
 
 
-def test_plain_data_comes_back_as_it_was() -> None:
+def test_plain_data_survives_a_round_trip() -> None:
     tensor = torch.arange(3)
     value = {
         "numbers": [1, -5, 2**80, 1.5, True, None, np.float32(0.5), np.int64(7)],
@@ -253,7 +253,7 @@ def test_plain_data_comes_back_as_it_was() -> None:
     assert isinstance(thawed[3]["nested"][0], TensorRef)
 
 
-def test_generators_of_ones_own_go_on(place: Path) -> None:
+def test_own_generators_are_restored(place: Path) -> None:
     def made(seed: int) -> dict[str, Any]:
         return {
             "torch_one": torch.Generator().manual_seed(seed),
@@ -298,7 +298,7 @@ def test_the_units_of_an_image_are_its_bytes_each_once() -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (0, 2), (5,), (2, 3, 4), (1, 4, 1)])
-def test_a_tensor_comes_back_in_any_order_of_dimensions(shape: tuple[int, ...]) -> None:
+def test_a_tensor_is_restored_in_any_order_of_dimensions(shape: tuple[int, ...]) -> None:
     values = torch.randn(shape, dtype=torch.float64)
     turned = values.permute(tuple(reversed(range(values.dim()))))
     for tensor in (values, turned):
@@ -329,7 +329,7 @@ def test_everything_is_allocated_at_start_optimizer_state_included(place: Path) 
     script.leave()
 
 
-def test_many_snapshots_keep_nothing_of_the_script_alive(place: Path) -> None:
+def test_many_snapshots_keep_no_object_of_the_script_alive(place: Path) -> None:
     state: dict[str, Any] = {"fresh": torch.zeros(1000)}
     snapshots = Snapshotter("job", directory=place, state=state)
     for step in range(1, 30):
@@ -343,12 +343,12 @@ def test_many_snapshots_keep_nothing_of_the_script_alive(place: Path) -> None:
     snapshots.close()
 
 
-def test_too_little_memory_is_said_at_start_with_both_numbers(
+def test_too_little_memory_is_reported_at_start_with_both_numbers(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1_000_000))
-    with pytest.raises(ArenaFullError, match=r"two snapshots .* need \d+ bytes .* are there: make") as caught:
+    with pytest.raises(ArenaFullError, match=r"two snapshots .* need \d+ bytes .* are free: make") as caught:
         Script(place, width=65536)
     assert caught.value.needed_bytes > 2 * 65536 * 9 * 4 * 3
     assert caught.value.free_bytes == 1_000_000
@@ -366,9 +366,9 @@ def test_too_little_memory_is_said_at_start_with_both_numbers(
 
 
 @pytest.mark.parametrize("step", ["5", None, 1.5])
-def test_a_step_that_is_none_is_refused_by_name(place: Path, step: Any) -> None:
+def test_a_step_that_is_not_a_number_is_rejected(place: Path, step: Any) -> None:
     script = Script(place)
-    with pytest.raises(SnapshotError, match=r"snapshot: step is .*, and must be a whole number"):
+    with pytest.raises(SnapshotError, match=r"snapshot: step must be the whole number .*, not "):
         script.snapshots.snapshot(step)
     script.snapshots.snapshot(np.int64(5))
     script.leave()
@@ -379,11 +379,11 @@ def test_a_protection_that_scripts_cannot_use_is_not_offered(place: Path) -> Non
         with pytest.raises(SnapshotError, match=f"'{protection}' is no protection; there are none") as caught:
             Snapshotter("job", directory=place, protection=protection, state={})
         assert "aor" not in str(caught.value).partition("there are")[2]
-    with pytest.raises(SnapshotError, match="protection: None is no text"):
+    with pytest.raises(SnapshotError, match="protection: None must be a string"):
         Snapshotter("job", directory=place, protection=None, state={})  # type: ignore[arg-type]
 
 
-def test_a_limit_of_ones_own_holds(place: Path) -> None:
+def test_a_limit_in_bytes_is_respected(place: Path) -> None:
     with pytest.raises(ArenaFullError, match="limit of 1000000 bytes"):
         Snapshotter("job", directory=place, limit_bytes=1_000_000, model=nn.Linear(1000, 1000))
 
@@ -419,7 +419,9 @@ def test_memory_that_is_full_in_the_middle_stops_snapshots_and_not_training(
     again.leave()
 
 
-def test_a_failure_in_the_copier_frees_those_who_wait(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_copier_releases_waiting_threads(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     script = Script(place)
     script.run(1, 1)
     script.snapshots.wait()
@@ -448,13 +450,15 @@ def test_a_unit_that_cannot_be_copied_stops_neither_the_step_nor_the_next_snapsh
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_a_step_that_is_interrupted_while_it_helps_costs_that_snapshot(
+def test_an_interrupted_step_that_helped_loses_only_that_snapshot(
     place: Path, end: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Ctrl-C in the middle of a copy: its bytes are not the step's, and nobody waits for them for ever."""
+    """After Ctrl-C in the middle of a copy, the bytes are not the step's, and no thread waits for them
+    forever.
+    """
 
-    class Struck(np.ndarray):  # type: ignore[type-arg]
-        """Interrupts the training thread when it is about to copy."""
+    class InterruptingSource(np.ndarray):  # type: ignore[type-arg]
+        """A source that interrupts the training thread when it is about to copy."""
 
         def __getitem__(self, key: Any) -> Any:
             if threading.current_thread() is threading.main_thread():
@@ -468,7 +472,7 @@ def test_a_step_that_is_interrupted_while_it_helps_costs_that_snapshot(
     snapshots.snapshot(1)
     snapshots.wait()
     gate, capture = threading.Event(), snapshots._contents.capture(2)
-    capture.sources[:] = [source.view(Struck) for source in capture.sources]
+    capture.sources[:] = [source.view(InterruptingSource) for source in capture.sources]
     snapshots._copier.begin(capture)
     with pytest.raises(end):
         optimizer.step()
@@ -482,11 +486,11 @@ def test_a_step_that_is_interrupted_while_it_helps_costs_that_snapshot(
 
 
 def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
-    """It may step and end, also while the parent's copy is under way."""
+    """A child may step and end, even while the parent's copy is in progress."""
     script = Script(place)
     script.run(1, 2)
     script.snapshots.wait()
-    gate, slot = threading.Event(), script.snapshots._place.acquire_slot
+    gate, slot = threading.Event(), script.snapshots._arena.acquire_slot
     script.snapshots._copier.open_slot = lambda size: (gate.wait(60), slot(size))[1]
     script.snapshots.snapshot(3)
     child = os.fork()
@@ -494,7 +498,7 @@ def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
         with contextlib.suppress(BaseException):
             script.optimizer.step()
             script.snapshots.wait()
-            with pytest.raises(SnapshotError, match="make another here"):
+            with pytest.raises(SnapshotError, match="make a new Snapshotter here"):
                 script.snapshots.snapshot(4)
             script.snapshots.remove()
             script.snapshots.close()
@@ -507,7 +511,7 @@ def test_a_forked_child_leaves_its_parents_snapshots_alone(place: Path) -> None:
     script.leave()
 
 
-def test_what_is_closed_is_not_used(place: Path) -> None:
+def test_a_closed_snapshotter_rejects_calls(place: Path) -> None:
     script = Script(place)
     script.run(1, 1)
     script.leave()
@@ -527,12 +531,12 @@ def test_what_is_closed_is_not_used(place: Path) -> None:
 
 
 def two_complete(place: Path) -> Script:
-    """A script of which steps 3 and 4 are complete in two slots."""
+    """Return a script whose steps 3 and 4 are complete in two slots."""
     script = Script(place)
     script.run(1, 3)
     script.snapshots.wait()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(script.snapshots._place.arena.__class__, "release", lambda self, steps: None)
+        patched.setattr(script.snapshots._arena.arena.__class__, "release", lambda self, steps: None)
         script.run(4, 4)
         script.snapshots.wait()
     return script
@@ -543,14 +547,14 @@ def test_a_flipped_bit_is_noticed_and_the_older_one_taken(
     place: Path, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = two_complete(place)
-    newest = script.snapshots._place.arena.snapshots[0]
+    newest = script.snapshots._arena.arena.snapshots[0]
     script.leave()
     assert newest.step == 4
-    spoil(slot_file(place, newest.slot), newest.part(part).offset + 77)
+    corrupt_byte(slot_file(place, newest.slot), newest.part(part).offset + 77)
     again = Script(place, seed=8)
     with caplog.at_level(logging.WARNING):
         assert again.snapshots.restore() == 3
-    assert "the snapshot of step 4 is passed over" in caplog.text and "changed since" in caplog.text
+    assert "the snapshot of step 4 is skipped" in caplog.text and "corrupt" in caplog.text
     assert again.progress["samples"] == 3 * 16
     again.run(4, 5)
     again.leave()
@@ -568,7 +572,7 @@ def test_a_manifest_that_was_cut_short_is_noticed(place: Path, caplog: pytest.Lo
     again.leave()
 
 
-def test_another_models_snapshot_is_passed_over_and_not_overwritten(
+def test_another_models_snapshot_is_skipped_and_not_overwritten(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(place)
@@ -578,10 +582,10 @@ def test_another_models_snapshot_is_passed_over_and_not_overwritten(
     weight = other.model[0].weight.detach().clone()
     with caplog.at_level(logging.WARNING):
         assert other.snapshots.restore() is None
-    assert "0.weight is float32 [64, 8] there, and float32 [32, 8] here" in caplog.text
+    assert "0.weight is float32 [64, 8] in the snapshot and float32 [32, 8] here" in caplog.text
     assert torch.equal(other.model[0].weight, weight)
     other.step()
-    with pytest.raises(SnapshotError, match="was not restored, and would be lost"):
+    with pytest.raises(SnapshotError, match="was not restored and would be lost"):
         other.snapshots.snapshot(1)
     other.leave()
     again = Script(place, seed=2)
@@ -594,10 +598,13 @@ def test_another_models_snapshot_is_passed_over_and_not_overwritten(
     [
         (lambda m: (m[:3], torch.optim.AdamW), "model: 3.bias, 3.weight: only there"),
         (lambda m: (nn.Sequential(*m, nn.Linear(1, 1)), torch.optim.AdamW), "4.bias, 4.weight: only here"),
-        (lambda m: (m, torch.optim.SGD), "optimizer: it is of another optimizer: its groups have amsgrad, "),
+        (
+            lambda m: (m, torch.optim.SGD),
+            "optimizer: it belongs to another optimizer: its groups have amsgrad, ",
+        ),
     ],
 )
-def test_what_changed_between_two_runs_is_named(
+def test_changes_between_two_runs_are_named(
     place: Path, change: Callable[[nn.Sequential], tuple[nn.Module, type]], why: str, caplog: Any
 ) -> None:
     script = Script(place)
@@ -615,7 +622,7 @@ def test_what_changed_between_two_runs_is_named(
 
 
 def test_groups_and_shapes_of_an_optimizer_are_named(place: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By number, where no module was registered that knows names."""
+    """Parameters are named by number if no module that knows their names was registered."""
 
     def kept(*groups: list[int]) -> Snapshotter:
         made = [{"params": [nn.Parameter(torch.ones(size)) for size in sizes]} for sizes in groups]
@@ -625,16 +632,16 @@ def test_groups_and_shapes_of_an_optimizer_are_named(place: Path, caplog: pytest
     first.snapshot(1)
     first.close()
     for groups, why in (
-        ([[2, 3, 4]], "it has 2 parameter groups there, and 1 here"),
-        ([[2, 3], [4, 5]], "group 1 has 1 parameters there, and 2 here"),
-        ([[2, 7], [4]], r"parameter 1 of group 0 is [3] there, and [7] here"),
+        ([[2, 3, 4]], "it has 2 parameter groups in the snapshot and 1 here"),
+        ([[2, 3], [4, 5]], "group 1 has 1 parameters in the snapshot and 2 here"),
+        ([[2, 7], [4]], r"parameter 1 of group 0 is [3] in the snapshot and [7] here"),
     ):
         again = kept(*groups)
         assert again.restore() is None and why in caplog.text
         again.close()
 
 
-def test_another_jobs_snapshot_is_passed_over(place: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_jobs_snapshot_is_skipped(place: Path, caplog: pytest.LogCaptureFixture) -> None:
     script = Script(place, name="theirs")
     script.run(1, 2)
     script.leave()
@@ -642,7 +649,7 @@ def test_another_jobs_snapshot_is_passed_over(place: Path, caplog: pytest.LogCap
     again = Script(place)
     with caplog.at_level(logging.WARNING):
         assert again.snapshots.restore() is None
-    assert "it is of job 'theirs'" in caplog.text
+    assert "it belongs to job 'theirs'" in caplog.text
     again.leave()
 
 
@@ -657,7 +664,7 @@ def test_other_things_are_registered_now(place: Path, caplog: pytest.LogCaptureF
     snapshots.close()
 
 
-def test_a_former_runs_state_is_not_overwritten_before_anybody_asked_for_it(place: Path) -> None:
+def test_an_earlier_runs_state_is_not_overwritten_before_it_is_restored_or_removed(place: Path) -> None:
     script = Script(place)
     script.run(1, 2)
     script.leave()
@@ -678,7 +685,7 @@ def test_steps_must_grow(place: Path) -> None:
     script = Script(place)
     script.run(1, 5)
     for step in (5, 4):
-        with pytest.raises(SnapshotError, match=f"step {step} after step 5: steps must grow"):
+        with pytest.raises(SnapshotError, match=f"step {step} after step 5: steps must increase"):
             script.snapshots.snapshot(step)
     script.leave()
     again = Script(place)
@@ -690,7 +697,7 @@ def test_steps_must_grow(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../up", "a/b", "/etc", "a\0b", "-x", "x" * 101, "é", 3])
-def test_a_name_that_could_lead_elsewhere_is_refused(place: Path, name: Any) -> None:
+def test_a_name_that_is_a_path_is_rejected(place: Path, name: Any) -> None:
     with pytest.raises(SnapshotError, match="cannot be the name of a job"):
         Snapshotter(name, directory=place)
     assert not place.exists()
@@ -709,7 +716,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         Snapshotter("job", directory=place)
     child = os.fork()
     if child == 0:
-        runtime.script.rank_arena._open_here.clear()
+        runtime.script.rank_arena._open_arenas.clear()
         with contextlib.suppress(SnapshotError):
             Snapshotter("job", directory=place)
             os._exit(1)
@@ -730,7 +737,7 @@ def test_a_job_is_open_once(place: Path) -> None:
         (5, r"register .* \{'epoch': 3\}"),
     ],
 )
-def test_what_cannot_be_kept_is_named_at_registration(place: Path, state: Any, message: str) -> None:
+def test_values_that_cannot_be_saved_are_named_at_registration(place: Path, state: Any, message: str) -> None:
     snapshots = Snapshotter("job", directory=place)
     with pytest.raises(SnapshotError, match=message):
         snapshots.register("state", state)
@@ -743,10 +750,10 @@ def test_a_lazy_module_is_to_be_called_first(place: Path) -> None:
     with pytest.raises(SnapshotError, match=r"lazy\['weight'\] has no shape yet: call the lazy module once"):
         snapshots.register("lazy", nn.LazyLinear(2))
     snapshots.close()
-    gc.collect()  # Nobody can ask such a parameter for its shape.
+    gc.collect()  # Nobody can read the shape of such a parameter.
 
 
-def test_what_becomes_something_else_later_costs_a_snapshot_and_not_the_run(
+def test_a_value_that_becomes_unsavable_costs_a_snapshot_and_not_the_run(
     place: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     script = Script(place)
@@ -776,7 +783,7 @@ def test_a_rank_of_several_must_be_able_to_ask_the_others(
 def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(runtime.script.rank_arena, "SHARED_MEMORY", tmp_path)
     (tmp_path / f"ftd-{os.getuid()}").symlink_to("/")
-    with pytest.raises(SnapshotError, match="give directory="):
+    with pytest.raises(SnapshotError, match="pass directory="):
         Snapshotter("job")
     monkeypatch.setattr(runtime.script.rank_arena, "SHARED_MEMORY", tmp_path / "none")
     with pytest.raises(SnapshotError, match="there is no"):
@@ -786,5 +793,5 @@ def test_the_default_place_is_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     occupied = tmp_path / "a-file"
     occupied.write_text("")
-    with pytest.raises(SnapshotError, match="Not a directory: give directory="):
+    with pytest.raises(SnapshotError, match="Not a directory: pass directory="):
         Snapshotter("job", directory=occupied, state={})

@@ -1,4 +1,6 @@
-"""The cache of prepared data: one process prepares it, and one that dies in between leaves no half of it."""
+"""Tests of the cache of prepared data: one process prepares it, and one that dies meanwhile leaves nothing
+incomplete.
+"""
 
 import subprocess
 import sys
@@ -43,7 +45,7 @@ def test_a_process_that_dies_leaves_nothing_and_the_next_in_line_prepares(tmp_pa
     first = prepare(tmp_path, "first", takes_s=600)
     assert said(first) == "half"
     second = prepare(tmp_path, "second", takes_s=0)
-    assert said(second).startswith("waiting for another process that prepares")
+    assert said(second).startswith("waiting for another process, which prepares")
     assert not (tmp_path / "key").exists()
     first.kill()
     first.wait()

@@ -1,4 +1,4 @@
-"""What is remembered of a script's state from snapshot to snapshot: whatever changes is seen."""
+"""Tests of the state layout that is reused from snapshot to snapshot: every change is detected."""
 
 import copy
 import random
@@ -23,7 +23,7 @@ from runtime.script.state_layout import StateLayout
 
 
 class Counted(nn.Module):
-    """A module with a state of its own, which is no tensor."""
+    """A module with extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Counted(nn.Module):
 
 
 class Scene:
-    """A script with some of everything, and two views of it: one that remembers, one that does not."""
+    """A script with objects of every kind and two contents of it: one reuses layouts, the other does not."""
 
     def __init__(self, *, shares: bool = False) -> None:
         torch.manual_seed(0)
@@ -73,7 +73,7 @@ class Scene:
         self.optimizer.step()
 
     def values_change(self) -> None:
-        """All that an iteration does."""
+        """Change everything that an iteration changes."""
         self.step()
         self.scheduler.step()
         self.model[2].count += 1
@@ -94,14 +94,14 @@ class Scene:
         return found
 
     def state(self) -> dict[str, Any]:
-        """An optimizer's, of one parameter."""
+        """Return an optimizer's state of one parameter."""
         if self.parameter() not in self.optimizer.state:
             self.step()
         found: dict[str, Any] = self.optimizer.state[self.parameter()]
         return found
 
     def check(self) -> None:
-        """The one that remembers finds what the other finds."""
+        """Check that the contents which reuse layouts capture the same bytes as those that do not."""
         try:
             expected = self.contents().capture(1)
         except SnapshotError as error:
@@ -114,12 +114,12 @@ class Scene:
         assert (found.units, found.shared_units) == (expected.units, expected.shared_units)
         assert (found.body_bytes, found.layout) == (expected.body_bytes, expected.layout)
         assert body(found) == body(expected)
-        # What was copied at once stays as it was, what is guarded is read later: both the same.
+        # What was copied at once no longer changes, and guarded tensors are read later: both must be equal.
         for tensor in self.tensors():
             bump(tensor)
         assert body(found) == body(expected)
         for _ in range(2):
-            self.remembering.capture(1)  # What stays as it is for once is remembered.
+            self.remembering.capture(1)  # A state that stays unchanged once is reused.
 
 
 def bump(tensor: Tensor) -> None:
@@ -128,7 +128,7 @@ def bump(tensor: Tensor) -> None:
 
 
 def body(capture: ScriptCapture) -> bytes:
-    """What a copier would make of it."""
+    """Return the bytes that a copier would write."""
     made = np.zeros(capture.body_bytes, dtype=np.uint8)
     for unit in capture.units:
         for piece in unit.ranges:
@@ -140,11 +140,11 @@ def body(capture: ScriptCapture) -> bytes:
 # --- what may change -----------------------------------------------------------------------------
 
 
-def another_memory(s: Scene) -> None:
+def other_memory(s: Scene) -> None:
     s.parameter().data = s.parameter().data.clone()
 
 
-def memory_in_another_place_of_the_same(s: Scene) -> None:
+def other_offset_in_the_same_memory(s: Scene) -> None:
     wide = torch.randn(3, 4)
     s.model[3].bias.data = wide[0]
     s.check()
@@ -155,16 +155,16 @@ def turned(s: Scene) -> None:
     s.parameter().data = s.parameter().data.t()
 
 
-def another_shape(s: Scene) -> None:
+def other_shape(s: Scene) -> None:
     s.model[3].bias.data = s.model[3].bias.data.view(2, -1)
 
 
 def without_rows(s: Scene) -> None:
-    """Its memory has gaps: it is gathered."""
+    """Its memory has gaps, so it is gathered."""
     s.parameter().data = torch.randn(4, 8)[:, ::2]
 
 
-def another_set(s: Scene) -> None:
+def other_set(s: Scene) -> None:
     with torch.no_grad():
         s.frozen.weight.set_(torch.randn(4, 4))
 
@@ -174,11 +174,11 @@ def resized(s: Scene) -> None:
         s.frozen.bias.requires_grad_(False).resize_(s.frozen.bias.numel() - 1 or 4)
 
 
-def another_kind_of_numbers(s: Scene) -> None:
+def other_dtype(s: Scene) -> None:
     s.frozen.weight.data = s.frozen.weight.data.half()
 
 
-def another_kind_of_numbers_in_the_same_memory(s: Scene) -> None:
+def other_dtype_in_the_same_memory(s: Scene) -> None:
     s.frozen.weight.data = s.frozen.weight.data.half()
     s.check()
     s.frozen.weight.data = s.frozen.weight.data.view(torch.bfloat16)
@@ -193,7 +193,7 @@ def conjugated(s: Scene) -> None:
 def empty(s: Scene) -> None:
     s.frozen.bias.data = torch.empty(0)
     s.check()
-    # It has no address either.
+    # It does not have an address either.
     torch.utils.swap_tensors(s.frozen.bias, nn.Parameter(torch.empty(0, device="meta")))
     s.check()
     s.frozen.bias = nn.Parameter(torch.empty(0))
@@ -210,7 +210,7 @@ def two_swapped_whole(s: Scene) -> None:
     torch.utils.swap_tensors(s.model[2].scale, s.frozen.bias)
 
 
-def another_parameter(s: Scene) -> None:
+def other_parameter(s: Scene) -> None:
     s.model[3].weight = nn.Parameter(torch.randn(4, 4))
 
 
@@ -226,14 +226,14 @@ def tied(s: Scene) -> None:
     s.model[0].weight = s.model[3].weight
 
 
-def untied_in_secret(s: Scene) -> None:
-    """Two that shared their memory do so no more."""
+def silently_untied(s: Scene) -> None:
+    """Two parameters that shared memory no longer do."""
     s.model[0].weight.data = s.model[3].weight.data
     s.check()
     s.model[0].weight.data = s.model[3].weight.data.clone()
 
 
-def another_order_of_parameters(s: Scene) -> None:
+def other_order_of_parameters(s: Scene) -> None:
     held = s.model[3]._parameters
     held["weight"] = held.pop("weight")
 
@@ -246,11 +246,11 @@ def a_parameter_becomes_a_buffer(s: Scene) -> None:
     s.frozen.register_buffer("kept", s.frozen._parameters.pop("bias"))
 
 
-def another_buffer(s: Scene) -> None:
+def other_buffer(s: Scene) -> None:
     s.model[2].seen = torch.ones(3)
 
 
-def a_buffer_kept_no_more(s: Scene) -> None:
+def a_buffer_no_longer_persistent(s: Scene) -> None:
     s.model[2]._non_persistent_buffers_set.add("seen")
 
 
@@ -265,7 +265,7 @@ def a_state_of_its_own(s: Scene) -> None:
     s.model.state_dict = lambda **_: {"all": torch.ones(2), "epoch": s.progress["epoch"]}  # type: ignore[method-assign]
 
 
-def a_state_that_cannot_be_kept(s: Scene) -> None:
+def a_state_that_cannot_be_saved(s: Scene) -> None:
     s.model[2].count = object()  # type: ignore[assignment]
     s.check()
     s.model[2].count = 3
@@ -277,16 +277,16 @@ def first_step(s: Scene) -> None:
     s.step()
 
 
-def state_of_one_is_gone(s: Scene) -> None:
+def state_of_one_parameter_removed(s: Scene) -> None:
     s.optimizer.state.pop(s.parameter(), None)
 
 
-def state_of_one_that_is_gone(s: Scene) -> None:
-    """It is nobody's any more."""
+def state_of_a_removed_parameter(s: Scene) -> None:
+    """The parameter belongs to no object any more."""
     s.optimizer.state[torch.zeros(2)] = {"it": s.progress["mean"]}
 
 
-def another_momentum(s: Scene) -> None:
+def other_momentum(s: Scene) -> None:
     s.state()["exp_avg"] = torch.ones(4, 4)
 
 
@@ -295,7 +295,7 @@ def swapped_momenta(s: Scene) -> None:
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"]
 
 
-def another_order_of_state(s: Scene) -> None:
+def other_order_of_state(s: Scene) -> None:
     s.state()["exp_avg"] = s.state().pop("exp_avg")
 
 
@@ -303,7 +303,7 @@ def a_key_more(s: Scene) -> None:
     s.state()["more"] = 1
 
 
-def another_key(s: Scene) -> None:
+def other_key(s: Scene) -> None:
     s.state()["other"] = s.state().pop("exp_avg_sq", torch.ones(4))
     s.check()
     s.state()["exp_avg_sq"] = s.state().pop("other")
@@ -338,7 +338,7 @@ def nested(s: Scene) -> None:
 
 
 def moved_from_one_dict_to_the_next(s: Scene) -> None:
-    """All keys and values in one row are as before."""
+    """All keys and values in a row are as before."""
     s.state()["a"] = {"x": torch.ones(2), "y": torch.ones(2)}
     s.state()["b"] = {"z": torch.ones(2)}
     s.check()
@@ -361,7 +361,7 @@ def an_ordered_dict(s: Scene) -> None:
     s.state()["ordered"].move_to_end("a")
 
 
-def another_rate(s: Scene) -> None:
+def other_rate(s: Scene) -> None:
     for group in s.optimizer.param_groups:
         group["lr"] = random.random()
         group["betas"] = (random.random(), 0.5)
@@ -383,21 +383,21 @@ def a_group_more(s: Scene) -> None:
     s.optimizer.add_param_group({"params": new or [nn.Parameter(torch.ones(2))]})
 
 
-def another_shape_of_one_that_no_model_has(s: Scene) -> None:
+def other_shape_of_a_parameter_without_a_model(s: Scene) -> None:
     parameter = nn.Parameter(torch.ones(4))
     s.optimizer.add_param_group({"params": [parameter]})
     s.check()
     parameter.data = parameter.data.view(2, 2)
 
 
-def another_group(s: Scene) -> None:
+def other_group(s: Scene) -> None:
     first, second, *_ = s.optimizer.param_groups
     if first["params"]:
         second["params"].insert(0, first["params"].pop())
 
 
-def nobody_s_any_more(s: Scene) -> None:
-    """It is not guarded from now on."""
+def no_longer_guarded(s: Scene) -> None:
+    """It is not guarded any more."""
     if s.optimizer.param_groups[1]["params"]:
         s.optimizer.param_groups[1]["params"].pop()
 
@@ -407,7 +407,7 @@ def loaded(s: Scene) -> None:
     s.optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict()))
 
 
-def loaded_in_place_of_what_was_there(s: Scene) -> None:
+def loaded_in_place(s: Scene) -> None:
     s.frozen.load_state_dict(copy.deepcopy(s.frozen.state_dict()), assign=True)
 
 
@@ -433,7 +433,7 @@ def a_thing_less(s: Scene) -> None:
     s.things.pop("frozen", None)
 
 
-def another_thing_of_the_name(s: Scene) -> None:
+def other_object_of_the_same_name(s: Scene) -> None:
     s.things["frozen"] = RegisteredObject.of("frozen", s.frozen, guarded=False)
 
 
@@ -441,66 +441,66 @@ def shared_no_more(s: Scene) -> None:
     s.protection.shares = not s.protection.shares
 
 
-def another_owner(s: Scene) -> None:
+def other_owner(s: Scene) -> None:
     s.protection.owner = (s.protection.owner + 1) % 3
 
 
 CHANGES: list[Callable[[Scene], None]] = [
-    another_memory,
-    memory_in_another_place_of_the_same,
+    other_memory,
+    other_offset_in_the_same_memory,
     turned,
-    another_shape,
+    other_shape,
     without_rows,
-    another_set,
+    other_set,
     resized,
-    another_kind_of_numbers,
-    another_kind_of_numbers_in_the_same_memory,
+    other_dtype,
+    other_dtype_in_the_same_memory,
     conjugated,
     empty,
     two_swapped,
     two_swapped_whole,
-    another_parameter,
+    other_parameter,
     a_parameter_more,
     a_parameter_less,
     tied,
-    untied_in_secret,
-    another_order_of_parameters,
+    silently_untied,
+    other_order_of_parameters,
     a_module_more,
     a_parameter_becomes_a_buffer,
-    another_buffer,
-    a_buffer_kept_no_more,
+    other_buffer,
+    a_buffer_no_longer_persistent,
     a_hook,
     a_state_of_its_own,
-    a_state_that_cannot_be_kept,
+    a_state_that_cannot_be_saved,
     first_step,
-    state_of_one_is_gone,
-    state_of_one_that_is_gone,
-    another_momentum,
+    state_of_one_parameter_removed,
+    state_of_a_removed_parameter,
+    other_momentum,
     swapped_momenta,
-    another_order_of_state,
+    other_order_of_state,
     a_key_more,
-    another_key,
+    other_key,
     a_number_becomes_a_tensor_and_back,
     nested,
     moved_from_one_dict_to_the_next,
     keys_that_are_no_plain_ones,
     an_ordered_dict,
-    another_rate,
+    other_rate,
     a_rate_that_is_a_tensor,
     an_option_more,
     a_group_more,
-    another_shape_of_one_that_no_model_has,
-    another_group,
-    nobody_s_any_more,
+    other_shape_of_a_parameter_without_a_model,
+    other_group,
+    no_longer_guarded,
     loaded,
-    loaded_in_place_of_what_was_there,
+    loaded_in_place,
     plain_data_with_tensors,
     the_same_tensor_twice,
     a_thing_more,
     a_thing_less,
-    another_thing_of_the_name,
+    other_object_of_the_same_name,
     shared_no_more,
-    another_owner,
+    other_owner,
 ]
 
 
@@ -509,7 +509,7 @@ CHANGES: list[Callable[[Scene], None]] = [
 def test_each_change_is_seen(change: Callable[[Scene], None], shares: bool) -> None:
     scene = Scene(shares=shares)
     scene.check()
-    another_rate(scene)  # Of an optimizer that has no state yet.
+    other_rate(scene)  # The optimizer has no state yet.
     scene.check()
     scene.values_change()
     for _ in range(2):
@@ -543,7 +543,7 @@ def test_any_changes_one_after_the_other_are_seen(
 
 @pytest.fixture
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """One for each."""
+    """Return a list that gets one item for each walk."""
     walks: list[None] = []
     walk = StateLayout.of
 
@@ -563,7 +563,7 @@ def test_an_iteration_like_the_one_before_is_not_walked(walks: list[None]) -> No
     assert len(walks) == 2
     for _ in range(5):
         scene.values_change()
-        another_rate(scene)
+        other_rate(scene)
         plain_data_with_tensors(scene)
         del walks[:]
         scene.remembering.capture(1)

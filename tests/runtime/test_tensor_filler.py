@@ -1,4 +1,4 @@
-"""A snapshot's bytes come into tensors whole and verified, and until then nothing that is there changes."""
+"""Tests of loading: bytes arrive complete and verified, and registered tensors do not change before that."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_tensors_that_are_there_and_new_ones_are_filled_in_two_stages() -> None:
     tensors += [t.clone().permute(tuple(reversed(range(t.dim())))) for t in tensors[:3]]
     image, data = image_of(tensors)
     assert image.own_bytes > 2 * UNIT_BYTES
-    # In turn: there, new, there with its dimensions in another order, new beside another one.
+    # In turn: registered, new, registered with another order of dimensions, new next to another tensor.
     olds = [None if n % 2 else torch.zeros(t.shape) for n, t in enumerate(tensors)]
     filling = TensorFiller(entries=image.entries, images={False: data, True: EMPTY})
     filled = [
@@ -65,7 +65,7 @@ def test_tensors_that_are_there_and_new_ones_are_filled_in_two_stages() -> None:
 
 
 @pytest.mark.parametrize("at", [0, UNIT_BYTES - 1, UNIT_BYTES, -1])
-def test_a_changed_byte_is_found_before_anything_that_is_there_changes(at: int) -> None:
+def test_a_corrupt_byte_is_found_before_any_registered_tensor_changes(at: int) -> None:
     tensors = [torch.ones(3_000_000), torch.ones(2_000_000)]
     image, data = image_of(tensors)
     spans = checked(data)
@@ -89,7 +89,7 @@ def test_of_two_tensors_that_became_one_the_later_counts() -> None:
     assert (one == 2).all()
 
 
-def test_what_is_shared_comes_out_of_its_own_image() -> None:
+def test_shared_tensors_are_loaded_from_the_shared_image() -> None:
     image = Image(known={})
     values = [torch.full((1000,), 3.0), torch.full((1000,), 4.0)]
     for shared, tensor in zip((False, True), values, strict=True):

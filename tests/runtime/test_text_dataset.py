@@ -1,4 +1,4 @@
-"""Text data sets: packed and separate documents, the cache, and what is wrong with files and tokenizers."""
+"""Tests of text data sets: packed and separate documents, the cache, and errors in files and tokenizers."""
 
 import gzip
 import shutil
@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default cache of a test is its own."""
+    """Give each test a default cache of its own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "ftd"
 
@@ -169,7 +169,7 @@ def test_the_token_for_the_end_of_a_text(tmp_path: Path, tokenizer: str) -> None
         text("</s>")
 
 
-def test_a_tokenizer_s_own_special_tokens_are_in_separate_documents(tmp_path: Path, tokenizer: str) -> None:
+def test_the_tokenizers_special_tokens_are_in_separate_documents(tmp_path: Path, tokenizer: str) -> None:
     from tokenizers import Tokenizer, processors
 
     directory = shutil.copytree(tokenizer, tmp_path / "template")
@@ -232,7 +232,7 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None
     with pytest.raises(DataError, match="has neither a padding token nor one for the end of a text"):
         dataset.pad_collate()
     (nameless / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is damaged"):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is corrupt"):
         TextDataset(path, str(nameless), length=16)
 
 
@@ -244,8 +244,12 @@ def test_a_tokenizer_that_cannot_be_used(tmp_path: Path, tokenizer: str) -> None
             b'{"text": "a"}\n[1]\n',
             r"a\.jsonl, line 2: each line must be a JSON object .* not a list",
         ),
-        ("a.jsonl", b'{"text": "a"}\n\n{"text": 7}\n', r'line 3: the field "text" must be a text, not a int'),
-        ("a.jsonl", b'{"text": null}\n', r'line 1: the field "text" must be a text, not empty \(null\)'),
+        (
+            "a.jsonl",
+            b'{"text": "a"}\n\n{"text": 7}\n',
+            r'line 3: the field "text" must be a string, not a int',
+        ),
+        ("a.jsonl", b'{"text": null}\n', r'line 1: the field "text" must be a string, not empty \(null\)'),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"line 1: the tokenizer .* fails on this text"),
         ("a.jsonl", b"", "the files have no text, so there are no tokens"),
         ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be read: Not a gzipped file"),
@@ -273,7 +277,7 @@ def test_a_column_that_is_missing(tmp_path: Path, tokenizer: str) -> None:
 def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(
-        DataError, match=r"the cache .*file/cache cannot be written: .*name another directory"
+        DataError, match=r"the cache .*file/cache cannot be written: .*choose another directory"
     ):
         TextDataset(lines(tmp_path), tokenizer, length=16, cache_directory=str(tmp_path / "file" / "cache"))
 

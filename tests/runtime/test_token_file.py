@@ -1,4 +1,4 @@
-"""Flat token files: where samples begin, which types are read, and what is wrong with a file."""
+"""Tests of flat token files: where samples begin, which types are read, and errors in files."""
 
 from pathlib import Path
 

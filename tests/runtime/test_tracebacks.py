@@ -1,4 +1,4 @@
-"""What a user is shown of an exception: their own lines, and all of it where none is theirs."""
+"""Tests of tracebacks for users: they show the user's own lines, or everything if none is the user's."""
 
 import re
 from collections.abc import Callable
@@ -12,10 +12,10 @@ from runtime.data.sampling import Sampler
 from runtime.tracebacks import describe_error, user_traceback
 
 
-def told(act: Callable[[], object]) -> str:
+def message_of(act: Callable[[], object]) -> str:
     with pytest.raises(Exception) as caught:
         act()
-    # Behind the frames of the test, as in a trainer, whose own come first.
+    # The test's frames come first, like a trainer's own.
     error = caught.value
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename == __file__:
@@ -28,14 +28,14 @@ def broken(shard: int) -> None:
 
 
 def test_a_traceback_begins_with_the_users_first_line() -> None:
-    text = told(lambda: map_leaves(broken, {"shard": 3}))
+    text = message_of(lambda: map_leaves(broken, {"shard": 3}))
     assert text.startswith("Traceback (most recent call last):\n") and "batches.py" not in text
     assert f'File "{__file__}"' in text and text.endswith("OSError: cannot read shard 3\n")
 
 
 def test_a_description_has_the_users_innermost_line() -> None:
     def transform(_: object) -> object:
-        return nn.Linear(2, 2)(torch.zeros(3))  # Torch's frames lie below.
+        return nn.Linear(2, 2)(torch.zeros(3))  # Torch's frames are below.
 
     for act, said in (
         (
@@ -53,7 +53,7 @@ def test_a_description_has_the_users_innermost_line() -> None:
     assert describe_error(ValueError("of nobody")) == "ValueError: of nobody"
 
 
-def test_an_exception_without_a_line_of_the_user_is_told_whole() -> None:
-    text = told(lambda: Sampler(0, 4, 0))
+def test_an_exception_without_a_line_of_the_user_is_shown_whole() -> None:
+    text = message_of(lambda: Sampler(0, 4, 0))
     assert "sampling.py" in text and text.endswith("ValueError: 0 samples for a global batch of 4\n")
-    assert "torch" in told(lambda: nn.Linear(2, 2)(torch.zeros(3)))
+    assert "torch" in message_of(lambda: nn.Linear(2, 2)(torch.zeros(3)))

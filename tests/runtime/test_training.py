@@ -1,4 +1,4 @@
-"""Finding, calling and checking a training function: each mistake gets an error that names it."""
+"""Tests of finding, calling and checking a training function: each mistake gets an error that names it."""
 
 import sys
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def import_path_restored() -> Iterator[None]:
 
 
 def changed(text: str, **parts: str) -> str:
-    """GOOD with one field of Training written otherwise."""
+    """Return GOOD with one field of Training changed."""
     fields = {
         "layers": "[nn.Linear(3, 4), nn.Linear(4, 1)]",
         "loss": "functional.mse_loss",
@@ -218,7 +218,7 @@ class Words(Rows):
         ({"dataset": "Broken()"}, r"Training.dataset\[0\] raised KeyError"),
         (
             {"dataset": "torch.utils.data.DataLoader(Rows())"},
-            "Training.dataset is a DataLoader; hand over the loader's dataset",
+            "Training.dataset is a DataLoader; pass the loader's dataset",
         ),
         ({"dataset": "Single()"}, r"must be a pair \(input, target\), not a Tensor"),
         ({"dataset": "Named()"}, r"must be a pair \(input, target\), not a dict with 'x', 'y'"),
@@ -231,7 +231,7 @@ def test_a_training_that_cannot_be_used(tmp_path: Path, parts: dict[str, str], m
         load_training(data_for("mine.py:build", tmp_path))
 
 
-def test_what_is_no_training_is_refused(tmp_path: Path) -> None:
+def test_a_result_that_is_not_a_training_is_rejected(tmp_path: Path) -> None:
     script(tmp_path, "def build():\n    return [nn.Linear(3, 1)]\n")
     with pytest.raises(TrainingError, match=r"must return a Training, not list"):
         load_training(data_for("mine.py:build", tmp_path))
@@ -275,7 +275,7 @@ def test_a_folder_of_data_named_like_one_of_ours_is_no_clash(tmp_path: Path) -> 
     load_training(data_for("mine.py:build", tmp_path))
 
 
-def test_a_job_in_our_own_repository_is_no_clash() -> None:
+def test_a_job_in_ftds_own_repository_is_allowed() -> None:
     data = gpt_data()
     root = Path(data.path).parent
     load_training(msgspec.structs.replace(data, function="examples/gpt.py:build", path=str(root)))

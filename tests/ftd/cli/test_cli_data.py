@@ -102,7 +102,7 @@ def test_facts_that_contradict_the_token_file_are_an_error(tmp_path: Path, corpu
     with pytest.raises(DataError, match=r"tokens\.bin has \d+ bytes, but tokens\.bin\.json says \d+"):
         TokenFile(str(out), length=8)
     (tmp_path / "tokens.bin.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokens\.bin\.json is damaged"):
+    with pytest.raises(DataError, match=r"tokens\.bin\.json is corrupt"):
         TokenFile(str(out), length=8)
 
 

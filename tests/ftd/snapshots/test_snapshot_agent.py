@@ -322,8 +322,10 @@ def test_fewer_ranks_restore_replicated_state_but_not_sharded_state(world: World
         else:
             while second.processes[0].alive:
                 time.sleep(0.02)
-            assert "SnapshotError" in second.text and "it is of 2 ranks, and there are 1" in second.text
-            assert "start with 2 ranks again" in second.text
+            assert (
+                "SnapshotError" in second.text and "it was saved by 2 ranks, and there are 1" in second.text
+            )
+            assert "start 2 ranks again" in second.text
 
 
 @pytest.mark.processes
@@ -335,7 +337,7 @@ def test_training_goes_on_without_a_valid_token_or_an_agent(world: World) -> Non
     assert ranks.finish().last_step == 4
     hosts[1].lose()
     alone = world.ranks([hosts[1]], "single", "aec", 3).finish()
-    assert alone.text.count("needs a keeper on each host") == 1
+    assert alone.text.count("needs a snapshot agent on each host") == 1
     assert world.ranks([hosts[1]], "single", "aec", 4).finish().behind == {3}
 
 
