@@ -378,7 +378,7 @@ def test_broker_restarted() -> None:
 def test_broker_stood_still() -> None:
     s = Failing()
     s.failure(
-        "broker stands still for more than 7.5 s, and goes on",
+        "broker is suspended for more than 7.5 s, and continues",
         "It ends all sessions and publishes all last wills. For 3 s a last will proves nothing: its node is asked,",
         "and lost only if it stays silent.",
     )
