@@ -233,7 +233,7 @@ def find(effect: FindCheckpoint, at: float) -> CheckpointFound:
 
 
 def find_newest_checkpoint(
-    job: Job, spoiled: tuple[int, ...] = ()
+    job: Job, corrupt_steps: tuple[int, ...] = ()
 ) -> tuple[Checkpoint | None, tuple[SkippedCheckpoint, ...]]:
     """Return the newest usable checkpoint, and the newer ones that were skipped.
 
@@ -243,7 +243,7 @@ def find_newest_checkpoint(
     manifests = store.manifests()
     skipped = [SkippedCheckpoint(step=None, reason=note) for note in (*store.problems, *store.unfinished)]
     for manifest in manifests:
-        if manifest.step in spoiled:
+        if manifest.step in corrupt_steps:
             skipped.append(SkippedCheckpoint(step=manifest.step, reason="a node found it corrupt"))
         elif problem := _problem_of(store, manifest):
             skipped.append(SkippedCheckpoint(step=manifest.step, reason=problem))

@@ -130,9 +130,9 @@ class Coordinator:
         self._events = EventStream(
             self.topics,
             self.journal,
-            emitted=self._observer.on_own_event,
-            heard=self._observer.on_node_event,
-            shown=self._observer.on_published,
+            on_own_event=self._observer.on_own_event,
+            on_node_event=self._observer.on_node_event,
+            on_published=self._observer.on_published,
         )
         self.leadership = self._new_leadership(ports, replace(me, ineligible=self._takeover.ineligible))
         self._commands = CommandSender(self.topics, self.leadership)
@@ -152,8 +152,8 @@ class Coordinator:
             requests=self._requests,
             events=self._events,
             commands=self._commands,
-            unreachable=self._publish_state_soon,  # Another process reports this, while this one leads.
-            refused=self._report_rejected,
+            on_unreachable=self._publish_state_soon,  # Another process reports this, while this one leads.
+            on_rejected=self._report_rejected,
         )
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -290,7 +290,7 @@ class Coordinator:
         self._emit(event)
         self.journal.flush()
 
-    # --- what the machine wants ----------------------------------------------------------------------
+    # --- effects of the machine ---------------------------------------------------------------------
 
     def _perform(self, effect: Effect) -> None:
         effect = cast(

@@ -44,8 +44,8 @@ class CoordinatorDaemon:
     def __init__(self, config: DaemonConfig, *, reset: bool = False) -> None:
         """Open the journal.
 
-        :param reset: discard the job, here and at the broker, once this coordinator leads. :raises
-        JournalError: there is no usable journal in ``coordinator.state_dir``.
+        :param reset: discard the job, here and at the broker, once this coordinator leads.
+        :raises JournalError: there is no usable journal in ``coordinator.state_dir``.
         """
         self._cluster = config.cluster
         self._cache = PlanCache(config.state_dir / "plans")

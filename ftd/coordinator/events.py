@@ -44,20 +44,24 @@ class EventStream:
         topics: Topics,
         journal: Journal,
         *,
-        emitted: Callable[[EmitEvent], None],
-        heard: Callable[[EventMessage], None],
-        shown: Callable[[EventMessage, bool], None],
+        on_own_event: Callable[[EmitEvent], None],
+        on_node_event: Callable[[EventMessage], None],
+        on_published: Callable[[EventMessage, bool], None],
     ) -> None:
         """Begin with an empty outbox.
 
-        :param emitted: receives each of this coordinator's own events, before the rate limiter may drop it.
-        :param heard: receives each event of a node.
-        :param shown: receives all events that are published; ``True``: by a coordinator.
+        :param on_own_event: receives each of this coordinator's own events, before the rate limiter may drop it.
+        :param on_node_event: receives each event of a node.
+        :param on_published: receives all events that are published; ``True``: by a coordinator.
         """
         self._topic = topics.events
         self._journal = journal
         self._gate = EventRateLimiter()
-        self._emitted, self._heard, self._shown = emitted, heard, shown
+        self._on_own_event, self._on_node_event, self._on_published = (
+            on_own_event,
+            on_node_event,
+            on_published,
+        )
         self.outbox: EventOutbox[str] = EventOutbox()
         self._pending: dict[int, tuple[EmitEvent, EventMessage]] = {}
         """Events of the step in progress, by the identity of their effects."""
@@ -75,7 +79,7 @@ class EventStream:
         self,
         session: Leadership,
         unacknowledged: Iterable[Any],
-        plan_in_words: Callable[[int], dict[str, Any]],
+        plan_details: Callable[[int], dict[str, Any]],
     ) -> None:
         """Publish the events that the last leader decided and that the broker has not acknowledged, unchanged.
 
@@ -90,17 +94,17 @@ class EventStream:
                 continue
             self.outbox.add(number, text)
             if message.event == "PlanChosen":
-                details = message.details | plan_in_words(message.generation or 0)
+                details = message.details | plan_details(message.generation or 0)
                 message = msgspec.structs.replace(message, details=details)
             is_new = self._journal.record(message)
             self._publish(session, message)
             _log.info("event_republished", event_name=message.event, id=number)
             if is_new:
-                self._shown(message, True)
+                self._on_published(message, True)
 
     def emit(self, session: Leadership, event: EmitEvent, now: float) -> None:
         """Log, journal and publish an event. An outage of the broker delays it; the rate limiter may drop it."""
-        self._emitted(event)
+        self._on_own_event(event)
         suppressed = self._gate.admit(event, now)
         if suppressed is None:
             return
@@ -120,7 +124,7 @@ class EventStream:
             cause=event.cause,
             **({"details": event.details} if event.details else {}),
         )
-        self._shown(message, True)
+        self._on_published(message, True)
 
     def record_steps(self, steps: Iterable[EmitEvent], now: float) -> None:
         """Journal steps that another coordinator committed while this one was away."""
@@ -139,7 +143,7 @@ class EventStream:
         """
         message = _checked(decode_json(payload, EventMessage))
         if self._journal.record(message):
-            self._shown(message, message.source == SOURCE)
+            self._on_published(message, message.source == SOURCE)
 
     def receive_as_leader(self, payload: bytes) -> None:
         """Journal a node's event. This coordinator's own were journaled when they were emitted.
@@ -160,8 +164,8 @@ class EventStream:
             raise WireError(f"an event of {str(message.node)[:80]!r} from {message.source[:80]!r}")
         check_size(payload, MAX_EVENT_BYTES)
         if self._journal.record(_checked(message)):
-            self._heard(message)
-            self._shown(message, False)
+            self._on_node_event(message)
+            self._on_published(message, False)
 
 
 def _without_plan(message: EventMessage) -> EventMessage:

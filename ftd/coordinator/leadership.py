@@ -133,8 +133,8 @@ class Takeover:
     ) -> None:
         """Check this host's journal.
 
-        :param reset: begin the first lead with an empty state, whatever the journals hold. :raises
-        JournalError: this host's journal cannot be read.
+        :param reset: begin the first lead with an empty state, whatever the journals hold.
+        :raises JournalError: this host's journal cannot be read.
         """
         self._timing, self._journal, self._clock, self._program = timing, journal, clock, program
         self._reset = reset
@@ -338,16 +338,16 @@ class FollowerSession:
         stamp: Callable[[], dict[str, Any]],
         leading: Callable[[], bool],
         callbacks: FollowerCallbacks,
-        forget: Callable[[str], None],
+        remove_peer: Callable[[str], None],
     ) -> None:
         """Prepare the session; ``session.run`` connects it.
 
-        :param forget: deletes what is retained on the topic of a peer that is gone; called while this
+        :param remove_peer: deletes what is retained on the topic of a peer that is gone; called while this
         coordinator leads.
         """
         self._topics, self._me = topics, me
         self._feed, self._stamp, self._leading = feed, stamp, leading
-        self._callbacks, self._forget = callbacks, forget
+        self._callbacks, self._remove_peer = callbacks, remove_peer
         self._version = program.version
         self._began = False
         self._retained: list[tuple[str, bytes]] = []
@@ -389,7 +389,7 @@ class FollowerSession:
         if self._began:
             self.session.publish(self._own, encode_peer(me, self._version), retain=True)
 
-    def refuse(self, event: EmitEvent, state: bytes) -> None:
+    def publish_rejection(self, event: EmitEvent, state: bytes) -> None:
         """Publish that nobody leads and that this coordinator must not. A leader that comes later publishes
         its own state over this one.
         """
@@ -490,7 +490,7 @@ class FollowerSession:
         if seen.departed:
             self._feed(PeerVanished(**self._stamp(), incarnation=seen.incarnation))
             if self._leading():
-                self._forget(topic)
+                self._remove_peer(topic)
             return
         if seen.version != self._version:
             remedy = "the same version of ftd on all coordinators' hosts"
@@ -581,7 +581,7 @@ class Leadership:
             stamp=self._stamp,
             leading=lambda: self._leading,
             callbacks=follower,
-            forget=lambda topic: self.publish(topic, b"", retain=True),
+            remove_peer=lambda topic: self.publish(topic, b"", retain=True),
         )
 
     # --- as one session ------------------------------------------------------------------------------
@@ -760,7 +760,7 @@ class Leadership:
                 incarnation_of_leader = (
                     before.incarnation if before is not None else None
                 )  # As in its last will.
-                self._follower_session.refuse(
+                self._follower_session.publish_rejection(
                     event,
                     self.unreachable_state(
                         event.reason, graceful=False, incarnation_of_leader=incarnation_of_leader

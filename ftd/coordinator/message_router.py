@@ -39,17 +39,17 @@ class CoordinatorMessageRouter:
         requests: RequestHandler,
         events: EventStream,
         commands: CommandSender,
-        unreachable: Callable[[], None],
-        refused: Callable[[EmitEvent], None],
+        on_unreachable: Callable[[], None],
+        on_rejected: Callable[[EmitEvent], None],
     ) -> None:
         """Begin without any topics.
 
-        :param unreachable: called when a message says that no coordinator leads.
-        :param refused: called with an event for a payload that nobody can act on.
+        :param on_unreachable: called when a message says that no coordinator leads.
+        :param on_rejected: called with an event for a payload that nobody can act on.
         """
         self._topics, self._driver = topics, driver
         self._requests, self._events, self._commands = requests, events, commands
-        self._unreachable, self._refused = unreachable, refused
+        self._on_unreachable, self._on_rejected = on_unreachable, on_rejected
         self._handlers: dict[str, _Handler] = {}
 
     def on_message(self, topic: str, payload: bytes, retained: bool) -> None:
@@ -111,10 +111,10 @@ class CoordinatorMessageRouter:
     def _handle_cluster_state(self, payload: bytes) -> None:
         """Publish our own state over the predecessor's last will, which may arrive after our first state."""
         if decode_json(payload, ClusterStateHeader).phase == "UNREACHABLE":
-            self._unreachable()
+            self._on_unreachable()
 
     def _reject(self, topic: str, why: str) -> None:
-        self._refused(
+        self._on_rejected(
             EmitEvent(
                 cause=self._driver.new_cause(),
                 name="MessageRejected",

@@ -69,7 +69,7 @@ class PlanCache:
     def discard(self, key: str, why: str) -> None:
         """Remove a file that cannot be used."""
         self.discarded += 1
-        _log.warning("file_discarded", path=str(self._path(key)), why=why, refused=self.discarded)
+        _log.warning("file_discarded", path=str(self._path(key)), why=why, discarded=self.discarded)
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 

@@ -30,7 +30,7 @@ all earlier ones, so that any of them can be used.
 
 
 class PrecomputeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What to precompute."""
+    """A job to precompute templates and instantiations for."""
 
     profile: ModelProfile
     policy: Policy

@@ -83,7 +83,7 @@ def choose_scheme(
     :param limit_bytes: most bytes that a node's arenas may take, for all their slots.
     :param nodes: nodes that are present: a single owner of everything needs another one next to it.
     """
-    wanted = min(max(1, losses), owners - 1)
+    required = min(max(1, losses), owners - 1)
     too_large = ""
     if owners == 1 and nodes > 1:
         scheme = "aor+buddy" if zero1 else "buddy"
@@ -95,7 +95,7 @@ def choose_scheme(
             f"{scheme} would take {_mib(SLOTS * takes)} of a node's memory, which is limited to "
             f"{_mib(limit_bytes)}; "
         )
-    for withstood in range(wanted, -1, -1):
+    for withstood in range(required, -1, -1):
         candidates = sorted(_candidates(withstood, owners, zero1=zero1), key=lambda one: one.touched)
         for one in candidates:
             takes = fullest_bytes(one.scheme)

@@ -32,7 +32,7 @@ class BoundedHttpServer:
     def __init__(
         self,
         app: web.Application,
-        complaints: RateLimitedLog,
+        log: RateLimitedLog,
         *,
         max_connections: int,
         header_bytes: int,
@@ -62,7 +62,7 @@ class BoundedHttpServer:
             access_log=None,
             handle_signals=False,
             shutdown_timeout=0.0,
-            logger=http_logger(complaints),
+            logger=http_logger(log),
             max_line_size=header_bytes,
             max_field_size=header_bytes,
             **options,

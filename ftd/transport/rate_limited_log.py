@@ -33,22 +33,22 @@ class RateLimitedLog:
             self._log.warning(self._event, so_far=self.count, **fields)
 
 
-def http_logger(complaints: RateLimitedLog) -> logging.Logger:
+def http_logger(warnings: RateLimitedLog) -> logging.Logger:
     """Return a logger for an aiohttp server that reports what is not HTTP in this log, without a traceback."""
     log = logging.Logger("ftd.http", logging.WARNING)
-    log.addHandler(_Handler(complaints))
+    log.addHandler(_Handler(warnings))
     return log
 
 
 class _Handler(logging.Handler):
-    def __init__(self, complaints: RateLimitedLog) -> None:
+    def __init__(self, warnings: RateLimitedLog) -> None:
         super().__init__()
-        self._complaints = complaints
+        self._warnings = warnings
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, HttpProcessingError | ConnectionError):
             lines = str(error).splitlines() or [type(error).__name__]
-            self._complaints.warn(reason=" ".join(lines[:2])[:200])
+            self._warnings.warn(reason=" ".join(lines[:2])[:200])
         else:
             _log.error("http", problem=record.getMessage(), exc_info=record.exc_info)

@@ -69,8 +69,8 @@ class FastPathSocket:
     ) -> None:
         """Begin at the start of a packet.
 
-        :param on_message: receives topic, payload and whether it was retained; must not raise. :param
-        on_acknowledged: receives the packet identifier of a message that we published; must not raise.
+        :param on_message: receives topic, payload and whether it was retained; must not raise.
+        :param on_acknowledged: receives the packet identifier of a message that we published; must not raise.
         """
         self.inner = sock
         self._on_message, self._on_acknowledged = on_message, on_acknowledged

@@ -83,8 +83,8 @@ class _Comparison:
             yield f"{path} was {_either(before)} and may now be {_either(wider)}: subscribers read it wrongly"
 
     def _values(self, old: Json, new: Json, path: str) -> Iterator[str]:
-        gone = [value for value in _values(old) if _values(new) and value not in _values(new)]
-        for value in gone:
+        removed = [value for value in _values(old) if _values(new) and value not in _values(new)]
+        for value in removed:
             if self.incoming:
                 yield f"{path} may no longer be {value!r}: clients that send it are rejected"
             else:

@@ -37,7 +37,10 @@ class IncrementalCompressor:
     """Encodes one map after another."""
 
     def __init__(self, from_bytes: int) -> None:
-        """:param from_bytes: size above which a map is compressed."""
+        """Begin without a previous map.
+
+        :param from_bytes: size above which a map is compressed.
+        """
         self._from_bytes = from_bytes
         self._encode = msgspec.msgpack.Encoder().encode
         self._deflate = zlib.compressobj(LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS)

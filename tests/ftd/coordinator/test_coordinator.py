@@ -276,14 +276,14 @@ def test_garbage_is_rejected_with_an_event_and_nothing_else_happens(daemon: Daem
                 (f"{topics.root}/node/a/b/c/state", b"x"),
             ]:
                 client._session.publish(topic, payload)
-            refused: dict[str, str] = {}
+            rejected: dict[str, str] = {}
             async with asyncio.timeout(PATIENCE_S):
-                while len(refused) < 7:  # One per topic and second, whatever is wrong.
+                while len(rejected) < 7:  # One per topic and second, whatever is wrong.
                     event = await anext(client.events())
                     if event["event"] == "MessageRejected":
-                        refused[event["details"]["topic"]] = event["reason"]
-            assert any("at most" in reason for reason in refused.values())
-            assert any("node-0/signal" in reason and "malformed" in reason for reason in refused.values())
+                        rejected[event["details"]["topic"]] = event["reason"]
+            assert any("at most" in reason for reason in rejected.values())
+            assert any("node-0/signal" in reason and "malformed" in reason for reason in rejected.values())
             assert (await state_when(client, lambda _: True))["nodes"] == {}
 
     asyncio.run(scene())
@@ -341,10 +341,10 @@ def test_a_job_is_rejected_if_its_solver_is_broken(
 
     async def scene() -> None:
         async with ClusterClient(daemon.address) as client:
-            with pytest.raises(RequestRejected) as refused:
+            with pytest.raises(RequestRejected) as rejected:
                 await submitted(client, wanted)
-            assert "HiGHS cannot be used: the package highspy is missing or broken" in str(refused.value)
-            assert 'planner.batch_solver = "exact"' in str(refused.value)
+            assert "HiGHS cannot be used: the package highspy is missing or broken" in str(rejected.value)
+            assert 'planner.batch_solver = "exact"' in str(rejected.value)
             assert "JobSubmitted" not in await events_of(client)
             await submitted(client, job_data(tmp_path))
 
@@ -366,15 +366,15 @@ def test_sigterm_leaves_cleanly_and_a_restart_knows_the_job(daemon: Daemon, tmp_
             with pytest.raises(UnreachableError, match="no coordinator answers"):
                 await client.request(StatusRequest(**client.envelope()), timeout_s=0.3)
         daemon.start()
-        told: asyncio.Queue[str] = asyncio.Queue()
+        phases: asyncio.Queue[str] = asyncio.Queue()
         async with ClusterClient(
-            daemon.address, on_state=lambda state: told.put_nowait(state["phase"])
+            daemon.address, on_state=lambda state: phases.put_nowait(state["phase"])
         ) as client:
             state = await state_when(client, lambda s: s["job"] is not None)
             assert state["job"]["id"] == job_id
             # A request that waited for the start is answered before the state is published.
-            assert await asyncio.wait_for(told.get(), PATIENCE_S) == "UNREACHABLE"
-            assert await asyncio.wait_for(told.get(), PATIENCE_S) == "WAITING"
+            assert await asyncio.wait_for(phases.get(), PATIENCE_S) == "UNREACHABLE"
+            assert await asyncio.wait_for(phases.get(), PATIENCE_S) == "WAITING"
 
     asyncio.run(scene())
 
@@ -482,8 +482,8 @@ def test_a_broker_that_forbids_broadcasts_is_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This happens with the ACL of a version without the topic; mosquitto reports nothing."""
-    told: list[str] = []
-    log = SimpleNamespace(error=lambda event, **fields: told.append(f"{event}: {fields['remedy']}"))
+    logged: list[str] = []
+    log = SimpleNamespace(error=lambda event, **fields: logged.append(f"{event}: {fields['remedy']}"))
     monkeypatch.setattr(commands, "_log", log)
     monkeypatch.setattr(commands, "ECHO_S", 0.01)
     stop = BroadcastCommand(cause="c", receivers={"a": 1, "b": 2}, command=Stop(job_id="j", reason="over"))
@@ -502,9 +502,9 @@ def test_a_broker_that_forbids_broadcasts_is_logged(
         await asyncio.sleep(0.1)
         saying.on_connected()
         session.connected = True
-        assert told == []
+        assert logged == []
         saying.send(stop)
         await asyncio.sleep(0.1)
 
     asyncio.run(scene())
-    assert [line for line in told if "ftd acl" in line] == told and len(told) == 1
+    assert [line for line in logged if "ftd acl" in line] == logged and len(logged) == 1

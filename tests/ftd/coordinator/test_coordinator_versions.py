@@ -110,7 +110,7 @@ class StateRecorder:
             await asyncio.sleep(0.05)
         return self.states[-1]
 
-    async def told(self, name: str) -> dict[str, Any]:
+    async def event_named(self, name: str) -> dict[str, Any]:
         await self.until(lambda _: any(event["event"] == name for event in self.events), name)
         return next(event for event in self.events if event["event"] == name)
 
@@ -137,7 +137,7 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left(
             anna.start(OLD)
             state = await look.until(lambda s: s.get("ineligible"), "the old one stands aside")
             assert state["standbys"] == [] and f"schema {NEW}" in state["ineligible"]["anna"]
-            assert (await look.told("StandbyIneligible"))["details"]["coordinator"] == "anna"
+            assert (await look.event_named("StandbyIneligible"))["details"]["coordinator"] == "anna"
             found = [finding async for finding in check_cluster(load_daemon_config(bert.config))]
             [standby] = [finding for finding in found if finding.check == "standby"]
             assert standby.verdict == "warning" and "anna will not take over" in standby.detail
@@ -147,7 +147,7 @@ def test_an_upgrade_host_by_host_and_an_old_version_that_is_left(
                 lambda s: "anna must not" in s.get("reason", ""), "it says why nobody leads"
             )
             assert state["phase"] == "UNREACHABLE" and "install the same" in state["reason"]
-            assert (await look.told("TakeoverRejected"))["severity"] == "critical"
+            assert (await look.event_named("TakeoverRejected"))["severity"] == "critical"
             assert anna.process is not None and anna.process.poll() is None
             anna.kill()
             anna.start(NEW)
@@ -183,9 +183,9 @@ def copy_of(position: tuple[int, int], schema: int, protocol: int, state: bytes 
 def test_ineligibility_outlives_the_process_and_ends_with_a_newer_journal(
     tmp_path: Path, schema: int, protocol: int, says: str
 ) -> None:
-    def opened(*, anew: bool = False) -> tuple[Journal, Takeover]:
+    def opened(*, reset: bool = False) -> tuple[Journal, Takeover]:
         journal = Journal(tmp_path)
-        return journal, Takeover(Timing(), journal, SystemClock(), PROGRAM, reset=anew)
+        return journal, Takeover(Timing(), journal, SystemClock(), PROGRAM, reset=reset)
 
     journal, takeover = opened()
     assert takeover.save_copy(copy_of((1, 1), OLD, PROTOCOL)) == takeover.ineligible == ""
@@ -206,7 +206,7 @@ def test_ineligibility_outlives_the_process_and_ends_with_a_newer_journal(
     takeover.save_copy(copy_of((4, 1), schema, protocol))
     journal.close()
 
-    journal, takeover = opened(anew=True)  # A coordinator that discards the job need not read anything.
+    journal, takeover = opened(reset=True)  # A coordinator that discards the job need not read anything.
     assert takeover.ineligible == takeover.check(copy_of((5, 1), schema, protocol)) == ""
     assert takeover.begin(copy_of((5, 1), schema, protocol), 0).effects == []
     assert says in takeover.save_copy(copy_of((6, 1), schema, protocol))

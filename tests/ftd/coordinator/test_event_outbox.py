@@ -36,7 +36,7 @@ import os, signal, sys
 from ftd.coordinator.events import EventStream
 from statemachine.cluster.durable.outbox import EventOutbox
 moment, name = sys.argv.pop(1), sys.argv.pop(1)
-tell, told, ids = EventStream._publish, EventOutbox.acknowledge, set()
+real_publish, real_acknowledge, ids = EventStream._publish, EventOutbox.acknowledge, set()
 def kill():
     os.kill(os.getpid(), signal.SIGKILL)
 def publish(stream, session, message):
@@ -44,11 +44,11 @@ def publish(stream, session, message):
         kill()
     if message.event == name:
         ids.add(message.id)
-    tell(stream, session, message)
+    real_publish(stream, session, message)
 def acknowledged(outbox, number):
     if number in ids:
         kill()
-    told(outbox, number)
+    real_acknowledge(outbox, number)
 EventStream._publish, EventOutbox.acknowledge = publish, acknowledged
 from ftd.cli.main import main
 main()
@@ -78,7 +78,7 @@ class Listener:
     """Records all messages on the topic of events."""
 
     def __init__(self, daemon: Daemon) -> None:
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self.news = asyncio.Event()
         self.session = MqttSession(
             daemon.address.broker,
@@ -88,13 +88,13 @@ class Listener:
         )
 
     def _on_event(self, topic: str, payload: bytes, retained: bool) -> None:
-        self.heard.append(json.loads(payload))
+        self.received.append(json.loads(payload))
         self.news.set()
 
     def ids(self, event: str) -> Counter[str]:
-        return Counter(one["id"] for one in self.heard if one["event"] == event)
+        return Counter(one["id"] for one in self.received if one["event"] == event)
 
-    async def hear(self, event: str) -> None:
+    async def wait_for(self, event: str) -> None:
         async with asyncio.timeout(2 * PATIENCE_S):
             while not self.ids(event):
                 self.news.clear()
@@ -137,7 +137,7 @@ async def play(daemon: KilledCoordinator, listener: Listener, tmp_path: Path) ->
     async with ObedientNode(daemon, "node-0"), ClusterClient(daemon.address) as client:
         submit = SubmitRequest(**client.envelope(), job=job_data(tmp_path))
         job_id = (await client.request(submit, timeout_s=PATIENCE_S)).detail
-        await listener.hear("RecoveryCompleted")
+        await listener.wait_for("RecoveryCompleted")
         stop = StopRequest(**client.envelope(), job=job_id)
         await client.request(stop, timeout_s=PATIENCE_S)
 
@@ -158,7 +158,7 @@ def test_decisions_are_published_after_a_kill(
         back = asyncio.create_task(daemon.come_back())
         async with asyncio.timeout(3 * PATIENCE_S):
             await play(daemon, listener, tmp_path)
-        await listener.hear("JobStopped")
+        await listener.wait_for("JobStopped")
         await back
         async with ClusterClient(daemon.address) as client:
             await state_when(client, lambda s: s["phase"] == "FINISHED")
@@ -167,17 +167,17 @@ def test_decisions_are_published_after_a_kill(
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
         ids = listener.ids(event)
-        told = [e for e in listener.heard if e["event"] == event]
+        published = [e for e in listener.received if e["event"] == event]
         if event == "StepCommitted":
             assert [s["step"] for s in steps] == [1, 2, 3]
-            assert sorted({(e["step"], e["id"]) for e in told}) == sorted(
-                {e["step"]: (e["step"], e["id"]) for e in told}.values()
+            assert sorted({(e["step"], e["id"]) for e in published}) == sorted(
+                {e["step"]: (e["step"], e["id"]) for e in published}.values()
             )
-            assert [*dict.fromkeys(e["step"] for e in told)] == [1, 2, 3]
+            assert [*dict.fromkeys(e["step"] for e in published)] == [1, 2, 3]
         else:
             assert len(ids) == 1 and [e["id"] for e in history] == list(ids)
         assert max(ids.values()) == (1 if moment == "journaled" else 2)
-        plain = [{k: v for k, v in e.items() if k not in ("at", "monotonic")} for e in told]
+        plain = [{k: v for k, v in e.items() if k not in ("at", "monotonic")} for e in published]
         assert all(one == other for one in plain for other in plain if one["id"] == other["id"])
 
     try:

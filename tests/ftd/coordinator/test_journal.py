@@ -184,7 +184,7 @@ def test_a_rebooted_host_skips_generations_that_it_may_have_used(
     journal.maintain(generation=3)
     assert journal.reserved == 3 + RESERVED
     journal.close()
-    assert begun() == 3, "only the process was started anew"
+    assert begun() == 3, "only the process was restarted"
     boot.write_text("two\n")
     assert begun() == 3 + RESERVED
     assert begun() == 3 + RESERVED, "nor is it forgotten by who starts again before it writes"

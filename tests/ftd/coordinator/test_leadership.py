@@ -44,7 +44,7 @@ class Coordinator:
         self.ended: list[Leader] = []
         self.events: list[str] = []
         self.connections = 0
-        self.told: list[list[str]] = []
+        self.standbys_published: list[list[str]] = []
         """The standbys in each state of the cluster that was published because they changed."""
         self.copies: list[JournalCopy] = []
         self.position = (0, 0)
@@ -101,7 +101,7 @@ class Coordinator:
         return ""
 
     def _shown(self) -> None:
-        self.told.append(self.leadership.public_state()["standbys"])
+        self.standbys_published.append(self.leadership.public_state()["standbys"])
 
     def _connected(self) -> None:
         self.connections += 1
@@ -163,17 +163,17 @@ class Proxy:
 
 @contextlib.asynccontextmanager
 async def listener(broker: BrokerAddress) -> AsyncIterator[list[bytes]]:
-    """A node that records its commands."""
-    told: list[bytes] = []
+    """Play a node that records its commands."""
+    commands: list[bytes] = []
     session = MqttSession(
         broker,
         client_id="node",
         subscriptions=[COMMAND],
-        on_message=lambda topic, payload, retained: told.append(payload),
+        on_message=lambda topic, payload, retained: commands.append(payload),
     )
     task = asyncio.ensure_future(session.run())
     await session.wait_connected(PATIENCE_S)
-    yield told
+    yield commands
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
@@ -185,14 +185,14 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> None:
     async def play() -> None:
         anna, bert = (Coordinator(name, n, broker.address) for n, name in ((1, "anna"), (2, "bert")))
-        async with listener(broker.address) as told:
+        async with listener(broker.address) as commands:
             anna.start()
             await until(lambda: anna.connections == 1, "anna leads")
             bert.start()
-            await until(lambda: ["bert"] in anna.told, "anna sees bert, and tells it")
+            await until(lambda: ["bert"] in anna.standbys_published, "anna publishes that bert is there")
             for number in range(20):
                 anna.say(b"%d" % number)
-            await until(lambda: told and told[-1] == b"19", "the node hears anna")
+            await until(lambda: commands and commands[-1] == b"19", "the node receives anna's command")
             await anna.end()  # Without a goodbye, so for the others it was killed.
             anna.leadership._follower_session.session.interrupt()
             bert.leadership.machine.peers.pop(1, None)
@@ -207,20 +207,20 @@ def test_a_standby_continues_from_the_leaders_journal(broker: RunningBroker) -> 
 
 def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBroker) -> None:
     """Neither does a heartbeat, while the broker is slow."""
-    heard: list[tuple[str, bytes]] = []
+    received: list[tuple[str, bytes]] = []
 
     async def play() -> None:
         watching = MqttSession(
             mosquitto.address,
             client_id="watching",
             subscriptions=[TOPICS.cluster_state, TOPICS.leader_heartbeat],
-            on_message=lambda topic, payload, retained: heard.append((topic, payload)),
+            on_message=lambda topic, payload, retained: received.append((topic, payload)),
         )
         task = asyncio.ensure_future(watching.run())
         await watching.wait_connected(PATIENCE_S)
         anna = Coordinator("anna", 1, mosquitto.address)
         anna.start()
-        await until(lambda: any(topic == TOPICS.leader_heartbeat for topic, _ in heard), "anna leads")
+        await until(lambda: any(topic == TOPICS.leader_heartbeat for topic, _ in received), "anna leads")
         assert mosquitto.process is not None
         mosquitto.process.send_signal(signal.SIGSTOP)
         leaving = asyncio.ensure_future(anna.leadership.leave(b"{}", PATIENCE_S))
@@ -231,9 +231,9 @@ def test_after_a_goodbye_nothing_says_that_somebody_leads(mosquitto: RunningBrok
             mosquitto.process.send_signal(signal.SIGCONT)
         await leaving
         await anna.end()
-        await until(lambda: (TOPICS.cluster_state, b"{}") in heard, "the goodbye is heard")
+        await until(lambda: (TOPICS.cluster_state, b"{}") in received, "the goodbye is received")
         await asyncio.sleep(0.1)
-        assert heard[-1] == (TOPICS.cluster_state, b"{}")
+        assert received[-1] == (TOPICS.cluster_state, b"{}")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -249,13 +249,13 @@ def test_a_disconnected_leader_cannot_publish_and_returns_as_a_follower(
             Coordinator(name, n, address)
             for n, name, address in ((1, "anna", await proxy.start()), (2, "bert", mosquitto.address))
         )
-        async with listener(mosquitto.address) as told:
+        async with listener(mosquitto.address) as commands:
             anna.start()
             await until(lambda: anna.connections == 1, "anna leads")
             bert.start()
             await until(lambda: bert.copies, "bert keeps anna's journal")
             anna.say(b"anna")
-            await until(lambda: told == [b"anna"], "the node hears anna")
+            await until(lambda: commands == [b"anna"], "the node receives anna's command")
             proxy.cut()
             await asyncio.sleep(0)
             anna.say(b"anna, cut off")
@@ -263,11 +263,13 @@ def test_a_disconnected_leader_cannot_publish_and_returns_as_a_follower(
             bert.say(b"bert")
             anna.say(b"anna, still cut off")
             proxy.heal()
-            await until(lambda: anna.ended, "anna hears of bert")
+            await until(lambda: anna.ended, "anna learns of bert")
             anna.say(b"anna, deposed")
             bert.say(b"bert again")
-            await until(lambda: told and told[-1] == b"bert again", "the node hears bert")
-            assert told == [b"anna", b"bert", b"bert again"]
+            await until(
+                lambda: commands and commands[-1] == b"bert again", "the node receives bert's command"
+            )
+            assert commands == [b"anna", b"bert", b"bert again"]
             assert bert.begun[0][1] is not None and bert.begun[0][1].state == b"anna"
             assert anna.leadership.machine.leader == bert.leadership.machine.leader
             await asyncio.gather(anna.end(), bert.end())
@@ -376,7 +378,8 @@ def test_a_coordinator_whose_disk_is_full_follows(broker: RunningBroker) -> None
         bert.full = True
         bert.start()
         await until(
-            lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.told, "bert follows"
+            lambda: bert.leadership.machine.leader is not None and ["bert"] in anna.standbys_published,
+            "bert follows",
         )
         await until(lambda: bert.leadership._follower_session._began, "bert has read everything")
         await anna.leadership.leave(b"{}", PATIENCE_S)

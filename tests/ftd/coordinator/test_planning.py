@@ -198,9 +198,9 @@ def test_a_solver_that_fails_ends_no_running_job(tmp_path: Path, monkeypatch: py
         )
         planned = Planner(PROFILE, POLICY).plan(situation(8))
         assert plan.plan.pipelines == planned.pipelines
-        refused: asyncio.Queue[str] = asyncio.Queue()
-        scene.service.check_solver(refused.put_nowait)
-        assert 'planner.batch_solver = "exact"' in await asyncio.wait_for(refused.get(), PATIENCE_S)
+        problems: asyncio.Queue[str] = asyncio.Queue()
+        scene.service.check_solver(problems.put_nowait)
+        assert 'planner.batch_solver = "exact"' in await asyncio.wait_for(problems.get(), PATIENCE_S)
 
     play(Scene(tmp_path), story)
 
@@ -337,7 +337,7 @@ def test_likely_losses_after_a_plan_are_planned_for(tmp_path: Path, monkeypatch:
         planner = scene.service._planner
         assert planner is not None
         await scene.until(lambda: not scene.service._work)
-        assert scene.fed.empty(), "nobody is told"
+        assert scene.fed.empty(), "nothing is fed"
         made = len(planner.instantiator(22)._of)
         losses = list(likely_losses(situation(22), answer.plan))
         assert [len(loss.nodes) for loss in losses] == [21, 20]
@@ -434,7 +434,7 @@ def test_progress_is_reported_when_it_takes_over_a_second(tmp_path: Path) -> Non
     async def story(scene: Scene) -> None:
         await scene.ask(build(max_nodes=12))
         await scene.settled()
-        numbers = [told for told in scene.seen if told is not None]
+        numbers = [progress for progress in scene.seen if progress is not None]
         assert len(numbers) >= 2 and numbers == sorted(numbers)
         assert {total for _, total in numbers} == {12} and all(0 <= done <= 12 for done, _ in numbers)
         assert scene.seen[-1] is None, "there is nothing to show any more"

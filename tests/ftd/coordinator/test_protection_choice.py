@@ -18,7 +18,7 @@ ALL += [f"{parity}+arc:{k}" for parity in ("aec", "aec2") for k in range(1, 4)]
 def chosen(
     owners: int, losses: int, *, zero1: bool = False, limit_bytes: int | None = None
 ) -> ProtectionChoice:
-    """The choice for a bucket of 1200 bytes."""
+    """Return the choice for a bucket of 1200 bytes."""
 
     def fullest(scheme: str) -> int:
         return round(1200 / owners * (1 + make_bounded_code(scheme, owners).overhead))
@@ -27,7 +27,7 @@ def chosen(
 
 
 def touched(scheme: str, owners: int) -> float:
-    """Bytes stored and read to make them, per byte of the bucket."""
+    """Return the bytes stored and read to make them, per byte of the bucket."""
     code = make_bounded_code(scheme, owners)
     read = sum(len(cells) for extra in code.extra for cells in extra)
     return code.overhead + read / (code.owners * code.cells)
@@ -80,11 +80,11 @@ def test_with_zero1_the_replica_is_what_can_be_copied() -> None:
 
 def test_a_single_owner_gets_a_replica_peer_if_there_is_another_node() -> None:
     def of(nodes: int, limit_bytes: int | None = None, *, zero1: bool = False) -> str:
-        told = choose_scheme(
+        choice = choose_scheme(
             1, 1, zero1=zero1, fullest_bytes=lambda _: 1200, limit_bytes=limit_bytes, nodes=nodes
         )
-        assert parse_scheme(told.scheme)
-        return told.scheme
+        assert parse_scheme(choice.scheme)
+        return choice.scheme
 
     assert (of(2), of(1), of(2, 3600), of(2, 3599)) == ("buddy", "none", "buddy", "none")
     assert of(2, zero1=True) == "aor+buddy"

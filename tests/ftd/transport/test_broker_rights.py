@@ -24,12 +24,12 @@ class BrokerClient:
     """A client of the broker that records its messages."""
 
     def __init__(self, address: BrokerAddress, *subscriptions: str) -> None:
-        self.heard: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
+        self.received: asyncio.Queue[tuple[str, bytes]] = asyncio.Queue()
         self.session = MqttSession(
             address,
             client_id=f"test-{id(self)}",
             subscriptions=subscriptions,
-            on_message=lambda topic, payload, _: self.heard.put_nowait((topic, payload)),
+            on_message=lambda topic, payload, _: self.received.put_nowait((topic, payload)),
         )
 
 
@@ -120,10 +120,10 @@ def test_each_role_may_do_its_part_and_nothing_else(secure: SecureBroker, port: 
                         member.session.publish(topic, b"denied" if denied else f"by {writer}".encode())
                         await member.session.flush(PATIENCE_S)
             for writer, topic, reader in WRITES:
-                heard: tuple[str, bytes] | None = None
-                while heard != (topic, f"by {writer}".encode()):
-                    heard = await asyncio.wait_for(readers[reader].heard.get(), PATIENCE_S)
-                    assert heard[1] != b"denied", (heard[0], reader)
+                received: tuple[str, bytes] | None = None
+                while received != (topic, f"by {writer}".encode()):
+                    received = await asyncio.wait_for(readers[reader].received.get(), PATIENCE_S)
+                    assert received[1] != b"denied", (received[0], reader)
 
     asyncio.run(scene())
 

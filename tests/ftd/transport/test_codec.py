@@ -358,20 +358,20 @@ def test_every_signal_is_decoded_as_it_was(kind: Any) -> None:
 
 
 def test_identical_messages_of_nodes_are_decoded_once() -> None:
-    def heard(node: str, signal: Signal) -> Signal:
+    def decoded(node: str, signal: Signal) -> Signal:
         return decode_from_node(encode_from_node(FromNode(node=node, incarnation=1, signal=signal))).signal
 
     report = DeviceReport(device=0, committed_step=7, ready_step=None, vote=None, held=(1, 2))
     one, other = Quiesced(generation=3, reports=(report,)), Quiesced(generation=4, reports=(report,))
-    assert heard("a", one) is heard("b", one)
-    assert heard("a", other) == other
+    assert decoded("a", one) is decoded("b", one)
+    assert decoded("a", other) == other
     # The caches are limited: strangers cannot fill them with many or with large messages.
     for generation in range(2000):
-        heard("a", Quiesced(generation=generation, reports=()))
+        decoded("a", Quiesced(generation=generation, reports=()))
     assert len(codec._REPEATED["Quiesced"]) <= codec._MAX_REPEATED
     large = Quiesced(generation=3, reports=(msgspec.structs.replace(report, held=tuple(range(2000))),))
-    assert heard("a", large) == large
-    assert heard("a", large) is not heard("b", large)
+    assert decoded("a", large) == large
+    assert decoded("a", large) is not decoded("b", large)
 
 
 @pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
@@ -391,15 +391,15 @@ COMMANDS = st.sampled_from(get_args(Command)).flatmap(strategy_of)
 @settings(max_examples=100, deadline=None)
 @given(message=st.builds(ToNodes, receivers=RECEIVERS, command=COMMANDS, cause=texts), stranger=names)
 def test_a_command_to_several_nodes_is_decoded_as_it_was(message: ToNodes, stranger: str) -> None:
-    heard = decode_to_nodes(encode_to_nodes(message))
-    assert heard == message
+    decoded = decode_to_nodes(encode_to_nodes(message))
+    assert decoded == message
     for name, incarnation in message.receivers.items():
-        meant = heard.addressed(name, incarnation)
+        meant = decoded.addressed(name, incarnation)
         assert meant == ToNode(
             node=name, incarnation=incarnation, command=message.command, cause=message.cause
         )
-        assert heard.addressed(name, incarnation + 1) is None
-    assert (heard.addressed(stranger, 1) is None) == (message.receivers.get(stranger) != 1)
+        assert decoded.addressed(name, incarnation + 1) is None
+    assert (decoded.addressed(stranger, 1) is None) == (message.receivers.get(stranger) != 1)
 
 
 def test_a_command_to_a_thousand_nodes_is_small() -> None:

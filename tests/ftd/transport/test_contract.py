@@ -163,19 +163,19 @@ def test_a_mismatch_is_logged_and_published_nevertheless(
 ) -> None:
     with pytest.raises(AssertionError, match=says):
         checking.encode_event(message)
-    told: list[str] = []
-    monkeypatch.setattr(checking, "on_mismatch", told.append)
+    problems: list[str] = []
+    monkeypatch.setattr(checking, "on_mismatch", problems.append)
     assert decode_json(checking.encode_event(message), EventMessage) == message
-    assert len(told) == 1
+    assert len(problems) == 1
 
 
 def test_an_invalid_state_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="step"):
         checking.encode_state({**EXAMPLES["ClusterState"], "step": "ten"})
-    told: list[str] = []
-    monkeypatch.setattr(checking, "on_mismatch", told.append)
+    problems: list[str] = []
+    monkeypatch.setattr(checking, "on_mismatch", problems.append)
     assert b'"ten"' in checking.encode_state({**EXAMPLES["ClusterState"], "step": "ten"})
-    assert len(told) == 1
+    assert len(problems) == 1
 
 
 # --- compatibility -------------------------------------------------------------------------------------
