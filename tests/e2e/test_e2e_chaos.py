@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from ftd.faults.chaos.player import ScenarioResult
-from ftd.faults.chaos.report import encoded, render_junit, render_text
+from ftd.faults.chaos.report import encode_documents, render_junit, render_text
 from ftd.faults.chaos.scenario import load_scenario
 from ftd.faults.chaos.values import ClusterSetup, Scenario
 from ftd.local.scenario_cluster import ScenarioCluster, cluster_key, missing_requirement, require_setup
@@ -92,10 +92,10 @@ def test_a_scenario_of_the_library(stages: Stages, path: Path) -> None:
 
 
 def check_reports(played: ScenarioResult) -> None:
-    """What machines read says the same."""
-    [told] = json.loads(encoded([played]))
-    assert told["met"] and told["scenario"] == played.scenario.name
-    assert [one["problem"] for one in told["faults"]] == [""] * len(played.scenario.faults)
+    """Check that the JSON and JUnit reports agree with the result."""
+    [document] = json.loads(encode_documents([played]))
+    assert document["met"] and document["scenario"] == played.scenario.name
+    assert [one["problem"] for one in document["faults"]] == [""] * len(played.scenario.faults)
     suite: Any = ElementTree.fromstring(render_junit([played])).find("testsuite")
     assert int(suite.get("tests")) == len(played.verdicts) == len(suite.findall("testcase"))
     assert suite.get("failures") == "0"

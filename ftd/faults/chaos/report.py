@@ -49,7 +49,7 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
         "faults": [
             {
                 "id": one.fault.id,
-                "what": str(one.fault),
+                "description": str(one.fault),
                 "at_s": round(one.at_s, 3),
                 "nodes": list(one.nodes),
                 "problem": one.problem,
@@ -57,7 +57,12 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
             for one in record.injected.values()
         ],
         "expectations": [
-            {"of": one.fault_id, "what": one.description, "met": one.met, "measured": one.measured}
+            {
+                "fault": one.fault_id,
+                "description": one.description,
+                "met": one.met,
+                "measured": one.measured,
+            }
             for one in played.verdicts
         ],
         "events": [
