@@ -24,12 +24,12 @@ from ftd.processes import (
     signal_group,
 )
 
-_GONE_TIMEOUT_S = 5.0
-_END_NOTICED_S = 5.0
+_KILL_TIMEOUT_S = 5.0
+_REAP_TIMEOUT_S = 5.0
 """How long to wait for a killed process to be gone before another one of the same name starts."""
 _MAX_BASE_LENGTH = 30
 # Unmount first what a scenario mounted there (``ftd.local.mounts``).
-_JANITOR = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
+_CLEANUP_SCRIPT = 'read _; sleep 0.2; umount -l "$0/disk" "$1" 2>/dev/null; rm -rf -- "$0" "$1"'
 
 
 def shared_memory(directory: Path) -> Path:
@@ -49,8 +49,8 @@ def private_directory() -> Iterator[Path]:
     usual = tempfile.gettempdir()
     path = Path(tempfile.mkdtemp(prefix="ftd-", dir=usual if len(usual) <= _MAX_BASE_LENGTH else "/tmp"))
     reading, writing = os.pipe()
-    janitor = subprocess.Popen(
-        ["/bin/sh", "-c", _JANITOR, str(path), str(shared_memory(path))],
+    cleaner = subprocess.Popen(
+        ["/bin/sh", "-c", _CLEANUP_SCRIPT, str(path), str(shared_memory(path))],
         stdin=reading,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -62,8 +62,8 @@ def private_directory() -> Iterator[Path]:
     finally:
         for directory in (path, shared_memory(path)):
             shutil.rmtree(directory, ignore_errors=True)
-        janitor.kill()
-        janitor.wait()
+        cleaner.kill()
+        cleaner.wait()
         os.close(writing)
 
 
@@ -116,7 +116,7 @@ class ChildProcesses:
         if name in self.children and self.children[name].running:
             # It may have been killed a moment ago, and its end may not have been noticed yet.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.children[name].process.wait(), _END_NOTICED_S)
+                await asyncio.wait_for(self.children[name].process.wait(), _REAP_TIMEOUT_S)
         if name in self.children and self.children[name].running:
             raise PeerError(f"{name} is running already")
         log = self.logs / f"{name}.log"
@@ -170,7 +170,7 @@ class ChildProcesses:
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + _GONE_TIMEOUT_S
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
         for child in self.children.values():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(child.process.wait(), max(0.1, deadline - time.monotonic()))
@@ -178,7 +178,7 @@ class ChildProcesses:
             self.reap_adopted()
             await asyncio.sleep(0.01)
         if left:
-            raise PeerError(f"processes {sorted(left)} did not end within {_GONE_TIMEOUT_S:g} s of SIGKILL")
+            raise PeerError(f"processes {sorted(left)} did not end within {_KILL_TIMEOUT_S:g} s of SIGKILL")
 
     def tails(self, size_bytes: int = 3000) -> dict[str, str]:
         """Return the end of every process's log that is not empty."""

@@ -55,7 +55,7 @@ class LocalDriver:
         options: ClusterOptions,
         nodes: Sequence[str],
         *,
-        surroundings: ClusterResources | None = None,
+        resources: ClusterResources | None = None,
         logs: Path | None = None,
     ) -> None:
         self.nodes = tuple(nodes)
@@ -73,9 +73,9 @@ class LocalDriver:
         self.disk: Path
         """A directory for checkpoints."""
         self._options = options
-        self._surroundings = surroundings or ClusterResources()
+        self._resources = resources or ClusterResources()
         self._devices = options.devices_per_node
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._undo = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -95,17 +95,17 @@ class LocalDriver:
         await self._undo.aclose()
 
     async def _start(self) -> None:
-        undo, wanted, options = self._undo, self._surroundings, self._options
+        undo, resources, options = self._undo, self._resources, self._options
         directory = undo.enter_context(private_directory())
         self.disk = directory / "disk"
         self.disk.mkdir()
         for place, size_mib, name in (
-            (shared_memory(directory), wanted.memory_mib, wanted.memory_field),
-            (self.disk, wanted.disk_mib, "cluster.disk_mib"),
+            (shared_memory(directory), resources.memory_mib, resources.memory_field),
+            (self.disk, resources.disk_mib, "cluster.disk_mib"),
         ):
             if size_mib is not None:
                 undo.enter_context(mount_tmpfs(place, size_mib, name))
-        if wanted.network:
+        if resources.network:
             options = dataclasses.replace(
                 options, network=undo.enter_context(NamespaceNetwork([HUB, *self.nodes]))
             )
@@ -135,13 +135,13 @@ class LocalDriver:
 
         def take_state(state: dict[str, Any]) -> None:
             self.run.on_state(state)
-            self._news.set()
+            self._changed.set()
             on_state(state)
 
         async def follow() -> None:
             async for event in self.client.events():
                 fact = self.run.on_event(event)
-                self._news.set()
+                self._changed.set()
                 on_event(event, fact)
 
         async with ClusterClient(
@@ -156,7 +156,7 @@ class LocalDriver:
                 self.following.cancel()
                 await asyncio.gather(self.following, return_exceptions=True)
 
-    # --- what is asked of the cluster ----------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------
 
     @property
     def address(self) -> ClusterAddress:
@@ -200,7 +200,7 @@ class LocalDriver:
         """Note that a daemon was started, so its trainers are not up yet."""
         self.run.on_daemon(name, pid)
 
-    # --- how the processes are -----------------------------------------------------------------------
+    # --- state of the processes -----------------------------------------------------------------------
 
     async def ready(self, limit_s: float = NODES_START_S) -> None:
         """Wait until the first nodes are healthy and have all their trainers.
@@ -210,8 +210,8 @@ class LocalDriver:
         try:
             async with asyncio.timeout(limit_s):
                 while self.run.list_unready_nodes(self.nodes, self._devices):
-                    self._news.clear()
-                    await self._news.wait()
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             # The message may have arrived together with the timeout.
             if late := self.run.list_unready_nodes(self.nodes, self._devices):
@@ -236,16 +236,16 @@ class LocalDriver:
 
     def exit_error(self, name: str, what: str) -> PeerError:
         """Return an error about a process that carries the end of its log."""
-        said = read_tail(self.cluster.processes.logs / f"{name}.log", _LOG_BYTES)
-        return PeerError(f"{what}; the end of its log:\n{said}" if said else what)
+        output = read_tail(self.cluster.processes.logs / f"{name}.log", _LOG_BYTES)
+        return PeerError(f"{what}; the end of its log:\n{output}" if output else what)
 
     async def run_guarded(self, work: Awaitable[Any], *guards: asyncio.Future[None]) -> None:
         """Await ``work``. An error of a guard, or of the task that follows the events, ends it."""
         task = asyncio.ensure_future(work)
-        watched = (self.following, *guards)
+        watched_futures = (self.following, *guards)
         try:
-            await asyncio.wait([task, *watched], return_when=asyncio.FIRST_COMPLETED)
-            for guard in watched:
+            await asyncio.wait([task, *watched_futures], return_when=asyncio.FIRST_COMPLETED)
+            for guard in watched_futures:
                 if guard.done():
                     guard.result()
             await task

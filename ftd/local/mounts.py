@@ -22,9 +22,9 @@ def mount_tmpfs(directory: Path, size_mib: int, field: str) -> Iterator[None]:
     try:
         subprocess.run(command, check=True, capture_output=True, timeout=_COMMAND_S)
     except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
+        output = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip()
         raise ConfigurationError(
-            f"a file system of {size_mib} MiB cannot be mounted: {said or error}",
+            f"a file system of {size_mib} MiB cannot be mounted: {output or error}",
             field=field,
             remedy="run it as root, or leave it out where the machine's own may be filled",
         ) from None

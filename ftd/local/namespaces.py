@@ -29,8 +29,8 @@ def unavailable_reason() -> str | None:
         with NamespaceNetwork(["probe"]):
             return None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        said = (error.stderr or b"").decode(errors="replace").strip()
-        return f"network namespaces are not permitted here: {said or error}"
+        output = (error.stderr or b"").decode(errors="replace").strip()
+        return f"network namespaces are not permitted here: {output or error}"
 
 
 def _ip(*arguments: str) -> str:
@@ -48,8 +48,8 @@ def _remove_left_behind(prefix: str) -> None:
     """
     for line in _ip("netns", "list").splitlines():
         name = line.split()[0]
-        maker = name.removeprefix(prefix).partition("-")[0]
-        if name.startswith(prefix) and maker.isdigit() and not Path(f"/proc/{maker}").exists():
+        owner = name.removeprefix(prefix).partition("-")[0]
+        if name.startswith(prefix) and owner.isdigit() and not Path(f"/proc/{owner}").exists():
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", name)
 
@@ -60,13 +60,13 @@ class NamespaceNetwork:
     """
 
     def __init__(self, hosts: Sequence[str], *, prefix: str = PREFIX) -> None:
-        self._maker = prefix
+        self._owner_prefix = prefix
         self._prefix = f"{prefix}{os.getpid()}-"
         self._switch = f"{self._prefix}switch"
         self._hosts = list(hosts)
 
     def __enter__(self) -> Self:
-        _remove_left_behind(self._maker)
+        _remove_left_behind(self._owner_prefix)
         with contextlib.ExitStack() as undo:
             undo.callback(self._remove)
             self._make_namespace(self._switch)

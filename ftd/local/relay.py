@@ -17,16 +17,16 @@ async def relay(listening: socket.socket, host: str, port: int) -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            there_reader, there_writer = await asyncio.open_connection(host, port)
-            ways = [
-                asyncio.ensure_future(_pump(reader, there_writer)),
-                asyncio.ensure_future(_pump(there_reader, writer)),
+            target_reader, target_writer = await asyncio.open_connection(host, port)
+            pumps = [
+                asyncio.ensure_future(_pump(reader, target_writer)),
+                asyncio.ensure_future(_pump(target_reader, writer)),
             ]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
-            there_writer.close()
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            target_writer.close()
         writer.close()
 
     server = await asyncio.start_server(serve, sock=listening)

@@ -34,10 +34,10 @@ from runtime.wire.recipe import RECIPE
 
 PAUSE_S = 5.0
 """How long a job may wait for nodes that nobody will start."""
-_WATCH_S = 0.2
-_LAST_NEWS_S = 1.0
+_MONITOR_PERIOD_S = 0.2
+_EVENT_GRACE_S = 1.0
 """How long after the state shows the job's end its event may still arrive."""
-_OUTCOME_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
+_END_EVENT_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +73,10 @@ async def run_local(options: LocalOptions, console: Console) -> int:
     scenario = load_scenario(options.chaos) if options.chaos else Scenario()
     if options.chaos:
         require_known_nodes(scenario, names, options.chaos.name)
-    _require_means(scenario, options)
+    _require_possible(scenario, options)
     require_writable(options.report)
-    with register_cluster(_wanted_name(options), options.job) as announcement:
-        wanted = ClusterOptions(
+    with register_cluster(_choose_cluster_name(options), options.job) as announcement:
+        cluster_options = ClusterOptions(
             devices_per_node=options.devices_per_node,
             broker=options.broker,
             dashboard=True,
@@ -84,7 +84,7 @@ async def run_local(options: LocalOptions, console: Console) -> int:
             cluster=announcement.cluster,
             preload=imported_modules(job),
         )
-        async with LocalDriver(wanted, names, logs=options.logs) as driver:
+        async with LocalDriver(cluster_options, names, logs=options.logs) as driver:
             try:
                 return await LocalRun(options, job, scenario, driver, announcement, console).run()
             finally:
@@ -113,13 +113,13 @@ class LocalRun:
         self._view = LiveView(console, total_steps=job.steps) if options.view else None
         self._notes: list[str] = []
         self._begun = False
-        self._conductor: FaultScheduler | None = None
+        self._scheduler: FaultScheduler | None = None
         self._paused_at: float | None = None
         self._stuck = ""
         """What the paused job waits for although nobody will provide it; empty unless the run was abandoned
         for that reason.
         """
-        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """The name of the event that ended the job."""
 
     async def run(self) -> int:
@@ -143,14 +143,14 @@ class LocalRun:
                     on_node=self._on_node,
                     on_broker=view.on_broker if view is not None else None,
                 ):
-                    await self._conduct()
+                    await self._run_job()
         except (asyncio.CancelledError, PeerError):
             if self._begun:
                 self._conclude()
             raise
         return self._conclude()
 
-    async def _conduct(self) -> None:
+    async def _run_job(self) -> None:
         """Submit the job when the nodes are ready, inject the scenario's faults, and follow the events until
         the job is over.
         """
@@ -162,19 +162,19 @@ class LocalRun:
             layout=lambda: read_layout(driver.state),
             seed=self._scenario.seed,
         )
-        conductor = FaultScheduler(self._scenario, inject=injector.inject, on_failure=self._note_failure)
-        self._conductor = conductor
-        watching = asyncio.ensure_future(self._watch(injector, conductor))
+        scheduler = FaultScheduler(self._scenario, inject=injector.inject, on_failure=self._on_failure)
+        self._scheduler = scheduler
+        monitoring = asyncio.ensure_future(self._monitor(injector, scheduler))
         try:
-            await driver.run_guarded(self._submit(), watching)
-            await driver.run_guarded(_wait_for(self._over), watching)
+            await driver.run_guarded(self._submit(), monitoring)
+            await driver.run_guarded(_wait(self._outcome), monitoring)
             driver.following.cancel()  # Later events only show the idle cluster.
-            self._notes += [f"was never due: {fault}" for fault in conductor.waiting]
+            self._notes += [f"was never due: {fault}" for fault in scheduler.waiting]
             await self._fill_gaps()
         finally:
-            await conductor.cancel()
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await scheduler.cancel()
+            monitoring.cancel()
+            await asyncio.gather(monitoring, return_exceptions=True)
 
     async def _submit(self) -> None:
         """Submit the job once all nodes have joined and have their trainers, so that the first plan uses all
@@ -189,32 +189,32 @@ class LocalRun:
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
         if self._view is not None:
             self._view.on_event(event)
-        if self._begun and self._conductor is not None:
-            self._conductor.on_event(event)
-        elif isinstance(fact, RecoveryCompletedFact) and self._conductor is not None:
+        if self._begun and self._scheduler is not None:
+            self._scheduler.on_event(event)
+        elif isinstance(fact, RecoveryCompletedFact) and self._scheduler is not None:
             self._begun = True  # The start has completed: the first step is committed.
-            self._conductor.start()
+            self._scheduler.start()
         if isinstance(fact, JobEndedFact):
             self._end(fact.event)
 
-    async def _watch(self, injector: LocalInjector, conductor: FaultScheduler) -> None:
+    async def _monitor(self, injector: LocalInjector, scheduler: FaultScheduler) -> None:
         """Monitor the processes that nobody replaces, and abandon a pause that cannot end.
 
         :raises PeerError: a process has ended; carries the end of its log.
         """
         ended: set[str] = set()
         while True:
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(_MONITOR_PERIOD_S)
             for name in self._driver.ended_services(injector.absent | ended):
                 ended.add(name)
                 others = set(self._cluster.coordinators) - ended
                 if name not in self._cluster.coordinators or not others:
                     raise self._driver.exit_error(name, f"{name} has ended")
-                told = f"{name} has ended; {', '.join(sorted(others))} still running"
-                self._console.print(told, style="yellow", markup=False, highlight=False)
-            self._give_up_when_stuck(conductor)
+                message = f"{name} has ended; {', '.join(sorted(others))} still running"
+                self._console.print(message, style="yellow", markup=False, highlight=False)
+            self._abandon_when_stuck(scheduler)
 
-    def _give_up_when_stuck(self, conductor: FaultScheduler) -> None:
+    def _abandon_when_stuck(self, scheduler: FaultScheduler) -> None:
         """End a job that waits for nodes if all running ones are healthy and the scenario starts no more.
 
         A fault that starts a node at a step or on an event does not count, since neither occurs while the
@@ -226,7 +226,7 @@ class LocalRun:
             self._paused_at = None
             return
         self._paused_at = self._paused_at or time.monotonic()
-        coming = any(f.do == "start" and isinstance(f.trigger, AfterTime) for f in conductor.waiting)
+        coming = any(f.do == "start" and isinstance(f.trigger, AfterTime) for f in scheduler.waiting)
         if coming or not self._driver.healthy or time.monotonic() - self._paused_at < PAUSE_S:
             return
         self._stuck = str(state.get("waiting_for") or "more nodes")
@@ -242,21 +242,21 @@ class LocalRun:
                 run.on_event({**row, "event": "StepCommitted", "monotonic": _monotonic(row["at"])})
 
     def _on_node(self, node: str, state: str) -> None:
-        if self._begun and self._conductor is not None:
-            self._conductor.on_node(node, state)
+        if self._begun and self._scheduler is not None:
+            self._scheduler.on_node(node, state)
 
     def _on_state(self, state: dict[str, Any]) -> None:
         if self._view is not None:
             self._view.on_state(state)
-        outcome = _OUTCOME_OF_PHASE.get(str(state.get("phase")))
+        outcome = _END_EVENT_OF_PHASE.get(str(state.get("phase")))
         if outcome is not None:  # Its event is on its way, or was lost with a broker.
-            asyncio.get_running_loop().call_later(_LAST_NEWS_S, self._end, outcome)
+            asyncio.get_running_loop().call_later(_EVENT_GRACE_S, self._end, outcome)
 
     def _end(self, outcome: str) -> None:
-        if not self._over.done():
-            self._over.set_result(outcome)
+        if not self._outcome.done():
+            self._outcome.set_result(outcome)
 
-    def _note_failure(self, fault: Fault, error: FtdError) -> None:
+    def _on_failure(self, fault: Fault, error: FtdError) -> None:
         self._notes.append(f"{fault}: {error}")
 
     def _conclude(self) -> int:
@@ -273,7 +273,7 @@ class LocalRun:
         return 0 if report.outcome == "finished" else 1
 
 
-async def _wait_for(future: asyncio.Future[str]) -> None:
+async def _wait(future: asyncio.Future[str]) -> None:
     await asyncio.shield(future)
 
 
@@ -294,14 +294,14 @@ def imported_modules(job: JobData) -> tuple[str, ...]:
     return tuple(module for module in NodeTable().preload if module in text)
 
 
-def _wanted_name(options: LocalOptions) -> str | None:
+def _choose_cluster_name(options: LocalOptions) -> str | None:
     """Return the name to claim. A broker of our own serves one cluster; another broker may serve several."""
     if options.cluster is not None or options.broker in ("embedded", "mosquitto"):
         return options.cluster
     return f"local-{os.getpid()}"
 
 
-def _require_means(scenario: Scenario, options: LocalOptions) -> None:
+def _require_possible(scenario: Scenario, options: LocalOptions) -> None:
     """Check that all faults can be injected here.
 
     :raises ConfigurationError: one cannot.

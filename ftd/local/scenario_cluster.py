@@ -29,7 +29,7 @@ LEAVE_S = 10.0
 STOP_S = 10.0
 _GAP_EVENTS = 200
 DISK = "{disk}"
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 def cluster_key(setup: ClusterSetup) -> ClusterSetup:
@@ -83,12 +83,12 @@ class ScenarioCluster:
     is left afterwards.
     """
 
-    def __init__(self, setup: ClusterSetup, *, report: Tell, logs: Path | None = None) -> None:
+    def __init__(self, setup: ClusterSetup, *, report: Report, logs: Path | None = None) -> None:
         """:param report: takes a line for the user.
         :param logs: the directory for the logs of all processes.
         """
         self._setup = setup
-        self._tell = report
+        self._report = report
         self._undo = contextlib.AsyncExitStack()
         options = ClusterOptions(
             devices_per_node=setup.devices_per_node,
@@ -96,15 +96,15 @@ class ScenarioCluster:
             timing=dict(setup.timing),
             coordinators=setup.coordinators,
         )
-        surroundings = ClusterResources(
+        resources = ClusterResources(
             memory_mib=setup.memory_mib, disk_mib=setup.disk_mib, network=setup.network
         )
-        home = [f"node-{index}" for index in range(setup.nodes)]
-        self._driver = LocalDriver(options, home, surroundings=surroundings, logs=logs)
+        nodes = [f"node-{index}" for index in range(setup.nodes)]
+        self._driver = LocalDriver(options, nodes, resources=resources, logs=logs)
         self._player: ScenarioPlayer | None = None
         self._begun = asyncio.Event()
         self._ended = asyncio.Event()
-        self._undisturbed: dict[bytes, dict[int, float]] = {}
+        self._baselines: dict[bytes, dict[int, float]] = {}
 
     async def __aenter__(self) -> Self:
         """Start the cluster.
@@ -128,7 +128,7 @@ class ScenarioCluster:
     async def __aexit__(self, *_: object) -> None:
         await self._undo.aclose()
 
-    # --- a scenario --------------------------------------------------------------------------------
+    # --- playing -----------------------------------------------------------------------------------
 
     async def play(self, scenario: Scenario) -> ScenarioResult:
         """Clean the cluster up, train, and play the scenario.
@@ -139,10 +139,10 @@ class ScenarioCluster:
         setup = require_setup(scenario)
         driver = self._driver
         require_known_nodes(scenario, driver.nodes, scenario.name)
-        override = _replaced(setup.override, str(driver.disk))
+        override = _replace_disk(setup.override, str(driver.disk))
         job = load_job_data(setup.job, steps=setup.steps, override=override)
         baseline = await self._baseline(scenario, job)
-        await self._tidy()
+        await self._clean_up()
         injector = LocalInjector(
             driver.client,
             driver.cluster,
@@ -151,7 +151,7 @@ class ScenarioCluster:
             seed=scenario.seed,
         )
         await injector.check(scenario)
-        player = ScenarioPlayer(scenario, inject=injector.inject, report=self._tell, baseline=baseline)
+        player = ScenarioPlayer(scenario, inject=injector.inject, report=self._report, baseline=baseline)
         player.on_state(dict(driver.state))
         try:
             await self._train(job)
@@ -183,22 +183,22 @@ class ScenarioCluster:
         """Return the losses of the same job without faults if the scenario compares them. They are measured
         once.
         """
-        if not any(isinstance(one, SameLosses) for one in _expected(scenario)):
+        if not any(isinstance(one, SameLosses) for one in _all_expectations(scenario)):
             return {}
         key = repr((job.training, job.policy)).encode()
-        if len(self._undisturbed.get(key, {})) < job.steps:
-            await self._tidy()
-            self._tell(f"          {job.steps} steps without faults, for comparison")
+        if len(self._baselines.get(key, {})) < job.steps:
+            await self._clean_up()
+            self._report(f"          {job.steps} steps without faults, for comparison")
             await self._train(job)
             async with asyncio.timeout(scenario.limit_s):
                 await self._ended.wait()
             losses = {
                 step.step: step.loss for step in self._driver.run.steps.values() if step.loss is not None
             }
-            self._undisturbed[key] = losses
+            self._baselines[key] = losses
             if len(losses) < job.steps:
                 raise PeerError(f"without any fault {len(losses)} of {job.steps} steps were committed")
-        return self._undisturbed[key]
+        return self._baselines[key]
 
     async def _train(self, job: JobData) -> None:
         """Submit the job, and return when training has begun.
@@ -216,9 +216,9 @@ class ScenarioCluster:
             waiting = self._driver.state.get("waiting_for")
             raise PeerError(f"the job did not begin within {START_S:g} s; it waits for {waiting}") from None
 
-    # --- order ---------------------------------------------------------------------------------------
+    # --- cleaning up ---------------------------------------------------------------------------------
 
-    async def _tidy(self) -> None:
+    async def _clean_up(self) -> None:
         """Remove what the last scenario left: its job, files on the disk, nodes that it started; and start
         nodes that are missing.
         """
@@ -232,15 +232,15 @@ class ScenarioCluster:
                     await asyncio.wait_for(self._ended.wait(), STOP_S)
         for path in driver.disk.iterdir():
             shutil.rmtree(path, ignore_errors=True)
-        strangers = [name for name in driver.cluster.nodes if name not in driver.nodes]
-        await driver.cluster.processes.terminate(strangers, grace_s=LEAVE_S)
+        extra = [name for name in driver.cluster.nodes if name not in driver.nodes]
+        await driver.cluster.processes.terminate(extra, grace_s=LEAVE_S)
         driver.cluster.processes.reap_adopted()
         for name in driver.nodes:
             if not driver.cluster.processes.running(name):
                 await driver.start_node(name)
         await driver.ready()
 
-    # --- news ----------------------------------------------------------------------------------------
+    # --- events and states ---------------------------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any], fact: Fact | None) -> None:
         if self._player is not None:
@@ -259,14 +259,14 @@ class ScenarioCluster:
             self._player.on_node(node, state)
 
 
-def _expected(scenario: Scenario) -> tuple[Any, ...]:
+def _all_expectations(scenario: Scenario) -> tuple[Any, ...]:
     return (*scenario.expect, *(one for fault in scenario.faults for one in fault.expect))
 
 
-def _replaced(value: Any, disk: str) -> Any:
+def _replace_disk(value: Any, disk: str) -> Any:
     match value:
         case dict():
-            return {key: _replaced(inner, disk) for key, inner in value.items()}
+            return {key: _replace_disk(inner, disk) for key, inner in value.items()}
         case str():
             return value.replace(DISK, disk)
         case _:

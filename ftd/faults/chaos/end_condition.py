@@ -33,14 +33,14 @@ class EndCondition:
         scenario, record = self._scenario, self._record
         if now_s > scenario.limit_s:
             return f"the time limit of {scenario.limit_s:g} s"
-        struck = record.injected.values()
-        happened = not injecting and not waiting and all(one.over_at_s <= now_s for one in struck)
+        injected = record.injected.values()
+        happened = not injecting and not waiting and all(one.over_at_s <= now_s for one in injected)
         satisfied = happened and not unmet_expectations(scenario, record)
         if record.end_event:
             self._ended_at_s = now_s if self._ended_at_s is None else self._ended_at_s
             over = satisfied or now_s > self._ended_at_s + GRACE_S
             return f"the end of the job ({record.end_event})" if over else ""
-        if any(one.problem for one in struck) and not injecting:
+        if any(one.problem for one in injected) and not injecting:
             return "a fault that could not be injected"
         if has_failed(scenario, record):
             return "an expectation that cannot be met any more"

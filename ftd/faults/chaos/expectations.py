@@ -56,10 +56,10 @@ def parse_expectations(table: ExpectTable, where: str) -> tuple[v.Expectation, .
             require_one_of(one, known, f"{where}.{name}")
         if allowed:
             found.append(several(allowed=allowed))
-    for name, told in (("events", v.EventSeen), ("no_events", v.EventNotSeen)):
+    for name, kind in (("events", v.EventSeen), ("no_events", v.EventNotSeen)):
         for event in getattr(table, name):
             require_one_of(event, EVENTS, f"{where}.{name}")
-            found.append(told(event=event))
+            found.append(kind(event=event))
     return (*found, *_afterwards(table, where))
 
 

@@ -1,4 +1,4 @@
-"""The injection of faults over MQTT: nodes are asked to inject them into themselves."""
+"""The injection of faults over MQTT: nodes are requests to inject them into themselves."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -29,9 +29,9 @@ def require_known_nodes(scenario: Scenario, nodes: Sequence[str], origin: str) -
 
     :raises ConfigurationError: a fault names a node that does not exist and that no fault starts.
     """
-    started = {name for fault in scenario.faults if fault.do == "start" for name in _named(fault)}
+    started = {name for fault in scenario.faults if fault.do == "start" for name in _named_nodes(fault)}
     for fault in scenario.faults:
-        for name in _named(fault):
+        for name in _named_nodes(fault):
             if name not in started and name not in nodes:
                 raise ConfigurationError(
                     f"{fault}: there is no {name}",
@@ -40,7 +40,7 @@ def require_known_nodes(scenario: Scenario, nodes: Sequence[str], origin: str) -
                 )
 
 
-def _named(fault: Fault) -> tuple[str, ...]:
+def _named_nodes(fault: Fault) -> tuple[str, ...]:
     return fault.target.names if isinstance(fault.target, NamedNodes) else ()
 
 
@@ -82,14 +82,14 @@ class RemoteInjector:
         :raises Unreachable: a node does not answer.
         """
         alive = self._layout().alive
-        asked = [
+        requests = [
             (fault, node)
             for fault in scenario.faults
             if not fault.needs_local_cluster
-            for node in (n for n in _named(fault) or alive if n in alive)
+            for node in (n for n in _named_nodes(fault) or alive if n in alive)
         ]
         try:
-            await asyncio.gather(*(self._ask(fault, node, dry_run=True) for fault, node in asked))
+            await asyncio.gather(*(self._ask(fault, node, dry_run=True) for fault, node in requests))
         except RequestRejected as error:
             raise ConfigurationError(f"{error}; nothing was injected", field=scenario.name) from None
 

@@ -16,7 +16,7 @@ from ftd.faults.chaos.scheduler import FaultScheduler
 from ftd.faults.chaos.values import Fault, Scenario
 from ftd.faults.chaos.verdicts import Verdict, judge
 
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,38 +69,38 @@ class ScenarioPlayer:
     ) -> None:
         self._scenario = scenario
         self._inject = inject
-        self._tell = report
+        self._report = report
         self._clock = clock
         self._began_at = 0.0
         self.record = ScenarioRecord(baseline=baseline or {})
-        self.conductor = FaultScheduler(scenario, inject=self._strike, on_failure=self._failed)
-        self._news = asyncio.Event()
+        self.scheduler = FaultScheduler(scenario, inject=self._inject_now, on_failure=self._on_failure)
+        self._changed = asyncio.Event()
         self._ending = EndCondition(scenario, self.record)
 
     def start(self) -> None:
         """Start the scenario's clock. Earlier events do not count."""
         self._began_at = self._clock()
-        self.conductor.start()
+        self.scheduler.start()
 
     def on_event(self, event: dict[str, Any]) -> None:
         self.record.on_event(event, self._now_s())
-        self.conductor.on_event(event)
-        self._news.set()
+        self.scheduler.on_event(event)
+        self._changed.set()
 
     def on_missed_event(self, event: dict[str, Any]) -> None:
         """Take an event from the journal of a coordinator on this host, published while the broker was away."""
         at_s = float(event.get("monotonic") or 0.0) - self._began_at
         if at_s >= 0:
             self.record.on_event(event, at_s)
-            self.conductor.on_event(event)
-            self._news.set()
+            self.scheduler.on_event(event)
+            self._changed.set()
 
     def on_state(self, state: dict[str, Any]) -> None:
         self.record.on_state(state)
-        self._news.set()
+        self._changed.set()
 
     def on_node(self, node: str, state: str) -> None:
-        self.conductor.on_node(node, state)
+        self.scheduler.on_node(node, state)
 
     async def wait_for_result(self) -> ScenarioResult:
         """Return the result as soon as all expectations are met, one cannot be met any more, or the time is
@@ -108,11 +108,11 @@ class ScenarioPlayer:
         """
         try:
             while not (why := self._over()):
-                self._news.clear()
+                self._changed.clear()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), _LOOK_S)
+                    await asyncio.wait_for(self._changed.wait(), _POLL_S)
         finally:
-            await self.conductor.cancel()
+            await self.scheduler.cancel()
         return ScenarioResult(
             scenario=self._scenario,
             verdicts=judge(self._scenario, self.record),
@@ -123,22 +123,22 @@ class ScenarioPlayer:
 
     def _over(self) -> str:
         """Return why the scenario is over, or an empty string while it is not."""
-        conductor = self.conductor
+        scheduler = self.scheduler
         return self._ending.end_reason(
-            self._now_s(), injecting=conductor.busy, waiting=bool(conductor.waiting)
+            self._now_s(), injecting=scheduler.busy, waiting=bool(scheduler.waiting)
         )
 
-    async def _strike(self, fault: Fault) -> None:
-        struck = self.record.on_injected(fault, self._now_s())
-        self._tell(f"{struck.at_s:7.2f} s  ↯ {fault}")
-        struck.nodes = await self._inject(fault)
+    async def _inject_now(self, fault: Fault) -> None:
+        injected = self.record.on_injected(fault, self._now_s())
+        self._report(f"{injected.at_s:7.2f} s  ↯ {fault}")
+        injected.nodes = await self._inject(fault)
         # A fault that lasts is over that much later than it was requested.
-        struck.over_at_s = struck.at_s + fault.duration_s
+        injected.over_at_s = injected.at_s + fault.duration_s
 
-    def _failed(self, fault: Fault, error: FtdError) -> None:
-        struck = self.record.injected.get(fault.id) or self.record.on_injected(fault, self._now_s())
-        struck.problem = str(error)
-        self._tell(f"{self._now_s():7.2f} s  ✗ {fault}: {error}")
+    def _on_failure(self, fault: Fault, error: FtdError) -> None:
+        injected = self.record.injected.get(fault.id) or self.record.on_injected(fault, self._now_s())
+        injected.problem = str(error)
+        self._report(f"{self._now_s():7.2f} s  ✗ {fault}: {error}")
 
     def _now_s(self) -> float:
         return self._clock() - self._began_at

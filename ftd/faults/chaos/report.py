@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 from ftd.errors import ConfigurationError
 from ftd.faults.chaos.player import ScenarioResult
 
-_TOLD = ("event", "node", "generation", "step", "reason")
-_UNTOLD = ("TrainerStarted", "MessageIgnored")
-_XML_REFUSES = {code: None for code in (*range(9), 11, 12, *range(14, 32))}
+_EVENT_FIELDS = ("event", "node", "generation", "step", "reason")
+_HIDDEN_EVENTS = ("TrainerStarted", "MessageIgnored")
+_XML_FORBIDDEN = {code: None for code in (*range(9), 11, 12, *range(14, 32))}
 
 
 def render_text(played: ScenarioResult) -> str:
@@ -66,7 +66,8 @@ def build_document(played: ScenarioResult) -> dict[str, Any]:
             for one in played.verdicts
         ],
         "events": [
-            {"at_s": round(at_s, 3), **{key: e.get(key) for key in _TOLD}} for at_s, e in record.events
+            {"at_s": round(at_s, 3), **{key: e.get(key) for key in _EVENT_FIELDS}}
+            for at_s, e in record.events
         ],
     }
 
@@ -85,29 +86,29 @@ def render_junit(all_played: Sequence[ScenarioResult]) -> bytes:
         problems = played.simulated.problems if played.simulated is not None else ()
         skipped = played.simulated.skipped if played.simulated is not None else ()
         suite.set("tests", str(len(played.verdicts) + len(problems) + len(skipped)))
-        _add_odd(suite, "error", [("invariants", problem) for problem in problems])
-        _add_odd(suite, "skipped", skipped)
+        _add_special_cases(suite, "error", [("invariants", problem) for problem in problems])
+        _add_special_cases(suite, "skipped", skipped)
         for verdict in played.verdicts:
             owner = f"{_name(played)}.{verdict.fault_id}" if verdict.fault_id else _name(played)
             case = ElementTree.SubElement(
-                suite, "testcase", classname=_plain(owner), name=_plain(verdict.description), time="0"
+                suite, "testcase", classname=_printable(owner), name=_printable(verdict.description), time="0"
             )
             if not verdict.met:
-                failure = ElementTree.SubElement(case, "failure", message=_plain(verdict.measured))
-                failure.text = _plain(f"{verdict.description}: {verdict.measured}")
-        ElementTree.SubElement(suite, "system-out").text = _plain("\n".join(_story(played)))
+                failure = ElementTree.SubElement(case, "failure", message=_printable(verdict.measured))
+                failure.text = _printable(f"{verdict.description}: {verdict.measured}")
+        ElementTree.SubElement(suite, "system-out").text = _printable("\n".join(_event_lines(played)))
     ElementTree.indent(root)
     written: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return written + b"\n"
 
 
-def _add_odd(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, str]]) -> None:
+def _add_special_cases(suite: ElementTree.Element, kind: str, cases: Sequence[tuple[str, str]]) -> None:
     """Add cases that neither passed nor failed, with the reason."""
     suite.set({"error": "errors"}.get(kind, kind), str(len(cases)))
     for what, why in cases:
-        attributes = {"classname": suite.get("name", ""), "name": _plain(what), "time": "0"}
+        attributes = {"classname": suite.get("name", ""), "name": _printable(what), "time": "0"}
         case = ElementTree.SubElement(suite, "testcase", attributes)
-        ElementTree.SubElement(case, kind, message=_plain(why))
+        ElementTree.SubElement(case, kind, message=_printable(why))
 
 
 def _name(played: ScenarioResult) -> str:
@@ -134,14 +135,14 @@ def encode_documents(all_played: Iterable[ScenarioResult]) -> bytes:
     return json.dumps([build_document(played) for played in all_played], indent=1).encode() + b"\n"
 
 
-def _story(played: ScenarioResult) -> list[str]:
+def _event_lines(played: ScenarioResult) -> list[str]:
     return [
         f"{at_s:8.2f} s {e['event']} {e.get('node') or ''} {e.get('reason') or ''}".rstrip()
         for at_s, e in played.record.events
-        if e["event"] not in _UNTOLD
+        if e["event"] not in _HIDDEN_EVENTS
     ]
 
 
-def _plain(text: str) -> str:
+def _printable(text: str) -> str:
     """Remove control characters, which XML does not allow and which a trainer's last output may contain."""
-    return text.translate(_XML_REFUSES)
+    return text.translate(_XML_FORBIDDEN)

@@ -151,7 +151,7 @@ def _fault(entry: dict[str, Any], number: str, origin: str) -> v.Fault:
     require_one_of(table.do, v.FAULTS, f"{where}: do")
     trigger = _trigger(table, where)
     target = _target(table, where)
-    _refuse_idle_fields(table, target, where)
+    _reject_idle_fields(table, target, where)
     _check_numbers(table, where)
     return v.Fault(
         id=table.id or number,
@@ -252,7 +252,7 @@ def _process(table: FaultTable) -> v.Process:
     return "trainer" if table.do in _TRAINER_FAULTS else "node"
 
 
-def _refuse_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
+def _reject_idle_fields(table: FaultTable, target: v.Target, where: str) -> None:
     """Reject fields that would have no effect, because whoever wrote them expects something else."""
     central = isinstance(target, v.CentralService)
     for name, owners in _FIELD_OWNERS.items():

@@ -64,7 +64,7 @@ class FaultTriggers:
         due = self._take(
             lambda t: isinstance(t, OnEvent) and t.event == name and t.occurrence == self._occurrences[name]
         )
-        return due + (self._begin(_PHASE_OF[name]) if name in _PHASE_OF else [])
+        return due + (self._begin_phase(_PHASE_OF[name]) if name in _PHASE_OF else [])
 
     def on_node(self, node: str, state: str) -> list[Fault]:
         """Return the faults that a node's new state triggers.
@@ -76,7 +76,7 @@ class FaultTriggers:
             return []
         begins = not self._snapping
         self._snapping.add(node)
-        return self._begin("snapshotting") if begins else []
+        return self._begin_phase("snapshotting") if begins else []
 
     def on_time(self, elapsed_s: float) -> list[Fault]:
         """Return the faults that are due ``elapsed_s`` after the scenario's start."""
@@ -86,7 +86,7 @@ class FaultTriggers:
         """Return the faults that wait for this one."""
         return self._take(lambda t: isinstance(t, AfterFault) and t.fault == fault.id)
 
-    def _begin(self, phase: str) -> list[Fault]:
+    def _begin_phase(self, phase: str) -> list[Fault]:
         self._phases[phase] += 1
         return self._take(
             lambda t: isinstance(t, InPhase) and t.phase == phase and t.occurrence == self._phases[phase]
@@ -114,7 +114,7 @@ class FaultScheduler:
         inject: Callable[[Fault], Awaitable[object]],
         on_failure: Callable[[Fault, FtdError], None],
     ) -> None:
-        self._cues = FaultTriggers(scenario)
+        self._triggers = FaultTriggers(scenario)
         self._inject = inject
         self._on_failure = on_failure
         self._running: set[asyncio.Task[None]] = set()
@@ -123,7 +123,7 @@ class FaultScheduler:
     @property
     def waiting(self) -> tuple[Fault, ...]:
         """The faults that are not due yet."""
-        return self._cues.waiting
+        return self._triggers.waiting
 
     @property
     def busy(self) -> bool:
@@ -136,14 +136,14 @@ class FaultScheduler:
 
     def on_event(self, event: Mapping[str, Any]) -> list[Fault]:
         """Inject the faults that an event triggers, and return them so that the caller can report them."""
-        due = self._cues.on_event(event)
-        self._perform(due)
+        due = self._triggers.on_event(event)
+        self._inject_all(due)
         return due
 
     def on_node(self, node: str, state: str) -> list[Fault]:
         """Inject the faults that a node's new state triggers, and return them."""
-        due = self._cues.on_node(node, state)
-        self._perform(due)
+        due = self._triggers.on_node(node, state)
+        self._inject_all(due)
         return due
 
     async def finish(self) -> None:
@@ -159,19 +159,19 @@ class FaultScheduler:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep_time(self, began_at: float) -> None:
-        while (delay_s := self._cues.next_delay_s) is not None:
+        while (delay_s := self._triggers.next_delay_s) is not None:
             await asyncio.sleep(max(0.0, began_at + delay_s - time.monotonic()))
-            self._perform(self._cues.on_time(time.monotonic() - began_at))
+            self._inject_all(self._triggers.on_time(time.monotonic() - began_at))
 
-    def _perform(self, faults: list[Fault]) -> None:
+    def _inject_all(self, faults: list[Fault]) -> None:
         for fault in faults:
-            task = asyncio.get_running_loop().create_task(self._one(fault))
+            task = asyncio.get_running_loop().create_task(self._inject_one(fault))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _one(self, fault: Fault) -> None:
+    async def _inject_one(self, fault: Fault) -> None:
         await asyncio.sleep(fault.delay_s)
-        log.info("inject", fault=str(fault))
+        log.info("injecting_fault", fault=str(fault))
         try:
             await self._inject(fault)
         except FtdError as error:
@@ -179,7 +179,7 @@ class FaultScheduler:
         except Exception as error:
             # Nobody awaits this task. An error that is not reported here would be lost, and the fault would
             # seem to go on.
-            log.exception("inject", fault=str(fault))
+            log.exception("fault_injection_failed", fault=str(fault))
             self._on_failure(fault, PeerError(f"{type(error).__name__}: {error}"))
         else:
-            self._perform(self._cues.on_injected(fault))
+            self._inject_all(self._triggers.on_injected(fault))

@@ -41,7 +41,7 @@ DEFAULT_FOR_S: dict[str, float] = {
 """The duration in seconds of faults that end by themselves even if the scenario does not say when."""
 
 
-# --- when ------------------------------------------------------------------------------------------
+# --- triggers --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def _number(occurrence: int) -> str:
     return f" number {occurrence}" if occurrence > 1 else ""
 
 
-# --- whom ------------------------------------------------------------------------------------------
+# --- targets ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ class CentralService:
 Target = NamedNodes | PlanRole | RandomNodes | CentralService
 
 
-# --- what must follow ------------------------------------------------------------------------------
+# --- expectations ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

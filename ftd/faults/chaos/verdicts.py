@@ -60,10 +60,10 @@ def assess(expected: v.Expectation, of: InjectedFault | None, record: ScenarioRe
             return ExpectationStatus(met=True, measured=f"after {seen[0][0] - since_s:.2f} s")
         case v.EventNotSeen(event=event):
             seen = record.since(since_s, event)
-            said = (
+            measured_text = (
                 f"{seen[0][1].get('node') or ''} {seen[0][1].get('reason')}".strip() if seen else "not seen"
             )
-            return ExpectationStatus(met=not seen, measured=said, provisional=True)
+            return ExpectationStatus(met=not seen, measured=measured_text, provisional=True)
         case v.NodeStates(states=states):
             nodes = record.state.get("nodes") or {}
             now = {name: (nodes.get(name) or {}).get("state", "unknown") for name, _ in states}
@@ -146,28 +146,30 @@ def judge(scenario: v.Scenario, record: ScenarioRecord) -> tuple[Verdict, ...]:
     """Return the final verdicts on every fault and every expectation. An expectation that is still open is not
     met.
     """
-    happened = []
+    verdicts = []
     for fault in scenario.faults:
-        struck = record.injected.get(fault.id)
-        problem = "it was never due" if struck is None else struck.problem
-        said = problem or (f"at {struck.at_s:.2f} s" if struck is not None else "")
-        happened.append(Verdict(fault_id=fault.id, description=str(fault), met=not problem, measured=said))
+        injected = record.injected.get(fault.id)
+        problem = "it was never due" if injected is None else injected.problem
+        measured_text = problem or (f"at {injected.at_s:.2f} s" if injected is not None else "")
+        verdicts.append(
+            Verdict(fault_id=fault.id, description=str(fault), met=not problem, measured=measured_text)
+        )
     expected = [
         Verdict(fault_id=of, description=what, met=finding.met is True, measured=finding.measured)
         for of, what, finding in _findings(scenario, record)
     ]
-    return (*happened, *expected)
+    return (*verdicts, *expected)
 
 
 def _findings(scenario: v.Scenario, record: ScenarioRecord) -> list[tuple[str, str, ExpectationStatus]]:
     found = []
     for fault in scenario.faults:
-        struck = record.injected.get(fault.id)
+        injected = record.injected.get(fault.id)
         for expected in fault.expect:
             finding = (
                 ExpectationStatus(met=None, measured="the fault was not injected")
-                if struck is None or struck.problem
-                else assess(expected, struck, record)
+                if injected is None or injected.problem
+                else assess(expected, injected, record)
             )
             found.append((fault.id, str(expected), finding))
     return found + [("", str(one), assess(one, None, record)) for one in scenario.expect]

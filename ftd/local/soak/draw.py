@@ -103,17 +103,17 @@ def draw_faults(
     """
     rng = Random(seed)
     kinds = [kind for kind in KINDS if memory or kind.do != "fill_memory"]
-    strikes: list[DrawnFault] = []
+    faults: list[DrawnFault] = []
     at_s = 0.0
     while True:
-        close = bool(strikes) and rng.random() < CLOSE_SHARE
+        close = bool(faults) and rng.random() < CLOSE_SHARE
         far_s = min(rng.expovariate(rate_per_min / 60.0 * (1 - CLOSE_SHARE)), LONGEST_S)
         at_s += rng.uniform(0.0, CLOSE_S) if close else far_s
         # Faults that follow another one closely are mostly those that need not wait for nodes to recover.
         weights = [kind.weight * (4 if close and not kind.impairs else 1) for kind in kinds]
         [kind] = rng.choices(kinds, weights)
-        strike = DrawnFault(
-            number=len(strikes) + 1,
+        fault = DrawnFault(
+            number=len(faults) + 1,
             at_s=round(at_s, 3),
             do=kind.do,
             position=rng.random(),
@@ -121,5 +121,5 @@ def draw_faults(
             factor=round(rng.uniform(*kind.factor), 2),
         )
         if at_s >= until_s:
-            return tuple(strikes)
-        strikes.append(strike)
+            return tuple(faults)
+        faults.append(fault)

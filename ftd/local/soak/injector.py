@@ -29,7 +29,7 @@ _LATE_S = 2.0
 """The longest delay of a message in a lossy session that loses everything; in proportion for others."""
 _LEADER_SHARE = 0.75
 """The share of coordinator faults that target the leader if there are standbys."""
-_DO: dict[str, tuple[NodeFault, Process]] = {
+_REQUESTS: dict[str, tuple[NodeFault, Process]] = {
     "kill_trainer": ("kill", "trainer"),
     "term": ("term", "node"),
     "stop": ("stop", "node"),
@@ -56,15 +56,15 @@ class SoakInjector:
         self,
         client: ClusterClient,
         cluster: LocalCluster,
-        watch: SoakMonitor,
+        monitor: SoakMonitor,
         *,
         tolerate: int,
         beyond: bool,
         seed: int,
     ) -> None:
-        self._client, self._cluster, self._watch = client, cluster, watch
+        self._client, self._cluster, self._monitor = client, cluster, monitor
         self._tolerate, self._beyond = tolerate, beyond
-        self._remote = RemoteInjector(client, layout=lambda: read_layout(watch.state), seed=seed)
+        self._remote = RemoteInjector(client, layout=lambda: read_layout(monitor.state), seed=seed)
         self.injected: list[FaultRecord] = []
         self._away: set[str] = set()
         """Processes that were ended on purpose."""
@@ -73,18 +73,18 @@ class SoakInjector:
         self._well_since: dict[str, float] = {}
         self._running: set[asyncio.Task[None]] = set()
         self._orphans: dict[int, float] = {}
-        self._own = child_pids()
+        self._own_children = child_pids()
         """Child processes that existed before the soak."""
-        self._looked_at_s = 0.0
+        self._updated_at_s = 0.0
 
-    # --- what may be struck ------------------------------------------------------------------------
+    # --- state of the cluster ----------------------------------------------------------------------
 
     def update(self, at_s: float) -> None:
         """Note which nodes have recovered, which processes ended by themselves, and which outlived their
         parents.
         """
-        self._looked_at_s = at_s
-        state = self._watch.state
+        self._updated_at_s = at_s
+        state = self._monitor.state
         for name in list(self._impaired):
             if at_s >= self._impaired[name] and self._is_well(name, state):
                 since = self._well_since.setdefault(name, at_s)
@@ -92,116 +92,116 @@ class SoakInjector:
                     del self._impaired[name], self._well_since[name]
             else:
                 self._well_since.pop(name, None)
-        self._watch.excused |= len(self._impaired) > self._tolerate
+        self._monitor.excused |= len(self._impaired) > self._tolerate
         for name in (*self._cluster.central_services, *self._cluster.nodes):
             if name not in self._away and not self._cluster.processes.running(name):
                 self._away.add(name)
                 child = self._cluster.processes.children[name]
-                said = read_tail(child.log, 1500)
-                self._watch.add_violation(
-                    at_s, "process", f"{name} ended by itself with {child.process.returncode}: {said}"
+                output = read_tail(child.log, 1500)
+                self._monitor.add_violation(
+                    at_s, "process", f"{name} ended by itself with {child.process.returncode}: {output}"
                 )
-        self._look_for_orphans(at_s)
+        self._check_orphans(at_s)
 
     def _is_well(self, name: str, state: Mapping[str, Any]) -> bool:
         node = (state.get("nodes") or {}).get(name) or {}
         up = self._cluster.processes.running(name) and node.get("state") in _GOOD_STATES
-        idle_job = self._watch.job is None or bool(self._watch.ended)
+        idle_job = self._monitor.job is None or bool(self._monitor.ended)
         return up and (idle_job or (state.get("phase") == "RUNNING" and bool(node.get("in_plan"))))
 
-    def _look_for_orphans(self, at_s: float) -> None:
+    def _check_orphans(self, at_s: float) -> None:
         """Report orphans of killed nodes that are still running. This process adopts them; the kernel should
         end them at once.
         """
         self._orphans = {pid: self._orphans.get(pid, at_s) for pid in self._adopted()}
         for pid, since in self._orphans.items():
             if at_s - since > _ORPHAN_S:
-                self._own.add(pid)
-                self._watch.add_violation(
+                self._own_children.add(pid)
+                self._monitor.add_violation(
                     at_s, "left_over", f"process {pid} outlived its node: {_command(pid)}"
                 )
 
-    def may_inject(self, strike: DrawnFault) -> bool:
+    def may_inject(self, drawn: DrawnFault) -> bool:
         """Return whether the losses that the job tolerates leave room for this fault."""
         free = len(self._impaired) < self._tolerate
-        return free or self._beyond or strike.do not in IMPAIRING
+        return free or self._beyond or drawn.do not in IMPAIRING
 
     @property
     def all_recovered(self) -> bool:
         """Whether no fault is under way and all nodes are healthy."""
         everybody = set(self._cluster.nodes)
-        states = self._watch.state.get("nodes") or {}
+        states = self._monitor.state.get("nodes") or {}
         up = {name for name in everybody if (states.get(name) or {}).get("state") in _GOOD_STATES}
         return not self._running and not self._impaired and up == everybody
 
-    # --- striking ----------------------------------------------------------------------------------
+    # --- injecting ---------------------------------------------------------------------------------
 
-    def inject(self, strike: DrawnFault, at_s: float) -> None:
+    def inject(self, drawn: DrawnFault, at_s: float) -> None:
         """Begin to inject a fault; a task does the rest."""
         able = [
             name
             for name in self._cluster.nodes
             if self._cluster.processes.running(name) and name not in self._away and name not in self._impaired
         ]
-        node = strike.choose_node(able)
-        if node is None and strike.do not in CENTRAL_FAULTS:
-            self._record(strike, None, at_s, "no node is available")
+        node = drawn.choose_node(able)
+        if node is None and drawn.do not in CENTRAL_FAULTS:
+            self._record(drawn, None, at_s, "no node is available")
             return
-        until_s = at_s + strike.for_s
-        if node is not None and strike.do in IMPAIRING:
+        until_s = at_s + drawn.for_s
+        if node is not None and drawn.do in IMPAIRING:
             self._impaired[node] = until_s
-        self._watch.on_injected(node, strike.do, until_s)
-        task = asyncio.get_running_loop().create_task(self._carry_out(strike, node, at_s))
+        self._monitor.on_injected(node, drawn.do, until_s)
+        task = asyncio.get_running_loop().create_task(self._carry_out(drawn, node, at_s))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
-    async def _carry_out(self, strike: DrawnFault, node: str | None, at_s: float) -> None:
-        refused = ""
+    async def _carry_out(self, drawn: DrawnFault, node: str | None, at_s: float) -> None:
+        problem = ""
         try:
-            match strike.do:
+            match drawn.do:
                 case "kill_broker":
-                    await self._outage(BROKER, strike.for_s)
+                    await self._kill_service(BROKER, drawn.for_s)
                 case "kill_coordinator":
-                    await self._outage(self._coordinator(strike), strike.for_s)
+                    await self._kill_service(self._choose_coordinator(drawn), drawn.for_s)
                 case "stop_coordinator":
-                    await self._freeze(self._coordinator(strike), strike.for_s)
+                    await self._freeze(self._choose_coordinator(drawn), drawn.for_s)
                 case "kill":
-                    await self._kill(str(node), strike.for_s)
+                    await self._kill(str(node), drawn.for_s)
                 case "term":
-                    await self._leave(strike, str(node))
+                    await self._terminate(drawn, str(node))
                 case _:
-                    await self._ask(strike, str(node))
+                    await self._request(drawn, str(node))
         except FtdError as error:
-            refused = str(error)
+            problem = str(error)
         except (
             Exception
         ) as error:  # Nobody awaits this task: an error that is not reported here would be lost.
-            refused = f"{type(error).__name__}: {error}"
-            self._watch.add_violation(
-                at_s, "injection", f"{strike.do} of {node or 'the cluster'} failed: {refused}"
+            problem = f"{type(error).__name__}: {error}"
+            self._monitor.add_violation(
+                at_s, "injection", f"{drawn.do} of {node or 'the cluster'} failed: {problem}"
             )
-        self._record(strike, node, at_s, refused)
+        self._record(drawn, node, at_s, problem)
 
-    def _record(self, strike: DrawnFault, node: str | None, at_s: float, refused: str) -> None:
+    def _record(self, drawn: DrawnFault, node: str | None, at_s: float, problem: str) -> None:
         self.injected.append(
             FaultRecord(
-                number=strike.number,
+                number=drawn.number,
                 at_s=round(at_s, 3),
-                fault=strike.do,
+                fault=drawn.do,
                 node=node,
-                for_s=strike.for_s,
-                factor=strike.factor,
-                problem=refused,
+                for_s=drawn.for_s,
+                factor=drawn.factor,
+                problem=problem,
             )
         )
 
-    def _coordinator(self, strike: DrawnFault) -> str:
+    def _choose_coordinator(self, drawn: DrawnFault) -> str:
         """Return the targeted coordinator: mostly the leader."""
         names = self._cluster.coordinators
-        leader = read_layout(self._watch.state).leader
-        return leader if leader in names and strike.position < _LEADER_SHARE else names[-1]
+        leader = read_layout(self._monitor.state).leader
+        return leader if leader in names and drawn.position < _LEADER_SHARE else names[-1]
 
-    async def _outage(self, name: str, for_s: float) -> None:
+    async def _kill_service(self, name: str, for_s: float) -> None:
         if name in self._away:
             raise PeerError(f"the {name} is away already")
         await self._kill(name, for_s)
@@ -222,13 +222,13 @@ class SoakInjector:
             self._away.discard(name)
             raise
         await asyncio.sleep(for_s)
-        await self._bring_back(name)
+        await self._restart(name)
 
-    async def _leave(self, strike: DrawnFault, node: str) -> None:
+    async def _terminate(self, drawn: DrawnFault, node: str) -> None:
         """Ask a node to leave, and start it again later."""
         self._away.add(node)
         try:
-            await self._ask(strike, node)
+            await self._request(drawn, node)
             await asyncio.wait_for(self._cluster.processes.children[node].process.wait(), _LEAVE_S)
         except TimeoutError:
             self._away.discard(node)
@@ -236,28 +236,28 @@ class SoakInjector:
         except FtdError:
             self._away.discard(node)
             raise
-        await asyncio.sleep(strike.for_s)
-        await self._bring_back(node)
+        await asyncio.sleep(drawn.for_s)
+        await self._restart(node)
 
-    async def _bring_back(self, name: str) -> None:
+    async def _restart(self, name: str) -> None:
         try:
             await self._cluster.restart(name)
         except FtdError as error:
-            self._watch.add_violation(self._looked_at_s, "process", f"{name} did not come back: {error}")
+            self._monitor.add_violation(self._updated_at_s, "process", f"{name} did not come back: {error}")
         else:
             self._away.discard(name)
 
-    async def _ask(self, strike: DrawnFault, node: str) -> None:
-        do, process = _DO[strike.do]
-        lost = strike.factor if do == "lossy" else 0.0
+    async def _request(self, drawn: DrawnFault, node: str) -> None:
+        do, process = _REQUESTS[drawn.do]
+        lost = drawn.factor if do == "lossy" else 0.0
         fault = Fault(
-            id=f"soak-{strike.number}",
+            id=f"soak-{drawn.number}",
             trigger=AfterTime(delay_s=0.0),
             do=do,
             target=NamedNodes(names=(node,)),
             process=process,
-            for_s=strike.for_s or None,
-            factor=strike.factor if do == "slow" else None,
+            for_s=drawn.for_s or None,
+            factor=drawn.factor if do == "slow" else None,
             drop=lost,
             duplicate=lost,
             late_s=round(_LATE_S * lost, 3),
@@ -281,33 +281,35 @@ class SoakInjector:
         """Send SIGTERM to all nodes. Each must end by itself and leave no process behind."""
         fleet = self._cluster.processes
         for name in self._cluster.nodes:
-            self._watch.on_injected(name, "end", at_s + grace_s)
+            self._monitor.on_injected(name, "end", at_s + grace_s)
         names = [name for name in self._cluster.nodes if fleet.running(name)]
         self._away.update(self._cluster.nodes)
         await fleet.terminate(names, grace_s)
         for name in names:
             code = fleet.children[name].process.returncode
-            states = self._watch.state.get("nodes") or {}
+            states = self._monitor.state.get("nodes") or {}
             joined = (states.get(name) or {}).get("state") in _GOOD_STATES
             # A node that has just been started may not handle signals yet.
             if code != 0 and (joined or code != -signal.SIGTERM):
-                said = "had to be killed" if code == -9 else f"ended with {code}"
-                self._watch.add_violation(at_s, "left_over", f"{name} {said}, {grace_s:g} s after SIGTERM")
+                ending = "had to be killed" if code == -9 else f"ended with {code}"
+                self._monitor.add_violation(
+                    at_s, "left_over", f"{name} {ending}, {grace_s:g} s after SIGTERM"
+                )
         deadline = asyncio.get_running_loop().time() + _ORPHAN_S
         while left := self._adopted():
             if asyncio.get_running_loop().time() > deadline:
                 what = "; ".join(f"{pid}: {_command(pid)}" for pid in sorted(left))
-                self._watch.add_violation(at_s, "left_over", f"processes outlived all nodes: {what}")
+                self._monitor.add_violation(at_s, "left_over", f"processes outlived all nodes: {what}")
                 return
             await asyncio.sleep(0.05)
 
     def _adopted(self) -> set[int]:
         self._cluster.processes.reap_adopted()
-        return child_pids() - {c.pid for c in self._cluster.processes.children.values()} - self._own
+        return child_pids() - {c.pid for c in self._cluster.processes.children.values()} - self._own_children
 
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
-        said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        return said.decode(errors="replace").strip()[:200]
+        output = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return output.decode(errors="replace").strip()[:200]
     return "gone meanwhile"

@@ -23,19 +23,19 @@ from ftd.observe.run_model import (
 
 Json = Mapping[str, Any]
 
-_ALWAYS_WRONG = {
+_FORBIDDEN_EVENTS = {
     "MessageRejected": "rejected",
     "ReplicasDiverged": "diverged",
     "OptimizerReplicaDiverged": "diverged",
     "SnapshotsUnavailable": "snapshots",
 }
 """Events that no fault of a soak may cause, with the name of the rule that they violate."""
-_OUR_FAULT = frozenset({"exited", "raised", "unprepared", "foreign"})
+_BUG_CAUSES = frozenset({"exited", "raised", "unprepared", "foreign"})
 """Causes of a trainer's failure that mean a bug if no fault was injected there; ``hung`` may be a busy
 machine.
 """
 _END_OF_PHASE = {"FINISHED": "JobFinished", "FAILED": "JobFailed"}
-_LAST_NEWS_S = 2.0
+_EVENT_GRACE_S = 2.0
 """How long after a state an event about the same fact may still arrive."""
 GROWTH = 100.0
 """By rounding alone, a loss differs from the undisturbed run's at most by this factor more than any earlier
@@ -43,13 +43,13 @@ loss of the round did. A factor of 13 was measured: in float64, 1e-16 of a loss 
 steps of Adam, and 1 within
 2000. Work that is lost or done twice shows at once.
 """
-MOST_KEPT = 1000
+MAX_RECORDS = 1000
 """The number of records of each kind that the run model retains."""
-STARVED = 4
+STARVATION_FACTOR = 4
 """The multiple of the limit for which faults, one after the other, may keep training from committing any step."""
-_AFTERMATH_S = 20.0
+_FAULT_EFFECT_S = 20.0
 """A failure counts as the consequence of a fault in the same node for this long."""
-_FORGIVEN_REFUSALS = ("chaos/",)
+_IGNORED_REJECTIONS = ("chaos/",)
 """Topics on which the soak itself may address a node that is just ending."""
 
 
@@ -102,7 +102,7 @@ class SoakMonitor:
     unprovoked: list[str] = field(default_factory=list)
     """Losses of nodes and trainers that no fault explains and that a busy machine may have caused."""
     rollbacks: int = 0
-    run: RunModel = field(default_factory=lambda: RunModel(most=MOST_KEPT))
+    run: RunModel = field(default_factory=lambda: RunModel(most=MAX_RECORDS))
     losses: dict[int, float | None] = field(default_factory=dict)
     """The first loss of each step: from the undisturbed run, or else from an earlier round."""
     state: Json = field(default_factory=dict)
@@ -124,68 +124,68 @@ class SoakMonitor:
     flipped: bool = False
     """Whether a bit was flipped on purpose."""
     _generations: dict[str, int] = field(default_factory=dict)
-    _repeats: bool = False
+    _may_repeat_events: bool = False
     """Whether a coordinator was restarted, so that it may publish again what it had not journaled."""
-    _told: dict[int, float | None] = field(default_factory=dict)
+    _published: dict[int, float | None] = field(default_factory=dict)
     """Losses of the round's steps, as they were published."""
-    _apart: float = 0.0
+    _largest_difference: float = 0.0
     """The largest relative difference of a loss in this round."""
-    _struck: dict[str, float] = field(default_factory=dict)
-    _last_s: float = 0.0
+    _affected_until: dict[str, float] = field(default_factory=dict)
+    _last_activity_s: float = 0.0
     """The time of the last progress or disturbance."""
     _progress_s: float = 0.0
     _stuck: bool = False
-    _over_since: float | None = None
+    _end_seen_at_s: float | None = None
     _went_back: tuple[float, int, int] | None = None
     """When the state went back, and from which step to which."""
     _rolled_back_s: float = -math.inf
 
-    # --- what the soak itself does -----------------------------------------------------------------
+    # --- rounds and faults --------------------------------------------------------------------------
 
     def begin_round(self, job: str, at_s: float) -> None:
         """Note that a job was submitted."""
         self.job, self.ended, self.step, self.highest_step = job, None, 0, 0
-        self.events_may_be_missing = self._repeats = self._stuck = self.excused = False
-        self._over_since, self._apart = None, 0.0
-        self._told.clear()
-        self._last_s, self._progress_s = max(self._last_s, at_s), at_s
+        self.events_may_be_missing = self._may_repeat_events = self._stuck = self.excused = False
+        self._end_seen_at_s, self._largest_difference = None, 0.0
+        self._published.clear()
+        self._last_activity_s, self._progress_s = max(self._last_activity_s, at_s), at_s
 
     def on_injected(self, node: str | None, do: str, until_s: float) -> None:
         """Note that a fault is injected whose effects are over at ``until_s``."""
-        self._last_s = max(self._last_s, until_s)
+        self._last_activity_s = max(self._last_activity_s, until_s)
         if node is not None:
-            self._struck[node] = max(self._struck.get(node, 0.0), until_s)
+            self._affected_until[node] = max(self._affected_until.get(node, 0.0), until_s)
         self.events_may_be_missing |= do == "kill_broker"
         self.flipped |= do == "flip"
 
     def add_violation(self, at_s: float, rule: str, detail: str) -> None:
         self.violations.append(Violation(at_s=round(at_s, 3), rule=rule, detail=detail))
 
-    # --- what the cluster says ---------------------------------------------------------------------
+    # --- events and states --------------------------------------------------------------------------
 
     def on_event(self, event: Json, at_s: float) -> None:
         """Take an event; a second delivery changes nothing."""
         match self.run.on_event(event, at_s):
             case StepCommittedFact() as fact:
-                self._committed(fact)
+                self._on_commit(fact)
             case RolledBackFact() as fact:
                 self.rollbacks += 1
                 self._rolled_back_s = at_s
                 self.step = fact.to_step
             case GenerationStartedFact(generation=int(generation)):
-                self._generation_is("events", generation, at_s)
+                self._check_generation("events", generation, at_s)
             case RecoveryCompletedFact() as fact:
-                self._recovery(fact.recovery, at_s)
+                self._on_recovery(fact.recovery, at_s)
             case JobEndedFact() as fact:
-                self._end(fact.event, fact.reason, at_s)
+                self._on_end(fact.event, fact.reason, at_s)
             case DetectionFact(event="TrainerLost" | "NodeLost") as fact:
-                self._lost(fact)
+                self._on_lost(fact)
             case Fact(event="CoordinatorStarted"):
-                self._repeats = True
+                self._may_repeat_events = True
             case Fact(event="ShardCorrupted") as fact if not self.flipped:
                 self.add_violation(at_s, "damage", f"{fact.node}: {fact.reason}")
-            case Fact() as fact if fact.event in _ALWAYS_WRONG:
-                self._wrong(fact, event)
+            case Fact() as fact if fact.event in _FORBIDDEN_EVENTS:
+                self._on_forbidden(fact, event)
             case _:
                 pass
 
@@ -194,7 +194,7 @@ class SoakMonitor:
         if state.get("phase") == "UNREACHABLE":
             return
         before, self.state = self.state, state
-        self._generation_is("states", int(state.get("generation") or 0), at_s)
+        self._check_generation("states", int(state.get("generation") or 0), at_s)
         job, coordinator = (state.get("job") or {}).get("id"), state.get("coordinator")
         alike = (job, coordinator, state.get("generation"))
         was = ((before.get("job") or {}).get("id"), before.get("coordinator"), before.get("generation"))
@@ -204,14 +204,14 @@ class SoakMonitor:
 
     def on_time(self, at_s: float) -> bool:
         """Return whether training is stuck. It is reported once, until training goes on."""
-        self._look_for_the_end(at_s)
-        self._look_back(at_s)
+        self._detect_end(at_s)
+        self._check_step_went_back(at_s)
         if self.job is None or self.ended or self._stuck:
             return self._stuck
-        if at_s - self._last_s > self.limit_s:
+        if at_s - self._last_activity_s > self.limit_s:
             since = f"within {self.limit_s:g} s after the last fault"
-        elif at_s - self._progress_s > STARVED * self.limit_s:
-            since = f"for {STARVED * self.limit_s:g} s, whatever faults were injected meanwhile"
+        elif at_s - self._progress_s > STARVATION_FACTOR * self.limit_s:
+            since = f"for {STARVATION_FACTOR * self.limit_s:g} s, whatever faults were injected meanwhile"
         else:
             return False
         self._stuck = True
@@ -224,36 +224,36 @@ class SoakMonitor:
         )
         return True
 
-    def _look_back(self, at_s: float) -> None:
+    def _check_step_went_back(self, at_s: float) -> None:
         """Check that a state that went back belongs to a rollback, whose event comes a little earlier or
         later.
         """
         if self._went_back is None:
             return
         when, old, step = self._went_back
-        if abs(self._rolled_back_s - when) < _LAST_NEWS_S or self.events_may_be_missing:
+        if abs(self._rolled_back_s - when) < _EVENT_GRACE_S or self.events_may_be_missing:
             self._went_back = None
-        elif at_s - when > _LAST_NEWS_S:
+        elif at_s - when > _EVENT_GRACE_S:
             self._went_back = None
             self.add_violation(
                 when, "step", f"the cluster's state went back from step {old} to {step} without a rollback"
             )
 
-    def _look_for_the_end(self, at_s: float) -> None:
+    def _detect_end(self, at_s: float) -> None:
         """Detect the job's end from the state, since a broker may have lost the event."""
         name = _END_OF_PHASE.get(str(self.state.get("phase")))
         if name is None or self.ended or (self.state.get("job") or {}).get("id") != self.job:
-            self._over_since = None
+            self._end_seen_at_s = None
             return
-        self._over_since = at_s if self._over_since is None else self._over_since
-        if at_s - self._over_since > _LAST_NEWS_S:
-            self._end(name, str(self.state.get("outcome")), at_s)
+        self._end_seen_at_s = at_s if self._end_seen_at_s is None else self._end_seen_at_s
+        if at_s - self._end_seen_at_s > _EVENT_GRACE_S:
+            self._on_end(name, str(self.state.get("outcome")), at_s)
 
     def check_journal(self, steps: Iterable[Json], at_s: float) -> None:
         """Check the coordinator's journal of the job at a round's end."""
         rows = {int(row["step"]): (row.get("details") or {}).get("loss") for row in steps}
         newest = max(rows, default=0)
-        there = rows.keys() | self._told.keys() if self.standbys else rows.keys()
+        there = rows.keys() | self._published.keys() if self.standbys else rows.keys()
         missing = [step for step in range(1, newest + 1) if step not in there]
         if missing:
             self.add_violation(at_s, "gap", f"the journal lacks {len(missing)} steps, {missing[0]} the first")
@@ -262,38 +262,40 @@ class SoakMonitor:
                 at_s, "gap", f"step {self.step} was published, but the journal ends with {newest}"
             )
         for step, loss in sorted(rows.items()):
-            if step not in self._told or self._told[step] != loss:
+            if step not in self._published or self._published[step] != loss:
                 self._compare(step, loss, at_s)
 
     # --- rules -------------------------------------------------------------------------------------
 
-    def _committed(self, fact: StepCommittedFact) -> None:
+    def _on_commit(self, fact: StepCommittedFact) -> None:
         step, at_s = fact.step, fact.at
         if self.job is None or self.ended:
             return
-        if step <= self.step and not (self.events_may_be_missing or self._repeats):
+        if step <= self.step and not (self.events_may_be_missing or self._may_repeat_events):
             self.add_violation(at_s, "step", f"step {step} was published after step {self.step}")
         if step > self.highest_step:
             self.commits.append((at_s, step - self.highest_step))
         else:
             self.repeated_steps += 1
         self.step, self.highest_step = step, max(self.highest_step, step)
-        self._last_s, self._progress_s, self._stuck = max(self._last_s, at_s), at_s, False
+        self._last_activity_s, self._progress_s, self._stuck = max(self._last_activity_s, at_s), at_s, False
         self._compare(step, fact.loss, at_s)
 
     def _compare(self, step: int, loss: float | None, at_s: float) -> None:
         """Check that a loss equals, up to rounding, the first loss of the same step."""
-        first, self._told[step] = self.losses.setdefault(step, loss), loss
+        first, self._published[step] = self.losses.setdefault(step, loss), loss
         if first is None or loss is None:
             same = first is loss
         else:
-            apart = abs(first - loss) / max(abs(first), abs(loss), 1e-12)
-            same = apart <= max(self.relative, GROWTH * self._apart)
-            self._apart = max(self._apart, apart) if same else self._apart
+            difference = abs(first - loss) / max(abs(first), abs(loss), 1e-12)
+            same = difference <= max(self.relative, GROWTH * self._largest_difference)
+            self._largest_difference = (
+                max(self._largest_difference, difference) if same else self._largest_difference
+            )
         if not same:
             self.add_violation(at_s, "loss", f"step {step} has loss {loss}, but had {first} before")
 
-    def _generation_is(self, where: str, generation: int, at_s: float) -> None:
+    def _check_generation(self, where: str, generation: int, at_s: float) -> None:
         """Check that generations never decrease. Events and states are checked separately, since one may
         overtake the other.
         """
@@ -302,7 +304,7 @@ class SoakMonitor:
             self.add_violation(at_s, "generation", f"{where}: generation {generation} came after {before}")
         self._generations[where] = max(before, generation)
 
-    def _recovery(self, recovery: RecoveryDetails, at_s: float) -> None:
+    def _on_recovery(self, recovery: RecoveryDetails, at_s: float) -> None:
         self.recoveries.append(
             ObservedRecovery(
                 at_s=round(at_s, 3),
@@ -314,27 +316,27 @@ class SoakMonitor:
             )
         )
 
-    def _end(self, name: str, reason: str, at_s: float) -> None:
+    def _on_end(self, name: str, reason: str, at_s: float) -> None:
         if self.job is None or self.ended:
             return
         self.ended = name
-        self._last_s = max(self._last_s, at_s)
+        self._last_activity_s = max(self._last_activity_s, at_s)
         if name == "JobFailed" and not self.excused:
             self.add_violation(at_s, "failed", f"the job failed at step {self.step}: {reason}")
 
-    def _lost(self, fact: DetectionFact) -> None:
-        if fact.at <= self._struck.get(str(fact.node), -math.inf) + _AFTERMATH_S:
+    def _on_lost(self, fact: DetectionFact) -> None:
+        if fact.at <= self._affected_until.get(str(fact.node), -math.inf) + _FAULT_EFFECT_S:
             return
-        said = f"{fact.event} of {fact.node}, without an injected fault ({fact.how}): {fact.reason}"
-        if fact.event == "TrainerLost" and fact.how in _OUR_FAULT:
-            self.add_violation(fact.at, "unprovoked", said)
+        detail = f"{fact.event} of {fact.node}, without an injected fault ({fact.how}): {fact.reason}"
+        if fact.event == "TrainerLost" and fact.how in _BUG_CAUSES:
+            self.add_violation(fact.at, "unprovoked", detail)
         else:
-            self.unprovoked.append(said)
+            self.unprovoked.append(detail)
 
-    def _wrong(self, fact: Fact, event: Json) -> None:
+    def _on_forbidden(self, fact: Fact, event: Json) -> None:
         topic = str((event.get("details") or {}).get("topic", ""))
-        if fact.event == "MessageRejected" and any(part in topic for part in _FORGIVEN_REFUSALS):
+        if fact.event == "MessageRejected" and any(part in topic for part in _IGNORED_REJECTIONS):
             return
         self.add_violation(
-            fact.at, _ALWAYS_WRONG[fact.event], f"{fact.event}: {fact.node or ''} {fact.reason}"
+            fact.at, _FORBIDDEN_EVENTS[fact.event], f"{fact.event}: {fact.node or ''} {fact.reason}"
         )

@@ -91,10 +91,10 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
     axes.annotate(
         "shaded: recoveries", (1.0, 1.02), xycoords="axes fraction", ha="right", color=FAINT, fontsize=9
     )
-    struck = sum(report.by_kind.values())
+    injected = sum(report.by_kind.values())
     verdict = "every rule held" if report.passed else f"{len(report.violations)} violations"
     axes.set_title(
-        f"{report.job} on {report.nodes} nodes, seed {report.seed}: {struck} faults, {verdict}",
+        f"{report.job} on {report.nodes} nodes, seed {report.seed}: {injected} faults, {verdict}",
         loc="left",
         color=INK,
     )
@@ -103,11 +103,15 @@ def _goodput(axes: Axes, report: SoakReport) -> None:
 def _faults(axes: Axes, faults: Sequence[FaultRecord]) -> None:
     """Draw one row for each family of faults, and a line for as long as each fault lasted."""
     for row, (_, colour, kinds) in enumerate(_ROWS):
-        mine = [fault for fault in faults if fault.fault in kinds and not fault.problem]
+        shown = [fault for fault in faults if fault.fault in kinds and not fault.problem]
         level = len(_ROWS) - 1 - row
-        axes.scatter([f.at_s for f in mine], [level] * len(mine), color=colour, s=26, zorder=3)
+        axes.scatter([f.at_s for f in shown], [level] * len(shown), color=colour, s=26, zorder=3)
         axes.hlines(
-            [level] * len(mine), [f.at_s for f in mine], [f.at_s + f.for_s for f in mine], color=colour, lw=3
+            [level] * len(shown),
+            [f.at_s for f in shown],
+            [f.at_s + f.for_s for f in shown],
+            color=colour,
+            lw=3,
         )
     axes.set_yticks(range(len(_ROWS)), [name for name, _, _ in reversed(_ROWS)])
     axes.set_ylim(-0.6, len(_ROWS) - 0.4)

@@ -122,7 +122,7 @@ def measure_goodput(
     until_s: float,
     step_s: float,
     gaps: Sequence[tuple[float, float]],
-    done_again: int,
+    repeated_steps: int,
 ) -> SoakGoodput:
     """Return the goodput of commits ``(at_s, new steps)`` in ``[0, until_s)``.
 
@@ -145,7 +145,7 @@ def measure_goodput(
     return SoakGoodput(
         ratio=round(total * step_s / trained_s, 4),
         new_steps=total,
-        repeated_steps=done_again,
+        repeated_steps=repeated_steps,
         step_s=round(step_s, 6),
         between_jobs_s=round(between_s, 3),
         series=tuple(series),

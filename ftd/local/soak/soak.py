@@ -35,7 +35,7 @@ NODES_START_S = 120.0
 _TICK_S = 0.1
 _GRACE_S = 30.0
 _MOST_VIOLATIONS = 20
-"""A soak stops after this many violations, since more would say nothing new."""
+"""A soak stops after this many violations, since more would report_line nothing new."""
 _LEAST_UNDISTURBED_S = 120.0
 _PAUSED_S = 5.0
 """A job that pauses for this long although nothing disturbs it will not go on."""
@@ -50,10 +50,10 @@ async def run_soak(options: SoakOptions, report: Callable[[str], None]) -> SoakR
     :raises FtdError: the cluster did not start, or the job does not even run undisturbed.
     """
     job = load_job_data(options.job, steps=options.steps)
-    wanted = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
+    cluster_options = ClusterOptions(broker=options.broker, cluster="soak", coordinators=options.coordinators)
     nodes = [f"node-{number}" for number in range(options.nodes)]
-    surroundings = ClusterResources(memory_mib=options.memory_mib, memory_field="--memory-mib")
-    driver = LocalDriver(wanted, nodes, surroundings=surroundings, logs=options.logs)
+    resources = ClusterResources(memory_mib=options.memory_mib, memory_field="--memory-mib")
+    driver = LocalDriver(cluster_options, nodes, resources=resources, logs=options.logs)
     soak = Soak(options, job, driver, report)
     try:
         async with driver:
@@ -89,29 +89,29 @@ class Soak:
     """One soak on one cluster."""
 
     def __init__(
-        self, options: SoakOptions, job: JobData, driver: LocalDriver, say: Callable[[str], None]
+        self, options: SoakOptions, job: JobData, driver: LocalDriver, report_line: Callable[[str], None]
     ) -> None:
-        self._options, self._job, self._driver, self._say = options, job, driver, say
+        self._options, self._job, self._driver, self._report = options, job, driver, report_line
         relative = options.relative or (1e-9 if job.training.get("precision") == "float64" else 1e-2)
         standbys = options.coordinators > 1
         self.monitor = SoakMonitor(limit_s=options.limit_s, relative=relative, standbys=standbys)
         self.events: list[dict[str, Any]] = []
         """All events but steps, for whoever looks for the cause of a violation."""
         self._began = time.monotonic()
-        self._faults_s = 0.0
-        """When the first fault could come, in seconds since the soak began; ``_over_s`` is the end of the
+        self._faults_start_s = 0.0
+        """When the first fault could come, in seconds since the soak began; ``_faults_end_s`` is the end of the
         faults.
         """
-        self._over_s: float | None = None
+        self._faults_end_s: float | None = None
         self._step_s = 0.0
         self._submitted = 0
         self._rounds = 0
         self._refused_since: float | None = None
         self._paused_since: float | None = None
-        self._waited = 0
+        self._not_injected = 0
         self._gaps: list[tuple[float, float]] = []
         self._idle_since: float | None = None
-        self._hands: SoakInjector | None = None
+        self._injector: SoakInjector | None = None
 
     @property
     def now_s(self) -> float:
@@ -121,7 +121,7 @@ class Soak:
         """Run the soak from the start of the nodes to their end."""
         driver, options = self._driver, self._options
         async with driver.connected(on_event=self._on_event, on_state=self._on_state):
-            hands = self._hands = SoakInjector(
+            injector = self._injector = SoakInjector(
                 driver.client,
                 driver.cluster,
                 self.monitor,
@@ -131,17 +131,17 @@ class Soak:
             )
             try:
                 await driver.ready(NODES_START_S)
-                await driver.run_guarded(self._soak(hands))
+                await driver.run_guarded(self._soak(injector))
             finally:
-                await hands.cancel()
+                await injector.cancel()
                 if driver.logs is None and self.monitor.violations:
                     driver.logs = Path(tempfile.mkdtemp(prefix=f"ftd-soak-{options.seed}-"))
 
-    async def _soak(self, hands: SoakInjector) -> None:
+    async def _soak(self, injector: SoakInjector) -> None:
         await self._undisturbed()
-        await self._strike(hands)
-        await self._heal(hands)
-        await self._leave(hands)
+        await self._inject_faults(injector)
+        await self._heal(injector)
+        await self._shut_down(injector)
 
     # --- phases ------------------------------------------------------------------------------------
 
@@ -165,8 +165,8 @@ class Soak:
                 f"(it was given {self._options.nodes} nodes; give more with --nodes)"
             )
         if self.monitor.violations or self.monitor.ended != "JobFinished":
-            said = "; ".join(violation.detail for violation in self.monitor.violations)
-            raise PeerError(f"the job does not even run undisturbed: {said or self.monitor.ended}")
+            details = "; ".join(violation.detail for violation in self.monitor.violations)
+            raise PeerError(f"the job does not even run undisturbed: {details or self.monitor.ended}")
         commits = self.monitor.commits
         steps = sum(count for _, count in commits[1:])
         self._step_s = (commits[-1][0] - commits[0][0]) / max(steps, 1)
@@ -174,7 +174,7 @@ class Soak:
         self.monitor.recoveries.clear()
         self.monitor.ended = None
         commits.clear()
-        self._say(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
+        self._report(f"undisturbed: {self._job.steps} steps, {self._step_s * 1000:.1f} ms each")
 
     def _pauses(self) -> bool:
         """Return whether the job has been paused for so long that it will not go on."""
@@ -184,7 +184,7 @@ class Soak:
         self._paused_since = self.now_s if self._paused_since is None else self._paused_since
         return self.now_s - self._paused_since > _PAUSED_S
 
-    async def _strike(self, hands: SoakInjector) -> None:
+    async def _inject_faults(self, injector: SoakInjector) -> None:
         options = self._options
         drawn = draw_faults(
             options.seed,
@@ -192,52 +192,54 @@ class Soak:
             until_s=60.0 * options.minutes,
             memory=options.memory_mib is not None,
         )
-        strikes = list(drawn)
-        self._faults_s = self._idle_since = self.now_s
-        end_s = self._faults_s + 60.0 * options.minutes
-        while self.now_s < end_s and not self._hopeless:
+        faults = list(drawn)
+        self._faults_start_s = self._idle_since = self.now_s
+        end_s = self._faults_start_s + 60.0 * options.minutes
+        while self.now_s < end_s and not self._has_failed:
             await self._next_round()
-            self._strike_due(strikes, hands)
-            hands.update(self.now_s)
+            self._inject_due(faults, injector)
+            injector.update(self.now_s)
             self.monitor.on_time(self.now_s)
             await asyncio.sleep(_TICK_S)
-        self._over_s = self.now_s
-        self._waited = sum(strike.at_s < end_s - self._faults_s for strike in strikes)
+        self._faults_end_s = self.now_s
+        self._not_injected = sum(fault.at_s < end_s - self._faults_start_s for fault in faults)
 
-    def _strike_due(self, strikes: list[DrawnFault], hands: SoakInjector) -> None:
+    def _inject_due(self, faults: list[DrawnFault], injector: SoakInjector) -> None:
         """Inject the faults that are due. Those that must wait keep their order, and others overtake them."""
-        due = [strike for strike in strikes if self.now_s - self._faults_s >= strike.at_s]
-        for strike in due:
-            if not hands.may_inject(strike):
+        due = [fault for fault in faults if self.now_s - self._faults_start_s >= fault.at_s]
+        for fault in due:
+            if not injector.may_inject(fault):
                 continue
-            strikes.remove(strike)
-            self._say(f"{self.now_s - self._faults_s:7.1f} s  {strike.do} for {strike.for_s:.1f} s")
-            hands.inject(strike, self.now_s)
+            faults.remove(fault)
+            self._report(f"{self.now_s - self._faults_start_s:7.1f} s  {fault.do} for {fault.for_s:.1f} s")
+            injector.inject(fault, self.now_s)
 
-    async def _heal(self, hands: SoakInjector) -> None:
+    async def _heal(self, injector: SoakInjector) -> None:
         """Wait until all nodes have recovered from the last fault and training goes on."""
-        await hands.finish(self._options.limit_s)
+        await injector.finish(self._options.limit_s)
         self.monitor.on_injected(None, "heal", self.now_s)
         goal = self.monitor.step + _FURTHER_STEPS
 
         def well() -> bool:
-            hands.update(self.now_s)
+            injector.update(self.now_s)
             self.monitor.on_time(self.now_s)
             going = self.monitor.step >= goal or self.monitor.ended is not None
-            return (going and hands.all_recovered) or self._hopeless
+            return (going and injector.all_recovered) or self._has_failed
 
         try:
             await self._wait(well, 2 * self._options.limit_s, "")
         except PeerError:
             nodes = {name: node["state"] for name, node in (self.monitor.state.get("nodes") or {}).items()}
-            said = f"{self.monitor.state.get('phase')} at step {self.monitor.step} of {goal}, nodes {nodes}"
+            details = (
+                f"{self.monitor.state.get('phase')} at step {self.monitor.step} of {goal}, nodes {nodes}"
+            )
             self.monitor.add_violation(
-                self.now_s, "stuck", f"the cluster did not recover from the last fault: {said}"
+                self.now_s, "stuck", f"the cluster did not recover from the last fault: {details}"
             )
         if self.monitor.ended:
             await self._check_round()
 
-    async def _leave(self, hands: SoakInjector) -> None:
+    async def _shut_down(self, injector: SoakInjector) -> None:
         """Stop the job, and end the nodes as their hosts would."""
         if self.monitor.job is not None and not self.monitor.ended:
             with contextlib.suppress(FtdError):
@@ -245,35 +247,35 @@ class Soak:
             with contextlib.suppress(PeerError):
                 await self._wait(lambda: self.monitor.ended is not None, self._options.limit_s, "")
             await self._check_round()
-        await hands.end_nodes(self.now_s, _GRACE_S)
+        await injector.end_nodes(self.now_s, _GRACE_S)
 
     # --- rounds ------------------------------------------------------------------------------------
 
     @property
-    def _hopeless(self) -> bool:
+    def _has_failed(self) -> bool:
         return len(self.monitor.violations) >= _MOST_VIOLATIONS or any(
             violation.rule == "stuck" for violation in self.monitor.violations
         )
 
     async def _next_round(self) -> None:
         """Submit the next job when one is over, so that a job is always running."""
-        watch = self.monitor
-        if watch.job is not None and watch.ended is None:
-            if self._idle_since is not None and watch.step:
+        monitor = self.monitor
+        if monitor.job is not None and monitor.ended is None:
+            if self._idle_since is not None and monitor.step:
                 self._gaps.append((self._idle_since, self.now_s))
                 self._idle_since = None
             return
         if self._idle_since is None:
             self._idle_since = self.now_s
         try:
-            if watch.job is not None and watch.ended:
+            if monitor.job is not None and monitor.ended:
                 await self._check_round()
-                self._rounds += watch.ended == "JobFinished"
+                self._rounds += monitor.ended == "JobFinished"
             await self._submit()
         except UnreachableError:
             return  # The broker or the coordinator is away; try again at the next tick.
         except RequestRejected as error:
-            self._refused(str(error))
+            self._on_rejected(str(error))
 
     async def _submit(self) -> None:
         job = _private(self._job, self._driver.disk, self._submitted)
@@ -282,7 +284,7 @@ class Soak:
         self._refused_since = None
         self.monitor.begin_round(begun, self.now_s)
 
-    def _refused(self, why: str) -> None:
+    def _on_rejected(self, why: str) -> None:
         """Handle a rejected submission. If only the answer to the last one was lost, the job is running; any
         other lasting rejection is a violation.
         """
@@ -303,15 +305,15 @@ class Soak:
 
         :raises Unreachable: the coordinator is away.
         """
-        watch = self.monitor
-        job = watch.job
+        monitor = self.monitor
+        job = monitor.job
         if job is None:
             return
         rows = [row for row in await self._driver.client.history(what="steps") if row["job"] == job]
-        watch.check_journal(rows, self.now_s)
-        watch.job = None
+        monitor.check_journal(rows, self.now_s)
+        monitor.job = None
 
-    # --- what the cluster says ---------------------------------------------------------------------
+    # --- events and states --------------------------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any], _: Fact | None) -> None:
         if event["event"] != "StepCommitted":
@@ -336,12 +338,12 @@ class Soak:
 
     def report(self) -> SoakReport:
         """Return the report. Its times count from the first moment at which faults could come."""
-        options, watch, zero_s = self._options, self.monitor, self._faults_s
-        over_s = self._over_s if self._over_s is not None else self.now_s
+        options, monitor, zero_s = self._options, self.monitor, self._faults_start_s
+        over_s = self._faults_end_s if self._faults_end_s is not None else self.now_s
         gaps = [*self._gaps, *([(self._idle_since, over_s)] if self._idle_since is not None else [])]
-        struck = self._hands.injected if self._hands is not None else []
-        faults = _since(zero_s, struck)
-        recoveries = _since(zero_s, watch.recoveries)
+        injected = self._injector.injected if self._injector is not None else []
+        faults = _since(zero_s, injected)
+        recoveries = _since(zero_s, monitor.recoveries)
         return SoakReport(
             job=self._job.name,
             seed=options.seed,
@@ -350,21 +352,21 @@ class Soak:
             steps=self._job.steps,
             rounds=self._rounds,
             duration_s=round(over_s - zero_s, 3),
-            passed=not watch.violations,
-            violations=_since(zero_s, watch.violations),
+            passed=not monitor.violations,
+            violations=_since(zero_s, monitor.violations),
             faults=faults,
             by_kind=count_by_kind(faults),
-            not_injected=self._waited,
+            not_injected=self._not_injected,
             recoveries=recoveries,
             by_cause=time_by_cause(recoveries),
-            rollbacks=watch.rollbacks,
-            unprovoked=tuple(watch.unprovoked),
+            rollbacks=monitor.rollbacks,
+            unprovoked=tuple(monitor.unprovoked),
             goodput=measure_goodput(
-                [(at_s - zero_s, count) for at_s, count in watch.commits],
+                [(at_s - zero_s, count) for at_s, count in monitor.commits],
                 until_s=over_s - zero_s,
                 step_s=self._step_s,
                 gaps=[(a - zero_s, b - zero_s) for a, b in gaps],
-                done_again=watch.repeated_steps,
+                repeated_steps=monitor.repeated_steps,
             ),
             repeat_command=options.command,
             logs=None if self._driver.logs is None else str(self._driver.logs),

@@ -27,41 +27,41 @@ def test_a_seed_draws_the_same_faults_and_a_longer_soak_begins_with_them() -> No
     assert short == draw_faults(7, rate_per_min=10, until_s=120.0)
     assert long[: len(short)] == short
     assert draw_faults(8, rate_per_min=10, until_s=120.0) != short
-    assert [strike.number for strike in long] == list(range(1, len(long) + 1))
+    assert [fault.number for fault in long] == list(range(1, len(long) + 1))
     assert all(a.at_s <= b.at_s < 600.0 for a, b in pairwise(long))
 
 
 def test_faults_come_at_the_rate_and_within_their_bounds() -> None:
-    strikes = draw_faults(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
-    assert 800 < len(strikes) < 1200
-    assert {strike.do for strike in strikes} == {kind.do for kind in KINDS}
+    faults = draw_faults(1, rate_per_min=10, until_s=60.0 * 100, memory=True)
+    assert 800 < len(faults) < 1200
+    assert {fault.do for fault in faults} == {kind.do for kind in KINDS}
     bounds = {kind.do: kind for kind in KINDS}
-    for strike in strikes:
-        kind = bounds[strike.do]
-        assert kind.for_s[0] <= strike.for_s <= kind.for_s[1]
-        assert kind.factor[0] <= strike.factor <= kind.factor[1]
-    close = sum(b.at_s - a.at_s < 0.6 for a, b in pairwise(strikes))
+    for fault in faults:
+        kind = bounds[fault.do]
+        assert kind.for_s[0] <= fault.for_s <= kind.for_s[1]
+        assert kind.factor[0] <= fault.factor <= kind.factor[1]
+    close = sum(b.at_s - a.at_s < 0.6 for a, b in pairwise(faults))
     assert close > 200
 
 
 def test_the_machine_s_own_memory_is_not_filled() -> None:
-    drawn = {strike.do for strike in draw_faults(1, rate_per_min=10, until_s=60.0 * 100)}
+    drawn = {fault.do for fault in draw_faults(1, rate_per_min=10, until_s=60.0 * 100)}
     assert drawn == {kind.do for kind in KINDS} - {"fill_memory"}
 
 
 def test_the_chosen_node_depends_only_on_the_available_nodes() -> None:
-    strikes = [s for s in draw_faults(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL_FAULTS]
+    faults = [s for s in draw_faults(3, rate_per_min=30, until_s=300.0) if s.do not in CENTRAL_FAULTS]
     nodes = ["node-2", "node-0", "node-1"]
-    assert {strike.choose_node(nodes) for strike in strikes} == set(nodes)
-    assert all(strike.choose_node(nodes) == strike.choose_node(sorted(nodes)) for strike in strikes)
-    assert all(strike.choose_node([]) is None for strike in strikes)
+    assert {fault.choose_node(nodes) for fault in faults} == set(nodes)
+    assert all(fault.choose_node(nodes) == fault.choose_node(sorted(nodes)) for fault in faults)
+    assert all(fault.choose_node([]) is None for fault in faults)
     assert {"slow", "flip", "fill_memory"}.isdisjoint(IMPAIRING)
 
 
-# --- the watch -------------------------------------------------------------------------------------
+# --- the monitor -------------------------------------------------------------------------------------
 
 
-def watch() -> SoakMonitor:
+def make_monitor() -> SoakMonitor:
     seen = SoakMonitor(limit_s=10.0, relative=1e-6)
     seen.losses.update({step: 1.0 / step for step in range(1, 100)})
     seen.begin_round("job-1", 0.0)
@@ -87,7 +87,7 @@ def rules(seen: SoakMonitor) -> list[str]:
 
 
 def test_a_correct_run_violates_no_rule() -> None:
-    seen = watch()
+    seen = make_monitor()
     for step in range(1, 6):
         seen.on_event(commit(step, id=f"e-{step}"), float(step))
         seen.on_event(commit(step, id=f"e-{step}"), float(step))
@@ -101,12 +101,12 @@ def test_a_correct_run_violates_no_rule() -> None:
 
 
 def test_a_committed_step_goes_back_only_with_a_published_rollback() -> None:
-    seen = watch()
+    seen = make_monitor()
     for step in (1, 2, 3):
         seen.on_event(commit(step), 1.0)
     seen.on_event(commit(2), 2.0)
     assert rules(seen) == ["step"]
-    seen = watch()
+    seen = make_monitor()
     for step in (1, 2, 3):
         seen.on_event(commit(step), 1.0)
     seen.on_event(event("RolledBack", from_step=3, to_step=1, undone=2), 2.0)
@@ -118,7 +118,7 @@ def test_a_committed_step_goes_back_only_with_a_published_rollback() -> None:
 
 def test_a_state_that_goes_back_needs_a_rollback_nearby() -> None:
     for told, expected in ((False, ["step"]), (True, [])):
-        seen = watch()
+        seen = make_monitor()
         seen.on_state(state(9), 1.0)
         seen.on_state(state(4), 2.0)
         if told:
@@ -129,7 +129,7 @@ def test_a_state_that_goes_back_needs_a_rollback_nearby() -> None:
 
 
 def test_a_restarted_coordinator_may_publish_a_step_again_with_the_same_loss() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(commit(3), 1.0)
     seen.on_event(event("CoordinatorStarted"), 2.0)
     seen.on_event(commit(3), 3.0)
@@ -139,7 +139,7 @@ def test_a_restarted_coordinator_may_publish_a_step_again_with_the_same_loss() -
 
 
 def test_losses_are_compared_with_the_first_value() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(commit(5, loss=0.2 * (1 + 1e-7)), 1.0)
     assert rules(seen) == []
     seen.on_event(commit(6, loss=0.2), 2.0)
@@ -152,7 +152,7 @@ def test_losses_are_compared_with_the_first_value() -> None:
 
 
 def test_rounding_may_grow_but_not_jump() -> None:
-    seen = watch()
+    seen = make_monitor()
     apart = 1e-16
     for step in range(1, 90):
         seen.on_event(commit(step, loss=(1 + apart) / step), float(step))
@@ -169,7 +169,7 @@ def test_rounding_may_grow_but_not_jump() -> None:
 def test_a_standby_s_journal_may_lack_what_was_published_while_it_was_away() -> None:
     rows = [commit(1), commit(4)]
     for standbys, wrong in ((True, []), (False, ["gap"])):
-        seen = watch()
+        seen = make_monitor()
         seen.standbys = standbys
         for step in (1, 2, 3, 4):
             seen.on_event(commit(step), float(step))
@@ -180,7 +180,7 @@ def test_a_standby_s_journal_may_lack_what_was_published_while_it_was_away() -> 
 
 
 def test_generations_never_decrease() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(event("GenerationStarted", 4), 1.0)
     seen.on_state(state(1, generation=3), 1.1)
     seen.on_event(event("GenerationStarted", 5), 2.0)
@@ -191,7 +191,7 @@ def test_generations_never_decrease() -> None:
 
 
 def test_stuck_training_is_reported_once_and_a_fault_extends_the_limit() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(commit(1), 1.0)
     seen.on_injected("node-1", "stop", 9.0)
     assert not seen.on_time(18.9)
@@ -203,7 +203,7 @@ def test_stuck_training_is_reported_once_and_a_fault_extends_the_limit() -> None
 
 
 def test_faults_may_not_stop_training_for_ever() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(commit(1), 1.0)
     for second in range(2, 41):
         seen.on_injected("node-1", "slow", second + 5.0)
@@ -214,7 +214,7 @@ def test_faults_may_not_stop_training_for_ever() -> None:
 
 
 def test_the_end_of_a_job_is_detected_from_the_state_if_the_event_is_lost() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_state(state(9, phase="FINISHED"), 1.0)
     seen.on_time(1.5)
     assert seen.ended is None
@@ -224,7 +224,7 @@ def test_the_end_of_a_job_is_detected_from_the_state_if_the_event_is_lost() -> N
 
 def test_a_failed_job_is_a_violation_unless_more_was_lost_than_it_tolerates() -> None:
     for excused, expected in ((False, ["failed"]), (True, [])):
-        seen = watch()
+        seen = make_monitor()
         seen.excused = excused
         seen.on_event(event("JobFailed"), 1.0)
         assert rules(seen) == expected
@@ -235,20 +235,20 @@ def test_a_failed_job_is_a_violation_unless_more_was_lost_than_it_tolerates() ->
     [("MessageRejected", "rejected"), ("ReplicasDiverged", "diverged"), ("ShardCorrupted", "damage")],
 )
 def test_events_that_no_fault_may_cause_are_violations(name: str, rule: str) -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(event(name, node="node-1"), 1.0)
     assert rules(seen) == [rule]
 
 
 def test_corruption_is_allowed_after_a_flipped_bit() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_injected("node-1", "flip", 0.5)
     seen.on_event(event("ShardCorrupted", node="node-2"), 1.0)
     assert rules(seen) == []
 
 
 def test_a_trainer_that_fails_without_a_fault_is_a_violation_and_a_hung_one_is_noted() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_injected("node-1", "kill_trainer", 1.0)
     seen.on_event(event("TrainerLost", node="node-1", cause="exited"), 2.0)
     assert rules(seen) == []
@@ -260,7 +260,7 @@ def test_a_trainer_that_fails_without_a_fault_is_a_violation_and_a_hung_one_is_n
 
 
 def test_a_journal_with_a_gap_or_a_missing_end_is_a_violation() -> None:
-    seen = watch()
+    seen = make_monitor()
     seen.on_event(commit(4), 1.0)
     seen.check_journal([commit(1), commit(3)], 2.0)
     assert rules(seen) == ["gap", "gap"]
@@ -269,7 +269,7 @@ def test_a_journal_with_a_gap_or_a_missing_end_is_a_violation() -> None:
 # --- the report ------------------------------------------------------------------------------------
 
 
-def found(held: bool = True) -> SoakReport:
+def found(passed: bool = True) -> SoakReport:
     recoveries = tuple(
         ObservedRecovery(at_s=at, cause=cause, tier="none", total_ms=ms, generation=g, rolled_back_steps=0)
         for g, (at, cause, ms) in enumerate(
@@ -283,7 +283,7 @@ def found(held: bool = True) -> SoakReport:
         )
     )
     commits = [(t / 10, 1) for t in range(600) if not 11.0 <= t / 10 < 12.0]
-    measured = measure_goodput(commits, until_s=60.0, step_s=0.1, gaps=[(40.0, 50.0)], done_again=3)
+    measured = measure_goodput(commits, until_s=60.0, step_s=0.1, gaps=[(40.0, 50.0)], repeated_steps=3)
     broken = (Violation(at_s=13.0, rule="loss", detail="step 5"),)
     return SoakReport(
         job="tiny",
@@ -293,8 +293,8 @@ def found(held: bool = True) -> SoakReport:
         steps=300,
         rounds=2,
         duration_s=60.0,
-        passed=held,
-        violations=() if held else broken,
+        passed=passed,
+        violations=() if passed else broken,
         faults=faults,
         by_kind=count_by_kind(faults),
         not_injected=2,
@@ -304,13 +304,13 @@ def found(held: bool = True) -> SoakReport:
         unprovoked=(),
         goodput=measured,
         repeat_command="ftd chaos soak --seed 4 job.toml",
-        logs=None if held else "/tmp/somewhere",
+        logs=None if passed else "/tmp/somewhere",
     )
 
 
 def test_goodput_compares_new_steps_with_the_undisturbed_pace() -> None:
     commits = [(-1.0, 5), (1.0, 30), (5.0, 10), (11.0, 4)]
-    measured = measure_goodput(commits, until_s=10.0, step_s=0.1, gaps=[(6.0, 8.0)], done_again=0)
+    measured = measure_goodput(commits, until_s=10.0, step_s=0.1, gaps=[(6.0, 8.0)], repeated_steps=0)
     assert (measured.new_steps, measured.ratio, measured.between_jobs_s) == (40, 0.5, 2.0)
     assert all(ratio is None for at_s, ratio in measured.series if 6.2 < at_s < 7.9)
     assert sum(ratio or 0.0 for _, ratio in measured.series) * 10.0 / 60 == pytest.approx(4.0, rel=0.01)
@@ -324,7 +324,7 @@ def test_the_report_lists_faults_recoveries_and_the_command_to_repeat() -> None:
     )
     assert "recovered from node_lost: 2 times, median 400 ms, worst 500 ms" in said
     assert "every rule held" in said
-    said = "\n".join(render_lines(found(held=False)))
+    said = "\n".join(render_lines(found(passed=False)))
     assert "VIOLATION at 13.0 s (loss): step 5" in said
     assert "ftd chaos soak --seed 4 job.toml" in said
     assert "/tmp/somewhere" in said
@@ -341,7 +341,7 @@ def test_the_written_report_contains_goodput() -> None:
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_the_plot_is_drawn(tmp_path: Path, suffix: str) -> None:
     place = tmp_path / f"soak.{suffix}"
-    plot_soak(found(held=False), place)
+    plot_soak(found(passed=False), place)
     assert place.read_bytes()[:5] in (b"\x89PNG\r", b"<?xml")
 
 
