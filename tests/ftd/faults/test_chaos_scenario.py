@@ -239,7 +239,7 @@ def test_roles_become_nodes() -> None:
         ({"at_step": 1, "do": "kill"}, 'node = "node-1"'),
         ({"at_step": 1, "do": "kill", "node": "a", "nodes": ["b"]}, "not both"),
         ({"at_step": 1, "do": "kill", "nodes": ["a", "a"]}, "twice"),
-        ({"at_step": 1, "do": "kill", "node": "a/b"}, "not a usable name"),
+        ({"at_step": 1, "do": "kill", "node": "a/b"}, "not a valid name"),
         ({"at_step": 1, "do": "kill", "node": "a", "nodde": "b"}, "did you mean 'node'"),
         ({"at_step": "x", "do": "kill", "node": "a"}, "at_step"),
         ({"at_step": 1, "do": "kil", "node": "a"}, "did you mean 'kill'"),
